@@ -1,0 +1,1 @@
+"""Devices: the protocol, and the one function that picks an implementation."""
