@@ -45,9 +45,10 @@ reachable as ``__cause__``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from graphrt.batch import MissReason
+if TYPE_CHECKING:
+    from graphrt.batch import MissReason
 
 
 class GraphrtError(Exception):
@@ -118,7 +119,7 @@ class MissError(GraphrtError, RuntimeError):
         expected: str = "",
         found: str = "",
         do: str = "",
-        reason: MissReason = MissReason.NO_KEY,
+        reason: MissReason | None = None,
     ) -> None:
         super().__init__(subject, expected=expected, found=found, do=do)
         self.reason = reason

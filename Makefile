@@ -1,0 +1,47 @@
+# The verbs people and CI share. Each makes the environment it needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test check test-gpu bench clean
+
+# Two stamps: the demo needs less than the tests do. Both are made anew when pyproject.toml changes.
+DEMO_ENV := $(VENV)/.installed-llm
+DEV_ENV  := $(VENV)/.installed-dev
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"graphrt needs Python >= 3.11; {sys.executable} is {sys.version.split()[0]}. Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO_ENV): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[llm]'
+	@touch $@
+
+$(DEV_ENV): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(DEMO_ENV)
+
+demo: $(DEMO_ENV)
+	$(BIN)/graphrt demo
+
+test: $(DEV_ENV)
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/pure tests/simulated tests/architecture
+
+check: $(DEV_ENV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tests/architecture/size_report.py
+
+# Runs in the interpreter that sees the GPU: the active one, unless BIN_GPU names another.
+PYTHON_GPU ?= $(PYTHON)
+test-gpu:
+	$(PYTHON_GPU) -m pytest tests/gpu tests/multi_gpu
+
+bench: $(DEV_ENV)
+	$(BIN)/python -m benchmarks --save benchmarks/results
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
