@@ -1,0 +1,279 @@
+"""Which tokens of which requests the next step computes.
+
+First come, first served, without exception: requests run in order of arrival, and the running ones
+all arrived before the waiting ones. A step takes one token of every request that decodes, then
+chunks of prompts in order of arrival until the token limit is reached.
+
+A request is admitted when the cache has room for all its tokens known so far, so only decoding can
+run out of blocks. Then the request that arrived last gives way: it keeps its output, loses its
+blocks, goes back to the head of the queue and later computes prompt and output again. The earliest
+request always advances, hence all of them finish.
+
+Everything is deterministic, and nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphrt_llm.blocks import BlockAllocator, blocks_for
+from graphrt_llm.errors import (
+    EngineConfigError,
+    OutOfBlocksError,
+    PromptTooLongError,
+    RequestError,
+    UnknownRequestError,
+)
+from graphrt_llm.request import FinishReason, Request, RequestOutput
+from graphrt_llm.seats import Seats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledBatch:
+    """The work of one step, in batch order: decoding requests first. Arrays are [num_reqs]."""
+
+    requests: tuple[Request, ...]
+    seats: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    """Position of the first token each request brings."""
+    query_lens: NDArray[np.int64]
+    """Tokens each request brings, at least 1."""
+    completes: NDArray[np.bool_]
+    """True where the tokens reach the last known one, so that the logits give the next token."""
+    num_tokens: int
+    preempted: tuple[str, ...]
+    """Requests that lost their blocks before this step."""
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.requests)
+
+    @property
+    def uniform(self) -> bool:
+        """True if every request brings exactly one token."""
+        return self.num_tokens == self.num_reqs
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill and preemption by recomputation.
+
+    ``schedule`` changes nothing that a second call would not find again, so a step that fails
+    between ``schedule`` and ``update`` is simply repeated.
+    """
+
+    def __init__(
+        self,
+        *,
+        allocator: BlockAllocator,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise EngineConfigError(
+                "max_num_batched_tokens",
+                expected=f"at least max_num_seqs = {max_num_seqs}: each may decode one token",
+                found=str(max_num_batched_tokens),
+            )
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.seats = Seats(
+            num_seats=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            allocator=allocator,
+        )
+        self._unfinished: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Seated requests, in order of arrival."""
+        return self._running
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """The others, in order of arrival."""
+        return self._waiting
+
+    def add(self, request: Request) -> None:
+        """Queue ``request``.
+
+        Errors: ``PromptTooLongError`` if it could never be served, ``RequestError`` if it has no
+        prompt or the id of an unfinished request.
+        """
+        if request.request_id in self._unfinished:
+            raise RequestError(
+                f"request {request.request_id!r}",
+                expected="an id of its own",
+                found="an unfinished request with this id",
+            )
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+        if not num_prompt:
+            raise RequestError(
+                f"request {request.request_id!r}", expected="a prompt", found="no tokens"
+            )
+        asked = f"{num_prompt} prompt tokens and max_tokens = {max_tokens}"
+        if num_prompt + max_tokens > self.max_model_len:
+            raise PromptTooLongError(
+                f"request {request.request_id!r}",
+                expected=f"prompt and output within the context of {self.max_model_len} tokens",
+                found=asked,
+                do="shorten the prompt or lower max_tokens.",
+            )
+        # The last token is returned, never fed back, so it needs no room in the cache.
+        allocator = self.seats.allocator
+        if blocks_for(num_prompt + max_tokens - 1, self.seats.block_size) > allocator.num_usable:
+            raise PromptTooLongError(
+                f"request {request.request_id!r}",
+                expected=f"prompt and output within the cache of {allocator.num_usable} blocks"
+                f" of {self.seats.block_size} tokens",
+                found=asked,
+                do="shorten the prompt, lower max_tokens, or give the engine more blocks.",
+            )
+        self._unfinished[request.request_id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End an unfinished request now. Errors: ``UnknownRequestError``."""
+        request = self._unfinished.get(request_id)
+        if request is None:
+            raise UnknownRequestError(
+                f"request {request_id!r}",
+                expected="an unfinished request",
+                found=f"none of the {len(self._unfinished)} unfinished ones has this id",
+            )
+        if request.seat is None:
+            self._waiting.remove(request)
+        else:
+            self._running.remove(request)
+        self._end(request)
+        return RequestOutput(request_id, (), FinishReason.ABORTED)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step's work; None if nothing is unfinished.
+
+        Errors: ``OutOfBlocksError`` if the only running request needs a block and none is free.
+        """
+        preempted = self._give_blocks()
+        remaining = self._remaining()
+        query_lens = np.where(remaining == 1, 1, 0)
+        budget = self.max_num_batched_tokens - int(query_lens.sum())
+        for i in np.flatnonzero(remaining > 1):
+            query_lens[i] = min(int(remaining[i]), budget)
+            budget -= int(query_lens[i])
+        admitted = self._admit(budget)
+        if not self._running:
+            return None
+
+        remaining = np.concatenate([remaining, self._remaining()[len(remaining) :]])
+        query_lens = np.concatenate([query_lens, np.array(admitted, np.int64)])
+        # Decoding requests first; a stable sort keeps the order of arrival among equals.
+        chosen = np.flatnonzero(query_lens)
+        chosen = chosen[np.argsort(remaining[chosen] > 1, kind="stable")]
+        requests = tuple(self._running[i] for i in chosen)
+        seats = self._running_seats()[chosen]
+        query_lens = query_lens[chosen]
+        return ScheduledBatch(
+            requests=requests,
+            seats=seats,
+            starts=self.seats.num_computed[seats],
+            query_lens=query_lens,
+            completes=query_lens == remaining[chosen],
+            num_tokens=int(query_lens.sum()),
+            preempted=tuple(preempted),
+        )
+
+    def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestOutput]:
+        """Book what the step computed. ``token_ids`` [num_reqs]: the token sampled for each.
+
+        A token counts only where ``batch.completes``; the others are ignored. Returns one output
+        for each token that counts; requests that finish leave the batch and free their blocks.
+        """
+        seats = self.seats
+        seats.num_computed[batch.seats] += batch.query_lens
+        sampled = np.asarray(token_ids, np.int64)
+        growing = batch.seats[batch.completes]
+        seats.tokens[growing, seats.num_tokens[growing]] = sampled[batch.completes]
+        seats.num_tokens[growing] += 1
+
+        outputs = []
+        for request, token, counts in zip(
+            batch.requests, sampled.tolist(), batch.completes.tolist(), strict=True
+        ):
+            if not counts:
+                continue
+            request.output_token_ids.append(token)
+            reason = request.finish_reason()
+            if reason is not None:
+                self._running.remove(request)
+                self._end(request)
+            outputs.append(RequestOutput(request.request_id, (token,), reason))
+        return outputs
+
+    def _running_seats(self) -> NDArray[np.int64]:
+        return np.array([request.seat for request in self._running], np.int64)
+
+    def _remaining(self) -> NDArray[np.int64]:
+        """Tokens that each running request has yet to compute, at least 1."""
+        seats = self._running_seats()
+        return self.seats.num_tokens[seats] - self.seats.num_computed[seats]
+
+    def _give_blocks(self) -> list[str]:
+        """Give every running request room for its newest token, the earliest first."""
+        seats, preempted = self._running_seats(), []
+        is_short = (
+            self.seats.num_blocks[seats] * self.seats.block_size < self.seats.num_tokens[seats]
+        )
+        for request in [self._running[i] for i in np.flatnonzero(is_short)]:
+            while request.seat is not None and not self.seats.allocator.num_free:
+                preempted.append(self._preempt_last())
+            if request.seat is not None:
+                self.seats.grow(request.seat)
+        return preempted
+
+    def _preempt_last(self) -> str:
+        if len(self._running) == 1:
+            raise OutOfBlocksError(
+                f"request {self._running[0].request_id!r}",
+                expected="a free block",
+                found="none, and no other running request that could give way",
+                do="give the engine more blocks; the request keeps its place.",
+            )
+        request = self._running.pop()
+        self._unseat(request)
+        request.num_preemptions += 1
+        self._waiting.appendleft(request)
+        return request.request_id
+
+    def _admit(self, budget: int) -> list[int]:
+        """Seat waiting requests while they fit; returns how many tokens each computes now."""
+        query_lens = []
+        while self._waiting and budget > 0 and self.seats.fits(self._waiting[0].num_tokens):
+            request = self._waiting[0]
+            request.seat = self.seats.take(request.prompt_token_ids, request.output_token_ids)
+            self._running.append(self._waiting.popleft())
+            query_lens.append(min(request.num_tokens, budget))
+            budget -= query_lens[-1]
+        return query_lens
+
+    def _unseat(self, request: Request) -> None:
+        assert request.seat is not None, "only a running request has a seat to give up"
+        self.seats.leave(request.seat)
+        request.seat = None
+
+    def _end(self, request: Request) -> None:
+        if request.seat is not None:
+            self._unseat(request)
+        del self._unfinished[request.request_id]
