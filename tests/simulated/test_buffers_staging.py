@@ -1,0 +1,408 @@
+"""Declaring, binding and staging static buffers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt.errors import (
+    InputMismatchError,
+    LibraryClosedError,
+    PaddingRequiredError,
+    StaticBufferError,
+)
+from graphrt.graphs.buffers import BufferSet
+from graphrt.graphs.bufferspec import FILL_ONCE, KEEP, SENTINEL, ZERO, BufferSpec
+
+CPU = torch.device("cpu")
+IDS = BufferSpec("ids", ("tokens",), torch.int64, ZERO)
+SLOTS = BufferSpec("slots", ("tokens",), torch.int64, SENTINEL(-1))
+HIDDEN = BufferSpec("hidden", ("tokens", 3), torch.float32)
+TABLE = BufferSpec("table", ("requests", 4), torch.int32, SENTINEL(-7))
+POSITIONS = BufferSpec("positions", (3, "tokens"), torch.int64, ZERO)
+
+
+def one_axis(*specs: BufferSpec, capacity: int = 8) -> BufferSet:
+    return BufferSet(specs, {"tokens": capacity}, lambda key: {"tokens": key}, CPU)
+
+
+def tokens_for(n: int, value: int = 1) -> dict[str, torch.Tensor]:
+    return {"ids": torch.full((n,), value), "slots": torch.full((n,), value + 1)}
+
+
+# --- declaration
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_an_integer_or_bool_buffer_must_say_what_its_padding_holds(dtype: torch.dtype) -> None:
+    with pytest.raises(PaddingRequiredError) as raised:
+        BufferSpec("slots", ("tokens",), dtype)
+    assert "slots" in raised.value.subject
+    assert raised.value.do
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_floating_buffer_is_padded_with_zero_by_default(dtype: torch.dtype) -> None:
+    assert BufferSpec("x", ("tokens",), dtype).padding is ZERO
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.uint8, -1),
+        (torch.bool, -1),
+        (torch.int32, 2**31),
+        (torch.int64, 0.5),
+        (torch.int64, float("nan")),
+        (torch.float16, 1e6),
+    ],
+)
+def test_a_padding_value_that_the_dtype_cannot_hold_is_refused(
+    dtype: torch.dtype, value: float
+) -> None:
+    with pytest.raises(StaticBufferError):
+        BufferSpec("x", ("tokens",), dtype, SENTINEL(value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), -1e4])
+def test_a_floating_sentinel_may_be_any_value_of_its_dtype(value: float) -> None:
+    buffers = one_axis(BufferSpec("bias", ("tokens",), torch.float16, SENTINEL(value)))
+    expected = torch.full((8,), value, dtype=torch.float16)
+    torch.testing.assert_close(buffers.tensors["bias"], expected, equal_nan=True)
+
+
+def test_fill_once_cannot_be_staged_or_written() -> None:
+    with pytest.raises(StaticBufferError):
+        BufferSpec("x", ("tokens",), torch.int64, FILL_ONCE(3), written=True)
+    with pytest.raises(StaticBufferError):
+        BufferSpec("x", ("tokens",), torch.int64, FILL_ONCE(3), optional=True)
+
+
+def test_names_are_unique_and_every_axis_has_a_capacity() -> None:
+    with pytest.raises(StaticBufferError):
+        one_axis(IDS, IDS)
+    with pytest.raises(StaticBufferError) as raised:
+        BufferSet([IDS, TABLE], {"tokens": 8}, lambda key: {"tokens": key}, CPU)
+    assert "requests" in raised.value.found
+
+
+# --- binding
+
+
+def test_buffers_hold_the_pad_value_from_allocation_on() -> None:
+    buffers = one_axis(
+        IDS, SLOTS, HIDDEN, BufferSpec("sink", ("tokens",), torch.int64, FILL_ONCE(5))
+    )
+    assert buffers.tensors["slots"].eq(-1).all()
+    assert buffers.tensors["ids"].eq(0).all()
+    assert buffers.tensors["hidden"].eq(0).all()
+    assert buffers.tensors["sink"].eq(5).all()
+    assert buffers.num_bytes == 8 * 8 * 3 + 8 * 3 * 4
+
+
+def test_every_key_reads_a_prefix_of_the_same_bytes_through_the_same_objects() -> None:
+    buffers = one_axis(IDS, SLOTS, HIDDEN)
+    four, eight = buffers.bind(4), buffers.bind(8)
+    assert buffers.bind(4) is four
+    assert four.views["hidden"].shape == (4, 3)
+    assert four.sizes == {"tokens": 4}
+    for name, view in four.views.items():
+        assert view.data_ptr() == eight.views[name].data_ptr()
+        assert view.stride() == eight.views[name].stride()
+    before = dict(four.views)
+    for n in (3, 4, 1):
+        four.stage(n, tokens_for(n) | {"hidden": torch.ones(n, 3)})
+    assert all(four.views[name] is before[name] for name in before)
+
+
+def test_a_device_says_where_buffers_live() -> None:
+    device = SimpleNamespace(torch_device=torch.device("meta"))
+    buffers = BufferSet([IDS], {"tokens": 8}, lambda key: {"tokens": key}, device)  # type: ignore[arg-type]
+    assert buffers.bind(4).views["ids"].device.type == "meta"
+
+
+def test_a_key_beyond_the_capacity_or_without_an_axis_is_refused() -> None:
+    buffers = one_axis(IDS)
+    with pytest.raises(StaticBufferError) as raised:
+        buffers.bind(9)
+    assert raised.value.found == "9"
+    lacking = BufferSet([IDS], {"tokens": 8}, lambda key: {"requests": key}, CPU)
+    with pytest.raises(StaticBufferError):
+        lacking.bind(4)
+
+
+def test_buffers_made_in_inference_mode_are_staged_outside_it_and_the_reverse() -> None:
+    with torch.inference_mode():
+        buffers = one_axis(IDS, SLOTS)
+        inside = buffers.bind(4)
+        inside.stage(3, tokens_for(3))
+    assert not any(view.is_inference() for view in inside.views.values())
+    inside.stage(2, tokens_for(2))
+    with torch.no_grad():
+        inside.stage(1, tokens_for(1))
+    with torch.inference_mode():
+        inside.stage(4, tokens_for(4))
+    assert inside.views["ids"].tolist() == [1, 1, 1, 1]
+
+
+def test_dropped_buffers_say_so() -> None:
+    buffers = one_axis(IDS, SLOTS)
+    bound = buffers.bind(4)
+    bound.stage(2, tokens_for(2))
+    buffers.close()
+    buffers.close()
+    for use in (
+        lambda: buffers.bind(4),
+        lambda: buffers.live(4),
+        lambda: bound.stage(2, tokens_for(2)),
+    ):
+        with pytest.raises(LibraryClosedError):
+            use()
+
+
+# --- staging
+
+
+def test_staging_copies_the_real_rows_and_converts_within_a_kind() -> None:
+    buffers = one_axis(IDS, HIDDEN)
+    bound = buffers.bind(8)
+    bound.stage(3, {"hidden": torch.ones(3, 3).double(), "ids": torch.arange(3, dtype=torch.int32)})
+    assert bound.views["ids"].tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    assert bound.views["hidden"].sum() == 9
+
+
+def test_one_grouped_copy_for_each_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    real = torch._foreach_copy_
+
+    def counting(destinations: list[torch.Tensor], *rest: object, **options: object) -> None:
+        copies.append(len(destinations))
+        real(destinations, *rest, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    bound = one_axis(IDS, SLOTS, HIDDEN).bind(8)
+    values = tokens_for(5) | {"hidden": torch.ones(5, 3)}
+    bound.stage(5, values)
+    assert sorted(copies) == [1, 2]
+    copies.clear()
+    # One int64 source became int32: three groups, and the next step has two again.
+    bound.stage(5, values | {"ids": torch.ones(5, dtype=torch.int32)})
+    bound.stage(5, values)
+    assert sorted(copies) == [1, 1, 1, 1, 2]
+    assert bound.views["slots"].tolist() == [2] * 5 + [-1] * 3
+
+
+@pytest.mark.parametrize(
+    ("n", "change", "name", "found"),
+    [
+        (3, {"ids": torch.ones(4, dtype=torch.int64)}, "ids", "(4,)"),
+        (3, {"ids": torch.ones(1, dtype=torch.int64)}, "ids", "(1,)"),  # would broadcast
+        (3, {"ids": torch.tensor(1)}, "ids", "()"),
+        (3, {"ids": torch.ones(3)}, "ids", "float32"),  # would lose the fraction
+        (3, {"ids": [1, 2, 3]}, "ids", "list"),
+        (3, {"ids": None}, "ids", "NoneType"),
+        (3, {"slot": torch.ones(3, dtype=torch.int64)}, "slot", "no buffer"),
+        (3, {"sink": torch.ones(8, dtype=torch.int64)}, "sink", "a value"),
+        (5, {}, "tokens", "5"),
+        (-1, {}, "tokens", "-1"),
+        (2.5, {}, "real sizes", "2.5"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_and_nothing_is_written(
+    n: int, change: dict[str, torch.Tensor], name: str, found: str
+) -> None:
+    sink = BufferSpec("sink", ("tokens",), torch.int64, FILL_ONCE(5))
+    buffers = one_axis(IDS, SLOTS, sink)
+    bound = buffers.bind(4)
+    bound.stage(4, tokens_for(4))
+    before = {key: tensor.clone() for key, tensor in buffers.tensors.items()}
+    for _ in range(2):  # what was refused once is not taken for known
+        with pytest.raises(InputMismatchError) as raised:
+            bound.stage(n, tokens_for(3, 9) | change)
+        assert name in raised.value.subject
+        assert raised.value.expected
+        assert found in raised.value.found
+    assert all(torch.equal(before[key], tensor) for key, tensor in buffers.tensors.items())
+
+
+def test_a_missing_input_is_named() -> None:
+    with pytest.raises(InputMismatchError) as raised:
+        one_axis(IDS, SLOTS).bind(4).stage(2, {"ids": torch.ones(2, dtype=torch.int64)})
+    assert "slots" in raised.value.subject
+
+
+def test_the_nearest_name_is_offered() -> None:
+    with pytest.raises(InputMismatchError) as raised:
+        one_axis(SLOTS).bind(4).stage(2, {"slotz": torch.ones(2, dtype=torch.int64)})
+    assert "'slots'" in raised.value.do
+
+
+def test_two_axes_need_a_size_each() -> None:
+    sizes = {"small": {"tokens": 4, "requests": 2}}
+    buffers = BufferSet([IDS, TABLE], {"tokens": 8, "requests": 4}, sizes.__getitem__, CPU)
+    bound = buffers.bind("small")
+    values = {"ids": torch.ones(3, dtype=torch.int64), "table": torch.ones(1, 4, dtype=torch.int32)}
+    bound.stage({"tokens": 3, "requests": 1}, values)
+    assert bound.views["ids"].tolist() == [1, 1, 1, 0]
+    assert bound.views["table"].tolist() == [[1] * 4, [-7] * 4]
+    with pytest.raises(InputMismatchError):
+        bound.stage(3, values)
+    with pytest.raises(InputMismatchError) as raised:
+        bound.stage({"tokens": 3}, values)
+    assert "requests" in raised.value.found
+
+
+def test_one_axis_takes_a_number_a_numpy_number_or_a_dict() -> None:
+    numpy = pytest.importorskip("numpy")
+    bound = one_axis(IDS).bind(4)
+    for n in (2, numpy.int64(2), {"tokens": 2}):
+        bound.stage(n, {"ids": torch.full((2,), 3)})
+        assert bound.views["ids"].tolist() == [3, 3, 0, 0]
+
+
+def test_a_source_that_requires_grad_leaves_the_buffer_without_history() -> None:
+    bound = one_axis(HIDDEN).bind(4)
+    bound.stage(2, {"hidden": torch.ones(2, 3, requires_grad=True)})
+    assert not bound.views["hidden"].requires_grad
+    assert bound.views["hidden"].sum() == 6
+
+
+def test_an_eager_step_stages_and_reads_the_same_storage_unpadded() -> None:
+    buffers = one_axis(IDS, SLOTS)
+    graph = buffers.bind(8)
+    graph.stage(6, tokens_for(6))
+    eager = buffers.live(3)
+    eager.stage(3, tokens_for(3, 4))
+    assert eager.views["ids"].tolist() == [4, 4, 4]
+    assert eager.views["ids"].data_ptr() == graph.views["ids"].data_ptr()
+    # Rows of the step before are gone, for whichever key comes next.
+    assert graph.views["slots"].tolist() == [5, 5, 5, -1, -1, -1, -1, -1]
+    assert buffers.live(3) is eager
+    with pytest.raises(InputMismatchError):
+        buffers.live(9)
+    with pytest.raises(InputMismatchError):
+        eager.stage(4, tokens_for(4))
+
+
+# --- the tail
+
+
+def fills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of elements of every fill from now on."""
+    seen: list[int] = []
+    real = torch.Tensor.fill_
+
+    def counting(self: torch.Tensor, value: float) -> torch.Tensor:
+        seen.append(self.numel())
+        return real(self, value)
+
+    monkeypatch.setattr(torch.Tensor, "fill_", counting)
+    return seen
+
+
+def test_no_row_is_filled_twice_and_none_while_the_size_does_not_shrink(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buffers = one_axis(SLOTS, capacity=16)
+    seen = fills(monkeypatch)
+    for key, n in [(4, 3), (8, 8), (16, 9), (16, 9), (4, 2), (16, 5), (4, 4), (4, 4), (4, 0)]:
+        buffers.bind(key).stage(n, {"slots": torch.ones(n, dtype=torch.int64)})
+    # 9 -> 2 (through the key of 4 rows), 5 -> 4, 4 -> 0; nothing else.
+    assert seen == [7, 1, 4]
+    assert buffers.tensors["slots"].eq(-1).all()
+
+
+def test_keep_never_fills() -> None:
+    bound = one_axis(BufferSpec("ids", ("tokens",), torch.int64, KEEP)).bind(4)
+    bound.stage(4, {"ids": torch.arange(4)})
+    bound.stage(1, {"ids": torch.tensor([9])})
+    assert bound.views["ids"].tolist() == [9, 1, 2, 3]
+
+
+def test_an_absent_optional_input_counts_as_no_rows() -> None:
+    mask = BufferSpec("mask", ("tokens",), torch.bool, SENTINEL(True), optional=True)
+    scale = BufferSpec("scale", (), torch.float32, SENTINEL(1.0), optional=True)
+    bound = one_axis(IDS, mask, scale).bind(4)
+    ids = torch.ones(3, dtype=torch.int64)
+    bound.stage(
+        3, {"ids": ids, "mask": torch.zeros(3, dtype=torch.bool), "scale": torch.tensor(7.0)}
+    )
+    assert bound.views["mask"].tolist() == [False, False, False, True]
+    assert bound.views["scale"].item() == 7.0
+    bound.stage(3, {"ids": ids})
+    assert bound.views["mask"].all()
+    assert bound.views["scale"].item() == 1.0
+
+
+def test_a_buffer_that_the_graph_writes_is_padded_again_after_each_replay() -> None:
+    buffers = one_axis(BufferSpec("state", ("tokens",), torch.int64, ZERO, written=True))
+    bound = buffers.bind(8)
+    for _ in range(2):
+        bound.stage(3, {"state": torch.ones(3, dtype=torch.int64)})
+        assert bound.views["state"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+        bound.views["state"].add_(5)  # the replay
+    small = buffers.bind(4)
+    small.stage(2, {"state": torch.ones(2, dtype=torch.int64)})
+    assert buffers.tensors["state"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_run_over_bound_views_without_staging_counts_as_written() -> None:
+    buffers = one_axis(BufferSpec("state", ("tokens",), torch.int64, ZERO, written=True))
+    buffers.bind(4).stage(4, {"state": torch.ones(4, dtype=torch.int64)})
+    buffers.bind(8).views["state"].add_(5)  # a warm-up
+    buffers.bind(4).stage(4, {"state": torch.ones(4, dtype=torch.int64)})
+    assert buffers.tensors["state"].tolist() == [1] * 4 + [0] * 4
+
+
+KEYS = {
+    "small": {"tokens": 3, "requests": 2},
+    "wide": {"tokens": 4, "requests": 5},
+    "tall": {"tokens": 7, "requests": 1},
+    "large": {"tokens": 7, "requests": 5},
+}
+SPECS = [
+    SLOTS,
+    TABLE,
+    POSITIONS,
+    BufferSpec("block", ("requests", 2, "tokens"), torch.int32, SENTINEL(-3)),
+    BufferSpec("extra", ("tokens", "requests"), torch.float32, optional=True),
+    BufferSpec("state", ("requests", "tokens"), torch.int64, SENTINEL(-9), written=True),
+    BufferSpec("fixed", (2,), torch.int64, ZERO, optional=True),
+]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[str, dict[str, int], frozenset[str]]:
+    key = draw(st.sampled_from(sorted(KEYS)))
+    real = {axis: draw(st.integers(0, size)) for axis, size in KEYS[key].items()}
+    absent = draw(st.frozensets(st.sampled_from(["extra", "fixed"])))
+    return key, real, absent
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(steps(), min_size=1, max_size=8))
+def test_after_any_steps_real_rows_hold_the_values_and_all_others_the_pad_value(
+    history: list[tuple[str, dict[str, int], frozenset[str]]],
+) -> None:
+    capacity = KEYS["large"]
+    buffers = BufferSet(SPECS, capacity, KEYS.__getitem__, CPU)
+    for step, (key, real, absent) in enumerate(history, start=1):
+        values = {}
+        expected = {}
+        for spec in SPECS:
+            shape = [real[size] if isinstance(size, str) else size for size in spec.shape]
+            whole = [capacity[size] if isinstance(size, str) else size for size in spec.shape]
+            expected[spec.name] = torch.full(whole, spec.policy.value, dtype=spec.dtype)
+            if spec.name not in absent:
+                values[spec.name] = torch.full(shape, step, dtype=spec.dtype)
+                expected[spec.name][tuple(slice(0, size) for size in shape)] = step
+        # Every third step runs eager: the same storage at its real sizes.
+        bound = buffers.live(real) if step % 3 == 0 else buffers.bind(key)
+        bound.stage(real, values)
+        for name, tensor in buffers.tensors.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+        bound.views["state"].fill_(100 + step)  # the replay writes what it declared
