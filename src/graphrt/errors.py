@@ -36,6 +36,8 @@
       LifetimeError                       LibraryClosedError | SuspendedError | RetiredProgramError
                                           | ForkedProcessError
       StreamRaceError                     unordered access from two streams
+      ReportError                         a report that cannot be written
+      MissingExtraError                   an optional library that is not installed
 
 A message has three parts: what was expected, what was found, what to do. Errors hold strings and
 numbers only, never tensors, so that keeping one keeps nothing else alive. Foreign errors stay
@@ -305,3 +307,20 @@ class ForkedProcessError(LifetimeError):
 
 class StreamRaceError(GraphrtError, RuntimeError):
     """Two streams touch the same bytes and nothing orders them."""
+
+
+class ReportError(GraphrtError, OSError):
+    """A report cannot be written where it was asked for; what was there before is untouched."""
+
+
+class MissingExtraError(GraphrtError, ImportError):
+    """What was asked for needs an optional library. ``extra`` is the extra that brings it."""
+
+    def __init__(self, purpose: str, *, extra: str, found: str) -> None:
+        super().__init__(
+            purpose,
+            expected=f"the libraries of the extra [{extra}]",
+            found=found,
+            do=f"pip install 'graphrt[{extra}]'",
+        )
+        self.extra = extra

@@ -1,0 +1,94 @@
+"""The exporter shows what StepMetrics counted, in Prometheus' text form."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
+from graphrt.errors import ConfigError, MissingExtraError
+from graphrt.events import Captured, CaptureFailed, RanEager, Replayed, Retired, Verified
+from graphrt.report.prometheus import HOST_SECONDS_BOUNDS, PrometheusObserver
+
+KEY = BatchDescriptor(8)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    observe = PrometheusObserver(registry)
+    for _ in range(3):
+        observe(Replayed(RuntimeMode.FULL, MissReason.PADDED, 3, 4, 3, True, 150.0))
+    observe(Replayed(RuntimeMode.FULL, MissReason.PADDED, 7, 8, 7, True, 90.0))
+    observe(Replayed(RuntimeMode.PIECEWISE, MissReason.HIT, 16, 16, 2, False, 400.0))
+    observe(RanEager(MissReason.ABOVE_MAX, 90, 2, False, 10e6))
+    for size in (8, 4):
+        key = BatchDescriptor(size)
+        observe(Captured("model", RuntimeMode.FULL, key, 1, 0, 50, 0.25, 1000, 100, 10, 5, False))
+    observe(CaptureFailed("model", RuntimeMode.FULL, KEY, "GraphMemoryError", "no room"))
+    observe(Verified(RuntimeMode.FULL, KEY, True, 0.0))
+    observe(Retired(0, 1, 1110))
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("graphrt_steps_total", {"mode": "FULL", "reason": "PADDED", "uniform": "true"}, 4),
+        ("graphrt_steps_total", {"mode": "NONE", "reason": "ABOVE_MAX", "uniform": "false"}, 1),
+        ("graphrt_tokens_total", {"mode": "FULL"}, 16),
+        ("graphrt_padding_tokens_total", {"mode": "FULL"}, 4),
+        ("graphrt_padding_tokens_total", {"mode": "NONE"}, 0),
+        ("graphrt_step_host_seconds_count", {"mode": "FULL"}, 4),
+        ("graphrt_step_host_seconds_sum", {"mode": "FULL"}, 540e-6),
+        ("graphrt_step_host_seconds_bucket", {"mode": "FULL", "le": "0.0001"}, 1),
+        ("graphrt_step_host_seconds_bucket", {"mode": "FULL", "le": "0.0002"}, 4),
+        ("graphrt_step_host_seconds_bucket", {"mode": "NONE", "le": "5"}, 0),
+        ("graphrt_step_host_seconds_bucket", {"mode": "NONE", "le": "+Inf"}, 1),
+        ("graphrt_captures_total", {"mode": "FULL"}, 2),
+        ("graphrt_capture_seconds_total", {"mode": "FULL"}, 0.5),
+        ("graphrt_graph_bytes", {}, 1110),
+        ("graphrt_capture_failures_total", {"error": "GraphMemoryError"}, 1),
+        ("graphrt_verifications_total", {"equal": "true"}, 1),
+        ("graphrt_retired_programs_total", {}, 1),
+    ],
+)
+def test_each_count_appears(
+    registry: CollectorRegistry, name: str, labels: dict[str, str], value: float
+) -> None:
+    assert registry.get_sample_value(name, labels) == pytest.approx(value)
+
+
+def test_the_text_form_is_complete(registry: CollectorRegistry) -> None:
+    text = generate_latest(registry).decode()
+    assert text.count("graphrt_step_host_seconds_bucket{") == 3 * (len(HOST_SECONDS_BOUNDS) + 1)
+    assert 'graphrt_captured_graphs_total{mode="FULL"} 2.0' in text
+
+
+def test_a_second_observer_in_one_registry_is_refused(registry: CollectorRegistry) -> None:
+    with pytest.raises(ConfigError, match="one observer"):
+        PrometheusObserver(registry)
+
+
+def test_closing_frees_the_registry() -> None:
+    registry = CollectorRegistry()
+    first = PrometheusObserver(registry)
+    first(RanEager(MissReason.NO_KEY, 1, 1, False, 1.0))
+    assert first.snapshot().total().steps == 1
+    first.close()
+    PrometheusObserver(registry).close()
+
+
+def test_without_the_library_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "graphrt.report.prometheus")
+    with pytest.raises(MissingExtraError, match=r"graphrt\[metrics\]") as raised:
+        import graphrt.report.prometheus  # noqa: F401
+    assert raised.value.extra == "metrics"
