@@ -316,6 +316,20 @@ def test_no_row_is_filled_twice_and_none_while_the_size_does_not_shrink(
     assert buffers.tensors["slots"].eq(-1).all()
 
 
+def test_two_axes_fill_the_part_that_lost_its_rows_and_no_element_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grid = BufferSpec("grid", ("requests", "tokens"), torch.int64, SENTINEL(-1))
+    buffers = BufferSet([grid], KEYS["large"], KEYS.__getitem__, CPU)
+    bound = buffers.bind("large")
+    seen = fills(monkeypatch)
+    for requests, tokens in [(4, 6), (2, 3), (2, 3), (5, 3), (3, 7)]:
+        values = {"grid": torch.ones(requests, tokens, dtype=torch.int64)}
+        bound.stage({"requests": requests, "tokens": tokens}, values)
+    # 4x6 -> 2x3 leaves 2 rows of 6 and 2 rows of 3 columns; 5x3 -> 3x7 leaves 2 rows of 3.
+    assert seen == [2 * 6, 2 * 3, 2 * 3]
+
+
 def test_keep_never_fills() -> None:
     bound = one_axis(BufferSpec("ids", ("tokens",), torch.int64, KEEP)).bind(4)
     bound.stage(4, {"ids": torch.arange(4)})

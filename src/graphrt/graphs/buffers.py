@@ -27,53 +27,100 @@ Sizes = int | Mapping[str, int]
 """Real sizes of a step: a number where the specs use one axis, else axis -> number."""
 
 _Box = tuple[int, ...]
-"""The leading part of a buffer: its extent in every dimension."""
+"""The leading part of something: its extent in every dimension, or along every axis."""
 
-# Views are cached per real size. Two axes make many pairs; past this many the cache starts anew.
-_MAX_CACHED = 4096
+_Zeros = list[list[torch.Tensor]]
+_Fills = list[tuple[torch.Tensor, float | int | bool]]
+
+# Views are cached per real size. Two axes make many pairs; past this many a cache starts anew.
+_MAX_CACHED = 1024
+
+_layout = operator.attrgetter("shape", "dtype", "device")
 
 
 class _Buffer:
-    """One allocation, its cached views, and how much of it may differ from the pad value."""
+    """One allocation and its cached views."""
 
-    __slots__ = ("dirty", "spec", "tensor", "views")
+    __slots__ = ("spec", "tensor", "views")
 
     def __init__(self, spec: BufferSpec, capacity: Mapping[str, int], device: torch.device) -> None:
         self.spec = spec
-        shape = self.box_in(spec, capacity)
+        shape = self.box(capacity)
         self.tensor = torch.full(shape, spec.policy.value, dtype=spec.dtype, device=device)
         self.views: dict[_Box, torch.Tensor] = {}
-        # Everything outside this box holds the pad value; None: everything does.
-        self.dirty: _Box | None = None
 
-    @staticmethod
-    def box_in(spec: BufferSpec, sizes: Mapping[str, int]) -> _Box:
-        return tuple(sizes[size] if isinstance(size, str) else size for size in spec.shape)
+    def box(self, sizes: Mapping[str, int]) -> _Box:
+        return tuple(sizes[size] if isinstance(size, str) else size for size in self.spec.shape)
 
-    def view(self, box: _Box) -> torch.Tensor:
-        """The leading ``box`` of the buffer; the same object as long as it stays cached."""
+    def view(self, sizes: Mapping[str, int]) -> torch.Tensor:
+        """The prefix at these sizes; the same object as long as it stays cached."""
+        box = self.box(sizes)
         view = self.views.get(box)
         if view is None:
-            if len(self.views) >= _MAX_CACHED:
-                self.views.clear()
-            # A view born in inference mode would keep that mark, like the buffer itself.
-            with torch.inference_mode(False):
-                view = self.tensor[tuple(slice(0, size) for size in box)]
-            self.views[box] = view
+            view = self.tensor[tuple(slice(0, size) for size in box)]
+            _remember(self.views, box, view)
         return view
 
-    def shrink(self, dirty: _Box, real: _Box | None) -> None:
-        """Write the pad value where ``dirty`` reaches beyond ``real``; no element twice."""
-        pad = self.spec.policy.value
-        if real is None:
-            self.view(dirty).fill_(pad)
-            return
+    def difference(self, dirty: _Box, real: _Box) -> list[torch.Tensor]:
+        """Views of what lies in the box ``dirty`` and not in ``real``; no element twice."""
+        views = []
         inside: list[slice] = []
         for dim, (was, now) in enumerate(zip(dirty, real, strict=True)):
             if was > now:
                 rest = (slice(0, size) for size in dirty[dim + 1 :])
-                self.tensor[(*inside, slice(now, was), *rest)].fill_(pad)
+                views.append(self.tensor[(*inside, slice(now, was), *rest)])
             inside.append(slice(0, min(was, now)))
+        return views
+
+
+class _Tail:
+    """Buffers whose real sizes always change together, and how far they may differ from padding.
+
+    ``dirty`` is a size for each of ``axes``: outside that box every buffer holds its pad value.
+    None: they hold it everywhere.
+    """
+
+    __slots__ = ("axes", "buffers", "dirty", "fills", "name", "written")
+
+    def __init__(self, axes: tuple[str, ...], name: str | None, written: bool) -> None:
+        self.axes = axes
+        self.name = name
+        self.written = written
+        self.buffers: list[_Buffer] = []
+        self.dirty: _Box | None = None
+        # (dirty, real) -> the zeros by dtype, and the other fills. Empty while nothing shrinks.
+        self.fills: dict[tuple[_Box, _Box | None], tuple[_Zeros, _Fills]] = {}
+
+    def sizes(self, sizes: Mapping[str, int]) -> _Box:
+        return tuple(sizes[axis] for axis in self.axes)
+
+    def clean(self, dirty: _Box, real: _Box | None) -> None:
+        """Write the pad value wherever ``dirty`` reaches beyond ``real``."""
+        fills = self.fills.get((dirty, real))
+        if fills is None:
+            fills = self._fills(dirty, real)
+            _remember(self.fills, (dirty, real), fills)
+        zeros, others = fills
+        for views in zeros:
+            torch._foreach_zero_(views)
+        for view, value in others:
+            view.fill_(value)
+
+    def _fills(self, dirty: _Box, real: _Box | None) -> tuple[_Zeros, _Fills]:
+        zeros: dict[torch.dtype, list[torch.Tensor]] = {}
+        others: _Fills = []
+        was = dict(zip(self.axes, dirty, strict=True))
+        for buffer in self.buffers:
+            if real is None:
+                views = [buffer.view(was)]
+            else:
+                now = dict(zip(self.axes, real, strict=True))
+                views = buffer.difference(buffer.box(was), buffer.box(now))
+            if buffer.spec.policy.value == 0:
+                zeros.setdefault(buffer.spec.dtype, []).extend(views)
+            else:
+                others.extend((view, buffer.spec.policy.value) for view in views)
+        return [views for views in zeros.values() if views], others
 
 
 class _Plan:
@@ -85,11 +132,11 @@ class _Plan:
         self,
         buffers: tuple[_Buffer, ...],
         destinations: list[torch.Tensor],
-        tails: list[tuple[_Buffer, _Box | None, _Box | None]],
+        tails: list[tuple[_Tail, _Box | None, _Box | None]],
     ) -> None:
         self.buffers = buffers
         self.destinations = destinations
-        # (buffer, real box of this step, dirty box after its replay); none for KEEP, FILL_ONCE.
+        # (tail, its real sizes in this step, its dirty sizes after the replay).
         self.tails = tails
         # True if staging this plan twice in a row leaves nothing to fill the second time.
         self.repeatable = all(real == after for _, real, after in tails)
@@ -111,10 +158,7 @@ class BoundBuffers:
         self._plans: dict[tuple[Any, tuple[str, ...]], _Plan] = {}
         self.key = key
         self.sizes = MappingProxyType(dict(sizes))
-        self.views = {
-            name: buffer.view(_Buffer.box_in(buffer.spec, sizes))
-            for name, buffer in owner._buffers.items()
-        }
+        self.views = {name: buffer.view(sizes) for name, buffer in owner._buffers.items()}
 
     def stage(self, n: Sizes, values: Mapping[str, torch.Tensor]) -> None:
         """Copy one step's inputs into the buffers and make the padding true.
@@ -132,18 +176,18 @@ class BoundBuffers:
             plan = self._plan(n, names)
         sources = list(values.values())
         try:
-            layout = [(source.shape, source.dtype, source.device) for source in sources]
+            layout = list(map(_layout, sources))
         except AttributeError:
             layout = []
         if layout != plan.layout or len(layout) != len(sources):
             self._regroup(plan, sources)
 
         if owner._settled is not plan:
-            for buffer, real, after in plan.tails:
-                dirty = buffer.dirty
+            for tail, real, after in plan.tails:
+                dirty = tail.dirty
                 if dirty != real and dirty is not None:
-                    buffer.shrink(dirty, real)
-                buffer.dirty = after
+                    tail.clean(dirty, real)
+                tail.dirty = after
             owner._settled = plan if plan.repeatable else None
 
         if torch.is_grad_enabled():
@@ -165,22 +209,14 @@ class BoundBuffers:
         owner._require_open()
         real = owner._checked_sizes(n, self.sizes, str(self.key))
         self._check_names(names)
-        boxes = {name: _Buffer.box_in(buffer.spec, real) for name, buffer in owner._buffers.items()}
-        tails: list[tuple[_Buffer, _Box | None, _Box | None]] = []
-        for name, buffer in owner._buffers.items():
-            if buffer.spec.policy.kind not in ("keep", "fill_once"):
-                box = boxes[name] if name in names else None
-                # The replay that follows writes every padded row.
-                written = _Buffer.box_in(buffer.spec, self.sizes) if buffer.spec.written else box
-                tails.append((buffer, box, written))
-        plan = _Plan(
-            tuple(owner._buffers[name] for name in names),
-            [owner._buffers[name].view(boxes[name]) for name in names],
-            tails,
-        )
-        if len(self._plans) >= _MAX_CACHED:
-            self._plans.clear()
-        self._plans[(owner._real_sizes(n), names)] = plan
+        tails: list[tuple[_Tail, _Box | None, _Box | None]] = []
+        for tail in owner._tails:
+            box = tail.sizes(real) if tail.name is None or tail.name in names else None
+            # The replay that follows writes every padded row.
+            tails.append((tail, box, tail.sizes(self.sizes) if tail.written else box))
+        buffers = tuple(owner._buffers[name] for name in names)
+        plan = _Plan(buffers, [buffer.view(real) for buffer in buffers], tails)
+        _remember(self._plans, (owner._real_sizes(n), names), plan)
         return plan
 
     def _check_names(self, names: tuple[str, ...]) -> None:
@@ -247,7 +283,7 @@ class BoundBuffers:
                 ([plan.destinations[i] for i in positions], positions)
                 for positions in groups.values()
             ]
-        plan.layout = [(source.shape, source.dtype, source.device) for source in sources]
+        plan.layout = list(map(_layout, sources))
 
 
 class BufferSet:
@@ -287,7 +323,8 @@ class BufferSet:
         self._axis_sizes = axis_sizes
         # Only a copy *to* a GPU may run on: whoever reads a host buffer does not wait for it.
         self._non_blocking = torch_device.type != "cpu"
-        self._written = [buffer for buffer in self._buffers.values() if buffer.spec.written]
+        self._tails = _tails(self._buffers.values())
+        self._written = [tail for tail in self._tails if tail.written]
         self._bound: dict[Hashable, BoundBuffers] = {}
         self._live: dict[Any, BoundBuffers] = {}
         self._settled: _Plan | None = None
@@ -341,9 +378,7 @@ class BufferSet:
             self._require_open()
             checked = self._checked_sizes(sizes, self.capacity, "an eager step")
             live = BoundBuffers(self, "an eager step", checked)
-            if len(self._live) >= _MAX_CACHED:
-                self._live.clear()
-            self._live[real] = live
+            _remember(self._live, real, live)
         if self._written:
             self._soil(live)
         return live
@@ -357,16 +392,16 @@ class BufferSet:
         self._bound.clear()
         self._live.clear()
         self._buffers.clear()
+        self._tails.clear()
         self._written.clear()
         self._settled = None
 
     def _soil(self, bound: BoundBuffers) -> None:
         """The callable is about to write every row of its written buffers at these sizes."""
         self._settled = None
-        for buffer in self._written:
-            box = _Buffer.box_in(buffer.spec, bound.sizes)
-            dirty = box if buffer.dirty is None else tuple(map(max, buffer.dirty, box))
-            buffer.dirty = dirty
+        for tail in self._written:
+            sizes = tail.sizes(bound.sizes)
+            tail.dirty = sizes if tail.dirty is None else tuple(map(max, tail.dirty, sizes))
 
     def _real_sizes(self, n: Sizes) -> Any:
         """``n`` as a dictionary key: a number for one axis, else a tuple in axis order."""
@@ -414,6 +449,25 @@ class BufferSet:
                 found="buffers that were dropped with it",
                 do="make a new BufferSet",
             )
+
+
+def _tails(buffers: Iterable[_Buffer]) -> list[_Tail]:
+    """Group the padded buffers by what decides their real sizes: axes, absence, replays."""
+    tails: dict[tuple[Any, ...], _Tail] = {}
+    for buffer in buffers:
+        spec = buffer.spec
+        if spec.policy.kind not in ("keep", "fill_once"):
+            axes = tuple(dict.fromkeys(spec.axes))
+            name = spec.name if spec.optional else None
+            tail = tails.setdefault((axes, name, spec.written), _Tail(axes, name, spec.written))
+            tail.buffers.append(buffer)
+    return list(tails.values())
+
+
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(cache) >= _MAX_CACHED:
+        cache.clear()
+    cache[key] = value
 
 
 def _whole_number(subject: str, value: Any) -> int:
