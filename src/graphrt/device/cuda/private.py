@@ -1,0 +1,129 @@
+"""Everything this device needs that torch and the driver do not promise, in one place.
+
+Each function says what it stands on, and copes with the releases where that is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+PoolId = tuple[int, int]
+
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: this thread alone is held to the rules of a capture.
+_THREAD_LOCAL = 1
+
+
+def supported(function: Callable[..., Any], **optional: Any) -> dict[str, Any]:
+    """Those of ``optional`` that ``function`` has a parameter for, by its signature."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in optional.items() if name in known}
+
+
+def is_stream_capturing() -> bool:
+    """Whether the current stream captures, past whatever ``answering_capture`` has put before it.
+
+    True for an invalidated capture that nobody has ended yet.
+    """
+    return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+
+def clear_blas_workspaces() -> None:
+    """Drop the scratch memory that torch keeps for cuBLAS per handle and stream.
+
+    A graph bakes the workspace's address. One that is shared between recordings dies with the first
+    of them (PyTorch #193402), so each recording makes its own.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def segments_of(pool: PoolId, device_index: int) -> list[dict[str, Any]]:
+    """The allocator's segments that belong to ``pool``.
+
+    The arguments of ``memory_snapshot`` grew over the releases; the filter makes all of them agree.
+    """
+    arguments = supported(torch.cuda.memory_snapshot, mempool_id=pool, include_traces=False)
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(**arguments)
+    return [
+        segment
+        for segment in segments
+        if segment["device"] == device_index and tuple(segment["segment_pool_id"]) == pool
+    ]
+
+
+def retain_pool(pool: PoolId, device_index: int) -> None:
+    """Count one more user of ``pool``, as a ``MemPool`` object does for its own id."""
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device_index, pool)
+    torch._C._cuda_endAllocateToPool(device_index, pool)
+
+
+def release_pool(pool: PoolId, device_index: int) -> None:
+    """Count one user of ``pool`` less."""
+    torch._C._cuda_releasePool(device_index, pool)
+
+
+def stop_routing(pool: PoolId, device_index: int) -> None:
+    """No longer route allocations into ``pool``; nothing happens if they are not."""
+    with suppress(RuntimeError):  # "not currently recording to mempool_id"
+        torch._C._cuda_endAllocateToPool(device_index, pool)
+
+
+def begin_bare_capture(stream_handle: int) -> None:
+    """Put a stream into capture mode behind torch's back: see ``recording.unwind``."""
+    _driver_call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream_handle), _THREAD_LOCAL)
+
+
+def end_bare_capture(stream_handle: int) -> None:
+    """Take a stream out of capture mode and drop what it held. Its complaints are expected."""
+    graph = ctypes.c_void_p()
+    with suppress(OSError):
+        _driver_call("cuStreamEndCapture", ctypes.c_void_p(stream_handle), ctypes.byref(graph))
+    if graph.value:
+        _driver_call("cuGraphDestroy", graph)
+
+
+def _driver_call(name: str, *arguments: Any) -> None:
+    # The driver's own library: its name, unlike the runtime's, is the same for every toolkit.
+    code = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if code:
+        raise OSError(code, f"{name} failed with code {code}")
+
+
+def aliasing_storage(address: int, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage over bytes that it does not own.
+
+    torch's graph trees build theirs with the private constructor. Where that is gone, the public
+    CUDA array interface does the same: torch keeps the (empty) exporter alive, not the memory.
+    """
+    construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if construct is not None:
+        storage: torch.UntypedStorage = construct(address, device, num_bytes)
+        return storage
+    return torch.as_tensor(_Bytes(address, num_bytes), device=device).untyped_storage()
+
+
+class _Bytes:
+    """Exports a range of device memory as unsigned bytes."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def count_nodes(raw_graph: int) -> int | None:
+    """Nodes of a ``cudaGraph_t``; None without cuda-bindings."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    error, _, num_nodes = runtime.cudaGraphGetNodes(raw_graph, 0)
+    return int(num_nodes) if int(error) == 0 else None
