@@ -103,17 +103,17 @@ def draws(count: int, logits: torch.Tensor, **params) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_softmax(temperature: float):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
-    share = draws(20_000, logits, temperature=temperature)
+    share = draws(5_000, logits, temperature=temperature)
     expected = (logits[0] / temperature).softmax(-1)
-    # Five standard deviations of a share over 20,000 draws are below 0.018.
-    assert (share - expected).abs().max() < 0.018
+    # Five standard deviations of a share over 5,000 draws are below 0.036.
+    assert (share - expected).abs().max() < 0.036
 
 
 def test_filtered_draws_follow_the_renormalised_softmax():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
-    share = draws(20_000, logits, temperature=1.0, top_k=3)
+    share = draws(5_000, logits, temperature=1.0, top_k=3)
     expected = torch.tensor([2.0, 1.0, -torch.inf, -torch.inf, 0.5]).softmax(-1)
-    assert (share - expected).abs().max() < 0.018
+    assert (share - expected).abs().max() < 0.036
     assert share[2] == share[3] == 0
 
 
