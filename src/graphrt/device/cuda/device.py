@@ -21,6 +21,7 @@ from graphrt.device.cuda.failures import translate, user_source
 from graphrt.device.cuda.pool import CUDAPool, storage_address
 from graphrt.device.cuda.recording import CUDADeviceGraph, CUDARecording
 from graphrt.device.cuda.streams import NUM_RING_STREAMS, CUDAMark, CUDAStream, StreamTable
+from graphrt.device.cuda_query import answering
 from graphrt.errors import (
     AmbientError,
     CaptureError,
@@ -158,20 +159,12 @@ class CUDADevice:
 
     @contextmanager
     def answering_capture(self) -> Iterator[None]:
-        """Answer yes to ``torch.cuda.is_current_stream_capturing()``, for the calling thread."""
-        asked = torch.cuda.is_current_stream_capturing
-        answers = self._answers
-
-        def answer() -> bool:
-            return answers.get() or asked()
-
-        token = answers.set(True)
-        torch.cuda.is_current_stream_capturing = answer
+        token = self._answers.set(True)
         try:
-            yield
+            with answering(self._answers.get):
+                yield
         finally:
-            torch.cuda.is_current_stream_capturing = asked
-            answers.reset(token)
+            self._answers.reset(token)
 
     def alloc(
         self, pool: Pool, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -188,12 +181,15 @@ class CUDADevice:
         return tensor
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor over the bytes of ``tensor``, if they are the pool's; else ``tensor``."""
+        """A plain tensor over the bytes of ``tensor``, if they are the pool's; else ``tensor``.
+
+        Whether it is an inference tensor is decided by the mode this is called in.
+        """
         if not self.owns(tensor):
             return tensor
         storage = tensor.untyped_storage()
         # Neither the observer nor a mode of the caller's shall take this for an operation.
-        with torch._C._DisableTorchDispatch(), torch.inference_mode(tensor.is_inference()):
+        with torch._C._DisableTorchDispatch():
             bare = private.aliasing_storage(storage.data_ptr(), storage.nbytes(), tensor.device)
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 cast(Any, bare), tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -96,7 +96,7 @@ class Observer(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._ledger = ledger
 
     def __torch_dispatch__(
@@ -112,6 +112,10 @@ class Observer(TorchDispatchMode):
         self._ledger.make(result)
         return result
 
+    def enter(self) -> None:
+        """Observe the calling thread from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
     def leave(self) -> None:
         """Stop observing, also from below modes that were entered later.
 
@@ -120,7 +124,7 @@ class Observer(TorchDispatchMode):
         above = []
         while _get_current_dispatch_mode_stack()[-1] is not self:
             above.append(_pop_mode())
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for mode in reversed(above):
             _push_mode(mode)
 

@@ -166,7 +166,7 @@ class CUDARecording:
         self._pool.is_recording = True
         self._device._opened(self)
         if self._observer is not None:
-            self._observer.__enter__()
+            self._observer.enter()
 
     def end(self, allow_empty: bool = False) -> CUDADeviceGraph:
         """Close the window and instantiate what it recorded."""
@@ -218,7 +218,7 @@ class CUDARecording:
             if observer is None:
                 yield
                 return
-            observer.__enter__()
+            observer.enter()
             try:
                 yield
             finally:
