@@ -51,6 +51,8 @@ class Grid:
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     note: str = ""
+    is_numeric: bool = True
+    """Cells are numbers: they align to the right."""
 
 
 def comparison(runs: Sequence[Run]) -> Grid:
@@ -136,14 +138,16 @@ def captures(runs: Sequence[Run]) -> Grid:
 def misses(runs: Sequence[Run]) -> Grid:
     """Each reason for which a step of these runs was eager, in words."""
     rows = [Row(reason.name, (EXPLANATIONS[reason],)) for reason in eager_reasons(runs)]
-    return Grid(title="Why steps ran eager", columns=("meaning",), rows=tuple(rows))
+    return Grid(
+        title="Why steps ran eager", columns=("meaning",), rows=tuple(rows), is_numeric=False
+    )
 
 
 def as_rich(grid: Grid) -> Table:
     """The grid as a renderable for a ``rich`` console; 80 columns hold four policies."""
     table = Table(
-        title=grid.title,
-        caption=grid.note or None,
+        title=Text(grid.title, style="bold"),
+        caption=Text(grid.note, style="dim") if grid.note else None,
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -152,7 +156,7 @@ def as_rich(grid: Grid) -> Table:
     )
     table.add_column("", no_wrap=True)
     for column in grid.columns:
-        table.add_column(column, justify="right" if len(grid.columns) > 1 else "left")
+        table.add_column(Text(column), justify="right" if grid.is_numeric else "left")
     for row in grid.rows:
         name = Text(f"  {row.name}" if row.is_part else row.name, style="dim" * row.is_part)
         table.add_row(name, *map(Text, row.cells))

@@ -1,0 +1,146 @@
+"""One self-contained HTML page about runs of one traffic: tables, plots, configuration.
+
+The page loads nothing: no script, no font, no link. It appears at its path whole or not at all.
+Needs the extra ``report``.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from graphrt.errors import MissingExtraError, ReportError
+from graphrt.report import plots
+from graphrt.report.summary import Run
+from graphrt.report.tables import Grid, captures, comparison, misses
+
+try:
+    from jinja2 import Environment, StrictUndefined
+except ImportError as error:
+    raise MissingExtraError("the HTML report", extra="report", found=str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """What the page says. All text is escaped."""
+
+    title: str
+    lead: str
+    """What was run, on what, in a sentence or two."""
+    findings: Sequence[str] = ()
+    """What a reader must not miss."""
+    runs: Sequence[Run]
+    grids: Sequence[Grid] = ()
+    """Further tables: configuration, plan, adjustments. Those without rows are left out."""
+
+
+class Plot(NamedTuple):
+    title: str
+    caption: str
+    data: str
+    """SVG in base64: as an image of its own, its ids cannot meet those of another plot."""
+
+
+def write_html(path: Path, page: Page) -> Path:
+    """Render ``page``, put it at ``path`` in one move, and return the path it has now.
+
+    Errors: ``ReportError`` where it cannot be written; what was at ``path`` is then untouched.
+    """
+    place = check_writable(path)
+    text = render_html(page)
+    # In the same folder, because only a move within one file system is atomic.
+    unfinished = place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        with unfinished.open("x", encoding="utf-8") as file:
+            file.write(text)
+        unfinished.replace(place)
+    except OSError as error:
+        raise _not_writable(path, str(error)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return place
+
+
+def check_writable(path: Path) -> Path:
+    """Return ``path`` without links if a report can be written there; before an hour of work.
+
+    Errors: ``ReportError``.
+    """
+    try:
+        place = path.expanduser().resolve()
+        if not place.parent.is_dir():
+            raise _not_writable(path, f"no folder {place.parent}")
+        # A device or pipe would be replaced by the move, not written to.
+        if place.exists() and not place.is_file():
+            raise _not_writable(path, f"{place} is no regular file")
+        if not os.access(place.parent, os.W_OK | os.X_OK):
+            raise _not_writable(path, f"no permission to write in {place.parent}")
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, ReportError):
+            raise
+        raise _not_writable(path, str(error)) from error
+    return place
+
+
+def render_html(page: Page) -> str:
+    """The page as text."""
+    template = files("graphrt.report").joinpath("page.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    text = environment.from_string(template).render(
+        page=page,
+        comparison=comparison(page.runs),
+        plots=list(_plots(page.runs)),
+        grids=[misses(page.runs), captures(page.runs), *page.grids],
+    )
+    return text
+
+
+def _plots(runs: Sequence[Run]) -> list[Plot]:
+    shown = [
+        (
+            "Tokens by what each step ran",
+            "Unpadded tokens a step, in the order of the steps. Long runs show averages of "
+            "neighbouring steps.",
+            plots.tokens_over_time,
+            any(run.metrics.steps for run in runs),
+        ),
+        (
+            "Host time a step",
+            "How long the host was busy with a step, as shares of a run's steps. The dark line "
+            "is the median.",
+            plots.host_times,
+            any(run.metrics.host_us for run in runs),
+        ),
+        (
+            "Padding by captured size",
+            "Tokens that each captured size carried, and the padding that filled it up. Eager "
+            "steps have no padding and are not shown.",
+            plots.padding_by_size,
+            any(run.metrics.by_captured_size() for run in runs),
+        ),
+        (
+            "Eager steps by reason",
+            "A step that no graph serves always has a reason.",
+            plots.miss_reasons,
+            any(run.metrics.miss_reasons() for run in runs),
+        ),
+    ]
+    return [
+        Plot(title, caption, base64.b64encode(draw(runs).encode()).decode())
+        for title, caption, draw, has_data in shown
+        if has_data
+    ]
+
+
+def _not_writable(path: Path, found: str) -> ReportError:
+    return ReportError(
+        f"report {path}",
+        expected="a path in a folder that exists and can be written to",
+        found=found,
+        do="name another file",
+    )

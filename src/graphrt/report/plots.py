@@ -1,0 +1,261 @@
+"""Plots of runs as SVG text: one panel a run, the same axes throughout, one colour a meaning.
+
+Needs the extra ``report``. Figures are built without pyplot, so no state of the process changes
+but the style settings, for the time of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from io import StringIO
+from typing import Any
+
+from graphrt.batch import RuntimeMode
+from graphrt.errors import MissingExtraError
+from graphrt.report.histogram import GAMMA, Histogram
+from graphrt.report.summary import Run, eager_reasons
+from graphrt.report.tables import time_text
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+except ImportError as error:
+    raise MissingExtraError("the HTML report", extra="report", found=str(error)) from error
+
+MODE_COLORS = {
+    RuntimeMode.FULL: "#0b5c8e",
+    RuntimeMode.PIECEWISE: "#6fb3d9",
+    RuntimeMode.NONE: "#e3a13b",
+}
+"""Blue is graph, amber is eager: told apart by lightness too."""
+
+_INK = "#24292f"
+_FAINT = "#8c959f"
+_PADDING = "#c9d1d9"
+_RUN_COLORS = ("#e3a13b", "#6fb3d9", "#3a9a6f", "#0b5c8e", "#b5608f", "#7a6fc0")
+
+_STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": _FAINT,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": _INK,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "figure.facecolor": "white",
+    "font.size": 9,
+    "grid.color": "#eaeef2",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "graphrt",
+    "text.color": _INK,
+    "xtick.color": _FAINT,
+    "xtick.labelcolor": _INK,
+    "ytick.color": _FAINT,
+    "ytick.labelcolor": _INK,
+}
+
+_WIDTH = 9.6
+"""Inches; the page shows a figure at its own width or narrower."""
+
+
+def tokens_over_time(runs: Sequence[Run]) -> str:
+    """Unpadded tokens of each step, stacked by what the step ran; bins average over steps."""
+
+    def draw(figure: Figure) -> None:
+        panels = _panels(figure, len(runs))
+        for panel, run in zip(panels, runs, strict=True):
+            series = run.metrics.series
+            width = series.steps_per_bin
+            starts = [number * width for number in range(len(series.tokens[RuntimeMode.FULL]))]
+            ends = [min(start + width, series.num_steps) for start in starts]
+            edges = [*starts, series.num_steps]
+            base = [0.0] * len(starts)
+            for mode, color in MODE_COLORS.items():
+                means = [
+                    tokens / (end - start)
+                    for tokens, start, end in zip(series.tokens[mode], starts, ends, strict=True)
+                ]
+                top = [below + mean for below, mean in zip(base, means, strict=True)]
+                if any(means):
+                    panel.stairs(
+                        top,
+                        edges,
+                        baseline=base,
+                        fill=True,
+                        color=color,
+                        linewidth=0,
+                        label=mode.name,
+                    )
+                base = top
+            panel.set_title(run.name)
+        _label_outer(panels, "step", "tokens a step")
+        _legend_of_modes(figure, runs)
+
+    return _svg(draw, height=1.1 + 1.75 * _rows(len(runs)))
+
+
+def padding_by_size(runs: Sequence[Run]) -> str:
+    """Tokens that each captured size carried, and what it added to fill up."""
+
+    def draw(figure: Figure) -> None:
+        with_graphs = [run for run in runs if run.metrics.by_captured_size()]
+        panels = _panels(figure, len(with_graphs), columns=3)
+        sizes = sorted({size for run in with_graphs for size in run.metrics.by_captured_size()})
+        for panel, run in zip(panels, with_graphs, strict=True):
+            by_size = run.metrics.by_captured_size()
+            places = [sizes.index(size) for size in by_size]
+            real = [counts.num_tokens for counts in by_size.values()]
+            added = [counts.num_padded_tokens - counts.num_tokens for counts in by_size.values()]
+            panel.bar(places, real, width=0.7, color=MODE_COLORS[RuntimeMode.FULL], label="tokens")
+            panel.bar(places, added, width=0.7, bottom=real, color=_PADDING, label="padding")
+            panel.set_title(run.name)
+            panel.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+        _label_outer(panels, "captured size (tokens)", "tokens", columns=3)
+        if panels:
+            _legend(figure, *panels[0].get_legend_handles_labels())
+
+    rows = _rows(sum(bool(run.metrics.by_captured_size()) for run in runs), columns=3)
+    return _svg(draw, height=0.8 + 1.9 * rows)
+
+
+def miss_reasons(runs: Sequence[Run]) -> str:
+    """Eager steps by reason, for each run."""
+    reasons = eager_reasons(runs)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x", visible=True)
+        height = 0.8 / max(1, len(runs))
+        for row, run in enumerate(runs):
+            counts = run.metrics.miss_reasons()
+            shown = [counts.get(reason, 0) for reason in reasons]
+            places = [place + row * height for place in range(len(reasons))]
+            bars = axes.barh(
+                places, shown, height=0.86 * height, color=_color_of(run, runs), label=run.name
+            )
+            labels = [f"{count:,}" if count else "" for count in shown]
+            axes.bar_label(bars, labels, padding=3, fontsize=8, color=_INK)
+        middle = 0.4 - height / 2
+        axes.set_yticks(
+            [place + middle for place in range(len(reasons))], [r.name for r in reasons]
+        )
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.margins(x=0.08)
+        axes.set_xlabel("eager steps")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(figure, *axes.get_legend_handles_labels())
+
+    return _svg(draw, height=1.2 + 0.22 * max(1, len(reasons)) * (len(runs) + 1))
+
+
+def host_times(runs: Sequence[Run]) -> str:
+    """Distribution of host time a step, on one logarithmic axis, with each run's median."""
+
+    def draw(figure: Figure) -> None:
+        timed = [run for run in runs if run.metrics.host_us]
+        panels = _panels(figure, len(timed), columns=1)
+        for panel, run in zip(panels, timed, strict=True):
+            histogram = run.metrics.host_us_of_all()
+            color = _color_of(run, runs)
+            edges, shares = _shares(histogram)
+            panel.stairs(shares, edges, fill=True, color=color, alpha=0.85, linewidth=0)
+            median, p99 = histogram.quantile(0.5), histogram.quantile(0.99)
+            panel.axvline(median, color=_INK, linewidth=1)
+            panel.set_title(f"{run.name}   median {time_text(median)}, p99 {time_text(p99)}")
+            panel.set_xscale("log")
+            panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+            panel.xaxis.set_minor_formatter(NullFormatter())
+            panel.set_yticks([])
+            panel.spines["left"].set_visible(False)
+        if panels:
+            panels[-1].set_xlabel("host time a step (logarithmic)")
+            figure.supylabel("share of steps", fontsize=9)
+
+    return _svg(draw, height=0.9 + 1.05 * max(1, len(runs)))
+
+
+def _svg(draw: Callable[[Figure], None], height: float) -> str:
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure)
+        text = StringIO()
+        # Without the metadata the same numbers give the same bytes.
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
+
+
+def _rows(count: int, columns: int = 2) -> int:
+    return max(1, -(-count // columns))
+
+
+def _panels(figure: Figure, count: int, columns: int = 2) -> list[Axes]:
+    """``count`` panels with shared axes, row by row; one panel fills the width."""
+    if not count:
+        return []
+    columns = min(columns, count)
+    rows = _rows(count, columns)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False)
+    panels: list[Axes] = list(grid.flat)
+    for spare in panels[count:]:
+        spare.remove()
+    return panels[:count]
+
+
+def _label_outer(panels: Sequence[Axes], x: str, y: str, columns: int = 2) -> None:
+    for number, panel in enumerate(panels):
+        if number + columns >= len(panels):
+            panel.set_xlabel(x)
+            panel.tick_params(labelbottom=True)
+        if number % columns == 0:
+            panel.set_ylabel(y)
+
+
+def _legend_of_modes(figure: Figure, runs: Sequence[Run]) -> None:
+    ran = {kind.mode for run in runs for kind in run.metrics.steps}
+    modes = [mode for mode in MODE_COLORS if mode in ran]
+    names = ["NONE (eager)" if mode is RuntimeMode.NONE else mode.name for mode in modes]
+    _legend(figure, [Patch(color=MODE_COLORS[mode], linewidth=0) for mode in modes], names)
+
+
+def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    if handles:
+        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8.5)
+
+
+def _color_of(run: Run, runs: Sequence[Run]) -> str:
+    names = [each.name for each in runs]
+    return _RUN_COLORS[names.index(run.name) % len(_RUN_COLORS)]
+
+
+def _shares(histogram: Histogram) -> tuple[list[float], list[float]]:
+    """Edges in microseconds and the share of samples between them, about 6 % apart."""
+    step = 3
+    counts: dict[int, int] = {}
+    for bucket, samples in histogram.buckets:
+        counts[bucket // step] = counts.get(bucket // step, 0) + samples
+    bins = range(min(counts), max(counts) + 1)
+    # Bucket i ends at GAMMA**i, so the bin that begins with it begins at GAMMA**(i - 1).
+    edges = [GAMMA ** (number * step - 1) for number in (*bins, bins.stop)]
+    return edges, [counts.get(number, 0) / histogram.count for number in bins]
+
+
+def _tick(host_us: float) -> str:
+    for size, unit in ((1e6, "s"), (1e3, "ms"), (1, "us")):
+        if host_us >= size:
+            return f"{host_us / size:g} {unit}"
+    return f"{host_us * 1e3:g} ns"

@@ -1,0 +1,267 @@
+"""The page: self-contained, escaped, whole or not there at all."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
+from graphrt.errors import MissingExtraError, ReportError
+from graphrt.events import Captured, Event, RanEager, Replayed
+from graphrt.report import html
+from graphrt.report.html import Page, check_writable, render_html, write_html
+from graphrt.report.metrics import StepMetrics
+from graphrt.report.summary import Run
+from graphrt.report.tables import Grid, Row
+
+
+def run_of(name: str, events: list[Event]) -> Run:
+    metrics = StepMetrics()
+    for event in events:
+        metrics(event)
+    return Run(name=name, metrics=metrics.snapshot(), capture_seconds=0.5, seconds=1.5)
+
+
+EAGER = RanEager(MissReason.ABOVE_MAX, 60, 2, False, 812.0)
+FULL = Replayed(RuntimeMode.FULL, MissReason.PADDED, 3, 4, 3, True, 95.0)
+PIECES = Replayed(RuntimeMode.PIECEWISE, MissReason.HIT, 8, 8, 3, False, 240.0)
+CAPTURED = Captured(
+    "model", RuntimeMode.FULL, BatchDescriptor(4), 1, 0, 9, 0.1, 4096, 0, 0, 0, False
+)
+RUNS = [
+    run_of("NONE", [EAGER, EAGER]),
+    run_of("FULL_AND_PIECEWISE", [CAPTURED, FULL, FULL, PIECES, EAGER]),
+]
+PAGE = Page(title="A run", lead="Two policies.", runs=RUNS)
+
+
+class Parts(HTMLParser):
+    """Every tag with its attributes, and the text between them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in {"meta", "img"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def images(page: str) -> list[ElementTree.Element]:
+    found = []
+    for tag, attributes in Parts(page).tags:
+        if tag == "img":
+            kind, data = (attributes["src"] or "").split(",", 1)
+            assert kind == "data:image/svg+xml;base64"
+            found.append(ElementTree.fromstring(base64.b64decode(data)))
+    return found
+
+
+def test_the_page_is_well_formed_and_loads_nothing() -> None:
+    page = render_html(PAGE)
+    parts = Parts(page)
+    assert not parts.open
+    assert {tag for tag, _ in parts.tags}.isdisjoint({"script", "link", "iframe", "object"})
+    for _, attributes in parts.tags:
+        assert "href" not in attributes
+        assert (attributes.get("src") or "data:").startswith("data:")
+    assert not re.search(r"url\(|@import", page)
+    for svg in images(page):
+        for element in svg.iter():
+            for name, value in element.attrib.items():
+                assert not name.endswith("href") or value.startswith("#")
+
+
+def test_the_page_shows_tables_and_four_plots() -> None:
+    page = render_html(PAGE)
+    text = Parts(page).text
+    assert len(images(page)) == 4
+    for words in (
+        "FULL_AND_PIECEWISE",
+        "ABOVE_MAX",
+        "step time / NONE",
+        "Captures",
+        "Two policies.",
+    ):
+        assert words in text
+    assert "larger than the largest captured size" in text
+
+
+def test_the_same_numbers_give_the_same_bytes() -> None:
+    assert render_html(PAGE) == render_html(PAGE)
+
+
+def test_all_text_is_escaped() -> None:
+    evil = "<script>alert(1)</script>&\"'"
+    page = Page(
+        title=evil,
+        lead=evil,
+        findings=[evil],
+        runs=[run_of(evil, [EAGER])],
+        grids=[Grid(evil, (evil,), (Row(evil, (evil,)),), evil, is_numeric=False)],
+    )
+    text = render_html(page)
+    assert "<script" not in text
+    assert Parts(text).text.count(evil) >= 8
+
+
+def test_plots_without_data_and_tables_without_rows_are_left_out() -> None:
+    eager_only = render_html(Page(title="t", lead="l", runs=[run_of("NONE", [EAGER])]))
+    assert len(images(eager_only)) == 3
+    assert "Captures" not in Parts(eager_only).text
+    assert images(render_html(Page(title="t", lead="l", runs=[run_of("NONE", [])]))) == []
+    assert images(render_html(Page(title="t", lead="l", runs=[]))) == []
+
+
+steps = st.one_of(
+    st.builds(
+        Replayed,
+        st.sampled_from([RuntimeMode.PIECEWISE, RuntimeMode.FULL]),
+        st.just(MissReason.PADDED),
+        st.integers(1, 8),
+        st.sampled_from([8, 16, 8192]),
+        st.just(1),
+        st.booleans(),
+        st.floats(1e-3, 1e9),
+    ),
+    st.builds(
+        RanEager,
+        st.sampled_from([reason for reason in MissReason if reason.is_miss]),
+        st.integers(1, 9999),
+        st.just(1),
+        st.booleans(),
+        st.floats(1e-3, 1e9),
+    ),
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.lists(steps, max_size=20), min_size=1, max_size=7))
+def test_any_runs_can_be_drawn(runs: list[list[Event]]) -> None:
+    page = render_html(
+        Page(title="t", lead="l", runs=[run_of(f"run {n}", run) for n, run in enumerate(runs)])
+    )
+    assert len(images(page)) <= 4
+
+
+def test_a_long_run_makes_no_larger_page() -> None:
+    short = render_html(Page(title="t", lead="l", runs=[run_of("NONE", [EAGER, EAGER] * 200)]))
+    long = render_html(Page(title="t", lead="l", runs=[run_of("NONE", [EAGER, EAGER] * 20_000)]))
+    assert len(long) < 1.5 * len(short)
+
+
+def test_a_written_page_replaces_the_one_before_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("before")
+    assert write_html(path, PAGE) == path.resolve()
+    assert path.read_text(encoding="utf-8") == render_html(PAGE)
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_link_keeps_pointing_at_the_file_that_is_written(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.html", tmp_path / "target.html"
+    link.symlink_to(target)
+    assert write_html(link, PAGE) == target.resolve()
+    assert link.is_symlink()
+    assert target.is_file()
+
+
+def no_folder(folder: Path) -> Path:
+    return folder / "missing" / "report.html"
+
+
+def a_folder(folder: Path) -> Path:
+    return folder
+
+
+def a_pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+def a_loop(folder: Path) -> Path:
+    (folder / "loop").symlink_to(folder / "loop")
+    return folder / "loop"
+
+
+def below_a_file(folder: Path) -> Path:
+    (folder / "file").write_text("")
+    return folder / "file" / "report.html"
+
+
+@pytest.mark.parametrize("place", [no_folder, a_folder, a_pipe, a_loop, below_a_file])
+def test_a_path_that_takes_no_report_is_refused_before_any_work(place, tmp_path: Path) -> None:
+    path = place(tmp_path)
+    with pytest.raises(ReportError) as raised:
+        check_writable(path)
+    assert str(path) in str(raised.value)
+    assert isinstance(raised.value, OSError)
+
+
+def test_a_folder_without_permission_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Root may write everywhere, so the refusal is acted.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ReportError, match="permission"):
+        write_html(tmp_path / "report.html", PAGE)
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left"), KeyboardInterrupt()])
+def test_when_writing_fails_the_old_page_stays_and_nothing_is_left_behind(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("before")
+
+    def fail(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(Path, "replace", fail)
+    expected = ReportError if isinstance(failure, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        write_html(path, PAGE)
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_without_the_libraries_the_error_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    for module in ("graphrt.report.html", "graphrt.report.plots"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr("graphrt.report.plots")
+    with pytest.raises(MissingExtraError, match=r"graphrt\[report\]") as raised:
+        import graphrt.report.html  # noqa: F401
+    assert raised.value.extra == "report"
+
+
+def test_the_module_prints_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    html.write_html(tmp_path / "report.html", PAGE)
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,226 @@
+"""Runs side by side: the JSON contract's sums, and tables that say what the numbers say."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
+from graphrt.events import Captured, Event, RanEager, Replayed
+from graphrt.report.metrics import Metrics, StepMetrics
+from graphrt.report.summary import Run, eager_reasons, summarize
+from graphrt.report.tables import (
+    ABSENT,
+    EXPLANATIONS,
+    Grid,
+    Row,
+    as_rich,
+    capture_table,
+    captures,
+    comparison,
+    comparison_table,
+    miss_table,
+    size_text,
+    time_text,
+)
+
+
+def run_of(name: str, events: list[Event], seconds: float = 1.0) -> Run:
+    metrics = StepMetrics()
+    for event in events:
+        metrics(event)
+    return Run(name=name, metrics=metrics.snapshot(), capture_seconds=0.5, seconds=seconds)
+
+
+def eager(host_us: float = 200.0, reason: MissReason = MissReason.MODE_NONE) -> RanEager:
+    return RanEager(reason, 6, 2, False, host_us)
+
+
+def full(host_us: float = 100.0) -> Replayed:
+    return Replayed(RuntimeMode.FULL, MissReason.PADDED, 3, 4, 3, True, host_us)
+
+
+def captured(mode: RuntimeMode, size: int, graphs: int) -> Captured:
+    return Captured(
+        "model", mode, BatchDescriptor(size), graphs, graphs - 1, 40, 0.25, 1024, 512, 256, 9, False
+    )
+
+
+RUNS = [
+    run_of("NONE", [eager()] * 4),
+    run_of(
+        "FULL_AND_PIECEWISE",
+        [
+            captured(RuntimeMode.PIECEWISE, 16, 5),
+            captured(RuntimeMode.FULL, 4, 1),
+            full(),
+            full(),
+            full(),
+            eager(reason=MissReason.ABOVE_MAX),
+        ],
+    ),
+]
+
+modes = st.sampled_from([RuntimeMode.PIECEWISE, RuntimeMode.FULL])
+steps = st.lists(
+    st.one_of(
+        st.builds(
+            Replayed,
+            modes,
+            st.just(MissReason.PADDED),
+            st.integers(1, 8),
+            st.sampled_from([8, 16]),
+            st.just(1),
+            st.booleans(),
+            st.floats(1, 1e6),
+        ),
+        st.builds(
+            RanEager,
+            st.sampled_from([reason for reason in MissReason if reason.is_miss]),
+            st.integers(1, 99),
+            st.just(1),
+            st.booleans(),
+            st.floats(1, 1e6),
+        ),
+    ),
+    max_size=30,
+)
+
+
+def printed(renderable: object, width: int = 80) -> str:
+    file = StringIO()
+    Console(file=file, width=width).print(renderable)
+    return file.getvalue()
+
+
+def cells(grid: Grid, name: str) -> tuple[str, ...]:
+    [row] = [row for row in grid.rows if row.name == name]
+    return row.cells
+
+
+@given(steps)
+def test_a_summary_adds_up(events: list[Event]) -> None:
+    summary = summarize([run_of("PIECEWISE", events)])["PIECEWISE"]
+    assert set(summary.runtime_modes) == {"FULL", "PIECEWISE", "NONE"}
+    assert sum(summary.runtime_modes.values()) == summary.steps == len(events)
+    assert sum(summary.miss_reasons.values()) == summary.runtime_modes["NONE"]
+    assert all(
+        summary.uniform_steps[mode] <= steps for mode, steps in summary.runtime_modes.items()
+    )
+    assert sum(summary.tokens_by_runtime_mode.values()) == sum(e.num_tokens for e in events)
+    assert 0 <= summary.padding_percent < 100
+    assert (summary.host_us_p50 is None) == (not events)
+    assert json.loads(json.dumps(summary.as_dict(), allow_nan=False)) == summary.as_dict()
+
+
+def test_the_json_fields_are_those_of_the_contract() -> None:
+    summary = summarize(RUNS)["FULL_AND_PIECEWISE"].as_dict()
+    assert summary.pop("host_us_p50") == pytest.approx(100, rel=0.01)
+    assert summary.pop("host_us_p99") == pytest.approx(100, rel=0.01)
+    assert summary.pop("step_time_ratio_to_none") == pytest.approx(0.5, rel=0.02)
+    assert summary == {
+        "steps": 4,
+        "runtime_modes": {"FULL": 3, "PIECEWISE": 0, "NONE": 1},
+        "uniform_steps": {"FULL": 3, "PIECEWISE": 0, "NONE": 0},
+        "tokens_by_runtime_mode": {"FULL": 9, "PIECEWISE": 0, "NONE": 6},
+        "miss_reasons": {"ABOVE_MAX": 1},
+        "padding_percent": 100 * 3 / 18,
+        "num_graphs": 6,
+        "capture_seconds": 0.5,
+        "graph_bytes": 2 * 1792,
+        "seconds": 1.0,
+    }
+
+
+def test_the_baseline_compares_with_itself_as_one_and_without_it_there_is_no_ratio() -> None:
+    assert summarize(RUNS)["NONE"].step_time_ratio_to_none == 1
+    assert summarize(RUNS[1:])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
+    idle = Run(name="NONE", metrics=Metrics(), capture_seconds=0, seconds=0)
+    assert summarize([idle, RUNS[1]])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
+
+
+def test_reasons_of_all_runs_come_most_frequent_first() -> None:
+    assert eager_reasons(RUNS) == [MissReason.MODE_NONE, MissReason.ABOVE_MAX]
+    assert eager_reasons([]) == []
+
+
+def test_the_comparison_says_what_was_counted() -> None:
+    grid = comparison(RUNS)
+    assert grid.columns == ("NONE", "FULL_AND_PIECEWISE")
+    assert cells(grid, "steps") == ("4", "4")
+    assert [row.cells for row in grid.rows if row.name == "FULL"] == [
+        (ABSENT, "75.0 %"),
+        (ABSENT, "60.0 %"),
+    ]
+    assert [row.cells for row in grid.rows if row.name == "NONE (eager)"] == [
+        ("100.0 %", "25.0 %"),
+        ("100.0 %", "40.0 %"),
+    ]
+    assert cells(grid, "padding") == ("0.0 %", "16.7 %")
+    assert cells(grid, "eager steps") == ("4", "1")
+    assert cells(grid, "MODE_NONE") == ("4", ABSENT)
+    assert cells(grid, "ABOVE_MAX") == (ABSENT, "1")
+    assert cells(grid, "graphs") == (ABSENT, "6")
+    assert cells(grid, "step time / NONE") == ("1.00", "0.50")
+    assert all(len(row.cells) == 2 for row in grid.rows)
+
+
+def test_captures_have_a_row_for_each_mode_that_captured() -> None:
+    grid = captures(RUNS)
+    assert [(row.name, *row.cells[:4]) for row in grid.rows] == [
+        ("FULL_AND_PIECEWISE", "FULL", "1", "1", "40"),
+        ("FULL_AND_PIECEWISE", "PIECEWISE", "1", "5", "40"),
+    ]
+    assert grid.rows[0].cells[4:] == ("1.75 KiB", "0.25 s")
+
+
+def test_four_policies_fit_a_terminal_of_80_columns() -> None:
+    names = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+    runs = [
+        run_of(name, [captured(RuntimeMode.PIECEWISE, 8, 3), full(), eager()]) for name in names
+    ]
+    for table in (comparison_table(runs), capture_table(runs), miss_table(runs)):
+        text = printed(table)
+        assert "…" not in text
+        assert max(map(len, text.splitlines())) <= 80
+    assert all(name in printed(comparison_table(runs)) for name in names)
+
+
+def test_a_name_with_markup_is_shown_as_it_is() -> None:
+    assert "[red]x" in printed(comparison_table([run_of("[red]x", [eager()])]))
+    grid = Grid("[b]title", ("[i]column",), (Row("[u]row", ("[s]cell",)),), "[dim]note")
+    text = printed(as_rich(grid))
+    assert all(part in text for part in ("[b]title", "[i]column", "[u]row", "[s]cell", "[dim]note"))
+
+
+def test_every_reason_has_words() -> None:
+    assert set(EXPLANATIONS) == set(MissReason)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, ABSENT),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (15 * 1024**2 + 300, "15.0 MiB"),
+        (1023 * 1024, "1.00 MiB"),
+        (5000 * 1024**3, "5000 GiB"),
+    ],
+)
+def test_sizes_have_binary_units(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("host_us", "text"),
+    [(None, ABSENT), (0.5, "0.50 us"), (87.12, "87.1 us"), (3200, "3.20 ms"), (2.5e6, "2.50 s")],
+)
+def test_times_have_the_unit_a_person_reads(host_us: float | None, text: str) -> None:
+    assert time_text(host_us) == text
