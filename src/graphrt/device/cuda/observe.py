@@ -10,12 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphrt.device.base import ExternalUse
 from graphrt.device.cuda.pool import storage_address
@@ -114,19 +109,30 @@ class Observer(TorchDispatchMode):
 
     def enter(self) -> None:
         """Observe the calling thread from now on."""
-        self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        _enter(self)
 
     def leave(self) -> None:
         """Stop observing, also from below modes that were entered later.
 
         A window may end deep in the caller's code (at a break point), inside a mode of its own.
         """
-        above = []
+        above: list[TorchDispatchMode] = []
         while _get_current_dispatch_mode_stack()[-1] is not self:
-            above.append(_pop_mode())
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            above.append(_get_current_dispatch_mode_stack()[-1])
+            _leave(above[-1])
+        _leave(self)
         for mode in reversed(above):
-            _push_mode(mode)
+            _enter(mode)
+
+
+def _enter(mode: TorchDispatchMode) -> None:
+    # The base class's own step, whatever the mode adds: it keeps torch's flags, which say whether
+    # any mode is active, in agreement with the stack.
+    TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _leave(mode: TorchDispatchMode) -> None:
+    TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]  # as above
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

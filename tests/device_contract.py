@@ -1,0 +1,971 @@
+"""The device contract: every case written once, held to by each device in its own lane.
+
+``DeviceContract`` holds on both devices. ``StricterThanCUDA`` holds what only the simulated device
+refuses: CUDA records these operations without a word, and the result is silently wrong.
+
+A lane collects a class by inheriting from it and giving a ``device`` fixture. Where CUDA behaves
+otherwise than a case says, the case is wrong, and then the simulation.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.device.base import Device, DeviceGraph, ExternalUse, Pool, Recording
+from graphrt.errors import (
+    CaptureError,
+    CaptureInProgressError,
+    EmptyCaptureError,
+    ForbiddenOperationError,
+    GraphrtError,
+    UnjoinedStreamError,
+)
+
+# Large enough that every allocator gives such a tensor blocks of their own: 4 MiB of float32.
+LARGE = 1 << 20
+
+
+@dataclass
+class Bench:
+    """Records functions on one device, into one pool."""
+
+    device: Device
+    pool: Pool
+    graphs: list[DeviceGraph] = field(default_factory=list)
+
+    def tensor(self, values: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device.torch_device)
+
+    def full(self, size: Any, value: float = 0.0) -> torch.Tensor:
+        return torch.full(size, value, device=self.device.torch_device)
+
+    def random(self, *size: int) -> torch.Tensor:
+        return torch.randn(size).to(self.device.torch_device)
+
+    def record(
+        self, fn: Callable[..., Any], *args: Any, pool: Pool | None = None, **options: Any
+    ) -> tuple[DeviceGraph, Any]:
+        """Record ``fn(*args)`` on the stream "capture", as the program builder does."""
+        return self.window(lambda recording: fn(*args), pool=pool, **options)
+
+    def window(
+        self, body: Callable[[Recording], Any], *, pool: Pool | None = None, **options: Any
+    ) -> tuple[DeviceGraph, Any]:
+        """As ``record``, for a body that needs the recording itself."""
+        stream = self.device.stream("capture")
+        self.device.order(stream, self.device.current_stream())
+        with self.device.use(stream):
+            recording = self.device.begin(pool or self.pool, stream, "case", **options)
+            try:
+                result = body(recording)
+            except Exception as error:
+                failure = recording.abort(error)
+                if failure is error:
+                    raise
+                raise failure from failure.__cause__
+            graph = recording.end()
+        self.graphs.append(graph)
+        return graph, result
+
+    def replay(self, graph: DeviceGraph) -> None:
+        graph.replay()
+        self.device.synchronize()
+
+    def check_usable(self) -> None:
+        """The device records and replays as if nothing had happened."""
+        assert not self.device.is_capturing()
+        value = self.tensor([1.0, 2.0, 3.0])
+        graph, result = self.record(lambda: value * 2 + 1)
+        value.fill_(5.0)
+        self.replay(graph)
+        assert result.tolist() == [11.0, 11.0, 11.0]
+
+    def retire(self) -> None:
+        self.device.synchronize()
+        for graph in reversed(self.graphs):
+            graph.reset()
+        self.graphs.clear()
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit-equal values (NaN too), shape, stride and dtype."""
+    if (left.shape, left.stride(), left.dtype) != (right.shape, right.stride(), right.dtype):
+        return False
+    return bool(
+        torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    )
+
+
+# One row per kind of kernel: what the replay computes is what eager computes, bit by bit.
+OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add": lambda x, i: x + 1,
+    "matmul": lambda x, i: x @ x.t(),
+    "linear": lambda x, i: torch.nn.functional.linear(x, x, x[:, 0]),
+    "cast": lambda x, i: x.to(torch.bfloat16) * 2,
+    "view": lambda x, i: (x * 2).t().reshape(4, 16)[1:3],
+    "in-place through a view": lambda x, i: x.clone().index_fill_(0, i[:2], 0.5),
+    "cat": lambda x, i: torch.cat([x, x * 2], 1),
+    "gather": lambda x, i: x.gather(0, i.view(-1, 1)),
+    "index": lambda x, i: x[i],
+    "index_put": lambda x, i: x.clone().index_put_((i,), x * 3),
+    "embedding": lambda x, i: torch.nn.functional.embedding(i, x),
+    "topk": lambda x, i: torch.topk(x, 3),
+    "sort": lambda x, i: torch.sort(x, dim=1),
+    "softmax": lambda x, i: x.softmax(-1),
+    "layer_norm": lambda x, i: torch.nn.functional.layer_norm(x, (8,)),
+    "where": lambda x, i: torch.where(x > 0, x, -x),
+    "factories": lambda x, i: torch.zeros_like(x).add_(torch.arange(8, device=x.device)),
+    "foreach": lambda x, i: torch._foreach_mul([x, x + 1], 2.0),
+    "cumsum": lambda x, i: x.cumsum(1),
+    "attention": lambda x, i: torch.nn.functional.scaled_dot_product_attention(
+        x.view(1, 2, 4, 8), x.view(1, 2, 4, 8), x.view(1, 2, 4, 8)
+    ),
+    "argument returned": lambda x, i: (x, x * 2),
+}
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for item in value for leaf in leaves(item)]
+
+
+def read_item(x: torch.Tensor) -> Any:
+    return x.sum().item()
+
+
+def read_bool(x: torch.Tensor) -> Any:
+    return bool(x.sum() > 0)
+
+
+def read_int(x: torch.Tensor) -> Any:
+    return int(x.sum())
+
+
+def format_value(x: torch.Tensor) -> Any:
+    return f"{x.sum()}"
+
+
+def print_tensor(x: torch.Tensor) -> Any:
+    return repr(x * 2)
+
+
+def find_nonzero(x: torch.Tensor) -> Any:
+    return (x * 2).nonzero()
+
+
+def index_by_mask(x: torch.Tensor) -> Any:
+    return x[x > 0]
+
+
+def compare_whole(x: torch.Tensor) -> Any:
+    return torch.equal(x, x * 2)
+
+
+def list_values(x: torch.Tensor) -> Any:
+    return (x * 2).tolist()
+
+
+FORBIDDEN = [
+    read_item,
+    read_bool,
+    read_int,
+    format_value,
+    print_tensor,
+    find_nonzero,
+    index_by_mask,
+    compare_whole,
+    list_values,
+]
+
+
+class DeviceContract:
+    """Cases that hold on both devices."""
+
+    @pytest.fixture
+    def bench(self, device: Device) -> Iterator[Bench]:
+        bench = Bench(device, device.new_pool())
+        yield bench
+        bench.retire()
+        bench.pool.release()
+
+    def test_the_protocol_is_complete(self, device: Device) -> None:
+        assert isinstance(device, Device)
+        assert device.limits.num_sms >= 1
+        assert torch.empty(0, device=device.torch_device).device.type == device.torch_device.type
+
+    # -- capture and replay ------------------------------------------------------------------
+
+    def test_replay_reads_what_the_inputs_hold_now(self, bench: Bench) -> None:
+        x = bench.tensor([1.0, 2.0])
+        graph, out = bench.record(lambda: x * 2 + 7)
+        for value in (1.0, -3.5, 100.0):
+            x.fill_(value)
+            bench.replay(graph)
+            assert out.tolist() == [value * 2 + 7] * 2
+
+    def test_the_output_is_not_the_eager_result_before_the_first_replay(self, bench: Bench) -> None:
+        x = bench.random(64)
+        graph, out = bench.record(lambda: torch.sin(x) * 3)
+        before = out.clone()
+        bench.replay(graph)
+        assert not torch.equal(before, out)
+        assert same(out, torch.sin(x) * 3)
+
+    def test_capture_leaves_state_untouched_and_each_replay_advances_it_once(
+        self, bench: Bench
+    ) -> None:
+        cache, slot, x = bench.full((4, 2)), bench.tensor([2], torch.int64), bench.full((1, 2), 3.0)
+
+        def write() -> None:
+            cache[slot] += x
+
+        graph, _ = bench.record(write)
+        assert cache.tolist() == [[0.0, 0.0]] * 4
+        bench.replay(graph)
+        bench.replay(graph)
+        slot.fill_(0)
+        bench.replay(graph)
+        assert cache[:, 0].tolist() == [3.0, 0.0, 6.0, 0.0]
+
+    @pytest.mark.parametrize("name", OPERATIONS)
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_replay_is_bit_equal_to_eager(self, bench: Bench, name: str, mode: Any) -> None:
+        operation = OPERATIONS[name]
+        x, i = bench.random(8, 8), bench.tensor([3, 1, 4, 0, 5, 2, 6, 7], torch.int64)
+        with mode():
+            operation(x, i)  # Lazy initialisation happens outside the window.
+            graph, result = bench.record(operation, x, i)
+            for _ in range(3):
+                x.copy_(torch.randn(8, 8))
+                bench.replay(graph)
+                expected = leaves(operation(x, i))
+                assert len(expected) == len(leaves(result))
+                assert all(
+                    same(left, right) for left, right in zip(leaves(result), expected, strict=True)
+                )
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+    def test_every_dtype_replays(self, bench: Bench, dtype: torch.dtype) -> None:
+        x = bench.tensor([1, 2, 3], dtype)
+        graph, out = bench.record(lambda: x * 2 + x)
+        x.fill_(4)
+        bench.replay(graph)
+        assert out.dtype is dtype
+        assert out.tolist() == [12, 12, 12]
+
+    def test_a_replay_overwrites_the_output_in_place(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0)
+        graph, out = bench.record(lambda: x + 1)
+        bench.replay(graph)
+        address, held = out.data_ptr(), out
+        x.fill_(9.0)
+        bench.replay(graph)
+        assert out.data_ptr() == address
+        assert held.tolist() == [10.0] * 4
+
+    def test_replay_does_not_wait_for_the_device(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x = bench.full((4,), 1.0)
+        graph, _ = bench.record(lambda: x + 1)
+        bench.replay(graph)
+
+        def refuse(stream: Any = None) -> None:
+            raise AssertionError("a replay waited for the device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.device, "synchronize", refuse)
+            graph.replay()
+
+    def test_a_reset_graph_refuses_to_replay_and_resets_again_without_effect(
+        self, bench: Bench
+    ) -> None:
+        x = bench.full((4,), 1.0)
+        graph, _ = bench.record(lambda: x + 1)
+        bench.replay(graph)
+        graph.reset()
+        graph.reset()
+        with pytest.raises(GraphrtError):
+            graph.replay()
+        bench.check_usable()
+
+    # -- windows -----------------------------------------------------------------------------
+
+    def test_a_window_is_open_between_begin_and_end_for_its_thread_only(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0)
+        seen: list[bool] = []
+
+        def body() -> torch.Tensor:
+            seen.append(bench.device.is_capturing())
+            other = threading.Thread(target=lambda: seen.append(bench.device.is_capturing()))
+            other.start()
+            other.join()
+            return x + 1
+
+        assert not bench.device.is_capturing()
+        bench.record(body)
+        assert seen == [True, False]
+        assert not bench.device.is_capturing()
+
+    def test_a_context_copied_inside_a_window_does_not_keep_it_open(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0)
+        copies: list[contextvars.Context] = []
+
+        def body() -> torch.Tensor:
+            copies.append(contextvars.copy_context())
+            return x + 1
+
+        bench.record(body)
+        assert copies[0].run(bench.device.is_capturing) is False
+
+    def test_a_second_window_is_refused_and_the_first_goes_on(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0)
+
+        def body() -> torch.Tensor:
+            doubled = x * 2
+            with pytest.raises(CaptureInProgressError):
+                bench.device.begin(bench.pool, bench.device.stream("capture"), "inner")
+            assert bench.device.is_capturing()
+            return doubled + 1
+
+        graph, out = bench.record(body)
+        x.fill_(4.0)
+        bench.replay(graph)
+        assert out.tolist() == [9.0] * 4
+
+    def test_a_window_opens_on_the_current_stream_only(self, bench: Bench) -> None:
+        stream = bench.device.stream("capture")
+        assert bench.device.current_stream() is not stream
+        with pytest.raises(CaptureError):
+            bench.device.begin(bench.pool, stream, "elsewhere")
+        bench.check_usable()
+
+    def test_a_window_that_records_nothing_is_an_error(self, bench: Bench) -> None:
+        x = bench.full((4, 4), 1.0)
+        with pytest.raises(EmptyCaptureError):
+            bench.record(lambda: x.t()[1:])
+        bench.check_usable()
+
+    def test_an_empty_graph_may_be_asked_for(self, bench: Bench) -> None:
+        stream = bench.device.stream("capture")
+        with bench.device.use(stream):
+            graph = bench.device.begin(bench.pool, stream, "case").end(allow_empty=True)
+        assert graph.num_nodes == 0
+        graph.reset()
+        bench.check_usable()
+
+    def test_a_graph_with_kernels_is_not_known_to_be_empty(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0)
+        graph, _ = bench.record(lambda: x + 1)
+        assert graph.num_nodes is None or graph.num_nodes > 0
+
+    # -- failures ----------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("after", range(5))
+    def test_an_error_of_the_callers_at_any_point_leaves_the_device_usable(
+        self, bench: Bench, after: int
+    ) -> None:
+        x, mistake = bench.full((8, 8), 1.0), ValueError("the caller's own")
+
+        def body() -> torch.Tensor:
+            y = x
+            for step in range(5):
+                if step == after:
+                    raise mistake
+                y = torch.relu(y @ x + step)
+            return y
+
+        with pytest.raises(ValueError, match="the caller's own") as caught:
+            bench.record(body)
+        assert caught.value is mistake
+        assert x.eq(1).all()
+        bench.check_usable()
+
+    def test_abort_returns_the_first_error_and_never_raises(self, bench: Bench) -> None:
+        stream, mistake = bench.device.stream("capture"), KeyError("first")
+        with bench.device.use(stream):
+            recording = bench.device.begin(bench.pool, stream, "case")
+            assert recording.abort(mistake) is mistake
+            assert recording.abort(mistake) is mistake
+        bench.check_usable()
+
+    @pytest.mark.parametrize("operation", FORBIDDEN, ids=lambda operation: operation.__name__)
+    @pytest.mark.parametrize("observe", [True, False])
+    def test_an_operation_that_waits_for_the_device_is_refused_with_its_place(
+        self, bench: Bench, operation: Callable[[torch.Tensor], Any], observe: bool
+    ) -> None:
+        x = bench.random(4)
+        with pytest.raises(ForbiddenOperationError) as caught:
+            bench.record(operation, x, observe=observe)
+        error = caught.value
+        assert error.operation
+        line = operation.__code__.co_firstlineno + 1
+        assert error.source == f"{__file__}:{line} in {operation.__name__}"
+        assert "case" in str(error)
+        assert error.do
+        bench.check_usable()
+
+    def test_a_refusal_that_the_callable_swallows_still_fails_the_capture(
+        self, bench: Bench
+    ) -> None:
+        x = bench.full((4,), 1.0)
+
+        def body() -> torch.Tensor:
+            try:
+                read_item(x)
+            except RuntimeError:
+                return x + 1
+            return x + 2
+
+        with pytest.raises(ForbiddenOperationError):
+            bench.record(body)
+        bench.check_usable()
+
+    def test_many_interrupted_captures_leave_the_pool_as_it_was(self, bench: Bench) -> None:
+        x = bench.full((64,), 1.0)
+        bench.check_usable()
+        held = bench.pool.bytes()
+        for _ in range(10):
+            with pytest.raises(ForbiddenOperationError):
+                bench.record(lambda: (x * 2 + 1).sum().item())
+        bench.check_usable()
+        assert bench.pool.bytes() == held
+
+    # -- pools -------------------------------------------------------------------------------
+
+    def test_a_pool_owns_what_a_window_allocates_and_nothing_else(self, bench: Bench) -> None:
+        x = bench.full((4, 4), 1.0)
+        _, out = bench.record(lambda: (x + 1, x))
+        assert bench.pool.owns(out[0])
+        assert bench.pool.owns(out[0].t()[1:])
+        assert bench.device.owns(out[0])
+        assert not bench.pool.owns(x)
+        assert not bench.device.owns(out[1])
+
+    def test_temporaries_are_reused_within_a_capture(self, bench: Bench) -> None:
+        x = bench.full((LARGE,), 1.0)
+
+        def chain() -> torch.Tensor:
+            y = x
+            for _ in range(20):
+                y = y + 1
+            return y
+
+        graph, out = bench.record(chain)
+        bench.replay(graph)
+        assert out[0].item() == 21.0
+        assert bench.pool.bytes() < 10 * x.nbytes
+
+    def test_released_outputs_are_reused_by_the_next_capture(self, bench: Bench) -> None:
+        x = bench.full((LARGE,), 1.0)
+        first, out = bench.record(lambda: x + 1)
+        alias = bench.device.weak_alias(out)
+        del out
+        held = bench.pool.bytes()
+        second, other = bench.record(lambda: x * 5)
+        assert bench.pool.bytes() == held
+        assert other.data_ptr() == alias.data_ptr()
+        bench.replay(first)
+        assert alias[0].item() == 2.0
+        bench.replay(second)
+        assert alias[0].item() == 5.0  # Valid until the next replay of any program, as promised.
+
+    def test_an_output_that_is_held_is_not_overwritten_by_another_graph(self, bench: Bench) -> None:
+        x = bench.full((16,), 1.0)
+        first, one = bench.record(lambda: x + 1)
+        second, two = bench.record(lambda: x * 5)
+        bench.replay(first)
+        bench.replay(second)
+        assert one.data_ptr() != two.data_ptr()
+        assert (one[0].item(), two[0].item()) == (2.0, 5.0)
+
+    def test_live_blocks_are_those_a_tensor_holds(self, bench: Bench) -> None:
+        x = bench.full((LARGE,), 1.0)
+        _, out = bench.record(lambda: x + 1)
+        blocks = bench.pool.live_blocks()
+        assert [block.address for block in blocks] == [out.data_ptr()]
+        assert blocks[0].num_bytes >= out.nbytes
+        alias = bench.device.weak_alias(out)
+        del out
+        assert list(bench.pool.live_blocks()) == []
+        assert bench.pool.owns(alias)
+
+    def test_a_weak_alias_is_the_same_bytes_and_keeps_nothing_allocated(self, bench: Bench) -> None:
+        x = bench.random(4, 6)
+        graph, out = bench.record(lambda: (x * 2).t()[1:])
+        alias = bench.device.weak_alias(out)
+        assert alias is not out
+        assert (alias.data_ptr(), alias.shape, alias.stride(), alias.storage_offset()) == (
+            out.data_ptr(),
+            out.shape,
+            out.stride(),
+            out.storage_offset(),
+        )
+        bench.replay(graph)
+        assert same(alias, out)
+        assert same(alias, (x * 2).t()[1:])
+
+    def test_a_weak_alias_of_anything_else_is_the_tensor_itself(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0)
+        assert bench.device.weak_alias(x) is x
+
+    def test_a_weak_alias_taken_inside_the_window_lets_its_block_be_reused(
+        self, bench: Bench
+    ) -> None:
+        x = bench.full((LARGE,), 1.0)
+
+        def body() -> tuple[int, torch.Tensor]:
+            first = x + 1
+            address = first.data_ptr()
+            del first
+            return address, x + 2
+
+        _, (address, second) = bench.record(body)
+        assert second.data_ptr() == address
+
+    def test_a_slot_is_allocated_outside_the_window_and_read_inside(self, bench: Bench) -> None:
+        device, stream = bench.device, bench.device.stream("capture")
+        with device.use(stream):
+            slot = device.alloc(bench.pool, (3, 2), (1, 3), torch.float32)
+        assert (slot.shape, slot.stride(), slot.dtype) == ((3, 2), (1, 3), torch.float32)
+        assert device.owns(slot)
+        assert not slot.is_inference()
+        graph, out = bench.record(lambda: slot * 2)
+        slot.copy_(bench.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+        bench.replay(graph)
+        assert out.tolist() == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
+
+    def test_a_pool_may_be_viewed_by_its_handle(self, bench: Bench) -> None:
+        view = bench.device.new_pool(bench.pool.handle)
+        assert view.handle == bench.pool.handle
+        x = bench.full((4,), 1.0)
+        graph, out = bench.record(lambda: x + 1, pool=view)
+        assert bench.pool.owns(out)
+        assert view.owns(out)
+        bench.replay(graph)
+        assert out.tolist() == [2.0] * 4
+        del out
+        bench.retire()
+        view.release()
+        bench.check_usable()
+
+    def test_a_released_pool_holds_nothing_and_releases_again_without_effect(
+        self, bench: Bench
+    ) -> None:
+        for _ in range(3):
+            pool = bench.device.new_pool()
+            x = bench.full((LARGE,), 1.0)
+            graph, out = bench.record(lambda x=x: x + 1, pool=pool)
+            bench.replay(graph)
+            assert out[0].item() == 2.0
+            assert pool.bytes() >= out.nbytes
+            del out
+            bench.retire()
+            pool.release()
+            pool.release()
+            assert pool.bytes() == 0
+            assert list(pool.live_blocks()) == []
+        bench.check_usable()
+
+    def test_memory_readings_agree_with_each_other(self, bench: Bench) -> None:
+        x = bench.full((LARGE,), 1.0)
+        _, _out = bench.record(lambda: x + 1)
+        reading = bench.device.memory(bench.pool)
+        assert 0 < reading.free_bytes <= reading.total_bytes
+        assert x.nbytes <= reading.pool_bytes == bench.pool.bytes() <= reading.reserved_bytes
+        assert bench.device.memory().pool_bytes == 0
+
+    def test_trimming_takes_nothing_from_a_graph(self, bench: Bench) -> None:
+        x = bench.random(8, 8)
+        graph, out = bench.record(lambda: torch.relu(x @ x))
+        bench.device.trim()
+        x.copy_(torch.randn(8, 8))
+        bench.replay(graph)
+        assert same(out, torch.relu(x @ x))
+
+    # -- streams -----------------------------------------------------------------------------
+
+    def test_a_name_is_one_stream_and_a_stream_is_one_object(self, bench: Bench) -> None:
+        device = bench.device
+        one, other = device.stream("one"), device.stream("other")
+        assert one is device.stream("one")
+        assert one is not other
+        outside = device.current_stream()
+        with device.use(one):
+            assert device.current_stream() is one
+            with device.use(other):
+                assert device.current_stream() is other
+            assert device.current_stream() is one
+        assert device.current_stream() is outside
+        assert outside not in (one, other)
+
+    def test_a_side_stream_that_forks_and_joins_is_replayed(self, bench: Bench) -> None:
+        device, v = bench.device, bench.full((16,), 2.0)
+        capture, side = device.stream("capture"), device.stream("side")
+
+        def body() -> torch.Tensor:
+            device.order(side, capture)
+            with device.use(side):
+                scaled = v * 7
+            device.order(capture, side)
+            return scaled + 3
+
+        graph, out = bench.record(body)
+        v.fill_(5.0)
+        bench.replay(graph)
+        assert out.tolist() == [38.0] * 16
+
+    def test_a_mark_is_waited_for_where_it_was_taken(self, bench: Bench) -> None:
+        device, v = bench.device, bench.full((16,), 2.0)
+        capture, side = device.stream("capture"), device.stream("side")
+
+        def body() -> tuple[torch.Tensor, torch.Tensor]:
+            first = v + 1
+            mark = device.mark(capture)
+            second = v * 10  # Issued after the mark: the side stream need not wait for it.
+            device.wait(side, mark)
+            with device.use(side):
+                third = first * 2
+            device.order(capture, side)
+            return second + 1, third + 1
+
+        graph, (second, third) = bench.record(body)
+        v.fill_(5.0)
+        bench.replay(graph)
+        assert second.tolist() == [51.0] * 16
+        assert third.tolist() == [13.0] * 16
+
+    def test_an_unjoined_side_stream_is_an_error(self, bench: Bench) -> None:
+        device, v = bench.device, bench.full((16,), 2.0)
+        capture, side = device.stream("capture"), device.stream("side")
+
+        def body() -> torch.Tensor:
+            device.order(side, capture)
+            with device.use(side):
+                return v * 7
+
+        with pytest.raises(UnjoinedStreamError):
+            bench.record(body)
+        bench.check_usable()
+        # The side stream is free again as well.
+        with device.use(side):
+            eager = v * 7
+        device.synchronize()
+        assert eager.tolist() == [14.0] * 16
+
+    def test_waiting_in_a_window_for_work_outside_it_is_an_error(self, bench: Bench) -> None:
+        device, v = bench.device, bench.full((16,), 2.0)
+        capture, side = device.stream("capture"), device.stream("side")
+        with device.use(side):
+            before = v * 7
+
+        def body() -> torch.Tensor:
+            device.order(capture, side)
+            return before + 1
+
+        with pytest.raises(UnjoinedStreamError):
+            bench.record(body)
+        bench.check_usable()
+
+    # -- what a recording learns -------------------------------------------------------------
+
+    def test_externals_are_observed_in_order_with_what_is_written(self, bench: Bench) -> None:
+        x, weight, cache = bench.random(4, 4), bench.random(4, 4), bench.full((4, 4))
+        rows = bench.tensor([1], torch.int64)
+
+        def body() -> torch.Tensor:
+            y = x @ weight
+            cache[0].add_(y[0])
+            cache.index_copy_(0, rows, y[1:2])
+            return y + cache
+
+        graph, _ = bench.record(body)
+        found = described(graph.externals, x=x, weight=weight, cache=cache, rows=rows)
+        assert found == [("x", False), ("weight", False), ("cache", True), ("rows", False)]
+
+    def test_pool_tensors_of_earlier_windows_are_no_externals(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0)
+        _, first = bench.record(lambda: x + 1)
+        graph, _ = bench.record(lambda: first.mul_(2) + x)
+        assert described(graph.externals, x=x) == [("x", False)]
+
+    def test_out_arguments_and_lists_count_as_written(self, bench: Bench) -> None:
+        x, total, one, two = (bench.full((4,), value) for value in (1.0, 0.0, 1.0, 2.0))
+
+        def body() -> None:
+            torch.add(x, 1, out=total)
+            torch._foreach_add_([one, two], 1.0)
+
+        graph, _ = bench.record(body)
+        found = dict(described(graph.externals, x=x, total=total, one=one, two=two))
+        assert found == {"x": False, "total": True, "one": True, "two": True}
+
+    def test_nothing_is_observed_when_not_asked_for(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0)
+        graph, out = bench.record(lambda: x + 1, observe=False)
+        assert list(graph.externals) == []
+        bench.replay(graph)
+        assert out.tolist() == [2.0] * 4
+
+    def test_observing_does_not_keep_temporaries_from_being_reused(self, bench: Bench) -> None:
+        x = bench.full((LARGE,), 1.0)
+
+        def chain() -> torch.Tensor:
+            return (((x + 1) * 2 + 3) * 4 + 5) * 6
+
+        bench.record(chain, observe=True)
+        observed = bench.pool.bytes()
+        bare = bench.device.new_pool()
+        bench.record(chain, observe=False, pool=bare)
+        assert observed == bare.bytes()
+        bench.retire()
+        bare.release()
+
+    def test_a_mode_of_the_callers_that_outlives_the_window_is_left_alone(
+        self, bench: Bench
+    ) -> None:
+        seen: list[str] = []
+
+        class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        x = bench.full((4,), 1.0)
+        device, stream = bench.device, bench.device.stream("capture")
+        with device.use(stream):
+            recording = device.begin(bench.pool, stream, "case")
+            with Counting():
+                _out = x + 1
+                graph = recording.end()
+                seen.clear()
+                torch.neg(x)
+                assert len(seen) == 1
+        bench.graphs.append(graph)
+        assert described(graph.externals, x=x) == [("x", False)]
+        bench.check_usable()
+
+    # -- random numbers ----------------------------------------------------------------------
+
+    def test_replays_draw_what_eager_would_from_the_same_seed(self, bench: Bench) -> None:
+        x = bench.full((32,), 1.0)
+
+        def draw() -> torch.Tensor:
+            return torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x)
+
+        torch.manual_seed(11)
+        eager = [draw() for _ in range(3)]
+        torch.manual_seed(11)
+        graph, out = bench.record(draw)
+        for expected in eager:
+            bench.replay(graph)
+            assert same(out, expected)
+        torch.manual_seed(11)
+        bench.replay(graph)
+        assert same(out, eager[0])
+
+    def test_a_declared_generator_is_replayed_beside_the_default_one(self, bench: Bench) -> None:
+        torch_device = bench.device.torch_device
+        generator = torch.Generator(torch_device)
+
+        def draw() -> torch.Tensor:
+            own = torch.rand(8, generator=generator, device=torch_device)
+            return own + torch.rand(8, device=torch_device)
+
+        generator.manual_seed(3)
+        torch.manual_seed(4)
+        eager = [draw() for _ in range(3)]
+        generator.manual_seed(3)
+        torch.manual_seed(4)
+        graph, out = bench.record(draw, generators=(generator,))
+        for expected in eager:
+            bench.replay(graph)
+            assert same(out, expected)
+
+    def test_a_graph_knows_whether_it_draws_random_numbers(self, bench: Bench) -> None:
+        x = bench.full((32,), 1.0)
+        plain, _ = bench.record(lambda: x + 1)
+        drawing, _ = bench.record(lambda: torch.rand_like(x))
+        bench.replay(plain)
+        bench.replay(drawing)
+        assert not plain.uses_rng
+        assert drawing.uses_rng
+
+    def test_random_numbers_work_after_an_interrupted_capture(self, bench: Bench) -> None:
+        x = bench.full((8,), 1.0)
+        torch.manual_seed(5)
+        expected = torch.rand_like(x)
+        torch.manual_seed(5)
+        with pytest.raises(ForbiddenOperationError):
+            bench.record(lambda: torch.rand_like(x).sum().item())
+        assert same(torch.rand_like(x), expected)
+
+    # -- libraries, threads, instances -------------------------------------------------------
+
+    def test_libraries_that_ask_are_told_of_a_window(self, bench: Bench) -> None:
+        x, asked = bench.full((4,), 1.0), torch.cuda.is_current_stream_capturing
+
+        def body() -> torch.Tensor:
+            assert torch.cuda.is_current_stream_capturing()
+            return x + 1
+
+        bench.record(body)
+        assert torch.cuda.is_current_stream_capturing is asked
+
+    def test_libraries_that_ask_are_told_so_in_the_last_warm_up_too(self, bench: Bench) -> None:
+        asked = torch.cuda.is_current_stream_capturing
+        with bench.device.answering_capture():
+            assert torch.cuda.is_current_stream_capturing()
+            assert not bench.device.is_capturing()
+        assert torch.cuda.is_current_stream_capturing is asked
+        with pytest.raises(ValueError, match="warm-up"), bench.device.answering_capture():
+            raise ValueError("warm-up")
+        assert torch.cuda.is_current_stream_capturing is asked
+
+    @pytest.mark.parametrize("observe", [True, False])
+    def test_a_thread_that_joins_is_recorded(self, bench: Bench, observe: bool) -> None:
+        x, weight = bench.full((8,), 1.0), bench.full((8,), 3.0)
+        results: list[torch.Tensor] = []
+        joined: list[bool] = []
+
+        def body(recording: Recording) -> torch.Tensor:
+            first = x + 1
+
+            def work() -> None:
+                with recording.join_thread():
+                    joined.append(bench.device.is_capturing())
+                    with torch.no_grad():
+                        results.append(first * weight)
+
+            worker = threading.Thread(target=work)
+            worker.start()
+            worker.join()
+            return results.pop() + 1
+
+        graph, out = bench.window(body, observe=observe)
+        assert joined == [True]
+        x.fill_(4.0)
+        bench.replay(graph)
+        assert out.tolist() == [16.0] * 8
+        if observe:
+            assert described(graph.externals, x=x, weight=weight) == [
+                ("x", False),
+                ("weight", False),
+            ]
+
+    def test_an_opaque_call_is_replayed(self, bench: Bench) -> None:
+        x = bench.full((4, 2), 1.0)
+
+        def body(recording: Recording) -> torch.Tensor:
+            meta = torch.empty((4, 2), device="meta")
+            (doubled,) = recording.opaque(lambda v: (v * 2,), (x + 1,), (meta,))
+            return doubled + 1
+
+        graph, out = bench.window(body)
+        x.fill_(5.0)
+        bench.replay(graph)
+        assert out.tolist() == [[13.0, 13.0]] * 4
+
+    def test_closing_twice_is_closing_once(self, device: Device) -> None:
+        bench = Bench(device, device.new_pool())
+        x = bench.full((4,), 1.0)
+        graph, _out = bench.record(lambda: x + 1)
+        bench.replay(graph)
+        del _out
+        device.close()
+        device.close()
+        with pytest.raises(GraphrtError):
+            graph.replay()
+
+    def test_two_devices_never_meet(self, device: Device) -> None:
+        # The same kind of device twice: two runtimes in one process.
+        other = type(device)()
+        one, two = Bench(device, device.new_pool()), Bench(other, other.new_pool())
+        x = one.full((4,), 1.0)
+        first, out = one.record(lambda: x + 1)
+        second, foreign = two.record(lambda: x * 3)
+        assert device.owns(out)
+        assert not device.owns(foreign)
+        assert not other.owns(out)
+        two.replay(second)
+        del foreign
+        other.close()
+        one.replay(first)
+        assert out.tolist() == [2.0] * 4
+        one.check_usable()
+        one.retire()
+        one.pool.release()
+
+
+def described(uses: Any, **named: torch.Tensor) -> list[tuple[str, bool]]:
+    """Name and written flag of each external, in order; an unknown one is called by its shape."""
+    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in named.items()}
+    found = []
+    for use in uses:
+        assert isinstance(use, ExternalUse)
+        address = use.tensor.untyped_storage().data_ptr()
+        found.append((names.get(address, f"unknown {tuple(use.tensor.shape)}"), use.written))
+    return found
+
+
+def resize(x: torch.Tensor) -> Any:
+    return (x * 2).resize_(2)
+
+
+def rebind(x: torch.Tensor) -> Any:
+    return x.set_(x.clone())
+
+
+def assign_data(x: torch.Tensor) -> Any:
+    x.data = x.clone()
+
+
+def copy_deeply(x: torch.Tensor) -> Any:
+    return copy.deepcopy(x)
+
+
+def view_in_numpy(x: torch.Tensor) -> Any:
+    return x.numpy()
+
+
+def list_unique(x: torch.Tensor) -> Any:
+    return torch.unique(x)
+
+
+def slice_by_tensor(x: torch.Tensor) -> Any:
+    return x[: torch.ones((), dtype=torch.int64)]
+
+
+class StricterThanCUDA:
+    """What the simulated device refuses although CUDA would record it, or refuse it elsewhere."""
+
+    @pytest.mark.parametrize(
+        "operation",
+        [resize, rebind, assign_data, copy_deeply, view_in_numpy, list_unique, slice_by_tensor],
+        ids=lambda operation: operation.__name__,
+    )
+    def test_an_operation_that_moves_or_reads_storage_is_refused(
+        self, device: Device, operation: Callable[[torch.Tensor], Any]
+    ) -> None:
+        bench = Bench(device, device.new_pool())
+        x = bench.random(4)
+        with pytest.raises(ForbiddenOperationError) as caught:
+            bench.record(operation, x)
+        assert f"in {operation.__name__}" in caught.value.source
+        bench.check_usable()
+
+    def test_undefined_outputs_are_poison(self, device: Device) -> None:
+        bench = Bench(device, device.new_pool())
+        x = bench.full((4,), 1.0)
+        _, (floats, ints) = bench.record(lambda: (x + 1, (x > 0).to(torch.int64)))
+        assert floats.isnan().all()
+        assert ints.eq(-1).all()
