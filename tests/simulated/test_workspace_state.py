@@ -1,0 +1,92 @@
+"""Scratch that freezes, state that is put back, and what takes part in capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.context import ForwardContext
+from graphrt.errors import FrozenBufferError
+from graphrt.graphs.state import Resource, StateGuard, TensorStateGuard, Workspace
+
+
+def test_a_workspace_grows_and_hands_out_the_same_bytes() -> None:
+    workspace = Workspace("scratch")
+    assert workspace.num_bytes == 0
+    first = workspace.get((4, 2), torch.float32)
+    assert first.shape == (4, 2)
+    assert workspace.num_bytes == 32
+    assert workspace.get((3,), torch.int64).data_ptr() == first.data_ptr()
+    assert workspace.get((), torch.float64).shape == ()
+    larger = workspace.get((16,), torch.float32)
+    assert workspace.num_bytes == 64
+    larger.fill_(1)
+    first.fill_(2)  # the bytes of before the growth
+    assert larger.eq(1).all()
+
+
+def test_growth_after_freeze_names_workspace_key_and_bytes() -> None:
+    workspace = Workspace("attention")
+    workspace.get((8,), torch.uint8)
+    workspace.freeze()
+    address = workspace.get((8,), torch.uint8).data_ptr()
+    key = BatchDescriptor(16)
+    with ForwardContext(RuntimeMode.FULL, key), pytest.raises(FrozenBufferError) as raised:
+        workspace.get((9,), torch.uint8)
+    assert "attention" in raised.value.subject
+    assert str(key) in raised.value.subject
+    assert "8 bytes" in raised.value.expected
+    assert "9 bytes" in raised.value.found
+    assert workspace.get((2,), torch.float32).data_ptr() == address
+
+
+def test_it_thaws_when_every_generation_over_it_has_gone() -> None:
+    workspace = Workspace("scratch")
+    workspace.freeze(1)
+    workspace.freeze(1)
+    workspace.freeze(2)
+    workspace.thaw(1)
+    assert workspace.is_frozen
+    with pytest.raises(FrozenBufferError):
+        workspace.get((1,), torch.uint8)
+    workspace.thaw(2)
+    workspace.thaw(2)
+    assert not workspace.is_frozen
+    assert workspace.get((1,), torch.uint8).shape == (1,)
+
+
+def test_a_workspace_born_in_inference_mode_is_written_outside_it() -> None:
+    workspace = Workspace("scratch")
+    with torch.inference_mode():
+        workspace.get((4,), torch.float32)
+    workspace.get((4,), torch.float32).add_(1)
+
+
+def test_tensor_state_comes_back_in_place() -> None:
+    cache, counter = torch.ones(3, 4), torch.tensor(5)
+    guard = TensorStateGuard({"cache": cache[1:], "counter": counter})
+    assert isinstance(guard, StateGuard)
+    address = cache.data_ptr()
+    token = guard.save()
+    cache.fill_(7)
+    counter.add_(1)
+    guard.restore(token)
+    assert cache.tolist() == [[7] * 4, [1] * 4, [1] * 4]
+    assert counter == 5
+    assert cache.data_ptr() == address
+    counter.add_(9)
+    guard.restore(token)  # a token serves more than once
+    assert counter == 5
+
+
+def test_a_resource_is_known_by_its_three_methods() -> None:
+    class Plan:
+        def reserve(self, max_key: object) -> None: ...
+
+        def prepare(self, key: object, live: object) -> None: ...
+
+        def freeze(self) -> None: ...
+
+    assert isinstance(Plan(), Resource)
+    assert not isinstance(Workspace("scratch"), Resource)
