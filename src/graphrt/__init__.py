@@ -6,7 +6,28 @@ Public names are resolved on first use, so that the torch-free rooms never load 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphrt.batch import BatchDescriptor as BatchDescriptor
+    from graphrt.batch import CUDAGraphMode as CUDAGraphMode
+    from graphrt.batch import Decision as Decision
+    from graphrt.batch import MissReason as MissReason
+    from graphrt.batch import RuntimeMode as RuntimeMode
+    from graphrt.context import ForwardContext as ForwardContext
+    from graphrt.context import get_forward_context as get_forward_context
+    from graphrt.errors import GraphrtError as GraphrtError
+    from graphrt.report.html import ReportPage as ReportPage
+    from graphrt.report.html import check_report_path as check_report_path
+    from graphrt.report.html import write_report as write_report
+    from graphrt.report.metrics import StepMetrics as StepMetrics
+    from graphrt.report.summary import PolicyRun as PolicyRun
+    from graphrt.report.summary import summarize_runs as summarize_runs
+    from graphrt.report.tables import TextRow as TextRow
+    from graphrt.report.tables import TextTable as TextTable
+    from graphrt.report.tables import capture_table as capture_table
+    from graphrt.report.tables import comparison_table as comparison_table
+    from graphrt.report.tables import miss_table as miss_table
 
 _ROOM_OF = {
     "BatchDescriptor": "batch",
@@ -17,6 +38,17 @@ _ROOM_OF = {
     "ForwardContext": "context",
     "get_forward_context": "context",
     "GraphrtError": "errors",
+    "PolicyRun": "report.summary",
+    "ReportPage": "report.html",
+    "StepMetrics": "report.metrics",
+    "TextRow": "report.tables",
+    "TextTable": "report.tables",
+    "capture_table": "report.tables",
+    "check_report_path": "report.html",
+    "comparison_table": "report.tables",
+    "miss_table": "report.tables",
+    "summarize_runs": "report.summary",
+    "write_report": "report.html",
 }
 
 __all__ = sorted(_ROOM_OF)

@@ -22,17 +22,17 @@ from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
 from graphrt.errors import MissingExtraError, ReportError
 from graphrt.events import Captured, Event, RanEager, Replayed
 from graphrt.report import html
-from graphrt.report.html import Page, check_writable, render_html, write_html
+from graphrt.report.html import ReportPage, check_report_path, render_report, write_report
 from graphrt.report.metrics import StepMetrics
-from graphrt.report.summary import Run
-from graphrt.report.tables import Grid, Row
+from graphrt.report.summary import PolicyRun
+from graphrt.report.tables import TextRow, TextTable
 
 
-def run_of(name: str, events: list[Event]) -> Run:
+def run_of(name: str, events: list[Event]) -> PolicyRun:
     metrics = StepMetrics()
     for event in events:
         metrics(event)
-    return Run(name=name, metrics=metrics.snapshot(), capture_seconds=0.5, seconds=1.5)
+    return PolicyRun(name=name, metrics=metrics.snapshot(), capture_seconds=0.5, seconds=1.5)
 
 
 EAGER = RanEager(MissReason.ABOVE_MAX, 60, 2, False, 812.0)
@@ -45,7 +45,7 @@ RUNS = [
     run_of("NONE", [EAGER, EAGER]),
     run_of("FULL_AND_PIECEWISE", [CAPTURED, FULL, FULL, PIECES, EAGER]),
 ]
-PAGE = Page(title="A run", lead="Two policies.", runs=RUNS)
+PAGE = ReportPage(title="A run", lead="Two policies.", runs=RUNS)
 
 
 class Parts(HTMLParser):
@@ -82,7 +82,7 @@ def images(page: str) -> list[ElementTree.Element]:
 
 
 def test_the_page_is_well_formed_and_loads_nothing() -> None:
-    page = render_html(PAGE)
+    page = render_report(PAGE)
     parts = Parts(page)
     assert not parts.open
     assert {tag for tag, _ in parts.tags}.isdisjoint({"script", "link", "iframe", "object"})
@@ -97,7 +97,7 @@ def test_the_page_is_well_formed_and_loads_nothing() -> None:
 
 
 def test_the_page_shows_tables_and_four_plots() -> None:
-    page = render_html(PAGE)
+    page = render_report(PAGE)
     text = Parts(page).text
     assert len(images(page)) == 4
     for words in (
@@ -112,29 +112,29 @@ def test_the_page_shows_tables_and_four_plots() -> None:
 
 
 def test_the_same_numbers_give_the_same_bytes() -> None:
-    assert render_html(PAGE) == render_html(PAGE)
+    assert render_report(PAGE) == render_report(PAGE)
 
 
 def test_all_text_is_escaped() -> None:
     evil = "<script>alert(1)</script>&\"'"
-    page = Page(
+    page = ReportPage(
         title=evil,
         lead=evil,
         findings=[evil],
         runs=[run_of(evil, [EAGER])],
-        grids=[Grid(evil, (evil,), (Row(evil, (evil,)),), evil, is_numeric=False)],
+        grids=[TextTable(evil, (evil,), (TextRow(evil, (evil,)),), evil, is_numeric=False)],
     )
-    text = render_html(page)
+    text = render_report(page)
     assert "<script" not in text
     assert Parts(text).text.count(evil) >= 8
 
 
 def test_plots_without_data_and_tables_without_rows_are_left_out() -> None:
-    eager_only = render_html(Page(title="t", lead="l", runs=[run_of("NONE", [EAGER])]))
+    eager_only = render_report(ReportPage(title="t", lead="l", runs=[run_of("NONE", [EAGER])]))
     assert len(images(eager_only)) == 3
     assert "Captures" not in Parts(eager_only).text
-    assert images(render_html(Page(title="t", lead="l", runs=[run_of("NONE", [])]))) == []
-    assert images(render_html(Page(title="t", lead="l", runs=[]))) == []
+    assert images(render_report(ReportPage(title="t", lead="l", runs=[run_of("NONE", [])]))) == []
+    assert images(render_report(ReportPage(title="t", lead="l", runs=[]))) == []
 
 
 steps = st.one_of(
@@ -162,30 +162,36 @@ steps = st.one_of(
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.lists(steps, max_size=20), min_size=1, max_size=7))
 def test_any_runs_can_be_drawn(runs: list[list[Event]]) -> None:
-    page = render_html(
-        Page(title="t", lead="l", runs=[run_of(f"run {n}", run) for n, run in enumerate(runs)])
+    page = render_report(
+        ReportPage(
+            title="t", lead="l", runs=[run_of(f"run {n}", run) for n, run in enumerate(runs)]
+        )
     )
     assert len(images(page)) <= 4
 
 
 def test_a_long_run_makes_no_larger_page() -> None:
-    short = render_html(Page(title="t", lead="l", runs=[run_of("NONE", [EAGER, EAGER] * 200)]))
-    long = render_html(Page(title="t", lead="l", runs=[run_of("NONE", [EAGER, EAGER] * 20_000)]))
+    short = render_report(
+        ReportPage(title="t", lead="l", runs=[run_of("NONE", [EAGER, EAGER] * 200)])
+    )
+    long = render_report(
+        ReportPage(title="t", lead="l", runs=[run_of("NONE", [EAGER, EAGER] * 20_000)])
+    )
     assert len(long) < 1.5 * len(short)
 
 
 def test_a_written_page_replaces_the_one_before_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("before")
-    assert write_html(path, PAGE) == path.resolve()
-    assert path.read_text(encoding="utf-8") == render_html(PAGE)
+    assert write_report(path, PAGE) == path.resolve()
+    assert path.read_text(encoding="utf-8") == render_report(PAGE)
     assert os.listdir(tmp_path) == ["report.html"]
 
 
 def test_a_link_keeps_pointing_at_the_file_that_is_written(tmp_path: Path) -> None:
     link, target = tmp_path / "link.html", tmp_path / "target.html"
     link.symlink_to(target)
-    assert write_html(link, PAGE) == target.resolve()
+    assert write_report(link, PAGE) == target.resolve()
     assert link.is_symlink()
     assert target.is_file()
 
@@ -217,7 +223,7 @@ def below_a_file(folder: Path) -> Path:
 def test_a_path_that_takes_no_report_is_refused_before_any_work(place, tmp_path: Path) -> None:
     path = place(tmp_path)
     with pytest.raises(ReportError) as raised:
-        check_writable(path)
+        check_report_path(path)
     assert str(path) in str(raised.value)
     assert isinstance(raised.value, OSError)
 
@@ -228,7 +234,7 @@ def test_a_folder_without_permission_is_refused(
     # Root may write everywhere, so the refusal is acted.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ReportError, match="permission"):
-        write_html(tmp_path / "report.html", PAGE)
+        write_report(tmp_path / "report.html", PAGE)
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left"), KeyboardInterrupt()])
@@ -244,7 +250,7 @@ def test_when_writing_fails_the_old_page_stays_and_nothing_is_left_behind(
     monkeypatch.setattr(Path, "replace", fail)
     expected = ReportError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
-        write_html(path, PAGE)
+        write_report(path, PAGE)
     assert path.read_text() == "before"
     assert os.listdir(tmp_path) == ["report.html"]
 
@@ -263,5 +269,5 @@ def test_without_the_libraries_the_error_says_what_to_install(
 
 
 def test_the_module_prints_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    html.write_html(tmp_path / "report.html", PAGE)
+    html.write_report(tmp_path / "report.html", PAGE)
     assert capsys.readouterr() == ("", "")

@@ -13,12 +13,12 @@ from rich.console import Console
 from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
 from graphrt.events import Captured, Event, RanEager, Replayed
 from graphrt.report.metrics import Metrics, StepMetrics
-from graphrt.report.summary import Run, eager_reasons, summarize
+from graphrt.report.summary import PolicyRun, eager_reasons, summarize_runs
 from graphrt.report.tables import (
     ABSENT,
     EXPLANATIONS,
-    Grid,
-    Row,
+    TextRow,
+    TextTable,
     as_rich,
     capture_table,
     captures,
@@ -30,11 +30,11 @@ from graphrt.report.tables import (
 )
 
 
-def run_of(name: str, events: list[Event], seconds: float = 1.0) -> Run:
+def run_of(name: str, events: list[Event], seconds: float = 1.0) -> PolicyRun:
     metrics = StepMetrics()
     for event in events:
         metrics(event)
-    return Run(name=name, metrics=metrics.snapshot(), capture_seconds=0.5, seconds=seconds)
+    return PolicyRun(name=name, metrics=metrics.snapshot(), capture_seconds=0.5, seconds=seconds)
 
 
 def eager(host_us: float = 200.0, reason: MissReason = MissReason.MODE_NONE) -> RanEager:
@@ -98,14 +98,14 @@ def printed(renderable: object, width: int = 80) -> str:
     return file.getvalue()
 
 
-def cells(grid: Grid, name: str) -> tuple[str, ...]:
+def cells(grid: TextTable, name: str) -> tuple[str, ...]:
     [row] = [row for row in grid.rows if row.name == name]
     return row.cells
 
 
 @given(steps)
 def test_a_summary_adds_up(events: list[Event]) -> None:
-    summary = summarize([run_of("PIECEWISE", events)])["PIECEWISE"]
+    summary = summarize_runs([run_of("PIECEWISE", events)])["PIECEWISE"]
     assert set(summary.runtime_modes) == {"FULL", "PIECEWISE", "NONE"}
     assert sum(summary.runtime_modes.values()) == summary.steps == len(events)
     assert sum(summary.miss_reasons.values()) == summary.runtime_modes["NONE"]
@@ -119,7 +119,7 @@ def test_a_summary_adds_up(events: list[Event]) -> None:
 
 
 def test_the_json_fields_are_those_of_the_contract() -> None:
-    summary = summarize(RUNS)["FULL_AND_PIECEWISE"].as_dict()
+    summary = summarize_runs(RUNS)["FULL_AND_PIECEWISE"].as_dict()
     assert summary.pop("host_us_p50") == pytest.approx(100, rel=0.01)
     assert summary.pop("host_us_p99") == pytest.approx(100, rel=0.01)
     assert summary.pop("step_time_ratio_to_none") == pytest.approx(0.5, rel=0.02)
@@ -138,10 +138,10 @@ def test_the_json_fields_are_those_of_the_contract() -> None:
 
 
 def test_the_baseline_compares_with_itself_as_one_and_without_it_there_is_no_ratio() -> None:
-    assert summarize(RUNS)["NONE"].step_time_ratio_to_none == 1
-    assert summarize(RUNS[1:])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
-    idle = Run(name="NONE", metrics=Metrics(), capture_seconds=0, seconds=0)
-    assert summarize([idle, RUNS[1]])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
+    assert summarize_runs(RUNS)["NONE"].step_time_ratio_to_none == 1
+    assert summarize_runs(RUNS[1:])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
+    idle = PolicyRun(name="NONE", metrics=Metrics(), capture_seconds=0, seconds=0)
+    assert summarize_runs([idle, RUNS[1]])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
 
 
 def test_reasons_of_all_runs_come_most_frequent_first() -> None:
@@ -193,7 +193,7 @@ def test_four_policies_fit_a_terminal_of_80_columns() -> None:
 
 def test_a_name_with_markup_is_shown_as_it_is() -> None:
     assert "[red]x" in printed(comparison_table([run_of("[red]x", [eager()])]))
-    grid = Grid("[b]title", ("[i]column",), (Row("[u]row", ("[s]cell",)),), "[dim]note")
+    grid = TextTable("[b]title", ("[i]column",), (TextRow("[u]row", ("[s]cell",)),), "[dim]note")
     text = printed(as_rich(grid))
     assert all(part in text for part in ("[b]title", "[i]column", "[u]row", "[s]cell", "[dim]note"))
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from graphrt.errors import MissingExtraError, ReportError
 from graphrt.report import plots
-from graphrt.report.summary import Run
-from graphrt.report.tables import Grid, captures, comparison, misses
+from graphrt.report.summary import PolicyRun
+from graphrt.report.tables import TextTable, captures, comparison, misses
 
 try:
     from jinja2 import Environment, StrictUndefined
@@ -26,7 +26,7 @@ except ImportError as error:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Page:
+class ReportPage:
     """What the page says. All text is escaped."""
 
     title: str
@@ -34,8 +34,8 @@ class Page:
     """What was run, on what, in a sentence or two."""
     findings: Sequence[str] = ()
     """What a reader must not miss."""
-    runs: Sequence[Run]
-    grids: Sequence[Grid] = ()
+    runs: Sequence[PolicyRun]
+    grids: Sequence[TextTable] = ()
     """Further tables: configuration, plan, adjustments. Those without rows are left out."""
 
 
@@ -46,13 +46,13 @@ class Plot(NamedTuple):
     """SVG in base64: as an image of its own, its ids cannot meet those of another plot."""
 
 
-def write_html(path: Path, page: Page) -> Path:
+def write_report(path: Path, page: ReportPage) -> Path:
     """Render ``page``, put it at ``path`` in one move, and return the path it has now.
 
     Errors: ``ReportError`` where it cannot be written; what was at ``path`` is then untouched.
     """
-    place = check_writable(path)
-    text = render_html(page)
+    place = check_report_path(path)
+    text = render_report(page)
     # In the same folder, because only a move within one file system is atomic.
     unfinished = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
@@ -66,7 +66,7 @@ def write_html(path: Path, page: Page) -> Path:
     return place
 
 
-def check_writable(path: Path) -> Path:
+def check_report_path(path: Path) -> Path:
     """Return ``path`` without links if a report can be written there; before an hour of work.
 
     Errors: ``ReportError``.
@@ -87,7 +87,7 @@ def check_writable(path: Path) -> Path:
     return place
 
 
-def render_html(page: Page) -> str:
+def render_report(page: ReportPage) -> str:
     """The page as text."""
     template = files("graphrt.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -100,7 +100,7 @@ def render_html(page: Page) -> str:
     return text
 
 
-def _plots(runs: Sequence[Run]) -> list[Plot]:
+def _plots(runs: Sequence[PolicyRun]) -> list[Plot]:
     shown = [
         (
             "Tokens by what each step ran",

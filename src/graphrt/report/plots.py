@@ -13,7 +13,7 @@ from typing import Any
 from graphrt.batch import RuntimeMode
 from graphrt.errors import MissingExtraError
 from graphrt.report.histogram import GAMMA, Histogram
-from graphrt.report.summary import Run, eager_reasons
+from graphrt.report.summary import PolicyRun, eager_reasons
 from graphrt.report.tables import time_text
 
 try:
@@ -69,7 +69,7 @@ _WIDTH = 9.6
 """Inches; the page shows a figure at its own width or narrower."""
 
 
-def tokens_over_time(runs: Sequence[Run]) -> str:
+def tokens_over_time(runs: Sequence[PolicyRun]) -> str:
     """Unpadded tokens of each step, stacked by what the step ran; bins average over steps."""
 
     def draw(figure: Figure) -> None:
@@ -105,7 +105,7 @@ def tokens_over_time(runs: Sequence[Run]) -> str:
     return _svg(draw, height=1.1 + 1.75 * _rows(len(runs)))
 
 
-def padding_by_size(runs: Sequence[Run]) -> str:
+def padding_by_size(runs: Sequence[PolicyRun]) -> str:
     """Tokens that each captured size carried, and what it added to fill up."""
 
     def draw(figure: Figure) -> None:
@@ -129,7 +129,7 @@ def padding_by_size(runs: Sequence[Run]) -> str:
     return _svg(draw, height=0.8 + 1.9 * rows)
 
 
-def miss_reasons(runs: Sequence[Run]) -> str:
+def miss_reasons(runs: Sequence[PolicyRun]) -> str:
     """Eager steps by reason, for each run."""
     reasons = eager_reasons(runs)
 
@@ -161,7 +161,7 @@ def miss_reasons(runs: Sequence[Run]) -> str:
     return _svg(draw, height=1.2 + 0.22 * max(1, len(reasons)) * (len(runs) + 1))
 
 
-def host_times(runs: Sequence[Run]) -> str:
+def host_times(runs: Sequence[PolicyRun]) -> str:
     """Distribution of host time a step, on one logarithmic axis, with each run's median."""
 
     def draw(figure: Figure) -> None:
@@ -225,7 +225,7 @@ def _label_outer(panels: Sequence[Axes], x: str, y: str, columns: int = 2) -> No
             panel.set_ylabel(y)
 
 
-def _legend_of_modes(figure: Figure, runs: Sequence[Run]) -> None:
+def _legend_of_modes(figure: Figure, runs: Sequence[PolicyRun]) -> None:
     ran = {kind.mode for run in runs for kind in run.metrics.steps}
     modes = [mode for mode in MODE_COLORS if mode in ran]
     names = ["NONE (eager)" if mode is RuntimeMode.NONE else mode.name for mode in modes]
@@ -237,7 +237,7 @@ def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> No
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8.5)
 
 
-def _color_of(run: Run, runs: Sequence[Run]) -> str:
+def _color_of(run: PolicyRun, runs: Sequence[PolicyRun]) -> str:
     names = [each.name for each in runs]
     return _RUN_COLORS[names.index(run.name) % len(_RUN_COLORS)]
 

@@ -17,7 +17,7 @@ BASELINE = "NONE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class PolicyRun:
     """One policy's run: its name, what was counted, and what a clock on the wall said."""
 
     name: str
@@ -29,7 +29,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
+class PolicySummary:
     """The comparable numbers of one run. Field names are public: ``as_dict`` is a JSON contract."""
 
     steps: int
@@ -56,14 +56,14 @@ class RunSummary:
         return asdict(self)
 
 
-def summarize(runs: Sequence[Run]) -> dict[str, RunSummary]:
+def summarize_runs(runs: Sequence[PolicyRun]) -> dict[str, PolicySummary]:
     """One summary for each run, by name and in order."""
     medians = {run.name: run.metrics.host_us_of_all().quantile(0.5) for run in runs}
     baseline = medians.get(BASELINE)
     return {run.name: _summary(run, medians[run.name], baseline) for run in runs}
 
 
-def eager_reasons(runs: Sequence[Run]) -> list[MissReason]:
+def eager_reasons(runs: Sequence[PolicyRun]) -> list[MissReason]:
     """Every reason for which any run had an eager step, most frequent first."""
     counts: dict[MissReason, int] = {}
     for run in runs:
@@ -72,11 +72,11 @@ def eager_reasons(runs: Sequence[Run]) -> list[MissReason]:
     return sorted(counts, key=lambda reason: -counts[reason])
 
 
-def _summary(run: Run, median: float | None, baseline: float | None) -> RunSummary:
+def _summary(run: PolicyRun, median: float | None, baseline: float | None) -> PolicySummary:
     metrics = run.metrics
     by_mode = sorted(metrics.by_mode().items(), reverse=True)
     captured = metrics.captures_of_all()
-    return RunSummary(
+    return PolicySummary(
         steps=metrics.total().steps,
         runtime_modes={mode.name: counts.steps for mode, counts in by_mode},
         uniform_steps={mode.name: counts.uniform_steps for mode, counts in by_mode},

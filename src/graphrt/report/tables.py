@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphrt.batch import MissReason, RuntimeMode
-from graphrt.report.summary import Run, eager_reasons, summarize
+from graphrt.report.summary import PolicyRun, eager_reasons, summarize_runs
 
 ABSENT = "–"
 
@@ -35,7 +35,7 @@ EXPLANATIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TextRow:
     """One line: a name and one cell for each column. ``is_part`` rows break up the one above."""
 
     name: str
@@ -44,20 +44,20 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class TextTable:
     """A table as text, before anyone decides what it looks like."""
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TextRow, ...]
     note: str = ""
     is_numeric: bool = True
     """Cells are numbers: they align to the right."""
 
 
-def comparison(runs: Sequence[Run]) -> Grid:
+def comparison(runs: Sequence[PolicyRun]) -> TextTable:
     """What each run did with the same traffic: one column a run."""
-    summaries = list(summarize(runs).values())
+    summaries = list(summarize_runs(runs).values())
     counts = [run.metrics.by_mode() for run in runs]
     totals = [run.metrics.total() for run in runs]
     reasons = eager_reasons(runs)
@@ -67,8 +67,8 @@ def comparison(runs: Sequence[Run]) -> Grid:
         if any(by_mode[mode].steps for by_mode in counts)
     ]
 
-    def row(name: str, cells: Sequence[str], is_part: bool = False) -> Row:
-        return Row(name, tuple(cells), is_part)
+    def row(name: str, cells: Sequence[str], is_part: bool = False) -> TextRow:
+        return TextRow(name, tuple(cells), is_part)
 
     rows = [row("steps", [f"{total.steps:,}" for total in totals])]
     for mode in modes:
@@ -103,7 +103,7 @@ def comparison(runs: Sequence[Run]) -> Grid:
         row("step time / NONE", [_ratio(s.step_time_ratio_to_none) for s in summaries]),
         row("serving", [seconds_text(summary.seconds) for summary in summaries]),
     ]
-    return Grid(
+    return TextTable(
         title="The same traffic under each policy",
         columns=tuple(run.name for run in runs),
         rows=tuple(rows),
@@ -112,7 +112,7 @@ def comparison(runs: Sequence[Run]) -> Grid:
     )
 
 
-def captures(runs: Sequence[Run]) -> Grid:
+def captures(runs: Sequence[PolicyRun]) -> TextTable:
     """What was captured for each policy and runtime mode, and what it cost: one row each."""
     rows = []
     for run in runs:
@@ -125,8 +125,8 @@ def captures(runs: Sequence[Run]) -> Grid:
                 size_text(totals.graph_bytes),
                 seconds_text(totals.seconds),
             )
-            rows.append(Row(run.name, cells))
-    return Grid(
+            rows.append(TextRow(run.name, cells))
+    return TextTable(
         title="Captures",
         columns=("mode", "programs", "graphs", "nodes", "memory", "seconds"),
         rows=tuple(rows),
@@ -135,15 +135,15 @@ def captures(runs: Sequence[Run]) -> Grid:
     )
 
 
-def misses(runs: Sequence[Run]) -> Grid:
+def misses(runs: Sequence[PolicyRun]) -> TextTable:
     """Each reason for which a step of these runs was eager, in words."""
-    rows = [Row(reason.name, (EXPLANATIONS[reason],)) for reason in eager_reasons(runs)]
-    return Grid(
+    rows = [TextRow(reason.name, (EXPLANATIONS[reason],)) for reason in eager_reasons(runs)]
+    return TextTable(
         title="Why steps ran eager", columns=("meaning",), rows=tuple(rows), is_numeric=False
     )
 
 
-def as_rich(grid: Grid) -> Table:
+def as_rich(grid: TextTable) -> Table:
     """The grid as a renderable for a ``rich`` console; 80 columns hold four policies."""
     table = Table(
         title=Text(grid.title, style="bold"),
@@ -163,17 +163,17 @@ def as_rich(grid: Grid) -> Table:
     return table
 
 
-def comparison_table(runs: Sequence[Run]) -> Table:
+def comparison_table(runs: Sequence[PolicyRun]) -> Table:
     """``comparison`` for a terminal."""
     return as_rich(comparison(runs))
 
 
-def capture_table(runs: Sequence[Run]) -> Table:
+def capture_table(runs: Sequence[PolicyRun]) -> Table:
     """``captures`` for a terminal."""
     return as_rich(captures(runs))
 
 
-def miss_table(runs: Sequence[Run]) -> Table:
+def miss_table(runs: Sequence[PolicyRun]) -> Table:
     """``misses`` for a terminal."""
     return as_rich(misses(runs))
 
