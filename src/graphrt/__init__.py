@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from graphrt.context import ForwardContext as ForwardContext
     from graphrt.context import get_forward_context as get_forward_context
     from graphrt.errors import GraphrtError as GraphrtError
-    from graphrt.report.html import ReportPage as ReportPage
-    from graphrt.report.html import check_report_path as check_report_path
-    from graphrt.report.html import write_report as write_report
     from graphrt.report.metrics import StepMetrics as StepMetrics
+    from graphrt.report.page import ReportPage as ReportPage
+    from graphrt.report.page import check_report_path as check_report_path
+    from graphrt.report.page import write_report as write_report
     from graphrt.report.summary import PolicyRun as PolicyRun
     from graphrt.report.summary import summarize_runs as summarize_runs
     from graphrt.report.tables import TextRow as TextRow
@@ -39,16 +39,16 @@ _ROOM_OF = {
     "get_forward_context": "context",
     "GraphrtError": "errors",
     "PolicyRun": "report.summary",
-    "ReportPage": "report.html",
+    "ReportPage": "report.page",
     "StepMetrics": "report.metrics",
     "TextRow": "report.tables",
     "TextTable": "report.tables",
     "capture_table": "report.tables",
-    "check_report_path": "report.html",
+    "check_report_path": "report.page",
     "comparison_table": "report.tables",
     "miss_table": "report.tables",
     "summarize_runs": "report.summary",
-    "write_report": "report.html",
+    "write_report": "report.page",
 }
 
 __all__ = sorted(_ROOM_OF)

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
 from graphrt.errors import MissingExtraError, ReportError
 from graphrt.events import Captured, Event, RanEager, Replayed
-from graphrt.report import html
-from graphrt.report.html import ReportPage, check_report_path, render_report, write_report
+from graphrt.report.html import render_report
 from graphrt.report.metrics import StepMetrics
+from graphrt.report.page import ReportPage, check_report_path, write_report
 from graphrt.report.summary import PolicyRun
 from graphrt.report.tables import TextRow, TextTable
 
@@ -256,18 +256,21 @@ def test_when_writing_fails_the_old_page_stays_and_nothing_is_left_behind(
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_without_the_libraries_the_error_says_what_to_install(
-    missing: str, monkeypatch: pytest.MonkeyPatch
+def test_without_the_libraries_the_error_says_what_to_install_before_any_work(
+    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     for module in ("graphrt.report.html", "graphrt.report.plots"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr("graphrt.report.plots")
     with pytest.raises(MissingExtraError, match=r"graphrt\[report\]") as raised:
-        import graphrt.report.html  # noqa: F401
+        check_report_path(tmp_path / "report.html")
     assert raised.value.extra == "report"
+    with pytest.raises(MissingExtraError):
+        write_report(tmp_path / "report.html", PAGE)
+    assert os.listdir(tmp_path) == []
 
 
-def test_the_module_prints_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    html.write_report(tmp_path / "report.html", PAGE)
+def test_writing_prints_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", PAGE)
     assert capsys.readouterr() == ("", "")

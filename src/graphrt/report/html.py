@@ -1,23 +1,20 @@
 """One self-contained HTML page about runs of one traffic: tables, plots, configuration.
 
-The page loads nothing: no script, no font, no link. It appears at its path whole or not at all.
-Needs the extra ``report``.
+The page loads nothing: no script, no font, no link. Needs the extra ``report``.
 """
 
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import NamedTuple
 
-from graphrt.errors import MissingExtraError, ReportError
+from graphrt.errors import MissingExtraError
 from graphrt.report import plots
+from graphrt.report.page import ReportPage
 from graphrt.report.summary import PolicyRun
-from graphrt.report.tables import TextTable, captures, comparison, misses
+from graphrt.report.tables import captures, comparison, misses
 
 try:
     from jinja2 import Environment, StrictUndefined
@@ -25,66 +22,11 @@ except ImportError as error:
     raise MissingExtraError("the HTML report", extra="report", found=str(error)) from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportPage:
-    """What the page says. All text is escaped."""
-
-    title: str
-    lead: str
-    """What was run, on what, in a sentence or two."""
-    findings: Sequence[str] = ()
-    """What a reader must not miss."""
-    runs: Sequence[PolicyRun]
-    grids: Sequence[TextTable] = ()
-    """Further tables: configuration, plan, adjustments. Those without rows are left out."""
-
-
 class Plot(NamedTuple):
     title: str
     caption: str
     data: str
     """SVG in base64: as an image of its own, its ids cannot meet those of another plot."""
-
-
-def write_report(path: Path, page: ReportPage) -> Path:
-    """Render ``page``, put it at ``path`` in one move, and return the path it has now.
-
-    Errors: ``ReportError`` where it cannot be written; what was at ``path`` is then untouched.
-    """
-    place = check_report_path(path)
-    text = render_report(page)
-    # In the same folder, because only a move within one file system is atomic.
-    unfinished = place.with_name(f".{place.name}.{os.getpid()}.part")
-    try:
-        with unfinished.open("x", encoding="utf-8") as file:
-            file.write(text)
-        unfinished.replace(place)
-    except OSError as error:
-        raise _not_writable(path, str(error)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return place
-
-
-def check_report_path(path: Path) -> Path:
-    """Return ``path`` without links if a report can be written there; before an hour of work.
-
-    Errors: ``ReportError``.
-    """
-    try:
-        place = path.expanduser().resolve()
-        if not place.parent.is_dir():
-            raise _not_writable(path, f"no folder {place.parent}")
-        # A device or pipe would be replaced by the move, not written to.
-        if place.exists() and not place.is_file():
-            raise _not_writable(path, f"{place} is no regular file")
-        if not os.access(place.parent, os.W_OK | os.X_OK):
-            raise _not_writable(path, f"no permission to write in {place.parent}")
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, ReportError):
-            raise
-        raise _not_writable(path, str(error)) from error
-    return place
 
 
 def render_report(page: ReportPage) -> str:
@@ -135,12 +77,3 @@ def _plots(runs: Sequence[PolicyRun]) -> list[Plot]:
         for title, caption, draw, has_data in shown
         if has_data
     ]
-
-
-def _not_writable(path: Path, found: str) -> ReportError:
-    return ReportError(
-        f"report {path}",
-        expected="a path in a folder that exists and can be written to",
-        found=found,
-        do="name another file",
-    )
