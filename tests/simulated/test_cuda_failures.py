@@ -1,0 +1,167 @@
+"""Errors of CUDA are translated at the door: by their codes and texts, here without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from graphrt.device import make_device
+from graphrt.device.cuda import private
+from graphrt.device.cuda.failures import error_code, replay_failure, translate, user_source
+from graphrt.errors import (
+    BreakError,
+    CaptureError,
+    ConfigError,
+    DeviceReplayError,
+    ForbiddenOperationError,
+    GraphMemoryError,
+    UnjoinedStreamError,
+)
+
+TEXTS = {
+    900: "operation not permitted when stream is capturing",
+    901: "operation failed due to a previous error during capture",
+    902: "operation would result in a merge of separate capture sequences",
+    903: "capture was not ended in the same stream as it began",
+    904: "capturing stream has unjoined work",
+    905: "dependency created on uncaptured work in another stream",
+    906: "operation would make the legacy stream depend on a capturing blocking stream",
+    907: "operation not permitted on an event last recorded in a capturing stream",
+    908: "attempt to terminate a thread-local capture sequence from another thread",
+}
+
+TYPES = {
+    900: ForbiddenOperationError,
+    901: CaptureError,
+    902: UnjoinedStreamError,
+    903: CaptureError,
+    904: UnjoinedStreamError,
+    905: UnjoinedStreamError,
+    906: ForbiddenOperationError,
+    907: UnjoinedStreamError,
+    908: CaptureError,
+}
+
+
+class CodedError(RuntimeError):
+    """As torch raises them: the driver's text, and the code as an attribute."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"CUDA error: {text}\nCompile with TORCH_USE_CUDA_DSA to ...")
+        self.error_code = code
+
+
+def raised(error: BaseException) -> BaseException:
+    with contextlib.suppress(type(error)):
+        raise error
+    return error
+
+
+@pytest.mark.parametrize("code", TYPES)
+def test_a_capture_code_becomes_its_type(code: int) -> None:
+    error = raised(CodedError(code, "whatever the driver says"))
+    translated = translate(error, "FULL 8")
+    assert type(translated) is TYPES[code]
+    assert translated.__cause__ is error
+    assert translated.expected
+    assert translated.do
+    assert "FULL 8" in str(translated)
+
+
+@pytest.mark.parametrize("code", TYPES)
+def test_an_error_without_its_code_is_known_by_the_text(code: int) -> None:
+    assert error_code(RuntimeError(f"CUDA error: {TEXTS[code]}\n...")) == code
+
+
+def test_out_of_memory_becomes_a_graph_memory_error() -> None:
+    error = raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."))
+    translated = translate(error, "FULL 8")
+    assert isinstance(translated, GraphMemoryError)
+    assert isinstance(translated, MemoryError)
+    assert isinstance(translate(raised(CodedError(2, "out of memory")), "x"), GraphMemoryError)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Cannot call CUDAGeneratorImpl::seed during CUDA graph capture. If you need this call ...",
+        "Attempt to increase offset for a CUDA generator not in capture mode.",
+        "philox_cuda_state for an unexpected CUDA generator used during capture. In regions ...",
+    ],
+)
+def test_what_torch_itself_refuses_in_a_capture_is_forbidden(text: str) -> None:
+    translated = translate(raised(RuntimeError(text)), "FULL 8")
+    assert isinstance(translated, ForbiddenOperationError)
+    assert ("generators" in translated.do) == ("CUDA generator" in text)
+
+
+def test_another_device_error_is_a_capture_error_that_keeps_its_text() -> None:
+    for text in ("CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`", "CUDA error: eek"):
+        translated = translate(raised(RuntimeError(text)), "FULL 8")
+        assert type(translated) is CaptureError
+        assert text in translated.found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("the caller's own"),
+        RuntimeError("shapes do not match"),
+        KeyboardInterrupt(),
+        BreakError("already ours"),
+    ],
+    ids=repr,
+)
+def test_an_error_that_is_not_the_devices_passes_unchanged(error: BaseException) -> None:
+    assert translate(raised(error), "FULL 8") is error
+
+
+def test_the_source_is_the_innermost_line_outside_torch_and_graphrt() -> None:
+    def inner() -> None:
+        torch.nn.Linear(2, 2)(torch.zeros(3))
+
+    with pytest.raises(RuntimeError) as caught:
+        inner()
+    source, line = user_source(caught.value)
+    assert source == f"{__file__}:{inner.__code__.co_firstlineno + 1} in inner"
+    assert line == "torch.nn.Linear(2, 2)(torch.zeros(3))"
+
+
+def test_the_operation_is_named_where_it_is_known_and_quoted_where_not() -> None:
+    error = raised(CodedError(900, TEXTS[900]))
+    named = translate(error, "FULL 8", "aten._local_scalar_dense.default")
+    assert isinstance(named, CaptureError)
+    assert named.operation == "aten._local_scalar_dense.default"
+    quoted = translate(error, "FULL 8")
+    assert isinstance(quoted, CaptureError)
+    assert quoted.operation == "raise error"
+
+
+def test_a_failed_launch_is_a_replay_error_and_says_not_to_run_the_step_again() -> None:
+    error = raised(CodedError(719, "unspecified launch failure"))
+    failure = replay_failure(error, "FULL 8")
+    assert isinstance(failure, DeviceReplayError)
+    assert failure.__cause__ is error
+    assert "do not run the step again" in failure.do
+
+
+def test_optional_arguments_are_passed_where_the_signature_shows_them() -> None:
+    def older(pool: int, capture_error_mode: str = "global") -> None: ...
+
+    def newer(pool: int, check_input_liveness: bool = False) -> None: ...
+
+    assert private.supported(older, check_input_liveness=True) == {}
+    assert private.supported(newer, check_input_liveness=True) == {"check_input_liveness": True}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_asking_for_cuda_where_there_is_none_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="simulated"):
+        make_device("cuda")
+
+
+def test_an_unknown_device_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="tpu"):
+        make_device("tpu")  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""A capture that could not be ended is undone, whatever the release of torch has left behind.
+
+Torch is a small fake here: what it leaves behind differs between releases, of which a machine has
+one. The same rules run on the real thing in the GPU lane.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.device.cuda import private, recording
+from graphrt.errors import EmptyCaptureError, ForbiddenOperationError, UnjoinedStreamError
+
+STREAM = 7
+POOL = (0, 5)
+
+
+class RefusedError(RuntimeError):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"CUDA error {code}")
+        self.error_code = code
+
+
+class FakeTorch:
+    """The allocator's and the driver's state that a capture changes."""
+
+    def __init__(self, release: str) -> None:
+        self.release = release
+        self.capturing = False
+        self.invalid_code: int | None = None
+        self.routes: list[Any] = []
+        self.host_routes: list[Any] = []
+        self.uses = {POOL: 1}
+        self.generator_captured = False
+        self.num_kernels = 0
+
+
+class FakeGraph:
+    """``capture_end`` as the releases have it: "bare", "unrouted" (#180395), "fixed" (#190348)."""
+
+    torch: FakeTorch
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._pool: Any = None
+        self._holds_pool = False
+        self._ended = False
+
+    def register_generator_state(self, generator: Any) -> None: ...
+
+    def capture_begin(self, pool: Any = (9, 0), capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local"
+        state = self.torch
+        if pool in state.routes or pool in state.host_routes:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        assert not state.capturing
+        self._pool = pool
+        state.generator_captured = True
+        state.routes.append(pool)
+        state.host_routes.append(pool)
+        state.uses[pool] = state.uses.get(pool, 0) + 1
+        self._holds_pool = True
+        state.capturing = True
+
+    def capture_end(self) -> None:
+        state = self.torch
+        code, state.invalid_code = state.invalid_code, None
+        if not state.capturing:
+            code = 401
+        state.capturing = False
+        if code is not None and state.release == "bare":
+            raise RefusedError(code)
+        if self._pool not in state.routes:
+            raise RuntimeError("capture_end() called before capture_begin().")
+        state.routes.remove(self._pool)
+        state.host_routes.remove(self._pool)
+        if code is not None:
+            raise RefusedError(code)
+        state.generator_captured = False
+        self._ended = True
+        if not state.num_kernels:
+            warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
+        state.num_kernels = 0
+
+    def replay(self) -> None:
+        if not self._ended:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+
+    def reset(self) -> None:
+        if self._ended or (self.torch.release == "fixed" and self._holds_pool):
+            self.torch.uses[self._pool] -= 1
+            self._holds_pool = False
+        self._ended = False
+
+
+class FakeDevice:
+    def __init__(self) -> None:
+        self.index = 0
+        self.debug = False
+        self.torch_device = torch.device("cuda", 0)
+        self._graphs: dict[int, Any] = {}
+        self.num_open = 0
+
+    def holds(self, address: int) -> bool:
+        return False
+
+    def refresh_pools(self) -> None: ...
+
+    def _opened(self, window: Any) -> None:
+        self.num_open += 1
+
+    def _closed(self, window: Any) -> None:
+        self.num_open -= 1
+
+    def _refuse_in_window(self, subject: str) -> None:
+        assert not self.num_open
+
+
+@contextmanager
+def no_stream(stream: Any) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture(params=["bare", "unrouted", "fixed"])
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    state = FakeTorch(request.param)
+    FakeGraph.torch = state
+
+    def begin_bare(handle: int) -> None:
+        assert handle == STREAM
+        assert not state.capturing
+        state.capturing = True
+
+    def end_bare(handle: int) -> None:
+        state.capturing, state.invalid_code = False, None
+
+    def stop_routing(pool: Any, index: int) -> None:
+        if pool in state.routes:
+            state.routes.remove(pool)
+
+    def release_pool(pool: Any, index: int) -> None:
+        state.uses[pool] -= 1
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "stream", no_stream)
+    monkeypatch.setattr(torch.cuda, "default_generators", (SimpleNamespace(get_offset=int),))
+    monkeypatch.setattr(private, "is_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(private, "clear_blas_workspaces", lambda: None)
+    monkeypatch.setattr(private, "begin_bare_capture", begin_bare)
+    monkeypatch.setattr(private, "end_bare_capture", end_bare)
+    monkeypatch.setattr(private, "stop_routing", stop_routing)
+    monkeypatch.setattr(private, "release_pool", release_pool)
+    monkeypatch.setattr(recording, "bare_launch", lambda graph, label: graph.replay)
+    return state
+
+
+def open_window(fake: FakeTorch, device: FakeDevice) -> recording.CUDARecording:
+    pool: Any = SimpleNamespace(
+        handle=POOL, use_count=lambda: fake.uses[POOL], num_graphs=0, is_recording=False
+    )
+    stream: Any = SimpleNamespace(torch_stream=SimpleNamespace(cuda_stream=STREAM))
+    return recording.CUDARecording(device, pool, stream, "case", (), observe=True)  # type: ignore[arg-type]
+
+
+def check_undone(fake: FakeTorch, device: FakeDevice) -> None:
+    assert not fake.capturing
+    assert fake.routes == []
+    assert fake.host_routes == []
+    assert not fake.generator_captured
+    assert fake.uses[POOL] == 1
+    assert all(count == 0 for pool, count in fake.uses.items() if pool != POOL)
+    assert device.num_open == 0
+    # And the same pool captures again.
+    window = open_window(fake, device)
+    fake.num_kernels = 1
+    graph = window.end()
+    assert fake.uses[POOL] == 2
+    graph.reset()
+    assert fake.uses[POOL] == 1
+
+
+@pytest.mark.parametrize("code", [900, 901, 904])
+def test_an_abort_undoes_what_a_refused_end_leaves_behind(fake: FakeTorch, code: int) -> None:
+    device = FakeDevice()
+    window = open_window(fake, device)
+    fake.invalid_code = code
+    failure = window.abort(RefusedError(900))
+    assert isinstance(failure, ForbiddenOperationError)
+    assert not hasattr(failure, "__notes__"), failure.__notes__
+    check_undone(fake, device)
+
+
+def test_an_end_that_is_refused_undoes_as_much_and_raises(fake: FakeTorch) -> None:
+    device = FakeDevice()
+    window = open_window(fake, device)
+    fake.invalid_code = 904
+    with pytest.raises(UnjoinedStreamError):
+        window.end()
+    check_undone(fake, device)
+
+
+def test_an_error_of_the_callers_needs_no_undoing_and_comes_back_itself(fake: FakeTorch) -> None:
+    device, mistake = FakeDevice(), ValueError("the caller's")
+    window = open_window(fake, device)
+    fake.num_kernels = 3
+    assert window.abort(mistake) is mistake
+    check_undone(fake, device)
+
+
+def test_the_warning_of_an_empty_graph_becomes_an_error(fake: FakeTorch) -> None:
+    device = FakeDevice()
+    window = open_window(fake, device)
+    with pytest.raises(EmptyCaptureError):
+        window.end()
+    check_undone(fake, device)
+
+
+def test_an_empty_graph_that_was_asked_for_has_no_nodes(fake: FakeTorch) -> None:
+    device = FakeDevice()
+    graph = open_window(fake, device).end(allow_empty=True)
+    assert graph.num_nodes == 0
+    graph.reset()
+    check_undone(fake, device)
+
+
+def test_a_clean_up_that_fails_is_a_note_on_the_first_error(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    window = open_window(fake, device)
+
+    def fail() -> None:
+        raise OSError("the driver is gone")
+
+    monkeypatch.setattr(private, "clear_blas_workspaces", fail)
+    failure = window.abort(RefusedError(900))
+    assert isinstance(failure, ForbiddenOperationError)
+    assert any("the driver is gone" in note for note in failure.__notes__)
+
+
+def test_an_echo_is_explained_by_the_error_that_the_callable_swallowed(fake: FakeTorch) -> None:
+    device = FakeDevice()
+    window = open_window(fake, device)
+    window._ledger.fail("aten._local_scalar_dense.default", RefusedError(900))
+    fake.invalid_code = 901
+    with pytest.raises(ForbiddenOperationError) as caught:
+        window.end()
+    assert caught.value.operation == "aten._local_scalar_dense.default"
+    check_undone(fake, device)
