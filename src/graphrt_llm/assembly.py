@@ -1,0 +1,156 @@
+"""Puts an engine together: model, weights, cache, attention, runtime.
+
+The one place of the engine where all of them meet. Graphs bind addresses, so everything that a
+graph reads exists before the runtime does: weights first, then the cache in what memory is left.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import torch
+
+from graphrt import (
+    Device,
+    Facts,
+    Observer,
+    OutputSpec,
+    Runtime,
+    RuntimeConfig,
+    make_device,
+)
+from graphrt_llm.attention import AttentionResource, make_attention
+from graphrt_llm.config import DType, EngineConfig
+from graphrt_llm.errors import EngineConfigError
+from graphrt_llm.inputs import Limits, input_specs, make_example
+from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.models import CausalLM, ModelConfig
+from graphrt_llm.runner import NamedInputs
+from graphrt_llm.weights import load_safetensors, random_weights
+
+TINY_CONFIG = EngineConfig(
+    runtime=RuntimeConfig(max_num_seqs=16, max_num_batched_tokens=64),
+    dtype="float64",
+    load_format="dummy",
+)
+"""What ``LLMEngine.tiny`` uses if nothing is asked. In float64, padding flips no greedy choice in
+practice."""
+
+
+class EngineParts(NamedTuple):
+    """What an ``LLMEngine`` is made of; see its constructor."""
+
+    runtime: Runtime
+    limits: Limits
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    seed: int
+    device: Device
+
+
+def assemble(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    *,
+    model_dir: Path | None = None,
+    observer: Observer | None = None,
+) -> EngineParts:
+    """Load the model and make a runtime for it. ``model_dir`` None: random weights.
+
+    Errors: ``EngineConfigError`` for limits that the model or the memory cannot meet; those of the
+    weight reader and of ``Runtime``.
+    """
+    device = make_device(config.device)
+    try:
+        model = _load(model_config, config, model_dir, device)
+        limits = _limits(model_config, config, model.dtype, device)
+        cache = KVCache(
+            model_config,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            dtype=model.dtype,
+            device=device.torch_device,
+        )
+        backend = make_attention(config.attention_backend, cache)
+        model.attention = backend
+        runtime = Runtime(
+            NamedInputs(model),
+            config=config.runtime,
+            inputs=input_specs(limits),
+            outputs=OutputSpec({"": "requests"}),
+            device=device,
+            facts=Facts(attention_groups={config.attention_backend: backend.support}),
+            examples=partial(make_example, limits=limits, vocab_size=model_config.vocab_size),
+            resources=[AttentionResource(backend)],
+            # Nothing is served while graphs are captured, so the whole cache may be written over.
+            sinks=[cache.tensor],
+            observer=observer,
+        )
+    except BaseException:
+        device.close()
+        raise
+    return EngineParts(
+        runtime,
+        limits,
+        model_config.vocab_size,
+        model_config.eos_token_ids,
+        config.seed,
+        device,
+    )
+
+
+def _load(
+    model_config: ModelConfig, config: EngineConfig, model_dir: Path | None, device: Device
+) -> CausalLM:
+    name = config.dtype or model_config.checkpoint_dtype or "float32"
+    if name not in get_args(DType):
+        raise EngineConfigError(
+            "EngineConfig.dtype",
+            expected=f"one of {', '.join(get_args(DType))}",
+            found=f"None, and the checkpoint says {name}",
+            do="name the dtype to compute in.",
+        )
+    dtype: torch.dtype = getattr(torch, name)
+    model = CausalLM(model_config, dtype=dtype, device=device.torch_device)
+    if model_dir is None or config.load_format == "dummy":
+        random_weights(model, seed=config.seed)
+    else:
+        load_safetensors(model, model_dir)
+    return model.eval()
+
+
+def _limits(
+    model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: Device
+) -> Limits:
+    longest = model_config.max_position_embeddings
+    max_model_len = longest if config.max_model_len is None else config.max_model_len
+    if max_model_len > longest:
+        raise EngineConfigError(
+            "EngineConfig.max_model_len",
+            expected=f"at most the model's context of {longest} tokens",
+            found=str(max_model_len),
+        )
+    for name in ("num_speculative_tokens", "max_loras"):
+        if getattr(config.runtime, name):
+            raise EngineConfigError(
+                f"RuntimeConfig.{name}",
+                expected="0: this engine has neither speculative decoding nor adapters",
+                found=str(getattr(config.runtime, name)),
+            )
+    num_seqs = config.runtime.max_num_seqs
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = 1 + num_seqs * -(-max_model_len // config.block_size)
+        if device.torch_device.type == "cuda":
+            one = KVCache.bytes_per_block(model_config, config.block_size, dtype)
+            room = device.memory().free_bytes * config.cache_memory_fraction
+            num_blocks = min(num_blocks, int(room) // one)
+    return Limits(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=config.runtime.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+    )

@@ -1,0 +1,278 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+A step is schedule, run, sample, book. The host reads the device once a step, for the sampled
+tokens. What fails in between leaves the requests as they were, and the next step tries again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphrt import BatchDescriptor, Decision, Device, Observer, Runtime, RuntimeReport
+from graphrt_llm.assembly import TINY_CONFIG, assemble
+from graphrt_llm.blocks import BlockAllocator
+from graphrt_llm.config import EngineConfig
+from graphrt_llm.errors import EngineStateError, RequestError
+from graphrt_llm.inputs import Limits
+from graphrt_llm.models import ModelConfig
+from graphrt_llm.request import Request, RequestOutput, SamplingParams
+from graphrt_llm.runner import EVERY_GRAPH, Runner
+from graphrt_llm.sampling import Sampler, derive_seed
+from graphrt_llm.scheduler import Scheduler
+
+
+class StepResult(NamedTuple):
+    """What one step did. Without unfinished requests: nothing, and no decision."""
+
+    outputs: tuple[RequestOutput, ...]
+    num_tokens: int
+    num_reqs: int
+    uniform: bool
+    decision: Decision | None
+    num_preempted: int
+
+
+class LLMEngine:
+    """Serves requests through a runtime and a device that it owns and closes.
+
+    Made by ``from_model_dir`` or ``tiny``. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        limits: Limits,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        seed: int = 0,
+        device: Device,
+    ) -> None:
+        self.runtime = runtime
+        self.limits = limits
+        self.vocab_size = vocab_size
+        self.scheduler = Scheduler(
+            allocator=BlockAllocator(limits.num_blocks),
+            block_size=limits.block_size,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        self._device = device
+        place = device.torch_device
+        self._runner = Runner(runtime, limits, pinned=place.type == "cuda")
+        self._sampler = Sampler(max_num_seqs=limits.max_num_seqs, device=place)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._seed = seed
+        self._arrivals = itertools.count()
+        self._is_closed = False
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and output tokens that a request alone may have: the context's, or the cache's."""
+        in_cache = (self.limits.num_blocks - 1) * self.limits.block_size
+        return min(self.limits.max_model_len, in_cache)
+
+    @classmethod
+    def from_model_dir(
+        cls,
+        model_dir: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Self:
+        """An engine for the model in ``model_dir``: a HF ``config.json`` and safetensors.
+
+        Errors: those of the model and weight readers, which name file and tensor;
+        ``EngineConfigError``; graphrt's ``ConfigError``.
+        """
+        directory = Path(model_dir)
+        parts = assemble(
+            ModelConfig.from_directory(directory),
+            config or EngineConfig(),
+            model_dir=directory,
+            observer=observer,
+        )
+        return cls(**parts._asdict())
+
+    @classmethod
+    def tiny(cls, config: EngineConfig | None = None, *, observer: Observer | None = None) -> Self:
+        """An engine for the built-in tiny model with random weights; small limits and float64 if
+        nothing is asked."""
+        parts = assemble(ModelConfig.tiny(), config or TINY_CONFIG, observer=observer)
+        return cls(**parts._asdict())
+
+    def capture(
+        self, progress: Callable[[int, int, BatchDescriptor], None] | None = None
+    ) -> RuntimeReport:
+        """Capture every graph of the plan. Only before serving: it writes over the whole cache.
+
+        Errors: ``EngineStateError`` while requests are unfinished; those of ``Runtime.capture``.
+        """
+        self._require_idle("capture")
+        return self.runtime.capture(progress)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int] | NDArray[np.int64],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request and return its id.
+
+        Errors: ``RequestError`` for an empty prompt, a token that the model does not have, or an id
+        in use; ``PromptTooLongError`` if it could never be served.
+        """
+        self._require_open()
+        params = SamplingParams() if params is None else params
+        index = next(self._arrivals)
+        request_id = f"request-{index}" if request_id is None else request_id
+        stop = frozenset(params.stop_token_ids)
+        request = Request(
+            request_id,
+            self._checked_prompt(request_id, prompt_token_ids),
+            params,
+            seed=derive_seed(self._seed, index) if params.seed is None else params.seed,
+            stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
+        )
+        self.scheduler.add(request)
+        return request_id
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request now; its tokens so far stay valid. Errors: ``UnknownRequestError``."""
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> StepResult:
+        """Advance the batch by one step.
+
+        Errors: ``OutOfBlocksError``; those of ``Runtime.step``. The requests are left as they were.
+        """
+        self._require_open()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return StepResult((), 0, 0, False, None, 0)
+        logits = self._runner.run(batch, self.scheduler.seats)
+        token_ids = self._sampler.sample(logits, batch.requests).tolist()
+        outputs = self.scheduler.update(batch, token_ids)
+        return StepResult(
+            outputs=tuple(outputs),
+            num_tokens=batch.num_tokens,
+            num_reqs=batch.num_reqs,
+            uniform=batch.uniform,
+            decision=self.runtime.last_decision,
+            num_preempted=len(batch.preempted),
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[list[int]]:
+        """Serve ``prompts`` to their ends; returns the output tokens of each, in their order.
+
+        ``params``: one for all, or one for each. If anything fails, all of them are aborted.
+        Errors: ``EngineStateError`` while other requests are unfinished; those of ``step``.
+        """
+        self._require_idle("generate")
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(
+                "generate",
+                expected=f"sampling parameters for {len(prompts)} prompts",
+                found=f"{len(each)}",
+            )
+        tokens: dict[str, list[int]] = {}
+        try:
+            for prompt, its_params in zip(prompts, each, strict=True):
+                tokens[self.add_request(prompt, its_params)] = []
+            while self.has_unfinished():
+                for output in self.step().outputs:
+                    tokens[output.request_id] += output.new_token_ids
+        finally:
+            self.abort_all()
+        return list(tokens.values())
+
+    def abort_all(self) -> None:
+        """End every unfinished request now."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.abort(request.request_id)
+
+    def top2_gap(self, token_ids: Sequence[int]) -> float:
+        """How far apart the two largest logits after ``token_ids`` are, computed without graphs.
+
+        Errors: ``EngineStateError`` while requests are unfinished; those of ``add_request``.
+        """
+        self._require_idle("top2_gap")
+        self.add_request(token_ids, SamplingParams(max_tokens=1))
+        try:
+            while True:
+                batch = self.scheduler.schedule()
+                assert batch is not None, "the request that was just added is unfinished"
+                logits = self._runner.run(batch, self.scheduler.seats, exclude=EVERY_GRAPH)
+                if batch.completes.all():
+                    first, second = logits[0].topk(2).values.double().tolist()
+                    return float(first - second)
+                # Reading the tokens also waits until the host inputs may be filled again.
+                self.scheduler.update(batch, logits.argmax(-1).tolist())
+        finally:
+            self.abort_all()
+
+    def close(self) -> None:
+        """Release graphs and buffers. Unfinished requests are dropped. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.abort_all()
+            self.runtime.close()
+            self._device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _checked_prompt(self, request_id: str, prompt: Any) -> list[int]:
+        tokens = np.asarray(prompt)
+        if tokens.size and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
+            raise RequestError(
+                f"request {request_id!r}",
+                expected="a flat sequence of integer token ids",
+                found=f"an array of shape {tokens.shape} and dtype {tokens.dtype}",
+            )
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if wrong.size:
+            raise RequestError(
+                f"request {request_id!r}",
+                expected=f"token ids in [0, {self.vocab_size})",
+                found=f"{tokens[wrong[0]]} at index {wrong[0]}",
+            )
+        return [int(token) for token in tokens]
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineStateError("engine", expected="an open engine", found="it is closed")
+
+    def _require_idle(self, action: str) -> None:
+        self._require_open()
+        if self.has_unfinished():
+            raise EngineStateError(
+                action,
+                expected="no unfinished request",
+                found="there are some",
+                do="step the engine until has_unfinished() is False, or abort them.",
+            )

@@ -1,0 +1,185 @@
+"""The tensors a step reads: what they are, how a batch fills them, and examples that fill a key.
+
+A batch of ``num_reqs`` requests brings ``num_tokens`` tokens, request after request. Padding rows
+belong to request 0, stand at position 0 and write to the null block, which nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graphrt import SENTINEL, BatchDescriptor, BufferSpec, Example
+from graphrt_llm.attention import AttentionMetadata
+from graphrt_llm.blocks import NULL_BLOCK, blocks_for
+from graphrt_llm.errors import EngineConfigError
+from graphrt_llm.scheduler import ScheduledBatch
+from graphrt_llm.seats import Seats
+
+Ints = NDArray[np.int64]
+
+EXAMPLE_CONTEXT = 256
+"""Tokens at most that stand before a request of an example: several blocks, and still cheap."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What bounds every batch of an engine."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        largest = self.largest_batch()
+        if self.max_num_seqs > self.num_blocks - 1 or self.max_num_batched_tokens > largest:
+            raise EngineConfigError(
+                "engine limits",
+                expected="a cache and a context that can hold the largest batch",
+                found=f"{self.max_num_seqs} requests with {self.max_num_batched_tokens} tokens in a"
+                f" step, where {self.num_blocks - 1} blocks of {self.block_size} and a context of"
+                f" {self.max_model_len} hold at most {largest} tokens",
+                do="give the engine more blocks, or lower max_num_seqs or max_num_batched_tokens.",
+            )
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return blocks_for(self.max_model_len, self.block_size)
+
+    def room(self, num_reqs: int) -> Ints:
+        """Tokens that each of ``num_reqs`` requests can bring if they share the blocks evenly."""
+        usable = self.num_blocks - 1
+        blocks = usable // num_reqs + (np.arange(num_reqs) < usable % num_reqs)
+        return np.minimum(blocks * self.block_size, self.max_model_len)
+
+    def largest_batch(self) -> int:
+        """Tokens that fit one step of ``max_num_seqs`` requests. Sharing evenly is best."""
+        return int(self.room(self.max_num_seqs).sum())
+
+
+def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
+    """The static inputs, in the order ``forward`` is described; all int64."""
+    null = SENTINEL(0)
+    return (
+        BufferSpec("input_ids", ("tokens",), torch.int64, null),
+        BufferSpec("positions", ("tokens",), torch.int64, null),
+        BufferSpec("slot_mapping", ("tokens",), torch.int64, SENTINEL(NULL_BLOCK)),
+        BufferSpec("token_requests", ("tokens",), torch.int64, null),
+        BufferSpec(
+            "block_tables", ("requests", limits.max_blocks), torch.int64, SENTINEL(NULL_BLOCK)
+        ),
+        BufferSpec("seq_lens", ("requests",), torch.int64, null),
+        BufferSpec("logits_indices", ("requests",), torch.int64, null),
+    )
+
+
+class HostInputs:
+    """Host storage of one step's inputs, filled by whole-array operations.
+
+    Pinned where the device is a GPU, so that staging does not wait. A caller must not fill it again
+    before the device has read it; the engine reads its sampled tokens in between.
+    """
+
+    def __init__(self, limits: Limits, *, pinned: bool) -> None:
+        capacity = {"tokens": limits.max_num_batched_tokens, "requests": limits.max_num_seqs}
+        self._block_size = limits.block_size
+        self._tensors: dict[str, Tensor] = {}
+        self._arrays: dict[str, Ints] = {}
+        self._axis: dict[str, str] = {}
+        for spec in input_specs(limits):
+            shape = [capacity.get(n, 0) if isinstance(n, str) else n for n in spec.shape]
+            tensor = torch.zeros(shape, dtype=spec.dtype, pin_memory=pinned)
+            self._tensors[spec.name] = tensor
+            self._arrays[spec.name] = tensor.numpy()
+            self._axis[spec.name] = spec.axes[0]
+        # Decode steps of one size come again and again: their views are made once.
+        self._uniform_views: dict[int, Mapping[str, Tensor]] = {}
+
+    def fill_from_seats(self, batch: ScheduledBatch, seats: Seats) -> Mapping[str, Tensor]:
+        """The inputs of a scheduled batch: views of the host storage, of the real size."""
+        owners, positions = expand(batch.starts, batch.query_lens)
+        input_ids = seats.tokens[batch.seats[owners], positions]
+        tables = seats.block_tables[batch.seats]
+        return self.fill(batch.starts, batch.query_lens, owners, positions, input_ids, tables)
+
+    def fill(
+        self,
+        starts: Ints,
+        query_lens: Ints,
+        owners: Ints,
+        positions: Ints,
+        input_ids: Ints,
+        block_tables: Ints,
+    ) -> Mapping[str, Tensor]:
+        """As ``fill_from_seats``, from arrays: per request, then per token, then the tables."""
+        num_reqs, num_tokens = len(query_lens), len(owners)
+        to, size = self._arrays, self._block_size
+        to["input_ids"][:num_tokens] = input_ids
+        to["positions"][:num_tokens] = positions
+        to["token_requests"][:num_tokens] = owners
+        blocks = block_tables[owners, positions // size]
+        to["slot_mapping"][:num_tokens] = blocks * size + positions % size
+        to["block_tables"][:num_reqs] = block_tables
+        to["seq_lens"][:num_reqs] = starts + query_lens
+        to["logits_indices"][:num_reqs] = np.cumsum(query_lens) - 1
+        if num_tokens != num_reqs:
+            return self._views(num_tokens, num_reqs)
+        if num_reqs not in self._uniform_views:
+            self._uniform_views[num_reqs] = self._views(num_tokens, num_reqs)
+        return self._uniform_views[num_reqs]
+
+    def _views(self, num_tokens: int, num_reqs: int) -> Mapping[str, Tensor]:
+        size = {"tokens": num_tokens, "requests": num_reqs}
+        return {name: t[: size[self._axis[name]]] for name, t in self._tensors.items()}
+
+
+def expand(starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
+    """For each token of a batch the request that owns it, and its position in that request."""
+    owners = np.repeat(np.arange(len(query_lens)), query_lens)
+    first = np.cumsum(query_lens) - query_lens
+    return owners, np.arange(len(owners)) + (starts - first)[owners]
+
+
+def make_example(key: BatchDescriptor, seed: int, limits: Limits, vocab_size: int) -> Example:
+    """Random valid inputs that fill ``key``; another ``seed`` gives other lengths and contents.
+
+    No two tokens are written to one slot, so the result does not depend on the order of writes.
+    What a request reads before its own tokens is whatever the cache holds.
+    """
+    rng = np.random.default_rng((seed, key.num_tokens))
+    num_tokens = key.num_tokens
+    num_reqs = key.num_reqs or min(num_tokens, limits.max_num_seqs)
+    spare = limits.room(num_reqs) - 1
+    query_lens = 1 + rng.multivariate_hypergeometric(
+        spare, num_tokens - num_reqs, method="marginals"
+    )
+
+    # Own tokens start on a block, so that they need no more blocks than the request's share.
+    size, longest = limits.block_size, limits.max_model_len
+    most_blocks = np.minimum(longest - query_lens, EXAMPLE_CONTEXT) // size
+    starts = size * rng.integers(0, most_blocks + 1)
+    inside = rng.integers(0, size, num_reqs)
+    starts += np.where((query_lens == 1) & (starts + inside < longest), inside, 0)
+
+    tables = rng.integers(1, limits.num_blocks, (num_reqs, limits.max_blocks))
+    own = iter(rng.permutation(np.arange(1, limits.num_blocks)).tolist())
+    for row, start, length in zip(tables, starts, query_lens, strict=True):
+        row[blocks_for(int(start + length), size) :] = NULL_BLOCK
+        for i in range(start // size, blocks_for(int(start + length), size)):
+            row[i] = next(own)
+
+    owners, positions = expand(starts, query_lens)
+    input_ids = rng.integers(0, vocab_size, num_tokens)
+    # Storage of its own: an example outlives the next one.
+    values = HostInputs(limits, pinned=False).fill(
+        starts, query_lens, owners, positions, input_ids, tables
+    )
+    return Example(values, num_tokens, num_reqs, AttentionMetadata(query_lens, starts + query_lens))

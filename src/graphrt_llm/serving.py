@@ -1,0 +1,219 @@
+"""Serves a traffic trace by a virtual clock, so that nothing waits and every mode meets the same.
+
+Each step takes the same virtual time, whatever it really took: which requests are in a batch then
+depends on the trace alone. Prompts are random tokens, seeded by the number of the request.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from graphrt import Decision
+from graphrt_llm.engine import LLMEngine
+from graphrt_llm.errors import EngineStateError, RequestError
+from graphrt_llm.request import SamplingParams
+
+
+class TraceRequest(Protocol):
+    """A row of a trace."""
+
+    @property
+    def arrival_seconds(self) -> float:
+        """Since the trace began."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+
+class Fit(NamedTuple):
+    """A trace's lengths, made to fit a context."""
+
+    lengths: tuple[tuple[int, int], ...]
+    """Prompt and output tokens of each request."""
+    scale: float
+    """What every length was multiplied by; 1 if the trace fits as it is."""
+    num_cut: int
+    """Requests still too long after that, whose output and then prompt were cut to fit."""
+
+
+class ServeStep(NamedTuple):
+    """One step, for whoever watches."""
+
+    index: int
+    clock_seconds: float
+    """Virtual time at its start."""
+    seconds: float
+    """Real time: schedule, run, sample and read the tokens."""
+    num_tokens: int
+    num_reqs: int
+    uniform: bool
+    decision: Decision
+    num_preempted: int
+
+
+class ServeResult(NamedTuple):
+    """What serving a trace gave."""
+
+    tokens: dict[int, tuple[int, ...]]
+    """Output tokens by number of the request."""
+    num_steps: int
+    seconds: float
+    """Real time of all steps."""
+    scale: float
+    num_cut: int
+
+
+def fit_to_context(requests: Sequence[TraceRequest], max_tokens: int) -> Fit:
+    """Scale all lengths by one factor, so that 99 of 100 requests fit ``max_tokens``.
+
+    One factor keeps the trace's shape: long requests stay longer than short ones. The few beyond
+    it would flatten all the others, so they are cut instead.
+    """
+    if not requests:
+        return Fit((), 1.0, 0)
+    totals = sorted(r.num_prompt_tokens + r.num_output_tokens for r in requests)
+    scale = min(1.0, max_tokens / totals[math.ceil(0.99 * len(totals)) - 1])
+    lengths, num_cut = [], 0
+    for request in requests:
+        prompt = max(1, int(request.num_prompt_tokens * scale))
+        output = max(1, int(request.num_output_tokens * scale))
+        if prompt + output > max_tokens:
+            num_cut += 1
+            output = min(output, max(1, max_tokens - prompt))
+            prompt = min(prompt, max_tokens - output)
+        lengths.append((prompt, output))
+    return Fit(tuple(lengths), scale, num_cut)
+
+
+def prompt_tokens(seed: int, index: int, length: int, vocab_size: int) -> list[int]:
+    """The prompt of request ``index``: the same for every engine with this vocabulary."""
+    tokens: list[int] = (
+        np.random.default_rng((seed, index)).integers(vocab_size, size=length).tolist()
+    )
+    return tokens
+
+
+def serve(
+    engine: LLMEngine,
+    requests: Sequence[TraceRequest],
+    *,
+    step_seconds: float,
+    seed: int = 0,
+    params: Callable[[int, int], SamplingParams] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    on_step: Callable[[ServeStep], None] | None = None,
+) -> ServeResult:
+    """Serve ``requests``, in order of arrival, and return every output token.
+
+    ``step_seconds`` is the virtual time of a step; where the engine has nothing to do, the clock
+    jumps to the next arrival. ``params(index, num_output_tokens)`` gives a request's sampling
+    parameters; the default is greedy for exactly that many tokens. ``progress(done, total)``
+    follows each step in which requests finished, ``on_step`` each step.
+
+    An interrupt (Ctrl-C) takes effect between two steps; a second one, at once. Whatever ends the
+    serving early, its requests are aborted and the engine can be used or closed.
+
+    Errors: ``EngineStateError`` if the engine is busy; ``RequestError`` for a step time that is not
+    positive or arrivals out of order; those of ``LLMEngine``.
+    """
+    if engine.has_unfinished():
+        raise EngineStateError("serve", expected="an idle engine", found="unfinished requests")
+    arrivals = [request.arrival_seconds for request in requests]
+    if not step_seconds > 0 or arrivals != sorted(arrivals):
+        raise RequestError(
+            "serve",
+            expected="a step time above 0, and requests in order of arrival",
+            found=f"step_seconds = {step_seconds}, {len(arrivals)} requests",
+        )
+    params = _greedy_for if params is None else params
+    fit = fit_to_context(requests, engine.max_request_tokens)
+    names = [f"trace-{index}" for index in range(len(requests))]
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    num_added = num_done = num_steps = 0
+    clock = seconds = 0.0
+    try:
+        with _interrupted_between_steps() as check_interrupt:
+            while num_done < len(requests):
+                check_interrupt()
+                if not engine.has_unfinished():
+                    clock = max(clock, arrivals[num_added])
+                while num_added < len(requests) and arrivals[num_added] <= clock:
+                    num_prompt, num_output = fit.lengths[num_added]
+                    prompt = prompt_tokens(seed, num_added, num_prompt, engine.vocab_size)
+                    engine.add_request(prompt, params(num_added, num_output), names[num_added])
+                    num_added += 1
+
+                started = perf_counter()
+                result = engine.step()
+                took = perf_counter() - started
+                for output in result.outputs:
+                    tokens[output.request_id] += output.new_token_ids
+                num_finished = sum(output.finish_reason is not None for output in result.outputs)
+                num_done += num_finished
+                if progress is not None and num_finished:
+                    progress(num_done, len(requests))
+                if on_step is not None:
+                    assert result.decision is not None, "a step of an unfinished request ran"
+                    _, num_tokens, num_reqs, uniform, decision, num_preempted = result
+                    on_step(
+                        ServeStep(
+                            num_steps,
+                            clock,
+                            took,
+                            num_tokens,
+                            num_reqs,
+                            uniform,
+                            decision,
+                            num_preempted,
+                        )
+                    )
+                num_steps += 1
+                seconds += took
+                clock += step_seconds
+            check_interrupt()
+    finally:
+        engine.abort_all()
+    by_number = {index: tuple(tokens[name]) for index, name in enumerate(names)}
+    return ServeResult(by_number, num_steps, seconds, fit.scale, fit.num_cut)
+
+
+def _greedy_for(index: int, num_output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
+
+
+@contextmanager
+def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold the first Ctrl-C back until the yielded function is called; the second acts at once."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None  # somebody else handles interrupts
+        return
+    came = False
+
+    def remember(number: int, frame: Any) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    try:
+        signal.signal(signal.SIGINT, remember)
+    except ValueError:  # not the main thread, where no interrupt arrives
+        yield lambda: None
+        return
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
