@@ -11,6 +11,14 @@
       BlockError                          a block was freed that is not allocated
         OutOfBlocksError                  the cache is exhausted and nobody can give way
       EngineStateError                    the engine is closed, or busy where it must be idle
+      ModelConfigError                    a model description unreadable or not supported
+      AttentionBackendError               no attention backend of this name, or none attached
+      WeightsError                        a checkpoint that cannot be loaded; nothing was
+        WeightsFileError                  a file is absent, truncated or unreadable
+        MissingTensorError                the checkpoint lacks a tensor of the model
+        UnexpectedTensorError             the checkpoint has a tensor the model has no place for
+        TensorShapeError                  a tensor has another shape than the model's
+        TensorDtypeError                  a tensor has another dtype than the model's
 """
 
 from __future__ import annotations
@@ -48,3 +56,35 @@ class OutOfBlocksError(BlockError):
 
 class EngineStateError(GraphrtError, RuntimeError):
     """The engine is closed, or busy where it must be idle."""
+
+
+class ModelConfigError(GraphrtError, ValueError):
+    """A model description that cannot be read, is inconsistent, or is not supported."""
+
+
+class AttentionBackendError(GraphrtError, ValueError):
+    """No attention backend has this name, or the model runs without one."""
+
+
+class WeightsError(GraphrtError, ValueError):
+    """A checkpoint that cannot be loaded. The model is as it was before."""
+
+
+class WeightsFileError(WeightsError):
+    """A file of the checkpoint is absent, truncated or unreadable."""
+
+
+class MissingTensorError(WeightsError):
+    """The checkpoint lacks a tensor that the model needs."""
+
+
+class UnexpectedTensorError(WeightsError):
+    """The checkpoint holds a tensor that the model has no place for: it is another model."""
+
+
+class TensorShapeError(WeightsError):
+    """A tensor of the checkpoint has another shape than the model's."""
+
+
+class TensorDtypeError(WeightsError):
+    """A tensor of the checkpoint has another dtype than the model's."""

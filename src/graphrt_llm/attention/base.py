@@ -1,0 +1,117 @@
+"""What attention is given, what a backend promises, and the point where graphs are cut.
+
+A batch of requests brings its new tokens flattened, request after request. Static tensors say
+where each token's keys and values go and where its request's lie; a FULL graph knows nothing else.
+Between the graphs of a PIECEWISE program, and in eager steps, a backend also has this step's
+lengths on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graphrt import AttentionSupport, BatchDescriptor, break_point
+
+HostInts = Sequence[int] | NDArray[np.int64]
+
+
+class AttentionInputs(NamedTuple):
+    """The static tensors of a step, all int64. Padding rows point at the null block."""
+
+    slot_mapping: Tensor
+    """[tokens] Slot (block * block_size + offset) that a token's keys and values go to."""
+    token_requests: Tensor
+    """[tokens] Row of the token's request in the next two."""
+    block_tables: Tensor
+    """[requests, max_blocks] Blocks of a request, in order of position."""
+    seq_lens: Tensor
+    """[requests] Tokens of a request: those in the cache and the new ones."""
+
+
+class AttentionMetadata(NamedTuple):
+    """This step's lengths, on the host: one entry for each real request, in batch order."""
+
+    query_lens: HostInts
+    """New tokens, at least 1 each."""
+    seq_lens: HostInts
+    """Tokens in the cache and new ones."""
+
+
+class AttentionBackend(Protocol):
+    """Computes causal attention of new tokens over the paged cache that it was made with.
+
+    A key with ``num_reqs`` belongs to a FULL graph: what is called under it must be capturable and
+    know only tensors. Any other key belongs to eager code with the step's lengths at hand.
+    """
+
+    support: ClassVar[AttentionSupport]
+    """What of it may stand inside a FULL graph."""
+
+    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
+        """Allocate what the largest key needs. Nothing may grow or move afterwards."""
+
+    def prepare_for_capture(self, key: BatchDescriptor) -> None:
+        """Called before each warm-up and capture of ``key``: there is no live batch."""
+
+    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
+        """Called before every step that serves a batch, graph or eager: plan on the host here."""
+
+    def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
+        """What all layers of a step share, computed once, in the graph where there is one."""
+
+    def forward(
+        self,
+        layer_index: int,
+        q: Tensor,
+        kv: Tensor,
+        attn: AttentionInputs,
+        shared: tuple[Tensor, ...],
+        out: Tensor | None,
+    ) -> Tensor:
+        """Store ``kv`` in the cache, then attend; see ``attention``."""
+
+
+@break_point(name="attention", out="out")
+def attention(
+    backend: AttentionBackend,
+    layer_index: int,
+    q: Tensor,
+    kv: Tensor,
+    attn: AttentionInputs,
+    shared: tuple[Tensor, ...] = (),
+    out: Tensor | None = None,
+) -> Tensor:
+    """One layer's attention of new tokens, each over its request up to its own position.
+
+    Shapes:   ``q`` [tokens, num_heads, head_dim]; ``kv`` [tokens, 2, num_kv_heads, head_dim], keys
+              then values; ``shared`` what ``begin`` returned; result as ``q``, contiguous.
+    Aliasing: the result is ``out`` where given. The cache is written at ``attn.slot_mapping``.
+              Rows beyond the real tokens are finite and mean nothing.
+
+    A function and not a method, so that a PIECEWISE program is cut here for every backend.
+    """
+    return backend.forward(layer_index, q, kv, attn, shared, out)
+
+
+class AttentionResource:
+    """A backend as the runtime prepares it: the ``Resource`` protocol of graphrt."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+
+    def reserve(self, max_key: BatchDescriptor) -> None:
+        self._backend.reserve_for_capture(max_key)
+
+    def prepare(self, key: BatchDescriptor, live: AttentionMetadata | None) -> None:
+        if live is None:
+            self._backend.prepare_for_capture(key)
+        else:
+            self._backend.prepare_for_replay(key, live)
+
+    def freeze(self) -> None:
+        """Nothing to do: a backend grows in ``reserve_for_capture`` only."""

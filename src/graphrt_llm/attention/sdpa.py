@@ -1,0 +1,220 @@
+"""Attention by PyTorch's own scaled dot product: any device, any dtype.
+
+Two formulas give the same result. The *static* one, for FULL graphs, has shapes that only the key
+decides: it reads each request's whole block table and masks what lies beyond a token. The *live*
+one, for eager code, reads as far as the step's lengths reach.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from graphrt import AttentionSupport, BatchDescriptor
+from graphrt_llm.attention.base import AttentionInputs, AttentionMetadata
+from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.kv_cache import KVCache
+
+
+class _Chunk(NamedTuple):
+    """Several new tokens of one request."""
+
+    row: int
+    """Of the request."""
+    start: int
+    """Of its first token in the batch."""
+    num_new: int
+    num_all: int
+    """Tokens in the cache and new ones."""
+
+
+class _Lengths(NamedTuple):
+    """A live batch, on the host."""
+
+    num_decodes: int
+    """Requests at its front that bring one token each: they are computed together."""
+    longest_decode: int
+    chunks: tuple[_Chunk, ...]
+    num_tokens: int
+
+
+class SdpaAttention:
+    """``cache``: where keys and values are stored, and read by block."""
+
+    support: ClassVar[AttentionSupport] = AttentionSupport.ALWAYS
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._key: BatchDescriptor | None = None
+        self._lengths: _Lengths | None = None
+        # Masks of the live batch, made by the first layer that needs them.
+        self._masks: dict[int, Tensor] = {}
+
+    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
+        """Needs nothing: PyTorch's kernels have no plan and no workspace of ours."""
+
+    def prepare_for_capture(self, key: BatchDescriptor) -> None:
+        """Stand in one request that brings all tokens, from position 0."""
+        self._prepare(key, AttentionMetadata((key.num_tokens,), (key.num_tokens,)))
+
+    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
+        self._prepare(key, live)
+
+    def _prepare(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
+        self._key = key
+        self._lengths = None if key.num_reqs is not None else _measure(live)
+        self._masks.clear()
+
+    def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
+        """For the static formula, the block tables [rows, max_blocks] to read and their mask."""
+        key = self._key
+        if key is None:
+            raise _unprepared()
+        if key.num_reqs is None:
+            return ()
+        # A uniform batch reads each request once for all its tokens; another once per token.
+        tables = attn.block_tables
+        if not key.uniform:
+            tables = tables.index_select(0, attn.token_requests)
+        rows, max_blocks = tables.shape
+        keys = torch.arange(max_blocks * self._cache.block_size, device=positions.device)
+        visible = keys <= positions.view(rows, -1, 1)
+        return tables, self._additive(visible)
+
+    def forward(
+        self,
+        layer_index: int,
+        q: Tensor,
+        kv: Tensor,
+        attn: AttentionInputs,
+        shared: tuple[Tensor, ...],
+        out: Tensor | None,
+    ) -> Tensor:
+        self._cache.slots[layer_index].index_copy_(0, attn.slot_mapping, kv)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if shared:
+            tables, mask = shared
+            self._attend_together(layer_index, q, tables, mask, out)
+        else:
+            self._attend_live(layer_index, q, kv, attn, out)
+        return out
+
+    def _attend_live(
+        self, layer_index: int, q: Tensor, kv: Tensor, attn: AttentionInputs, out: Tensor
+    ) -> None:
+        lengths = self._lengths
+        if lengths is None:
+            raise _unprepared()
+        count = lengths.num_decodes
+        if count:
+            num_blocks = self._blocks_for(lengths.longest_decode)
+            tables = attn.block_tables[:count, :num_blocks]
+            mask = self._masks.get(-1)
+            if mask is None:
+                keys = torch.arange(num_blocks * self._cache.block_size, device=q.device)
+                visible = keys < attn.seq_lens[:count, None, None]
+                mask = self._masks[-1] = self._additive(visible)
+            self._attend_together(layer_index, q[:count], tables, mask, out[:count])
+        for chunk in lengths.chunks:
+            tokens = slice(chunk.start, chunk.start + chunk.num_new)
+            self._attend_chunk(layer_index, q[tokens], kv[tokens], attn, chunk, out[tokens])
+        # Rows without a token would carry whatever lay in this memory, NaN included, onwards.
+        if lengths.num_tokens < len(out):
+            out[lengths.num_tokens :].zero_()
+
+    def _attend_together(
+        self, layer_index: int, q: Tensor, tables: Tensor, mask: Tensor, out: Tensor
+    ) -> None:
+        """Requests that bring equally many tokens each, in one call.
+
+        Shapes: ``tables`` [rows, num_blocks], ``mask`` [rows, tokens / rows, num_keys].
+
+        Heads that share a key head stand in as so many queries of it, so that no kernel needs to
+        know of groups, and keys and values are read once for all of them.
+        """
+        rows, num_new, num_keys = mask.shape
+        _, num_heads, width = q.shape
+        kv = self._gather(layer_index, tables.flatten()).view(rows, num_keys, 2, -1, width)
+        keys, values = kv.transpose(1, 3).unbind(2)
+        groups = (rows, num_new, keys.shape[1], num_heads // keys.shape[1], width)
+        by_head = (rows, groups[2], num_new * groups[3], width)
+        if num_new > 1:
+            mask = mask.repeat_interleave(groups[3], 1)
+        result = F.scaled_dot_product_attention(
+            q.view(groups).transpose(1, 2).reshape(by_head), keys, values, mask[:, None]
+        )
+        result = result.view(rows, groups[2], num_new, groups[3], width)
+        out.view(groups).copy_(result.transpose(1, 2))
+
+    def _attend_chunk(
+        self,
+        layer_index: int,
+        q: Tensor,
+        kv: Tensor,
+        attn: AttentionInputs,
+        chunk: _Chunk,
+        out: Tensor,
+    ) -> None:
+        """Several tokens of one request. Without a cached past its new tokens are all it sees."""
+        num_new, num_all = chunk.num_new, chunk.num_all
+        mask = None
+        if num_new < num_all:
+            table = attn.block_tables[chunk.row, : self._blocks_for(num_all)]
+            kv = self._gather(layer_index, table).flatten(0, 1)[:num_all]
+            mask = self._masks.get(chunk.row)
+            if mask is None:
+                everything = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device)
+                visible = everything.tril_(num_all - num_new)
+                mask = self._masks[chunk.row] = self._additive(visible)
+        keys, values = kv.permute(1, 2, 0, 3).unsqueeze(2).unbind()
+        num_kv_heads, _, _, width = keys.shape
+        # [key heads, heads of a group, tokens, width]; the group shares its keys by a stride of 0.
+        grouped = (num_kv_heads, q.shape[1] // num_kv_heads, num_all, width)
+        result = F.scaled_dot_product_attention(
+            q.view(num_new, *grouped[:2], width).permute(1, 2, 0, 3),
+            keys.expand(grouped),
+            values.expand(grouped),
+            mask,
+            is_causal=mask is None,
+        )
+        out.view(num_new, *grouped[:2], width).copy_(result.permute(2, 0, 1, 3))
+
+    def _gather(self, layer_index: int, blocks: Tensor) -> Tensor:
+        return self._cache.layers[layer_index].index_select(0, blocks)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._cache.block_size)
+
+    def _additive(self, visible: Tensor) -> Tensor:
+        """The mask in the form that every kernel takes as it is: 0, or minus infinity."""
+        dtype = self._cache.tensor.dtype
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+            ~visible, -torch.inf
+        )
+
+
+def _measure(live: AttentionMetadata) -> _Lengths:
+    new, all_ = np.asarray(live.query_lens), np.asarray(live.seq_lens)
+    is_longer = new > 1
+    num_decodes = int(is_longer.argmax()) if is_longer.any() else len(new)
+    ends = new.cumsum()
+    chunks = tuple(
+        _Chunk(row, int(ends[row] - new[row]), int(new[row]), int(all_[row]))
+        for row in range(num_decodes, len(new))
+    )
+    longest = int(all_[:num_decodes].max(initial=0))
+    return _Lengths(num_decodes, longest, chunks, int(ends[-1]))
+
+
+def _unprepared() -> AttentionBackendError:
+    return AttentionBackendError(
+        "attention backend 'sdpa'",
+        expected="to be prepared for the key of this step",
+        found="a forward pass before it, or in the mode of another key",
+        do="give the runtime AttentionResource(backend), or call prepare_for_replay yourself.",
+    )

@@ -1,0 +1,222 @@
+"""The decoder of the Llama and Qwen3 families, written for few launches and for capture.
+
+Tokens are flattened: there is no batch dimension. Nothing here reads the device, no shape depends
+on data, and forward makes no tensor that outlives it. The residual stream is updated in place by
+the projections that feed it, so that no addition is a launch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from graphrt_llm.attention import AttentionBackend, AttentionInputs, attention
+from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.models.config import ModelConfig
+from graphrt_llm.models.rotary import rotary_table, rotate
+
+Device = torch.device | str
+
+
+class CheckpointTensor(NamedTuple):
+    """One tensor of a HF checkpoint and its place in the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    destination: Tensor
+    """The part of a parameter that holds it: ``shape``, or what broadcasts from it."""
+
+
+class Projection(nn.Module):
+    """Several linear maps of one input, stacked by rows: one matrix product instead of several.
+
+    Parameters are undefined until weights are loaded.
+    """
+
+    def __init__(
+        self, in_features: int, *out_features: int, bias: bool, dtype: torch.dtype, device: Device
+    ) -> None:
+        super().__init__()
+        self.out_features = out_features
+        rows = sum(out_features)
+        self.weight = _parameter((rows, in_features), dtype, device)
+        self.bias = _parameter((rows,), dtype, device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Add the projection of ``x`` to ``residual``, in place."""
+        residual.addmm_(x, self.weight.t())
+        if self.bias is not None:
+            residual.add_(self.bias)
+
+    def checkpoint_tensors(self, *names: str) -> Iterator[CheckpointTensor]:
+        """The parts, in order of rows, as ``name.weight`` and ``name.bias``."""
+        yield from _rows([f"{name}.weight" for name in names], self.out_features, self.weight)
+        if self.bias is not None:
+            yield from _rows([f"{name}.bias" for name in names], self.out_features, self.bias)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward network, each behind a norm, both added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: Device) -> None:
+        super().__init__()
+        self.index = index
+        self.eps = config.rms_norm_eps
+        self.num_heads = config.num_heads
+        self.num_rotated = config.num_heads + config.num_kv_heads
+        hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+        heads, kv_heads = config.num_heads * width, config.num_kv_heads * width
+
+        def projection(in_features: int, *out_features: int, bias: bool) -> Projection:
+            return Projection(in_features, *out_features, bias=bias, dtype=dtype, device=device)
+
+        bias = config.attention_bias
+        self.qkv = projection(hidden, heads, kv_heads, kv_heads, bias=bias)
+        self.attention_out = projection(heads, hidden, bias=bias)
+        self.gate_up = projection(hidden, inner, inner, bias=config.mlp_bias)
+        self.down = projection(inner, hidden, bias=config.mlp_bias)
+        self.attention_norm = _parameter((hidden,), dtype, device)
+        self.mlp_norm = _parameter((hidden,), dtype, device)
+        # One row for each head, so that queries and keys are scaled by one multiplication.
+        self.qk_norm = (
+            _parameter((self.num_rotated, width), dtype, device) if config.has_qk_norm else None
+        )
+
+    def forward(
+        self,
+        residual: Tensor,
+        rotation: Tensor,
+        backend: AttentionBackend,
+        attn: AttentionInputs,
+        shared: tuple[Tensor, ...],
+    ) -> None:
+        """Update ``residual`` [tokens, hidden_size] in place."""
+        num_tokens, hidden_size = residual.shape
+        x = F.rms_norm(residual, (hidden_size,), self.attention_norm, self.eps)
+        heads = self.qkv(x).view(num_tokens, -1, rotation.shape[-1])
+        # Queries, keys and values lie side by side in every token, so both are views.
+        rotated = heads[:, : self.num_rotated]
+        kv = heads[:, self.num_heads :].view(num_tokens, 2, -1, rotation.shape[-1])
+        if self.qk_norm is None:
+            rotate(rotated, rotation, out=rotated)
+        else:
+            normed = F.rms_norm(rotated, rotated.shape[-1:], None, self.eps).mul_(self.qk_norm)
+            rotate(normed, rotation, out=rotated)
+        attended = attention(backend, self.index, heads[:, : self.num_heads], kv, attn, shared)
+        self.attention_out.add_to(residual, attended.view(num_tokens, -1))
+
+        x = F.rms_norm(residual, (hidden_size,), self.mlp_norm, self.eps)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        self.down.add_to(residual, F.silu(gate).mul_(up))
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        yield from self.qkv.checkpoint_tensors(*(f"{attn}.{part}_proj" for part in "qkv"))
+        yield from self.attention_out.checkpoint_tensors(f"{attn}.o_proj")
+        yield from self.gate_up.checkpoint_tensors(f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        yield from self.down.checkpoint_tensors(f"{mlp}.down_proj")
+        yield _whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
+        yield _whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
+        if self.qk_norm is not None:
+            width = self.qk_norm.shape[1:]
+            queries, keys = self.qk_norm[: self.num_heads], self.qk_norm[self.num_heads :]
+            yield CheckpointTensor(f"{attn}.q_norm.weight", tuple(width), queries)
+            yield CheckpointTensor(f"{attn}.k_norm.weight", tuple(width), keys)
+
+
+class CausalLM(nn.Module):
+    """Next-token logits of a batch of requests over a paged cache.
+
+    Weights are undefined until ``load_safetensors`` or ``random_weights`` has filled them, and
+    ``attention`` has to be set to a backend over a cache of the same configuration.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: Device = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.logits_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.attention: AttentionBackend | None = None
+        # Parameters born in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            self.embedding = _parameter((config.vocab_size, config.hidden_size), dtype, device)
+            self.layers = nn.ModuleList(
+                DecoderLayer(config, index, dtype, device) for index in range(config.num_layers)
+            )
+            self.norm = _parameter((config.hidden_size,), dtype, device)
+            self.lm_head = (
+                self.embedding
+                if config.tie_word_embeddings
+                else _parameter((config.vocab_size, config.hidden_size), dtype, device)
+            )
+            self.rotary: Tensor
+            self.register_buffer("rotary", rotary_table(config).to(device, dtype), persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn: AttentionInputs,
+        logits_indices: Tensor,
+    ) -> Tensor:
+        """Logits of the tokens at ``logits_indices``, the last new one of each request.
+
+        Shapes:  ``input_ids``, ``positions`` [tokens] int64; ``logits_indices`` [requests] int64;
+                 result [requests, vocab_size].
+        Dtypes:  computed in the model's; logits are float64 for a float64 model, else float32.
+        Effects: keys and values of all tokens are stored in the attention backend's cache.
+        Errors:  ``AttentionBackendError`` without a backend.
+        """
+        backend = self.attention
+        if backend is None:
+            raise AttentionBackendError(
+                "CausalLM.attention",
+                expected="a backend over a KVCache",
+                found="None",
+                do="set model.attention = make_attention(name, cache) before the first step.",
+            )
+        residual = F.embedding(input_ids, self.embedding)
+        rotation = self.rotary.index_select(0, positions)
+        shared = backend.begin(positions, attn)
+        for layer in self.layers:
+            layer(residual, rotation, backend, attn, shared)
+        last = residual.index_select(0, logits_indices)
+        last = F.rms_norm(last, self.norm.shape, self.norm, self.config.rms_norm_eps)
+        return F.linear(last, self.lm_head).to(self.logits_dtype)
+
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+        """Every tensor of the model under its name in a HF checkpoint, tied ones once."""
+        yield _whole("model.embed_tokens.weight", self.embedding)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.checkpoint_tensors(f"model.layers.{layer.index}")
+        yield _whole("model.norm.weight", self.norm)
+        if not self.config.tie_word_embeddings:
+            yield _whole("lm_head.weight", self.lm_head)
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def _whole(name: str, parameter: Tensor) -> CheckpointTensor:
+    return CheckpointTensor(name, tuple(parameter.shape), parameter)
+
+
+def _rows(
+    names: list[str], counts: tuple[int, ...], parameter: Tensor
+) -> Iterator[CheckpointTensor]:
+    for name, part in zip(names, parameter.split(counts), strict=True):
+        yield _whole(name, part)

@@ -1,0 +1,218 @@
+"""Fills a model's weights: from a safetensors checkpoint, or seeded at random.
+
+A checkpoint is checked completely, every name, shape and dtype of every file, before the first
+byte of the model is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from graphrt_llm.errors import (
+    MissingTensorError,
+    TensorDtypeError,
+    TensorShapeError,
+    UnexpectedTensorError,
+    WeightsFileError,
+)
+from graphrt_llm.models.causal_lm import CausalLM, CheckpointTensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# Names of the safetensors format. Others (quantised, integer) are no weights of these models.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    handle: Any
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_safetensors(model: CausalLM, directory: str | Path, *, cast: bool = False) -> None:
+    """Fill ``model`` from the ``*.safetensors`` of ``directory``, one file or sharded by an index.
+
+    A tensor of another floating dtype than the model's is an error; with ``cast`` it is converted
+    (``checkpoint_dtype`` tells which dtype loads without a cast).
+
+    Errors: ``WeightsFileError``, ``MissingTensorError``, ``UnexpectedTensorError``,
+    ``TensorShapeError``, ``TensorDtypeError``, each naming file and tensor. The model is then as
+    it was.
+    """
+    directory = Path(directory)
+    with ExitStack() as files:
+        stored = _open_checkpoint(directory, files)
+        wanted = list(model.checkpoint_tensors())
+        for tensor in wanted:
+            _check(tensor, stored.get(tensor.name), directory, None if cast else model.dtype)
+        _check_nothing_is_left(model, stored, wanted)
+        with torch.no_grad():
+            for tensor in wanted:
+                tensor.destination.copy_(stored[tensor.name].handle.get_tensor(tensor.name))
+
+
+def checkpoint_dtype(directory: str | Path) -> torch.dtype:
+    """The dtype of all floating tensors of the checkpoint in ``directory``.
+
+    Errors: ``WeightsFileError``; ``TensorDtypeError`` where they differ or none is floating.
+    """
+    with ExitStack() as files:
+        stored = _open_checkpoint(Path(directory), files)
+        found = sorted({tensor.dtype for tensor in stored.values()} & _DTYPES.keys())
+    if len(found) != 1:
+        raise TensorDtypeError(
+            str(directory),
+            expected=f"tensors of one dtype, of {', '.join(_DTYPES)}",
+            found=", ".join(found) or "none of them",
+            do="choose the model's dtype, and load with a cast.",
+        )
+    return _DTYPES[found[0]]
+
+
+def random_weights(model: CausalLM, seed: int) -> None:
+    """Fill ``model`` with random weights: the same for every device, and up to rounding, dtype.
+
+    Projections keep the scale of what passes through. Embeddings are small beside what the layers
+    add, so that a token is decided by its context and not by itself, even where the output
+    projection is the embedding table. Norms vary around 1.
+    """
+    with torch.no_grad():
+        for name, shape, destination in model.checkpoint_tensors():
+            # Each tensor has a stream of its own, so that models that share a name share it too.
+            generator = torch.Generator().manual_seed((seed << 32) + crc32(name.encode()))
+            values = torch.randn(shape, generator=generator, dtype=torch.float32)
+            if len(shape) == 2:
+                values.div_(math.sqrt(shape[1]))
+            elif name.endswith("norm.weight"):
+                values.mul_(0.1).add_(1)
+            else:
+                values.mul_(0.1)
+            destination.copy_(values)
+
+
+def _open_checkpoint(directory: Path, files: ExitStack) -> Mapping[str, _Stored]:
+    """Every tensor of the checkpoint by name; files stay open until ``files`` is left."""
+    if (directory / INDEX).is_file():
+        return _open_sharded(directory, files)
+    if not (directory / SINGLE).is_file():
+        present = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else None
+        raise WeightsFileError(
+            str(directory),
+            expected=f"{SINGLE}, or {INDEX} with its shards",
+            found="no such directory" if present is None else ", ".join(present[:8]) or "no files",
+            do="name the directory of a checkpoint in safetensors form.",
+        )
+    return dict(_open_file(directory / SINGLE, files))
+
+
+def _open_sharded(directory: Path, files: ExitStack) -> Mapping[str, _Stored]:
+    index = directory / INDEX
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsFileError(
+            str(index),
+            expected='a JSON object with "weight_map": tensor name -> file name',
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+    opened: dict[str, dict[str, _Stored]] = {}
+    for shard in sorted(set(shard_of.values())):
+        if Path(shard).name != shard:
+            raise WeightsFileError(
+                str(index), expected="names of files beside the index", found=repr(shard)
+            )
+        opened[shard] = dict(_open_file(directory / shard, files))
+    for name, shard in shard_of.items():
+        if name not in opened[shard]:
+            raise MissingTensorError(
+                f"{directory / shard}, tensor {name!r}",
+                expected=f"the tensor that {INDEX} places here",
+                found="no tensor of this name",
+            )
+    return {name: opened[shard][name] for name, shard in shard_of.items()}
+
+
+def _open_file(path: Path, files: ExitStack) -> Iterator[tuple[str, _Stored]]:
+    try:
+        handle = files.enter_context(safe_open(path, framework="pt"))
+    except (SafetensorError, OSError) as error:
+        raise WeightsFileError(
+            str(path),
+            expected="a complete safetensors file",
+            found=f"{error} ({path.stat().st_size} bytes)" if path.is_file() else "no such file",
+            do="fetch the file again; nothing was loaded.",
+        ) from error
+    for name in handle.keys():  # noqa: SIM118 (the handle is no mapping)
+        part = handle.get_slice(name)
+        yield name, _Stored(path, handle, tuple(part.get_shape()), part.get_dtype())
+
+
+def _check(
+    tensor: CheckpointTensor,
+    stored: _Stored | None,
+    directory: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    if stored is None:
+        raise MissingTensorError(
+            f"{directory}, tensor {tensor.name!r}",
+            expected=f"shape {tensor.shape}",
+            found="no tensor of this name",
+            do="check that config.json and the weights belong together.",
+        )
+    subject = f"{stored.file}, tensor {tensor.name!r}"
+    if stored.shape != tensor.shape:
+        raise TensorShapeError(
+            subject,
+            expected=f"shape {tensor.shape}",
+            found=f"shape {stored.shape}",
+            do="check that config.json and the weights belong together.",
+        )
+    accepted = list(_DTYPES) if dtype is None else [_NAMES[dtype]]
+    if stored.dtype not in accepted:
+        raise TensorDtypeError(
+            subject,
+            expected=" or ".join(accepted),
+            found=stored.dtype,
+            do="give the model the checkpoint's dtype, or ask for a cast."
+            if stored.dtype in _DTYPES
+            else "use a checkpoint that is not quantised.",
+        )
+
+
+def _check_nothing_is_left(
+    model: CausalLM, stored: Mapping[str, _Stored], wanted: list[CheckpointTensor]
+) -> None:
+    """A weight without a place means another architecture, and wrong logits."""
+    known = {tensor.name for tensor in wanted}
+    if model.config.tie_word_embeddings:
+        known.add("lm_head.weight")
+    for name, tensor in stored.items():
+        # Older checkpoints store this table, which follows from the configuration.
+        if name not in known and not name.endswith(".rotary_emb.inv_freq"):
+            raise UnexpectedTensorError(
+                f"{tensor.file}, tensor {name!r}",
+                expected=f"tensors of {model.config.architecture} as config.json describes it",
+                found="a tensor that this model has no place for",
+                do="check that config.json and the weights belong together.",
+            )

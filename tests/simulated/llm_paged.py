@@ -1,0 +1,76 @@
+"""Batches over a paged cache, built by hand: what the model's and attention's tests share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphrt import BatchDescriptor
+from graphrt_llm.attention import AttentionInputs, AttentionMetadata
+
+
+class Step(NamedTuple):
+    """One batch: ``spans`` are (tokens before, new tokens) of each request."""
+
+    positions: Tensor
+    attn: AttentionInputs
+    logits_indices: Tensor
+    live: AttentionMetadata
+    num_tokens: int
+
+
+def shuffled_tables(
+    num_requests: int, max_blocks: int, num_blocks: int, generator: torch.Generator
+) -> Tensor:
+    """Block tables whose blocks lie anywhere, the null block excepted."""
+    blocks = 1 + torch.randperm(num_blocks - 1, generator=generator)
+    return blocks[: num_requests * max_blocks].view(num_requests, max_blocks)
+
+
+def make_step(
+    spans: list[tuple[int, int]],
+    tables: Tensor,
+    block_size: int,
+    *,
+    pad_tokens: int = 0,
+    pad_requests: int = 0,
+) -> Step:
+    """The tensors of a batch; padding belongs to request 0 and writes to the null block."""
+    positions, slots, owners = [], [], []
+    for row, (before, new) in enumerate(spans):
+        for position in range(before, before + new):
+            block = int(tables[row, position // block_size])
+            positions.append(position)
+            slots.append(block * block_size + position % block_size)
+            owners.append(row)
+    num_tokens = len(positions)
+    seq_lens = [before + new for before, new in spans]
+    query_lens = [new for _, new in spans]
+    ends = torch.tensor(query_lens).cumsum(0) - 1
+    padding = [0] * pad_tokens
+    rows = torch.zeros(len(spans) + pad_requests, tables.shape[1], dtype=torch.int64)
+    for row, length in enumerate(seq_lens):
+        used = -(-length // block_size)
+        rows[row, :used] = tables[row, :used]
+    return Step(
+        torch.tensor(positions + padding),
+        AttentionInputs(
+            torch.tensor(slots + padding),
+            torch.tensor(owners + padding),
+            rows,
+            torch.tensor(seq_lens + [0] * pad_requests),
+        ),
+        torch.cat((ends, torch.zeros(pad_requests, dtype=torch.int64))),
+        AttentionMetadata(tuple(query_lens), tuple(seq_lens)),
+        num_tokens,
+    )
+
+
+def key_of(step: Step, formula: str) -> BatchDescriptor:
+    """The key that makes a backend use ``formula``: "static", "uniform" or "live"."""
+    tokens, requests = len(step.positions), len(step.attn.seq_lens)
+    if formula == "live":
+        return BatchDescriptor(tokens)
+    return BatchDescriptor(tokens, requests, uniform=formula == "uniform")

@@ -1,0 +1,103 @@
+"""How a backend takes part in capture and steps, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from llm_paged import key_of, make_step
+
+from graphrt import AttentionSupport, BatchDescriptor
+from graphrt_llm.attention import (
+    BACKENDS,
+    AttentionMetadata,
+    AttentionResource,
+    attention,
+    make_attention,
+)
+from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.models import ModelConfig
+
+
+def tiny_cache() -> KVCache:
+    return KVCache(ModelConfig.tiny(), num_blocks=5, block_size=4, dtype=torch.float64)
+
+
+class RecordingBackend:
+    support = AttentionSupport.NEVER
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
+        self.calls.append(("reserve", max_key))
+
+    def prepare_for_capture(self, key: BatchDescriptor) -> None:
+        self.calls.append(("capture", key))
+
+    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
+        self.calls.append(("replay", key, live))
+
+
+def test_the_resource_makes_the_three_calls() -> None:
+    backend = RecordingBackend()
+    resource = AttentionResource(backend)  # type: ignore[arg-type]  # begin and forward unused
+    large, small = BatchDescriptor(8), BatchDescriptor(2)
+    live = AttentionMetadata((1, 1), (5, 6))
+    resource.reserve(large)
+    resource.prepare(small, None)
+    resource.freeze()
+    resource.prepare(small, live)
+    assert backend.calls == [("reserve", large), ("capture", small), ("replay", small, live)]
+
+
+def test_an_unknown_backend_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(AttentionBackendError) as caught:
+        make_attention("paged", tiny_cache())
+    assert caught.value.found == "'paged'"
+    assert all(name in caught.value.expected for name in BACKENDS)
+
+
+def test_sdpa_may_stand_in_any_graph() -> None:
+    assert make_attention("sdpa", tiny_cache()).support is AttentionSupport.ALWAYS
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_a_piece_is_captured_without_a_live_batch(num_tokens: int) -> None:
+    """40 tokens are more than a request's blocks hold; a piecewise key allows that."""
+    backend = make_attention("sdpa", tiny_cache())
+    AttentionResource(backend).prepare(BatchDescriptor(num_tokens), None)
+    step = make_step([(0, 1)], torch.tensor([[1, 2]]), 4, pad_tokens=num_tokens - 1)
+    q = torch.zeros(num_tokens, 4, 16, dtype=torch.float64)
+    kv = torch.zeros(num_tokens, 2, 2, 16, dtype=torch.float64)
+    assert backend.begin(step.positions, step.attn) == ()
+    out = attention(backend, 0, q, kv, step.attn)
+    assert torch.equal(out, q)
+
+
+def test_a_step_that_was_not_prepared_is_refused() -> None:
+    backend = make_attention("sdpa", tiny_cache())
+    step = make_step([(0, 1)], torch.tensor([[1, 2]]), 4)
+    with pytest.raises(AttentionBackendError):
+        backend.begin(step.positions, step.attn)
+    backend.prepare_for_replay(key_of(step, "static"), step.live)
+    q = torch.zeros(1, 4, 16, dtype=torch.float64)
+    kv = torch.zeros(1, 2, 2, 16, dtype=torch.float64)
+    # Without what begin returned this is the live formula, which a FULL key has no lengths for.
+    with pytest.raises(AttentionBackendError):
+        attention(backend, 0, q, kv, step.attn)
+
+
+def test_lengths_may_be_arrays() -> None:
+    backend = make_attention("sdpa", tiny_cache())
+    step = make_step([(3, 1), (0, 3)], torch.tensor([[1, 2], [3, 4]]), 4)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(4, 4, 16, generator=generator, dtype=torch.float64)
+    kv = torch.randn(4, 2, 2, 16, generator=generator, dtype=torch.float64)
+    results = []
+    for live in (step.live, AttentionMetadata(*(torch.tensor(x).numpy() for x in step.live))):
+        backend.prepare_for_replay(BatchDescriptor(4), live)
+        results.append(attention(backend, 0, q, kv, step.attn))
+    assert torch.equal(*results)
