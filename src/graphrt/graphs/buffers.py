@@ -197,6 +197,20 @@ class BoundBuffers:
         else:
             self._copy(plan, sources)
 
+    @property
+    def specs(self) -> Mapping[str, BufferSpec]:
+        """Name -> spec, of all buffers."""
+        return self._owner.specs
+
+    def padding(self, n: Sizes) -> dict[str, list[torch.Tensor]]:
+        """Name -> views of what lies between the real sizes ``n`` and the padded ones."""
+        self._owner._require_open()
+        real = self._owner._checked_sizes(n, self.sizes, str(self.key))
+        return {
+            name: buffer.difference(buffer.box(self.sizes), buffer.box(real))
+            for name, buffer in self._owner._buffers.items()
+        }
+
     def _copy(self, plan: _Plan, sources: list[torch.Tensor]) -> None:
         non_blocking = self._owner._non_blocking
         for destinations, positions in plan.groups:

@@ -1,0 +1,212 @@
+"""The first replay against eager: what it flags, what state it leaves, what it reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.errors import VerificationError
+from graphrt.events import Event, Verified
+from graphrt.graphs.state import TensorStateGuard
+from graphrt.verify.firstreplay import Verification, check_first_replay
+from graphrt.verify.hoststate import HostState, forward_hooks
+
+KEY = BatchDescriptor(4)
+
+
+def check(
+    run_eager: Callable[[], Any], run_replay: Callable[[], Any], **facts: Any
+) -> Verification:
+    return check_first_replay(
+        mode=RuntimeMode.FULL, key=KEY, run_eager=run_eager, run_replay=run_replay, **facts
+    )
+
+
+def test_an_equal_replay_returns_its_outputs_and_an_event() -> None:
+    events: list[Event] = []
+    out = torch.ones(3)
+    verified = check(lambda: torch.ones(3), lambda: out, observer=events.append)
+    assert verified.outputs is out
+    assert verified.comparison.is_equal
+    assert verified.state is None
+    assert events == [Verified(RuntimeMode.FULL, KEY, True, 0.0)]
+
+
+def test_a_difference_raises_with_mode_key_and_place() -> None:
+    events: list[Event] = []
+    with pytest.raises(VerificationError) as raised:
+        check(
+            lambda: {"logits": torch.zeros(3)},
+            lambda: {"logits": torch.tensor([0.0, 2.0, 0.0])},
+            observer=events.append,
+        )
+    assert "FULL" in raised.value.subject
+    assert str(KEY) in raised.value.subject
+    assert "['logits']" in raised.value.found
+    assert "[1]" in raised.value.found
+    assert "frozen" in raised.value.do
+    assert events == [Verified(RuntimeMode.FULL, KEY, False, 2.0)]
+
+
+def test_a_difference_that_has_no_size_is_nan_in_the_event() -> None:
+    events: list[Event] = []
+    with pytest.raises(VerificationError):
+        check(lambda: torch.zeros(2), lambda: torch.zeros(3), observer=events.append)
+    (event,) = events
+    assert isinstance(event, Verified)
+    assert math.isnan(event.max_abs_difference)
+
+
+def test_both_sides_start_from_one_state_and_the_step_counts_once() -> None:
+    counter = torch.tensor(5)
+
+    def step() -> torch.Tensor:
+        return counter.add_(1) * 10
+
+    verified = check(step, step, state=TensorStateGuard([counter]))
+    assert verified.outputs == 60
+    assert counter == 6
+    assert verified.state is not None
+    assert verified.state.is_equal
+
+
+def test_a_replay_that_writes_another_state_is_flagged_though_its_outputs_agree() -> None:
+    cache = torch.zeros(4)
+
+    def eager() -> torch.Tensor:
+        cache[1] = 7
+        return torch.ones(1)
+
+    def replay() -> torch.Tensor:
+        cache[2] = 7
+        return torch.ones(1)
+
+    with pytest.raises(VerificationError) as raised:
+        check(eager, replay, state=TensorStateGuard({"cache": cache}))
+    assert "state" in raised.value.found
+    assert "outputs" not in raised.value.found
+    assert cache.eq(0).all()  # as before the call
+
+
+def test_an_output_that_the_replay_overwrites_is_compared_as_eager_left_it() -> None:
+    buffer = torch.zeros(2)
+    with pytest.raises(VerificationError):
+        check(lambda: buffer.fill_(1), lambda: buffer.fill_(2))
+
+
+def test_errors_of_the_step_pass_unchanged() -> None:
+    error = ValueError("mine")
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(ValueError, match="mine") as raised:
+        check(fail, fail)
+    assert raised.value is error
+
+
+class Memo(torch.nn.Module):
+    """Keeps what it computed from the first inputs it met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Identity()
+        self.scale: torch.Tensor | None = None
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = x.max().clone()
+        if len(x) not in self.tables:
+            self.tables[len(x)] = x.min().clone()
+        return x / self.scale + self.tables[len(x)]
+
+
+def test_a_value_memoised_from_warmup_inputs_is_flagged_and_named() -> None:
+    model, x = Memo(), torch.tensor([1.0, 4.0])
+    before = HostState(model)
+    model(x)  # the warm-up, with other inputs than the check
+    assert before.changed() == ("scale", "tables")
+    x.copy_(torch.tensor([2.0, 8.0]))
+    frozen = x / 4.0 + 1.0
+    # Eager execution repeats the mistake, so it agrees unless it starts afresh.
+    assert check(lambda: model(x), lambda: frozen).comparison.is_equal
+    with pytest.raises(VerificationError) as raised:
+        check(lambda: model(x), lambda: frozen, runnable=model, before_warmup=before)
+    assert "scale" in raised.value.do
+    assert "tables" in raised.value.do
+    assert model.scale == 4.0  # what the graphs hold is back in place
+    assert model.tables[2] == 1.0
+
+
+def test_a_memo_that_does_not_depend_on_inputs_passes() -> None:
+    class Lazy:
+        table: torch.Tensor | None = None
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            if self.table is None:
+                self.table = torch.arange(3.0)
+            return x + self.table
+
+    lazy = Lazy()
+    before = HostState(lazy.step)
+    warm = lazy.step(torch.zeros(3))
+    assert before.changed() == ("table",)
+    x = torch.ones(3)
+    assert check(lambda: lazy.step(x), lambda: warm + 1, before_warmup=before).comparison.is_equal
+    assert lazy.table is not None
+
+
+def test_closure_variables_are_part_of_the_picture() -> None:
+    memo = None
+    entries: list[int] = []
+
+    def step() -> int:
+        nonlocal memo
+        memo = 1 if memo is None else memo + 1
+        entries.append(memo)
+        return memo
+
+    before = HostState(step)
+    assert before.changed() == ()
+    step()
+    step()
+    assert before.changed() == ("entries", "memo")
+    with before.reinstated():
+        assert step() == 1
+        assert entries == [1]
+    assert memo == 2
+    assert entries == [1, 2]
+
+
+def test_a_variable_assigned_only_later_is_no_obstacle() -> None:
+    def step() -> int:
+        return late
+
+    before = HostState(step)
+    late = 3
+    assert before.changed() == ("late",)
+    with before.reinstated(), pytest.raises(NameError):
+        step()
+    assert step() == 3
+
+
+def test_forward_hooks_are_reported() -> None:
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
+
+    def count(*_: object) -> None: ...
+
+    model[1].register_forward_hook(count)
+    model[0].register_forward_pre_hook(count)
+    assert [hook.module for hook in forward_hooks(model)] == ["0", "1"]
+    verified = check(lambda: 1, lambda: 1, runnable=model)
+    assert {hook.module for hook in verified.hooks} == {"0", "1"}
+    assert all("count" in hook.hook for hook in verified.hooks)
+    with pytest.raises(VerificationError) as raised:
+        check(lambda: 1, lambda: 2, runnable=model)
+    assert "hooks" in raised.value.do
