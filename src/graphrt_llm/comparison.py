@@ -17,7 +17,7 @@ class Difference(NamedTuple):
     """The first token at which a request's runs part, and the gap that does not excuse it."""
 
     request_id: str | int
-    index: int
+    position: int
     gap: float
 
 

@@ -58,7 +58,8 @@ class Limits:
         """Tokens that each of ``num_reqs`` requests can bring if they share the blocks evenly."""
         usable = self.num_blocks - 1
         blocks = usable // num_reqs + (np.arange(num_reqs) < usable % num_reqs)
-        return np.minimum(blocks * self.block_size, self.max_model_len)
+        room: Ints = np.minimum(blocks * self.block_size, self.max_model_len)
+        return room
 
     def largest_batch(self) -> int:
         """Tokens that fit one step of ``max_num_seqs`` requests. Sharing evenly is best."""

@@ -118,7 +118,9 @@ class Sampler:
         floats.numpy()[:] = ([p.temperature for p in params], [p.top_p for p in params])
         rows_keys_top_k = ints.to(self._device, non_blocking=True)
         temperature_top_p = floats.to(self._device, non_blocking=True)
-        return (*rows_keys_top_k.unbind(), *temperature_top_p.unbind())
+        row, key, kept = rows_keys_top_k.unbind()
+        divisor, share = temperature_top_p.unbind()
+        return row, key, kept, divisor, share
 
 
 def _noise_key(request: Request) -> int:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from graphrt import Decision
-from graphrt_llm.engine import LLMEngine
+from graphrt_llm.engine import LLMEngine, StepResult
 from graphrt_llm.errors import EngineStateError, RequestError
 from graphrt_llm.request import SamplingParams
 
@@ -49,16 +48,13 @@ class Fit(NamedTuple):
 class ServeStep(NamedTuple):
     """One step, for whoever watches."""
 
-    index: int
+    number: int
+    """Steps before it."""
     clock_seconds: float
     """Virtual time at its start."""
     seconds: float
     """Real time: schedule, run, sample and read the tokens."""
-    num_tokens: int
-    num_reqs: int
-    uniform: bool
-    decision: Decision
-    num_preempted: int
+    result: StepResult
 
 
 class ServeResult(NamedTuple):
@@ -163,20 +159,7 @@ def serve(
                 if progress is not None and num_finished:
                     progress(num_done, len(requests))
                 if on_step is not None:
-                    assert result.decision is not None, "a step of an unfinished request ran"
-                    _, num_tokens, num_reqs, uniform, decision, num_preempted = result
-                    on_step(
-                        ServeStep(
-                            num_steps,
-                            clock,
-                            took,
-                            num_tokens,
-                            num_reqs,
-                            uniform,
-                            decision,
-                            num_preempted,
-                        )
-                    )
+                    on_step(ServeStep(num_steps, clock, took, result))
                 num_steps += 1
                 seconds += took
                 clock += step_seconds

@@ -61,4 +61,4 @@ def test_a_gap_that_is_no_number_is_a_difference():
 
 def test_missing_requests_and_missing_tokens_are_differences():
     found = compare_tokens({"a": [1], "b": [1, 2]}, {"b": [1], "c": []}, no_gap, 1.0)
-    assert [(d.request_id, d.index) for d in found.differences] == [("a", 0), ("b", 1), ("c", 0)]
+    assert [(d.request_id, d.position) for d in found.differences] == [("a", 0), ("b", 1), ("c", 0)]
