@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 class ForwardContext:
     """What wrappers trust: the mode and key of this step. Used once, as a context manager.
 
-    A context entered inside another inherits its ``capture_scope``. Compiled code never reads it.
+    A context entered inside another inherits its ``capture_scope``, and its ``breaks=False``.
+    Compiled code never reads it.
     """
 
     __slots__ = (
         "_token",
         "attn_metadata",
         "batch_descriptor",
+        "breaks",
         "capture_scope",
         "cudagraph_runtime_mode",
         "layers",
@@ -47,6 +49,7 @@ class ForwardContext:
         ubatch_slices: Sequence[Any] | None = None,
         ubatch: Any = None,
         capture_scope: Any = None,
+        breaks: bool = True,
     ) -> None:
         self.cudagraph_runtime_mode = cudagraph_runtime_mode
         self.batch_descriptor = batch_descriptor
@@ -57,14 +60,26 @@ class ForwardContext:
         self.ubatch_slices = ubatch_slices
         self.ubatch = ubatch
         self.capture_scope = capture_scope
-        self._token: Token[ForwardContext | None] | None = None
+        self.breaks = breaks
+
+    def derive(self, **changes: Any) -> ForwardContext:
+        """Return a context, not entered yet, that differs from this one in ``changes``."""
+        twin = ForwardContext()
+        for name in self.__slots__:
+            if name != "_token":
+                setattr(twin, name, changes.pop(name, getattr(self, name)))
+        if changes:
+            raise TypeError(f"a forward context has no {', '.join(changes)}")
+        return twin
 
     def __enter__(self) -> ForwardContext:
-        if self.capture_scope is None:
-            outer = _current.get()
-            if outer is not None:
+        outer = current_forward_context()
+        if outer is not None:
+            if self.capture_scope is None:
                 self.capture_scope = outer.capture_scope
-        self._token = _current.set(self)
+            if not outer.breaks:
+                self.breaks = False
+        self._token: Token[ForwardContext | None] = _enter(self)
         return self
 
     def __exit__(
@@ -73,15 +88,15 @@ class ForwardContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._token is not None, "a ForwardContext is left only after it was entered"
-        _current.reset(self._token)
-        self._token = None
+        _leave(self._token)
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)
 
 # Bound once: wrappers call it on every step, and an attribute look-up there is a third of the cost.
 current_forward_context = _current.get
+_enter = _current.set
+_leave = _current.reset
 
 
 def get_forward_context() -> ForwardContext | None:

@@ -1,0 +1,202 @@
+"""Break points: where a PIECEWISE capture ends a segment and plain Python runs between graphs.
+
+A break point finds the open builder through the forward context. Without one, or in any other
+mode, it is a plain call: a FULL capture records the function with the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+
+import torch
+
+from graphrt.context import ForwardContext, current_forward_context
+from graphrt.errors import BreakError, ConfigError, LateInitError
+
+if TYPE_CHECKING:
+    from graphrt.graphs.builder import ProgramBuilder
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def break_point(fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def break_point(
+    fn: None = None,
+    /,
+    *,
+    name: str | None = None,
+    out: str | None = None,
+    capture_stub: Callable[..., Any] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def break_point(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    out: str | None = None,
+    capture_stub: Callable[..., Any] | None = None,
+) -> Any:
+    """Make a function or method a break point: PIECEWISE programs run it between two graphs.
+
+    Its arguments are bound at capture: tensors to their storage, host values to what they were,
+    objects by reference. What it returns is copied into *slots* that the next graph reads.
+
+    ``out``: keyword under which a replay passes the slot; the function writes it (and allocates
+    its result where the keyword is absent or None). The preferred form: nothing is copied.
+    ``capture_stub``: runs at capture in place of the function; must return the same structure.
+
+    Aliasing: in a capture, the kernels before it have not run: its pool-owned arguments are zero.
+    Errors:   ``BreakError`` where Dynamo traces it.
+    """
+    if fn is None:
+        return functools.partial(break_point, name=name, out=out, capture_stub=capture_stub)
+    keyword_of_out = out
+    label = name or _label(fn)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        builder = _cutting_builder(label)
+        if builder is None:
+            return fn(*args, **kwargs)
+        bound, rest, stub = _bind_self(fn, args, capture_stub)
+        return builder.run_gap(
+            bound, rest, kwargs, name=_site(label), out=keyword_of_out, stub=stub
+        )
+
+    return call
+
+
+def break_call(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+    """Call ``fn`` as a break point at this one place."""
+    label = _label(fn)
+    builder = _cutting_builder(label)
+    if builder is None:
+        return fn(*args, **kwargs)
+    result: R = builder.run_gap(fn, args, kwargs, name=_site(label))
+    return result
+
+
+@contextmanager
+def break_at(
+    model: torch.nn.Module,
+    *,
+    types: type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] = (),
+    names: str | Sequence[str] = (),
+) -> Iterator[tuple[str, ...]]:
+    """While entered, the ``forward`` of matching modules of ``model`` are break points.
+
+    ``types``: module classes. ``names``: module paths, with ``*`` and ``?`` as in a shell. Yields
+    the paths that matched. For models one cannot edit: programs captured inside keep their gaps.
+
+    Errors: ``ConfigError`` if nothing matches.
+    """
+    patterns = (names,) if isinstance(names, str) else tuple(names)
+    matching = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, types) or any(fnmatchcase(path, pattern) for pattern in patterns)
+    }
+    if not matching:
+        raise ConfigError(
+            "break_at",
+            expected=f"a module of types {types!r} or names {patterns!r}",
+            found=f"none in {type(model).__name__}",
+            do="list the paths with model.named_modules()",
+        )
+    shadowed = {
+        path: vars(module)["forward"]
+        for path, module in matching.items()
+        if "forward" in vars(module)
+    }
+    try:
+        for path, module in matching.items():
+            module.forward = break_point(module.forward, name=path or type(module).__name__)
+        yield tuple(matching)
+    finally:
+        for path, module in matching.items():
+            vars(module).pop("forward", None)
+            if path in shadowed:
+                module.forward = shadowed[path]
+
+
+def no_breaks() -> AbstractContextManager[ForwardContext]:
+    """While entered, break points are plain calls: a PIECEWISE capture records through them."""
+    outer = current_forward_context()
+    return ForwardContext(breaks=False) if outer is None else outer.derive(breaks=False)
+
+
+def forbid_in_capture(what: str) -> None:
+    """Raise ``LateInitError`` if a window of this thread is open; call it where ``what`` happens.
+
+    For code that initialises, compiles or tunes on first use: the warm-up must have done it.
+    """
+    context = current_forward_context()
+    scope = None if context is None else context.capture_scope
+    if scope is not None and scope.device.is_capturing():
+        raise LateInitError(
+            what,
+            expected="it to happen in a warm-up",
+            found="its first use inside a capture",
+            do="capture with warmups=1 or more, or initialise it before the scope",
+        )
+
+
+def _cutting_builder(label: str) -> ProgramBuilder | None:
+    if torch.compiler.is_compiling():
+        raise BreakError(
+            f"break point {label}",
+            expected="plain Python",
+            found="a function that Dynamo traces",
+            do="name the operation a splitting op of the compiler instead",
+        )
+    context = current_forward_context()
+    if context is None or context.capture_scope is None or not context.breaks:
+        return None
+    builder: ProgramBuilder | None = context.capture_scope.builder
+    if builder is None or context.cudagraph_runtime_mode is not builder.mode or not builder.cuts:
+        return None
+    return builder
+
+
+def _bind_self(
+    fn: Callable[..., Any], args: tuple[Any, ...], stub: Callable[..., Any] | None
+) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any] | None]:
+    """Split a method's ``self`` off: an object is kept as it is, even where it is a dataclass."""
+    if not args or inspect.ismethod(fn) or not _takes_self(fn):
+        return fn, args, stub
+    bound_stub = None if stub is None else functools.partial(stub, args[0])
+    return functools.partial(fn, args[0]), args[1:], bound_stub
+
+
+def _takes_self(fn: Callable[..., Any]) -> bool:
+    code = getattr(fn, "__code__", None)
+    return code is not None and code.co_varnames[:1] == ("self",) and code.co_argcount > 0
+
+
+def _label(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+def _site(label: str) -> str:
+    """Name the innermost line outside graphrt and torch that led to the break point."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("graphrt", "torch"):
+            break
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{label} ({code.co_filename}:{frame.f_lineno} in {code.co_name})"

@@ -1,0 +1,350 @@
+"""Records one program: opens a window, cuts it at break points, closes it. It cannot replay.
+
+While a builder is open it hangs on the capture scope, where break points find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.device.base import Device, DeviceGraph, Pool, Recording, Stream
+from graphrt.errors import BreakError, CaptureError, EmptyCaptureError
+from graphrt.graphs.externals import External, external, hold, modules_of, tensors_of_modules
+from graphrt.graphs.leaves import (
+    HOST_TYPES,
+    format_call_path,
+    map_tensors,
+    rebuild,
+    tensors_of,
+    walk_call,
+)
+from graphrt.graphs.segments import EagerSegment, GraphSegment, Returned, Segment
+
+
+class ProgramBuilder:
+    """One capture of one callable, on the calling thread and the current stream."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        pool: Pool,
+        stream: Stream,
+        owner: str,
+        mode: RuntimeMode,
+        key: BatchDescriptor,
+        side_streams: Sequence[Stream] = (),
+        generators: Sequence[torch.Generator] = (),
+        observe: bool = True,
+    ) -> None:
+        self.owner = owner
+        self.mode = mode
+        self.key = key
+        self.segments: list[Segment] = []
+        self.outputs: Any = None
+        self.slot_bytes = 0
+        self.slot_addresses: set[int] = set()
+        self.in_gap = False
+        self.gap_writes: list[torch.Tensor] = []
+        """Tensors outside the pool that a gap wrote while it ran at capture."""
+        self.num_inlined = 0
+        self._device = device
+        self._pool = pool
+        self._stream = stream
+        self._side_streams = tuple(side_streams)
+        self._generators = tuple(generators)
+        self._observe = observe
+        self._recording: Recording | None = None
+        self._gap_failure: BaseException | None = None
+
+    @property
+    def graphs(self) -> list[DeviceGraph]:
+        return [item.graph for item in self.segments if isinstance(item, GraphSegment)]
+
+    @property
+    def num_gaps(self) -> int:
+        return len(self.segments) - len(self.graphs)
+
+    @property
+    def cuts(self) -> bool:
+        """True where a break point would end a segment: in a PIECEWISE window of this thread."""
+        return (
+            self.mode is RuntimeMode.PIECEWISE
+            and self._recording is not None
+            and self._device.is_capturing()
+        )
+
+    def record(
+        self,
+        runnable: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        weak_outputs: bool,
+    ) -> None:
+        """Run ``runnable`` once inside windows; fills ``segments`` and ``outputs``.
+
+        An error leaves no window open and no graph alive, and propagates with its place noted.
+        """
+        try:
+            self._open_segment()
+            result = runnable(*args, **kwargs)
+            if self._gap_failure is not None:
+                # The model caught what its gap raised, and went on outside any window.
+                raise self._gap_failure
+            # Inside the window: once the strong output is gone, later captures reuse its bytes.
+            self.outputs = map_tensors(result, self._alias) if weak_outputs else result
+            del result
+            self._close_segment()
+            if not self.graphs:
+                raise EmptyCaptureError(
+                    expected="at least one kernel outside gaps",
+                    found="none",
+                    do="check that the callable works on tensors of this device",
+                )
+        except BaseException as error:  # noqa: BLE001 - raised again below, translated or as it is
+            num_segments = len(self.segments)
+            first = self._abort(error)
+            self._note_place(first, error.__traceback__, runnable, num_segments)
+            try:
+                if first is error:
+                    raise
+                raise first from first.__cause__ or error
+            finally:
+                # This frame is in the error's traceback: together they would be a cycle that
+                # keeps pool memory alive.
+                del first
+        finally:
+            self._gap_failure = None
+
+    def run_gap(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        out: str | None = None,
+        stub: Callable[..., Any] | None = None,
+    ) -> Any:
+        """End the segment, run ``fn`` (or ``stub``) eagerly, append it, open the next segment.
+
+        Returns what ``fn`` returned, its tensors replaced by slots: pool memory that each replay
+        refills and the next graph reads.
+        """
+        self.in_gap = True
+        try:
+            self._close_segment()
+            site = f"segment {len(self.segments)}: {name}"
+            given = list(tensors_of((args, kwargs)))
+            for tensor in given:
+                if self._owns(tensor):
+                    # The kernels before it have not run: zero keeps index-like values in range.
+                    _zero(tensor)
+            versions = [(tensor, _version(tensor)) for tensor in given]
+            result = (stub or fn)(*args, **kwargs)
+            self.gap_writes += [
+                tensor
+                for tensor, version in versions
+                if _version(tensor) != version and not self._owns(tensor)
+            ]
+            returned: list[Returned] = []
+            value = rebuild(result, self._keep_leaf(given, returned))
+            bound = {key: map_tensors(item, self._alias) for key, item in kwargs.items()}
+            if out is not None and out not in kwargs:
+                bound.update(self._slot_for(out, returned, site))
+            self.segments.append(
+                EagerSegment(
+                    fn,
+                    map_tensors(args, self._alias),
+                    bound,
+                    tuple(returned),
+                    site,
+                    writes_out=out is not None,
+                )
+            )
+            self._open_segment()
+        except BaseException as error:
+            self._gap_failure = error
+            raise
+        finally:
+            self.in_gap = False
+        return value
+
+    def externals(
+        self,
+        runnable: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        holds: Sequence[torch.Tensor],
+    ) -> list[External]:
+        """Return everything outside the pool that the program must keep: see ``externals.hold``."""
+        inputs = [
+            external(format_call_path(node.path), node.value)
+            for node in walk_call(args, kwargs)
+            if node.kind == "tensor"
+        ]
+        gaps = [
+            external(segment.site, tensor)
+            for segment in self.segments
+            if isinstance(segment, EagerSegment)
+            for tensor in tensors_of((segment.args, segment.kwargs))
+        ]
+        observed = [
+            external(_describe(use.tensor), use.tensor, written=use.written)
+            for graph in self.graphs
+            for use in graph.externals
+        ]
+        written = [external(_describe(t), t, written=True) for t in self.gap_writes]
+        held = [external(f"holds[{index}]", tensor) for index, tensor in enumerate(holds)]
+        named = tensors_of_modules(modules_of(runnable))
+        return hold([*named, *inputs, *gaps, *held, *observed, *written], self._device.owns)
+
+    def reset(self) -> None:
+        """Destroy what was recorded, newest first."""
+        for graph in reversed(self.graphs):
+            graph.reset()
+        self.segments.clear()
+        self.outputs = None
+
+    def _open_segment(self) -> None:
+        for side in self._side_streams:
+            self._device.order(self._stream, side)
+        label = f"{self.owner} {self.mode.name} {self.key} segment {len(self.segments)}"
+        self._recording = self._device.begin(
+            self._pool, self._stream, label, self._generators, observe=self._observe
+        )
+        # Work on a stream that stays outside the window would run once, now, and be missing from
+        # every replay.
+        for side in self._side_streams:
+            self._device.order(side, self._stream)
+
+    def _close_segment(self) -> None:
+        for side in self._side_streams:
+            self._device.order(self._stream, side)
+        recording, self._recording = self._recording, None
+        assert recording is not None, "a segment is closed only while its window is open"
+        graph = recording.end(allow_empty=True)
+        if graph.num_nodes == 0:
+            graph.reset()
+        else:
+            self.segments.append(GraphSegment(graph))
+
+    def _abort(self, error: BaseException) -> BaseException:
+        recording, self._recording = self._recording, None
+        first = error if recording is None else recording.abort(error)
+        self.reset()
+        return first
+
+    def _owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and self._device.owns(tensor)
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._owns(tensor):
+            return tensor
+        # A tensor born in inference mode could not be written by a gap that runs outside it.
+        with torch.inference_mode(False):
+            return self._device.weak_alias(tensor)
+
+    def _keep_leaf(
+        self, given: Sequence[torch.Tensor], returned: list[Returned]
+    ) -> Callable[[Any, Any], Any]:
+        """Return the function that says, leaf by leaf, what becomes of a gap's result."""
+        addresses = {_storage_address(tensor) for tensor in given} - {0}
+
+        def keep(path: Any, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                if _storage_address(value) in addresses:
+                    returned.append(Returned(path, "passed", self._alias(value)))
+                    return value
+                slot = self._slot(value)
+                returned.append(Returned(path, "slot", self._alias(slot)))
+                return slot
+            is_host = isinstance(value, HOST_TYPES)
+            returned.append(Returned(path, "host" if is_host else "opaque", value))
+            return value
+
+        return keep
+
+    def _slot(self, value: torch.Tensor) -> torch.Tensor:
+        # A broadcast result has fewer bytes than elements; a slot must have room for each.
+        stride = value.contiguous().stride() if 0 in value.stride() else value.stride()
+        with torch.inference_mode(False):
+            slot = self._device.alloc(self._pool, value.shape, stride, value.dtype)
+        with torch.no_grad():
+            slot.copy_(value)
+        self.slot_bytes += slot.untyped_storage().nbytes()
+        self.slot_addresses.add(slot.untyped_storage().data_ptr())
+        return slot
+
+    def _slot_for(
+        self, out: str, returned: Sequence[Returned], site: str
+    ) -> dict[str, torch.Tensor]:
+        if len(returned) == 1 and returned[0].path == () and returned[0].kind == "slot":
+            return {out: returned[0].value}
+        raise BreakError(
+            site,
+            expected=f"one tensor returned where {out!r} is not given",
+            found=", ".join(item.kind for item in returned) or "nothing",
+            do=f"allocate and return the tensor when {out!r} is None, write into it otherwise",
+        )
+
+    def _note_place(
+        self,
+        error: BaseException,
+        trace: TracebackType | None,
+        runnable: Callable[..., Any],
+        segment: int,
+    ) -> None:
+        """Say where the capture stopped; what inner rooms already said stays."""
+        module_path, source = _place_in(trace, runnable)
+        mode, key = self.mode.name, str(self.key)
+        if isinstance(error, CaptureError):
+            error.locate(
+                owner=self.owner, mode=mode, key=key, segment=segment, module_path=module_path
+            )
+            error.source = error.source or source
+            return
+        place = ", ".join(part for part in (module_path, source) if part)
+        error.add_note(f"while capturing {self.owner}, {mode}, {key}, segment {segment}: {place}")
+
+
+def _place_in(trace: TracebackType | None, runnable: Callable[..., Any]) -> tuple[str, str]:
+    """Return the path of the innermost module and the innermost user line of a traceback."""
+    names = {id(module): path for path, module in modules_of(runnable).items()}
+    module_path = source = ""
+    while trace is not None:
+        frame = trace.tb_frame
+        module_path = names.get(id(frame.f_locals.get("self")), module_path)
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "graphrt"):
+            code = frame.f_code
+            source = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return module_path, source
+
+
+def _zero(tensor: torch.Tensor) -> None:
+    """Zero every element; of a broadcast tensor, each byte once."""
+    shape = [
+        1 if step == 0 else size for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    tensor.as_strided(shape, tensor.stride(), tensor.storage_offset()).zero_()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """In-place writes so far; inference tensors do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"

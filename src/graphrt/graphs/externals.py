@@ -1,0 +1,202 @@
+"""Storage that a program touches and the pool does not own: held, named, and asked if it moved.
+
+A program holds the *storage* beside the tensor object, so an address cannot be reused behind its
+back. While it is held, ``untyped_storage()`` of a tensor over it is one and the same object; that
+identity, never an address, decides whether something moved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.graphs.leaves import walk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class External:
+    """One tensor outside the pool. ``name`` is a module path where one is known."""
+
+    name: str
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage | None
+    """None for layouts without one storage (sparse); only the tensor object is held then."""
+    holder: object | None = None
+    attributes: tuple[str, ...] = ()
+    """Where the name is looked up again: ``holder.attributes[0].attributes[1]...``."""
+    touched: bool = True
+    """False: reachable from the callable by name, and the recording did not see it used."""
+    written: bool = False
+
+    def has_moved(self) -> bool:
+        """True if another storage now stands behind the name, or behind the tensor object."""
+        current: Any = self.tensor
+        if self.holder is not None:
+            current = self.holder
+            for attribute in self.attributes:
+                current = getattr(current, attribute, None)
+        if not isinstance(current, torch.Tensor):
+            return True
+        if self.storage is None:
+            return current is not self.tensor
+        return current.untyped_storage() is not self.storage
+
+
+class ExternalsReport(NamedTuple):
+    """What ``check_externals`` found."""
+
+    num_checked: int
+    moved: tuple[str, ...]
+    """Names of the externals that another storage stands behind now."""
+    invalidated: tuple[tuple[str, RuntimeMode, BatchDescriptor], ...]
+    """(owner, mode, key) of the programs that became invalid."""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if every program is as valid as it was."""
+        return not self.moved
+
+
+def external(name: str, tensor: torch.Tensor, **facts: Any) -> External:
+    """Hold ``tensor`` and its storage under ``name``."""
+    storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+    return External(name, tensor, storage, **facts)
+
+
+def modules_of(target: object) -> dict[str, torch.nn.Module]:
+    """Return every module reachable from a callable, by path.
+
+    Followed: modules, wrappers (``runnable``), bound methods, partials, closures, default
+    arguments, and the globals a function names.
+    """
+    found: dict[int, torch.nn.Module] = {}
+    names: dict[str, torch.nn.Module] = {}
+    for prefix, root in _roots(target, "", set()):
+        for path, module in root.named_modules():
+            if id(module) not in found:
+                found[id(module)] = module
+                names[".".join(part for part in (prefix, path) if part)] = module
+    return names
+
+
+def tensors_of_modules(modules: Mapping[str, torch.nn.Module]) -> Iterator[External]:
+    """Yield parameters, buffers and plain tensor attributes of ``modules``, by name."""
+    for path, module in modules.items():
+        for attribute, value in attributes_of(module):
+            if isinstance(value, torch.Tensor):
+                name = ".".join(part for part in (path, attribute) if part)
+                yield from _plain_externals(name, value, module, (attribute,))
+
+
+def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what ``getattr`` finds on a module beside its submodules and its class."""
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+    for attribute, value in vars(module).items():
+        if attribute not in ("_parameters", "_buffers", "_modules"):
+            yield attribute, value
+
+
+def hold(externals: Iterable[External], owns: Callable[[torch.Tensor], bool]) -> list[External]:
+    """Merge ``externals`` by storage; pool-owned ones are left out. Names come before the others.
+
+    The first entry of a storage gives it its name; every later one adds what it knows. Two names
+    of one storage (tied weights) are both kept: either may be replaced.
+    """
+    kept: list[External] = []
+    by_storage: dict[int, list[int]] = {}
+    for item in externals:
+        if item.storage is None:
+            kept.append(item)
+            continue
+        if owns(item.tensor):
+            continue
+        known = by_storage.setdefault(id(item.storage), [])
+        if not known or (item.holder is not None and kept[known[0]].holder is not None):
+            known.append(len(kept))
+            kept.append(item)
+        for index in known:
+            kept[index] = replace(
+                kept[index],
+                touched=kept[index].touched or item.touched,
+                written=kept[index].written or item.written,
+            )
+    return kept
+
+
+def bytes_of(externals: Iterable[External]) -> int:
+    """Bytes of the distinct storages."""
+    storages = {id(item.storage): item.storage for item in externals if item.storage is not None}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def find_holder(address: int, num_bytes: int, target: object) -> str:
+    """Name the module attribute or closure variable that keeps these bytes; empty if unknown."""
+    modules = modules_of(target)
+    places = [
+        (".".join(part for part in (path, attribute) if part), value)
+        for path, module in modules.items()
+        for attribute, value in attributes_of(module)
+    ]
+    for name, value in [*places, *_captured_values(target)]:
+        for node in walk(value):
+            if node.kind == "tensor" and address <= node.value.data_ptr() < address + num_bytes:
+                return name
+    return ""
+
+
+def _plain_externals(
+    name: str, tensor: torch.Tensor, holder: object, attributes: tuple[str, ...]
+) -> Iterator[External]:
+    """A packed tensor (a subclass made of others) stands for the tensors it is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield external(name, tensor, holder=holder, attributes=attributes, touched=False)
+        return
+    inner_names, _ = flatten()
+    for inner in inner_names:
+        yield from _plain_externals(
+            f"{name}.{inner}", getattr(tensor, inner), holder, (*attributes, inner)
+        )
+
+
+def _roots(target: object, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield (prefix, module) for the outermost modules behind a callable."""
+    if id(target) in seen:
+        return
+    seen.add(id(target))
+    if isinstance(target, torch.nn.Module):
+        yield prefix, target
+    elif isinstance(target, functools.partial):
+        for part in (target.func, *target.args, *target.keywords.values()):
+            yield from _roots(part, prefix, seen)
+    elif hasattr(target, "unwrap") and hasattr(target, "runnable"):
+        yield from _roots(target.runnable, prefix, seen)
+    elif hasattr(target, "__func__"):
+        yield from _roots(getattr(target, "__self__", None), prefix, seen)
+    elif hasattr(target, "__code__"):
+        for name, value in _captured_values(target):
+            yield from _roots(value, name, seen)
+
+
+def _captured_values(function: object) -> Iterator[tuple[str, Any]]:
+    """Yield what a Python function carries: closure cells, defaults, globals it names."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    cells = getattr(function, "__closure__", None) or ()
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue  # a variable of an outer function that was not assigned yet
+    defaults = getattr(function, "__defaults__", None) or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
+    yield from (getattr(function, "__kwdefaults__", None) or {}).items()
+    scope = getattr(function, "__globals__", {})
+    yield from ((name, scope[name]) for name in code.co_names if name in scope)
