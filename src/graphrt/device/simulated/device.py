@@ -19,18 +19,15 @@ from graphrt.device.base import DeviceLimits, MemoryReading, Pool, Stream
 from graphrt.device.base import Mark as BaseMark
 from graphrt.device.cuda_query import answering
 from graphrt.device.simulated.kernels import KernelBinder
-from graphrt.device.simulated.memory import Arena, SimulatedPool
-from graphrt.device.simulated.recorder import (
-    SimulatedRecording,
-    Traits,
-    Window,
-    traits_of,
-    without_modes,
-)
+from graphrt.device.simulated.memory import Arena, PoolMemory, SimulatedPool
+from graphrt.device.simulated.modes import without_modes
+from graphrt.device.simulated.operators import Traits, traits_of
+from graphrt.device.simulated.recording import SimulatedRecording
 from graphrt.device.simulated.refusals import Place, user_place
 from graphrt.device.simulated.shapes import ShapeInference
 from graphrt.device.simulated.streams import RaceDetector, SimulatedMark, SimulatedStream
 from graphrt.device.simulated.tape import NODE_BYTES, SimulatedGraph, Workspace
+from graphrt.device.simulated.window import Window
 from graphrt.errors import (
     AmbientError,
     CaptureError,
@@ -120,9 +117,7 @@ class SimulatedDevice:
         self._limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=num_sms)
         self._driver_bytes = driver_bytes
         self._traits: dict[Any, Traits] = {}
-        self._pools: list[SimulatedPool] = []
-        self._num_pools = 0
-        self._quarantine: list[Arena] = []
+        self._pools: list[PoolMemory] = []
         self._graphs: list[SimulatedGraph] = []
         self._default_stream = SimulatedStream("default")
         self._streams: dict[str, SimulatedStream] = {}
@@ -221,7 +216,7 @@ class SimulatedDevice:
     ) -> SimulatedRecording:
         """See ``base.Device.begin``. Generators need no declaration: replays draw from them."""
         self._check_open()
-        ours, memory = _ours(stream), self._own_pool(pool)
+        ours, memory = _ours(stream), self._memory_of(pool)
         if self.is_capturing() or memory.in_window or ours.window is not None:
             raise CaptureInProgressError(
                 f"{label}: a window is open already",
@@ -257,13 +252,14 @@ class SimulatedDevice:
 
     @contextmanager
     def inside(self, window: Window) -> Iterator[None]:
-        """The calling thread works for ``window``."""
+        """The calling thread works for ``window``, on its stream unless it is on one it forked."""
         before = self._thread.get()
-        self._thread.set(before._replace(window=window))
+        stream = before.stream if before.stream.window is window else window.stream
+        self._thread.set(before._replace(window=window, stream=stream))
         try:
             yield
         finally:
-            self._thread.set(self._thread.get()._replace(window=before.window))
+            self._thread.set(before)
 
     def enter_window(self, window: Window) -> None:
         window.pool.open_window()
@@ -294,24 +290,23 @@ class SimulatedDevice:
     def new_pool(self, handle: Any = None) -> SimulatedPool:
         self._check_open()
         if handle is not None:
-            for pool in self._pools:
-                if pool.handle == handle:
-                    return pool
+            for known in self._pools:
+                if known.handle == handle and known.num_views:
+                    return SimulatedPool(known)
             raise ConfigError(
                 "a pool handle that this device does not know",
-                expected=f"one of {[pool.handle for pool in self._pools]}",
+                expected=f"one of {[known.handle for known in self._pools if known.num_views]}",
                 found=repr(handle),
                 do="take it from pool.handle of a pool that was not released.",
             )
-        self._num_pools += 1
-        pool = SimulatedPool((0, self._num_pools))
-        self._pools.append(pool)
-        return pool
+        # Released memory stays in the list: what still points into it reads poison.
+        self._pools.append(PoolMemory((0, len(self._pools) + 1)))
+        return SimulatedPool(self._pools[-1])
 
     def alloc(
         self, pool: Pool, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        memory = self._own_pool(pool)
+        memory = self._memory_of(pool)
         place = user_place()
         with torch.inference_mode(False), torch.no_grad():
             tensor, _ = memory.allocate(tuple(size), tuple(stride), dtype, str(place), None)
@@ -341,7 +336,7 @@ class SimulatedDevice:
         self.workspaces.clear()
 
     def memory(self, pool: Pool | None = None) -> MemoryReading:
-        reserved = sum(one.bytes() for one in self._pools if not one.released)
+        reserved = sum(one.bytes() for one in self._pools)
         nodes = sum(graph.num_nodes for graph in self._graphs)
         return MemoryReading(
             free_bytes=max(self._driver_bytes - reserved - nodes * NODE_BYTES, 0),
@@ -398,29 +393,28 @@ class SimulatedDevice:
             )
         for graph in list(self._graphs):
             graph.reset()
-        for pool in self._pools:
-            pool.release()
-        self._pools = []
+        for memory in self._pools:
+            memory.num_views = 0
+            memory.release()
         self._is_closed = True
 
     def _arena_at(self, address: int) -> Arena | None:
-        for pool in self._pools:
-            if not pool.released:
-                arena = pool.arena_at(address)
-                if arena is not None:
-                    return arena
+        for memory in self._pools:
+            arena = memory.arena_at(address) if memory.num_views else None
+            if arena is not None:
+                return arena
         return None
 
-    def _own_pool(self, pool: Pool) -> SimulatedPool:
+    def _memory_of(self, pool: Pool) -> PoolMemory:
         assert isinstance(pool, SimulatedPool), "a pool belongs to the device that made it"
-        if pool.released:
+        if pool.released or not pool.memory.num_views:
             raise LifetimeError(
                 "a released pool",
                 expected="a pool that was not released",
                 found=f"pool {pool.handle}",
                 do="make a new one: device.new_pool().",
             )
-        return pool
+        return pool.memory
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -70,7 +70,8 @@ def _arrival(
         with torch._C._InferenceMode(True), torch._C.DisableTorchFunction(), _probing():
             function(*args, **kwargs)
     except _Arrived as arrived:
-        return arrived
+        # Its frames lead back to ours, and would keep the tensors of the user's call alive.
+        return arrived.with_traceback(None)
     except (TypeError, RuntimeError, NotImplementedError):
         return None  # The binding takes other arguments: it is not the one.
     return None

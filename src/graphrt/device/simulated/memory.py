@@ -158,20 +158,16 @@ class Arena:
         self.free = kept
 
 
-class SimulatedPool:
-    """Memory shared by the graphs that are recorded into it. See ``base.Pool``."""
+class PoolMemory:
+    """The arenas and blocks behind a pool, however many views of it there are."""
 
     def __init__(self, handle: tuple[int, int]) -> None:
-        self._handle = handle
+        self.handle = handle
         self.arenas: list[Arena] = []
         self.live: dict[int, LiveBlock] = {}
         """By address."""
         self.in_window = False
-        self.released = False
-
-    @property
-    def handle(self) -> tuple[int, int]:
-        return self._handle
+        self.num_views = 0
 
     def arena_at(self, address: int) -> Arena | None:
         for arena in self.arenas:
@@ -179,31 +175,11 @@ class SimulatedPool:
                 return arena
         return None
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return not self.released and self.arena_at(tensor.untyped_storage().data_ptr()) is not None
-
-    def live_blocks(self) -> Sequence[Block]:
-        self.poll()
-        return [
-            Block(address, block.num_bytes, block.source)
-            for address, block in sorted(self.live.items())
-        ]
-
     def bytes(self) -> int:
         self.poll()
         return sum(arena.top for arena in self.arenas)
 
     def release(self) -> None:
-        if self.in_window:
-            raise LifetimeError(
-                "a pool cannot be released while a window records into it",
-                expected="every recording ended or aborted",
-                found=f"pool {self.handle} has an open window",
-                do="end or abort the recording first.",
-            )
-        if self.released:
-            return
-        self.released = True
         for arena in self.arenas:
             arena.poison(0, arena.top)
             arena.top = arena.kept_top = 0
@@ -319,3 +295,50 @@ class SimulatedPool:
         self.arenas.append(arena)
         arena.top = num_bytes
         return arena, 0
+
+
+class SimulatedPool:
+    """Memory shared by the graphs that are recorded into it. See ``base.Pool``.
+
+    Several pools may be views of the same memory; the last one that is released gives it up.
+    """
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self.memory = memory
+        self.released = False
+        memory.num_views += 1
+
+    @property
+    def handle(self) -> tuple[int, int]:
+        return self.memory.handle
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        return not self.released and self.memory.arena_at(address) is not None
+
+    def live_blocks(self) -> Sequence[Block]:
+        if self.released:
+            return []
+        self.memory.poll()
+        return [
+            Block(address, block.num_bytes, block.source)
+            for address, block in sorted(self.memory.live.items())
+        ]
+
+    def bytes(self) -> int:
+        return 0 if self.released else self.memory.bytes()
+
+    def release(self) -> None:
+        if self.released:
+            return
+        if self.memory.in_window:
+            raise LifetimeError(
+                "a pool cannot be released while a window records into it",
+                expected="every recording ended or aborted",
+                found=f"pool {self.handle} has an open window",
+                do="end or abort the recording first.",
+            )
+        self.released = True
+        self.memory.num_views -= 1
+        if not self.memory.num_views:
+            self.memory.release()

@@ -7,7 +7,9 @@ them. Anything else is judged by the tags that torch puts on its operators.
 from __future__ import annotations
 
 import linecache
+import os
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -17,11 +19,16 @@ import torch
 
 from graphrt.errors import ForbiddenOperationError
 
-_LIBRARIES = (
-    str(Path(torch.__file__).parent) + "/",
-    str(Path(__file__).parent.parent.parent) + "/",
-    "<graphrt",
-)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_GRAPHRT = str(Path(__file__).parents[2]) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+
+def _is_user_code(file: str) -> bool:
+    if file.startswith((_TORCH, _GRAPHRT, "<frozen")):
+        return False
+    # Installed packages may lie inside the folder of the standard library.
+    return not file.startswith(_STANDARD) or "site-packages" in file
 
 
 class Place(NamedTuple):
@@ -40,12 +47,12 @@ class Place(NamedTuple):
 
 
 def user_place() -> Place:
-    """The innermost frame of the calling thread that is neither torch's nor ours."""
+    """The innermost frame of the thread that is not torch's, ours or the standard library's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_LIBRARIES):
-            return Place(code.co_filename, frame.f_lineno, code.co_qualname)
+        if _is_user_code(code.co_filename):
+            return Place(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
     return Place("", 0, "")
 

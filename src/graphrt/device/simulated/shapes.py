@@ -78,25 +78,9 @@ class ShapeInference:
         the shape depends on data or an argument would be resized. What the operator itself says
         about wrong arguments passes unchanged.
         """
-        fakes: dict[int, FakeTensor] = {}
-        order: list[torch.Tensor] = []
-
-        def fake(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                known = fakes.get(id(value))
-                if known is None:
-                    meta = torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device="meta"
-                    )
-                    known = fakes[id(value)] = FakeTensor(self._mode, meta, value.device)
-                    order.append(value)
-                return known
-            if isinstance(value, (list, tuple)):
-                return type(value)(map(fake, value)) if type(value) in (list, tuple) else value
-            return value
-
-        fake_args = [fake(one) for one in args]
-        fake_kwargs = {name: fake(one) for name, one in kwargs.items()}
+        fakes = _Fakes(self._mode)
+        fake_args = [fakes.of(one) for one in args]
+        fake_kwargs = {name: fakes.of(one) for name, one in kwargs.items()}
         try:
             with self._mode:
                 result = func(*fake_args, **fake_kwargs)
@@ -117,23 +101,44 @@ class ShapeInference:
                 operation=str(func),
                 source=f"{place}: {place.text}",
             ) from error
-        for tensor in order:
-            after = fakes[id(tensor)]
-            if after.shape != tensor.shape:
-                why = f"it resizes an argument from {tuple(tensor.shape)} to {tuple(after.shape)}"
+        for shape, after in zip(fakes.shapes, fakes.tensors, strict=True):
+            if after.shape != shape:
+                why = f"it resizes an argument from {tuple(shape)} to {tuple(after.shape)}"
                 raise refuse(Why(str(func), why, "pass a tensor of the right size."))
-        storages = {
-            fakes[id(tensor)].untyped_storage()._cdata: at for at, tensor in enumerate(order)
-        }
+        return fakes.describe(result)
 
-        def describe(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                at = storages.get(value.untyped_storage()._cdata)
-                if at is None:
-                    return meta_of(value) if value.device.type == "cpu" else value.device
-                return AliasOf(at, value is fakes[id(order[at])])
-            if isinstance(value, (list, tuple)):
-                return [describe(one) for one in value]
-            return value
 
-        return describe(result)
+class _Fakes:
+    """The fake tensors of one call, one for each tensor object."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.tensors: list[FakeTensor] = []
+        self.shapes: list[torch.Size] = []
+        self._mode = mode
+        self._by_id: dict[int, FakeTensor] = {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = self._by_id.get(id(value))
+            if known is None:
+                meta = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device="meta"
+                )
+                known = self._by_id[id(value)] = FakeTensor(self._mode, meta, value.device)
+                self.tensors.append(known)
+                self.shapes.append(value.shape)
+            return known
+        if type(value) in (list, tuple):
+            return type(value)([self.of(one) for one in value])
+        return value
+
+    def describe(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()._cdata
+            for at, argument in enumerate(self.tensors):
+                if argument.untyped_storage()._cdata == storage:
+                    return AliasOf(at, value is argument)
+            return meta_of(value) if value.device.type == "cpu" else value.device
+        if isinstance(value, (list, tuple)):
+            return [self.describe(one) for one in value]
+        return value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from graphrt.errors import StreamRaceError
 
 if TYPE_CHECKING:
-    from graphrt.device.simulated.recorder import Window
+    from graphrt.device.simulated.window import Window
 
 
 class SimulatedStream:

@@ -20,7 +20,7 @@ from graphrt.errors import DeviceReplayError, RetiredProgramError
 
 if TYPE_CHECKING:
     from graphrt.device.simulated.device import SimulatedDevice
-    from graphrt.device.simulated.memory import LiveBlock, SimulatedPool
+    from graphrt.device.simulated.memory import LiveBlock, PoolMemory
 
 NODE_BYTES = 1843
 """Driver memory for each node: 1.8 KiB, measured on an H200."""
@@ -69,7 +69,7 @@ class SimulatedGraph:
     def __init__(
         self,
         device: SimulatedDevice,
-        pool: SimulatedPool,
+        pool: PoolMemory,
         label: str,
         nodes: Sequence[Node],
         *,

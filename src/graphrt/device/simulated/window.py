@@ -1,30 +1,23 @@
 """The open window: what torch is asked to do is written to the tape instead.
 
-Two modes stand in its way. The dispatch mode sees every operator: views run for real on poisoned
-pool memory (they move no data), kernels are recorded and their results allocated. The function
-mode sees the calls that Python answers without asking the dispatcher, such as ``tolist``.
+Views run for real, on poisoned pool memory, because they move no data. Kernels are recorded, and
+their results allocated. Functions here that call themselves are no closures: such a closure is a
+cycle, and would keep the tensors of a call alive until a collection.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
 
 from graphrt.device.base import ExternalUse
 from graphrt.device.simulated import refusals
 from graphrt.device.simulated.kernels import Call
 from graphrt.device.simulated.memory import LiveBlock, extent_bytes
-from graphrt.device.simulated.refusals import Place, Why, refuse, user_place
+from graphrt.device.simulated.operators import Operator, Traits
+from graphrt.device.simulated.refusals import Place, refuse, user_place
 from graphrt.device.simulated.shapes import AliasOf, OutMeta, meta_of, signature, tensors_in
 from graphrt.device.simulated.streams import Access, RaceDetector, SimulatedStream
 from graphrt.device.simulated.tape import Node, SimulatedGraph, Workspace
@@ -39,76 +32,7 @@ from graphrt.errors import (
 
 if TYPE_CHECKING:
     from graphrt.device.simulated.device import SimulatedDevice
-    from graphrt.device.simulated.memory import SimulatedPool
-
-Operator = torch._ops.OpOverload
-
-_MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv"})
-
-
-class Traits(NamedTuple):
-    """What the schema and tags of an operator say, whatever its arguments are."""
-
-    refusal: Why | None
-    judged_by_arguments: bool
-    is_composite: bool
-    runs_for_real: bool
-    """It moves no data: a view, a change of metadata, a question about metadata."""
-    only_allocates: bool
-    bakes: bool
-    written: tuple[int | str, ...]
-    """Positions, and names of keyword arguments, that it writes."""
-    returns_written: tuple[int | str | None, ...]
-    """For each result the argument that it is; None: something new."""
-    uses_rng: bool
-    takes_workspace: bool
-
-
-_ALLOCATORS = frozenset(
-    {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::empty_permuted"}
-    | {"aten::new_empty", "aten::new_empty_strided"}
-)
-_PASSED_THROUGH = frozenset({"profiler", "prim"})
-
-
-def traits_of(func: Operator) -> Traits:
-    schema = func._schema
-    tags = {tag.name for tag in func.tags}
-    written: list[int | str] = []
-    by_alias: dict[str, int | str] = {}
-    for at, argument in enumerate(schema.arguments):
-        place: int | str = argument.name if argument.kwarg_only else at
-        info = argument.alias_info
-        if info is not None and info.is_write:
-            written.append(place)
-            by_alias.update(dict.fromkeys(info.before_set, place))
-    views = [one.alias_info is not None and not one.alias_info.is_write for one in schema.returns]
-    returns_written: list[int | str | None] = []
-    for one in schema.returns:
-        info = one.alias_info
-        sets = list(info.before_set) if info is not None and info.is_write else []
-        returns_written.append(by_alias[sets[0]] if sets else None)
-    returns_tensors = any("Tensor" in str(one.type) for one in schema.returns)
-    asks_metadata = bool(schema.returns) and not returns_tensors and not written
-    return Traits(
-        refusal=refusals.refusal_of(func),
-        judged_by_arguments=refusals.is_judged_by_arguments(func),
-        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        ),
-        runs_for_real=(
-            any(views)
-            or "inplace_view" in tags
-            or asks_metadata
-            or func.namespace in _PASSED_THROUGH
-        ),
-        only_allocates=schema.name in _ALLOCATORS and not written,
-        bakes=schema.name in ("aten::lift_fresh", "aten::lift"),
-        written=tuple(written),
-        returns_written=tuple(returns_written),
-        uses_rng="nondeterministic_seeded" in tags,
-        takes_workspace=schema.name in _MATMULS,
-    )
+    from graphrt.device.simulated.memory import PoolMemory
 
 
 class External:
@@ -136,7 +60,7 @@ class Window:
     def __init__(
         self,
         device: SimulatedDevice,
-        pool: SimulatedPool,
+        pool: PoolMemory,
         stream: SimulatedStream,
         label: str,
         observe: bool,
@@ -246,16 +170,7 @@ class Window:
         storages = {one.untyped_storage()._cdata for one in found}
         computed = func(*args, **kwargs)
 
-        def describe(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if value.untyped_storage()._cdata in storages:
-                    return AliasOf(0, False)
-                return meta_of(value) if value.device.type == "cpu" else value.device
-            if isinstance(value, (list, tuple)):
-                return [describe(one) for one in value]
-            return value
-
-        return self._strip_written(describe(computed), traits), computed
+        return self._strip_written(_described(computed, storages), traits), computed
 
     @staticmethod
     def _strip_written(results: Any, traits: Traits) -> Any:
@@ -422,7 +337,13 @@ class Window:
                     Access(start, start + length, is_written, operation, str(place), tick),
                 )
 
-    # Test switches.
+    # Errors, and test switches.
+
+    def fail(self, error: GraphrtError) -> None:
+        """A stream that met an error captures no more, even if the caller goes on."""
+        if self.first_error is None:
+            self.first_error = error
+            error.found = f"{error.found}, while recording {self.label!r}"
 
     def _fail_if_asked(self, at: int, fault: int | None, what: str, place: Place) -> None:
         if at != fault:
@@ -550,6 +471,17 @@ class Window:
         return [(start, whole) for (start, _), whole in ranges.items()]
 
 
+def _described(value: Any, storages: set[int]) -> Any:
+    """A computed result, as ``ShapeInference`` would describe it."""
+    if isinstance(value, torch.Tensor):
+        if value.untyped_storage()._cdata in storages:
+            return AliasOf(0, False)
+        return meta_of(value) if value.device.type == "cpu" else value.device
+    if isinstance(value, (list, tuple)):
+        return [_described(one, storages) for one in value]
+    return value
+
+
 class _Opaque:
     """An opaque call at replay: its results go where the capture said."""
 
@@ -599,25 +531,32 @@ def _rebuild(
 ) -> Any:
     """The operator's result: fresh tensors, and written arguments in their places."""
 
-    def fresh(one: Any) -> Any:
-        if type(one) is list:
-            return [fresh(leaf) for leaf in one]
-        tensor = next(tensors)
-        return one if tensor is None else tensor
-
-    def argument(place: int | str) -> Any:
-        return args[place] if isinstance(place, int) and place < len(args) else kwargs[str(place)]
-
     places = traits.returns_written
     if len(places) == 0:
         return None
     if len(places) == 1:
-        return argument(places[0]) if places[0] is not None else fresh(results)
-    whole = [
-        argument(place) if place is not None else fresh(one)
-        for place, one in zip(places, results, strict=True)
-    ]
-    return tuple(whole)
+        return (
+            _filled(results, tensors) if places[0] is None else _argument(places[0], args, kwargs)
+        )
+    return tuple(
+        [
+            _filled(one, tensors) if place is None else _argument(place, args, kwargs)
+            for place, one in zip(places, results, strict=True)
+        ]
+    )
+
+
+def _filled(result: Any, tensors: Iterator[torch.Tensor | None]) -> Any:
+    # Not a closure: one that names itself is a cycle, and would keep blocks alive until a
+    # collection.
+    if type(result) is list:
+        return [_filled(one, tensors) for one in result]
+    tensor = next(tensors)
+    return result if tensor is None else tensor
+
+
+def _argument(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def _refill(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
@@ -629,181 +568,3 @@ def _refill(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
             type(structure)(*filled) if hasattr(structure, "_fields") else type(structure)(filled)
         )
     return structure
-
-
-class DispatchRecorder(TorchDispatchMode):
-    """Every operator of the thread it is entered in."""
-
-    def __init__(self, window: Window) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.window = window
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        window = self.window
-        try:
-            with torch._C.DisableTorchFunction():
-                return window.handle(func, args, kwargs or {}, lambda: self)
-        except GraphrtError as error:
-            # A stream that met an error captures no more, even if the caller goes on.
-            window.first_error = window.first_error or error
-            raise
-
-
-class FunctionRecorder(TorchFunctionMode):
-    """The calls that Python answers without asking the dispatcher."""
-
-    def __init__(self, window: Window) -> None:
-        super().__init__()
-        self.window = window
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        judge = _JUDGES.get(func)
-        if judge is not None:
-            judge(self.window, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _refuse_in(window: Window, why: Why) -> None:
-    error = refuse(why)
-    window.first_error = window.first_error or error
-    raise error
-
-
-def _judge_plain(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    _refuse_in(window, refusals.BY_FUNCTION[func])
-
-
-def _judge_cpu(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    # Born in the window, so certainly on the device. Of other tensors the simulation cannot know.
-    with torch._C.DisableTorchFunction():
-        if window.pool.owns(args[0]):
-            _refuse_in(window, refusals.CPU)
-
-
-def _judge_split(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    sections = [*args[1:2], *[kwargs[k] for k in kwargs if k != "dim"]]
-    if any(isinstance(one, torch.Tensor) for one in sections):
-        _refuse_in(window, refusals.TENSOR_SPLIT)
-
-
-def _judge_baked(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    data = args[0] if args else kwargs.get("data")
-    if isinstance(data, torch.Tensor):
-        return
-    if window.device.strict:
-        _refuse_in(window, refusals.BAKED_TENSOR)
-    place = user_place()
-    why = refusals.BAKED_TENSOR
-    warnings.warn_explicit(
-        f"{why.operation} while capturing: {why.why}, at {place}: {place.text}",
-        UserWarning,
-        place.file or "<unknown>",
-        place.line,
-    )
-
-
-_JUDGES: dict[Any, Callable[[Window, Any, tuple[Any, ...], Any], None]] = {
-    **dict.fromkeys(refusals.BY_FUNCTION, _judge_plain),
-    torch.Tensor.cpu: _judge_cpu,
-    torch.tensor_split: _judge_split,
-    torch.Tensor.tensor_split: _judge_split,
-    torch.tensor: _judge_baked,
-    torch.as_tensor: _judge_baked,
-}
-
-
-class SimulatedRecording:
-    """An open window. See ``base.Recording``."""
-
-    def __init__(self, window: Window) -> None:
-        self._window = window
-        self._modes = ExitStack()
-        window.device.enter_window(window)
-        self._modes.enter_context(self._recording())
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """The modes of one thread."""
-        window = self._window
-        with ExitStack() as stack:
-            stack.enter_context(window.device.answering_capture())
-            if window.device.alarm is not None:
-                stack.enter_context(window.device.alarm(lambda: window.in_opaque))
-            stack.enter_context(_on_stack(DispatchRecorder(window)))
-            stack.enter_context(_on_stack(FunctionRecorder(window)))
-            yield
-
-    def end(self, allow_empty: bool = False) -> SimulatedGraph:
-        window = self._window
-        if not window.is_open:
-            raise CaptureError(
-                f"{window.label}: the window is closed already",
-                expected="an open window",
-                found="one that was ended or aborted",
-                do="begin a new recording.",
-            )
-        self._modes.close()
-        graph = None
-        try:
-            graph = window.finish(allow_empty)
-        finally:
-            window.device.leave_window(window, graph)
-        return graph
-
-    def abort(self, first_error: BaseException) -> BaseException:
-        window = self._window
-        if window.is_open:
-            self._modes.close()
-            window.device.leave_window(window, None)
-        return first_error
-
-    @contextmanager
-    def join_thread(self) -> Iterator[None]:
-        window = self._window
-        with window.device.inside(window), self._recording():
-            yield
-
-    def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
-        window = self._window
-        try:
-            with without_modes():
-                return window.opaque(fn, args, out_meta)
-        except GraphrtError as error:
-            window.first_error = window.first_error or error
-            raise
-
-
-@contextmanager
-def _on_stack(mode: TorchDispatchMode | TorchFunctionMode) -> Iterator[None]:
-    """Enter ``mode``, and leave it again from wherever it then stands in the stack of modes.
-
-    A window may end deep in the caller's code, inside a mode of the caller's that stays.
-    """
-    kind: Any = TorchDispatchMode if isinstance(mode, TorchDispatchMode) else TorchFunctionMode
-    stack: Callable[[], list[Any]] = (
-        _get_current_dispatch_mode_stack
-        if isinstance(mode, TorchDispatchMode)
-        else _get_current_function_mode_stack
-    )
-    kind.__enter__(mode)
-    try:
-        yield
-    finally:
-        above = []
-        while stack()[-1] is not mode:
-            above.append(stack()[-1])
-            kind.__exit__(above[-1], None, None, None)
-        kind.__exit__(mode, None, None, None)
-        for other in reversed(above):
-            kind.__enter__(other)
-
-
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """The calling thread's recorders see nothing while this is entered."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield

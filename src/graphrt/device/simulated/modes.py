@@ -1,0 +1,150 @@
+"""The two modes that stand between the user's code and torch while a window is open.
+
+The dispatch mode sees every operator. The function mode sees the calls that Python answers without
+asking the dispatcher, such as ``tolist``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+from graphrt.device.simulated import refusals
+from graphrt.device.simulated.refusals import Why, refuse, user_place
+from graphrt.device.simulated.window import Window
+from graphrt.errors import ForbiddenOperationError, GraphrtError
+
+
+class DispatchRecorder(TorchDispatchMode):
+    """Every operator of the thread it is entered in."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.window = window
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        window = self.window
+        try:
+            with torch._C.DisableTorchFunction():
+                return window.handle(func, args, kwargs or {}, lambda: self)
+        except GraphrtError as error:
+            window.fail(error)
+            # Our own frames would keep the tensors of this call alive with the error.
+            del args, kwargs
+            raise error.with_traceback(None)  # noqa: B904  # the cause is set already
+
+
+class FunctionRecorder(TorchFunctionMode):
+    """The calls that Python answers without asking the dispatcher."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        judge = _JUDGES.get(func)
+        try:
+            if judge is not None:
+                judge(self.window, func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+        except ForbiddenOperationError as error:
+            del args, kwargs  # As above.
+            raise error.with_traceback(None)  # noqa: B904
+
+
+def _refuse_in(window: Window, why: Why) -> None:
+    error = refuse(why)
+    window.fail(error)
+    raise error
+
+
+def _judge_plain(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    _refuse_in(window, refusals.BY_FUNCTION[func])
+
+
+def _judge_cpu(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    # Born in the window, so certainly on the device. Of other tensors the simulation cannot know.
+    with torch._C.DisableTorchFunction():
+        if window.device.owns(args[0]):
+            _refuse_in(window, refusals.CPU)
+
+
+def _judge_split(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    sections = [*args[1:2], *[kwargs[k] for k in kwargs if k != "dim"]]
+    if any(isinstance(one, torch.Tensor) for one in sections):
+        _refuse_in(window, refusals.TENSOR_SPLIT)
+
+
+def _judge_baked(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    data = args[0] if args else kwargs.get("data")
+    if isinstance(data, torch.Tensor):
+        return
+    if window.device.strict:
+        _refuse_in(window, refusals.BAKED_TENSOR)
+    place = user_place()
+    why = refusals.BAKED_TENSOR
+    warnings.warn_explicit(
+        f"{why.operation} while capturing: {why.why}, at {place}: {place.text}",
+        UserWarning,
+        place.file or "<unknown>",
+        place.line,
+    )
+
+
+_JUDGES: Mapping[Any, Callable[[Window, Any, tuple[Any, ...], Any], None]] = MappingProxyType(
+    {
+        **dict.fromkeys(refusals.BY_FUNCTION, _judge_plain),
+        torch.Tensor.cpu: _judge_cpu,
+        torch.tensor_split: _judge_split,
+        torch.Tensor.tensor_split: _judge_split,
+        torch.tensor: _judge_baked,
+        torch.as_tensor: _judge_baked,
+    }
+)
+
+
+@contextmanager
+def on_stack(mode: TorchDispatchMode | TorchFunctionMode) -> Iterator[None]:
+    """Enter ``mode``, and leave it again from wherever it then stands in the stack of modes.
+
+    A window may end deep in the caller's code, inside a mode of the caller's that stays.
+    """
+    kind: Any = TorchDispatchMode if isinstance(mode, TorchDispatchMode) else TorchFunctionMode
+    stack: Callable[[], list[Any]] = (
+        _get_current_dispatch_mode_stack
+        if isinstance(mode, TorchDispatchMode)
+        else _get_current_function_mode_stack
+    )
+    kind.__enter__(mode)
+    try:
+        yield
+    finally:
+        above = []
+        while stack()[-1] is not mode:
+            above.append(stack()[-1])
+            kind.__exit__(above[-1], None, None, None)
+        kind.__exit__(mode, None, None, None)
+        for other in reversed(above):
+            kind.__enter__(other)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """The calling thread's recorders see nothing while this is entered."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
