@@ -119,9 +119,9 @@ class CUDADevice:
         try:
             _own(stream).torch_stream.wait_event(mark.event)
         except RuntimeError as error:
-            failure = translate(error, f"stream {stream.name!r} waits for a mark")
+            failure = translate(error, f"wait of stream {stream.name!r} for a mark")
             if isinstance(failure, CaptureError) and not failure.source:
-                failure.source, _ = user_source()
+                failure.source = user_source().place
             raise failure from failure.__cause__
 
     def order(self, after: Stream, before: Stream) -> None:
@@ -181,15 +181,13 @@ class CUDADevice:
         return tensor
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor over the bytes of ``tensor``, if they are the pool's; else ``tensor``.
-
-        Whether it is an inference tensor is decided by the mode this is called in.
-        """
+        """A plain tensor over the bytes of ``tensor``, if they are the pool's; else ``tensor``."""
         if not self.owns(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        # Neither the observer nor a mode of the caller's shall take this for an operation.
-        with torch._C._DisableTorchDispatch():
+        # Neither the observer nor a mode of the caller's shall take this for an operation; and a
+        # tensor born in inference mode cannot be written outside it.
+        with torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
             bare = private.aliasing_storage(storage.data_ptr(), storage.nbytes(), tensor.device)
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 cast(Any, bare), tensor.storage_offset(), tensor.size(), tensor.stride()

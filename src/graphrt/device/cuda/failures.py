@@ -140,10 +140,11 @@ def error_code(error: BaseException) -> int | None:
     return FORBIDDEN if refused else None
 
 
-def translate(error: BaseException, subject: str, operation: str = "") -> BaseException:
+def translate(error: BaseException, operation: str = "") -> BaseException:
     """``error`` as a ``CaptureError`` with ``error`` as its cause, if it is the device's own.
 
-    ``operation``: what failed, where that is known better than from the source line.
+    ``operation``: what failed, where that is known better than from the source line. Which window
+    it was, the builder adds: it knows owner, mode and key.
     Anything else, errors of graphrt among it, is returned itself.
     """
     code = error_code(error)
@@ -157,17 +158,21 @@ def translate(error: BaseException, subject: str, operation: str = "") -> BaseEx
     undeclared = _REFUSED_GENERATOR.search(text) is not None
     meaning = _UNDECLARED_GENERATOR if undeclared else _BY_CODE.get(code or 0)
     kind = meaning.kind if meaning else CaptureError
-    source, line = user_source(error)
-    first_line = text.strip().partition("\n")[0]
-    where = f" at {source}" if source else ""
-    quoted = f": {line}" if line else ""
+    source = user_source(error)
+    reason = text.strip().partition("\n")[0].removeprefix("CUDA error: ")
+    what = operation or source.line
+    where = f", at {source.place}" if source.place else ""
+    if kind is ForbiddenOperationError:
+        subject = f"operation {what} is not permitted while capturing: {reason}{where}"
+    else:
+        subject = f"{reason}{where}"
     translated = kind(
         subject,
         expected=meaning.expected if meaning else "every operation of the window to succeed",
-        found=f"{operation or first_line}{where}{quoted}",
+        found=what or reason,
         do=meaning.do if meaning else "see the cause; nothing of this window was kept",
-        operation=operation or line or first_line,
-        source=source,
+        operation=what or reason,
+        source=source.place,
     )
     translated.__cause__ = error
     return translated
@@ -196,17 +201,25 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(("<", *_OURS))
 
 
-def user_source(error: BaseException | None = None) -> tuple[str, str]:
-    """The innermost frame outside torch and graphrt, as ``file:line in function``, and its text.
+class Source(NamedTuple):
+    """A line of the user's: ``file:number in function: line``, and the line alone."""
 
-    Looked for in the traceback of ``error``; without one, among the callers. Empty if none is.
+    place: str
+    line: str
+
+
+def user_source(error: BaseException | None = None) -> Source:
+    """The innermost line outside torch and graphrt; empty if there is none.
+
+    Looked for in the traceback of ``error``; without one, among the callers.
     """
-    for frame, line in _frames(error):
-        filename = frame.f_code.co_filename
-        if is_user_file(filename):
-            place = f"{filename}:{line} in {frame.f_code.co_name}"
-            return place, linecache.getline(filename, line).strip()
-    return "", ""
+    for frame, number in _frames(error):
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            line = linecache.getline(code.co_filename, number).strip()
+            place = f"{code.co_filename}:{number} in {code.co_qualname}"
+            return Source(f"{place}: {line}" if line else place, line)
+    return Source("", "")
 
 
 def _frames(error: BaseException | None) -> Iterator[tuple[FrameType, int]]:

@@ -128,11 +128,11 @@ class Observer(TorchDispatchMode):
 def _enter(mode: TorchDispatchMode) -> None:
     # The base class's own step, whatever the mode adds: it keeps torch's flags, which say whether
     # any mode is active, in agreement with the stack.
-    TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    TorchDispatchMode.__enter__(mode)
 
 
 def _leave(mode: TorchDispatchMode) -> None:
-    TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]  # as above
+    TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

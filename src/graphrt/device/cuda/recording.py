@@ -160,7 +160,7 @@ class CUDARecording:
             )
         except RuntimeError as error:
             self._unwind()
-            failure = translate(error, self._label)
+            failure = translate(error)
             raise failure from failure.__cause__
         self.is_open = True
         self._pool.is_recording = True
@@ -255,8 +255,8 @@ class CUDARecording:
         ledger = self._ledger
         first = ledger.first_error
         if first is not None and (first is error or error_code(error) == ECHO):
-            return translate(first, self._label, ledger.failed_operation)
-        return translate(error, self._label)
+            return translate(first, ledger.failed_operation)
+        return translate(error)
 
     def _drop(self) -> None:
         try:
