@@ -36,6 +36,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_DECIDING_ATTENTION = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -91,14 +92,15 @@ def checkpoint_dtype(directory: str | Path) -> torch.dtype:
 def random_weights(model: CausalLM, seed: int) -> None:
     """Fill ``model`` with random weights: the same for every device, and up to rounding, dtype.
 
-    Projections keep the scale of what passes through. Embeddings are small beside what the layers
-    add, so that a token is decided by its context and not by itself, even where the output
-    projection is the embedding table. Norms vary around 1.
+    Projections keep the scale of what passes through, and norms vary around 1. Embeddings are small
+    beside what the layers add, so that a token does not simply repeat itself where the output
+    projection is the embedding table. Queries and keys are large, so that attention picks a few
+    tokens: where it averages, the last token decides the next, and texts soon run in circles.
     """
     with torch.no_grad():
         for name, shape, destination in model.checkpoint_tensors():
-            # Each tensor has a stream of its own, so that models that share a name share it too.
-            generator = torch.Generator().manual_seed((seed << 32) + crc32(name.encode()))
+            # A stream for each tensor. Torch's CPU generator takes 32 bits of a seed, no more.
+            generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
             values = torch.randn(shape, generator=generator, dtype=torch.float32)
             if len(shape) == 2:
                 values.div_(math.sqrt(shape[1]))
@@ -106,6 +108,8 @@ def random_weights(model: CausalLM, seed: int) -> None:
                 values.mul_(0.1).add_(1)
             else:
                 values.mul_(0.1)
+            if name.endswith(_DECIDING_ATTENTION):
+                values.mul_(2)
             destination.copy_(values)
 
 

@@ -51,6 +51,8 @@ class _Rope(_Part):
             raise ValueError(
                 "rope type 'llama3' needs factor, low_freq_factor and high_freq_factor"
             )
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("rope type 'llama3' needs low_freq_factor below high_freq_factor")
         return Llama3Scaling(
             factor=self.factor,
             low_freq_factor=self.low_freq_factor,

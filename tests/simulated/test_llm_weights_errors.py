@@ -1,0 +1,255 @@
+"""A checkpoint that does not fit is refused by name, and the model stays as it was."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from graphrt_llm.errors import (
+    MissingTensorError,
+    TensorDtypeError,
+    TensorShapeError,
+    UnexpectedTensorError,
+    WeightsError,
+    WeightsFileError,
+)
+from graphrt_llm.models import CausalLM, ModelConfig
+from graphrt_llm.weights import checkpoint_dtype, load_safetensors, random_weights
+
+INDEX = "model.safetensors.index.json"
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def tensors_of(model: CausalLM) -> dict[str, Tensor]:
+    return {
+        name: destination.broadcast_to(destination.shape).clone()
+        for name, _, destination in model.checkpoint_tensors()
+    }
+
+
+def save_single(directory: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file(tensors, directory / "model.safetensors")
+    return directory / "model.safetensors"
+
+
+def save_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, part in shards.items():
+        save_file({name: tensors[name] for name in part}, directory / shard)
+    weight_map = {name: shard for shard, part in shards.items() for name in part}
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.fixture
+def model() -> CausalLM:
+    model = CausalLM(ModelConfig.tiny())
+    random_weights(model, seed=1)
+    return model
+
+
+@pytest.fixture
+def other() -> dict[str, Tensor]:
+    """The weights of another model of the same shape."""
+    model = CausalLM(ModelConfig.tiny())
+    random_weights(model, seed=2)
+    return tensors_of(model)
+
+
+def assert_refused(
+    model: CausalLM, directory: Path, error: type[WeightsError], *mentions: str
+) -> WeightsError:
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(error) as caught:
+        load_safetensors(model, directory)
+    assert type(caught.value) is error
+    for mention in mentions:
+        assert mention in str(caught.value)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), f"{name} was written"
+    return caught.value
+
+
+def test_a_single_file_and_shards_load_the_same(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    (tmp_path / "single").mkdir()
+    (tmp_path / "shards").mkdir()
+    save_single(tmp_path / "single", other)
+    save_shards(tmp_path / "shards", other)
+    for form in ("single", "shards"):
+        random_weights(model, seed=1)
+        load_safetensors(model, tmp_path / form)
+        assert all(torch.equal(t, other[name]) for name, t in tensors_of(model).items())
+
+
+def test_a_missing_tensor_is_named(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    del other[K_PROJ]
+    save_single(tmp_path, other)
+    assert_refused(model, tmp_path, MissingTensorError, str(tmp_path), K_PROJ)
+
+
+def test_a_shape_that_is_another_is_named(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    # One row would broadcast to the whole part.
+    other[K_PROJ] = other[K_PROJ][:1].clone()
+    file = save_single(tmp_path, other)
+    error = assert_refused(model, tmp_path, TensorShapeError, str(file), K_PROJ)
+    assert "(32, 64)" in error.expected
+    assert "(1, 64)" in error.found
+
+
+def test_another_dtype_is_refused_and_cast_on_request(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    other[K_PROJ] = other[K_PROJ].bfloat16()
+    file = save_single(tmp_path, other)
+    error = assert_refused(model, tmp_path, TensorDtypeError, str(file), K_PROJ)
+    assert (error.expected, error.found) == ("F32", "BF16")
+    load_safetensors(model, tmp_path, cast=True)
+    assert torch.equal(tensors_of(model)[K_PROJ], other[K_PROJ].float())
+
+
+def test_a_quantised_tensor_is_refused_even_with_a_cast(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    other[K_PROJ] = other[K_PROJ].to(torch.int8)
+    save_single(tmp_path, other)
+    with pytest.raises(TensorDtypeError):
+        load_safetensors(model, tmp_path, cast=True)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_norm.weight", "lm_head.bias"])
+def test_a_tensor_without_a_place_is_refused(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor], name: str
+) -> None:
+    other[name] = torch.ones(4)
+    file = save_single(tmp_path, other)
+    assert_refused(model, tmp_path, UnexpectedTensorError, str(file), name)
+
+
+def test_tables_that_follow_from_the_configuration_may_be_there(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    other["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_single(tmp_path, other)
+    load_safetensors(model, tmp_path)
+
+
+def test_a_tied_model_ignores_a_second_copy_of_its_table(tmp_path: Path) -> None:
+    model = CausalLM(ModelConfig.named("tiny"))
+    tied = CausalLM(replace_tied(model.config))
+    random_weights(tied, seed=3)
+    tensors = tensors_of(tied)
+    assert "lm_head.weight" not in tensors
+    save_single(tmp_path, {**tensors, "lm_head.weight": torch.ones(512, 64)})
+    load_safetensors(tied, tmp_path)
+    assert torch.equal(tied.lm_head, tensors["model.embed_tokens.weight"])
+
+
+def replace_tied(config: ModelConfig) -> ModelConfig:
+    from dataclasses import replace
+
+    return replace(config, tie_word_embeddings=True)
+
+
+def cut(size: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:size]
+
+
+def drop_last_bytes(content: bytes) -> bytes:
+    return content[:-16]
+
+
+def add_bytes(content: bytes) -> bytes:
+    return content + b"more"
+
+
+def spoil_header(content: bytes) -> bytes:
+    return content[:8] + b"[" + content[9:]
+
+
+def claim_a_huge_header(content: bytes) -> bytes:
+    return struct.pack("<Q", 2**62) + content[8:]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [cut(0), cut(5), cut(300), drop_last_bytes, add_bytes, spoil_header, claim_a_huge_header],
+    ids=["empty", "length", "header", "data", "excess", "json", "huge"],
+)
+@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
+def test_a_file_that_is_not_whole_is_named(
+    tmp_path: Path,
+    model: CausalLM,
+    other: dict[str, Tensor],
+    spoil: Callable[[bytes], bytes],
+    sharded: bool,
+) -> None:
+    if sharded:
+        save_shards(tmp_path, other)
+    else:
+        save_single(tmp_path, other)
+    # The last shard: the first is whole and could have been loaded already.
+    file = tmp_path / ("b.safetensors" if sharded else "model.safetensors")
+    file.write_bytes(spoil(file.read_bytes()))
+    error = assert_refused(model, tmp_path, WeightsFileError, str(file))
+    assert error.__cause__ is not None
+
+
+def test_no_checkpoint_says_what_is_there(tmp_path: Path, model: CausalLM) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    assert_refused(model, tmp_path, WeightsFileError, str(tmp_path), "pytorch_model.bin")
+    assert_refused(model, tmp_path / "absent", WeightsFileError, "no such directory")
+
+
+def test_a_missing_shard_is_named(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    save_shards(tmp_path, other)
+    (tmp_path / "b.safetensors").unlink()
+    assert_refused(model, tmp_path, WeightsFileError, "b.safetensors", "no such file")
+
+
+def test_an_index_that_promises_too_much_is_refused(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    save_shards(tmp_path, other)
+    index = json.loads((tmp_path / INDEX).read_text())
+    shard = index["weight_map"][K_PROJ]
+    index["weight_map"][K_PROJ] = {"a.safetensors": "b.safetensors"}.get(shard, "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert_refused(model, tmp_path, MissingTensorError, K_PROJ)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_unreadable_index_is_named(tmp_path: Path, model: CausalLM, content: str) -> None:
+    (tmp_path / INDEX).write_text(content)
+    assert_refused(model, tmp_path, WeightsFileError, INDEX)
+
+
+def test_an_index_may_not_lead_out_of_its_directory(tmp_path: Path, model: CausalLM) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {K_PROJ: "../a.safetensors"}}))
+    assert_refused(model, tmp_path, WeightsFileError, "../a.safetensors")
+
+
+def test_the_dtype_of_a_checkpoint_is_read_from_its_tensors(
+    tmp_path: Path, other: dict[str, Tensor]
+) -> None:
+    save_shards(tmp_path, {name: tensor.bfloat16() for name, tensor in other.items()})
+    assert checkpoint_dtype(tmp_path) is torch.bfloat16
+    (tmp_path / INDEX).unlink()
+    save_single(tmp_path, {**other, K_PROJ: other[K_PROJ].half()})
+    with pytest.raises(TensorDtypeError) as caught:
+        checkpoint_dtype(tmp_path)
+    assert caught.value.found == "F16, F32"
