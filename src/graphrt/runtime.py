@@ -1,0 +1,522 @@
+"""The runtime: where config, plan, buffers, graphs, dispatch and verification meet for an engine.
+
+An engine hands over a model, the tensors it reads, and facts; it gets back ``capture()``,
+``step()`` and ``close()``. Everything here joins rooms; each rule lives in the room it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter, perf_counter_ns
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from graphrt.batch import BatchDescriptor, Decision, MissReason, RuntimeMode
+from graphrt.config import Facts, Resolved, RuntimeConfig, resolve
+from graphrt.context import ForwardContext
+from graphrt.device import DeviceName, make_device
+from graphrt.device.base import Device
+from graphrt.dispatch import CUDAGraphDispatcher
+from graphrt.errors import LibraryClosedError, MissError, VerificationError
+from graphrt.events import CaptureFailed, Observer, RanEager, Replayed
+from graphrt.graphs import (
+    BoundBuffers,
+    BufferSet,
+    BufferSpec,
+    CaptureJob,
+    CUDAGraphWrapper,
+    ExternalsReport,
+    GraphBudget,
+    GraphLibrary,
+    GraphMemory,
+    OutputSpec,
+    Resource,
+    StaleCheck,
+    StateGuard,
+)
+from graphrt.verify.firstreplay import check_first_replay
+from graphrt.verify.hoststate import HostState
+
+TOKENS = "tokens"
+REQUESTS = "requests"
+"""The two axes of an engine's batch; every ``BufferSpec`` of a runtime uses these names."""
+
+_NOTHING: frozenset[RuntimeMode] = frozenset()
+
+Key = tuple[RuntimeMode, BatchDescriptor]
+Progress = Callable[[int, int, BatchDescriptor], None]
+"""``progress(done, total, key)``, called after each capture and each first replay."""
+
+
+class Example(NamedTuple):
+    """Valid inputs that fill a key: what warm-up, capture and verification run on."""
+
+    values: Mapping[str, torch.Tensor]
+    """By input name, of the key's full size."""
+    num_tokens: int
+    num_reqs: int
+    live: Any = None
+    """What ``Resource.prepare`` gets when the example runs for real (verification)."""
+
+
+class CapturedGraph(NamedTuple):
+    """One program of the report: what it is and what it cost."""
+
+    mode: RuntimeMode
+    key: BatchDescriptor
+    state: str
+    num_graphs: int
+    num_gaps: int
+    seconds: float
+    memory: GraphMemory
+
+
+class RuntimeReport(NamedTuple):
+    """What is captured, what is not and why, and what it costs."""
+
+    device: str
+    resolved: Resolved
+    graphs: tuple[CapturedGraph, ...]
+    missing: Mapping[Key, MissReason]
+    """Keys of the plan that no graph serves now."""
+    failures: Mapping[Key, str]
+    capture_seconds: float
+    """Warm-ups, captures and first verified replays together."""
+    graph_bytes: int
+    """Pool, executables and slots."""
+
+
+class Runtime:
+    """Serves a model's steps through captured graphs.
+
+    ``model`` is called with keyword arguments named as ``inputs``: views of static buffers, padded
+    to the key in graphs, of the real size in eager steps. It runs under ``torch.no_grad``.
+    ``outputs`` says which of its outputs' dimensions are padded.
+
+    ``examples(key, seed)`` gives valid inputs that fill the key, different for each seed: seed 0 is
+    captured, seed 1 verified. ``resources`` are prepared before every step. ``state`` guards what a
+    warm-up or verification would advance; ``sinks`` are tensors that both may overwrite (a KV cache
+    before serving). ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a
+    tolerance is for kernels that sum in another order inside a graph.
+
+    Not thread-safe; two runtimes never share anything.
+    Errors: ``ConfigError`` for what cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        inputs: Sequence[BufferSpec],
+        outputs: OutputSpec,
+        examples: Callable[[BatchDescriptor, int], Example],
+        config: RuntimeConfig | None = None,
+        device: Device | DeviceName = "auto",
+        facts: Facts | None = None,
+        resources: Sequence[Resource] = (),
+        state: StateGuard | None = None,
+        sinks: Sequence[torch.Tensor] = (),
+        holds: Sequence[torch.Tensor] = (),
+        observer: Observer | None = None,
+        verify_tolerance: float | None = None,
+    ) -> None:
+        self.config = RuntimeConfig() if config is None else config
+        self.resolved = resolve(self.config, Facts() if facts is None else facts)
+        self.plan = self.resolved.plan
+        self.last_decision: Decision | None = None
+
+        self._owns_device = isinstance(device, str)
+        self.device = make_device(device) if isinstance(device, str) else device
+        self._model = model
+        self._examples = examples
+        self._resources = tuple(resources)
+        self._state = state
+        self._sinks = tuple(sinks)
+        self._holds = tuple(holds)
+        self._observer = observer
+        self._verify_tolerance = verify_tolerance
+        self._verify_every = self.config.verify_every or 0
+        self._until_verify = self._verify_every
+        self._strict = self.config.on_miss == "strict"
+
+        self._buffers = BufferSet(
+            inputs,
+            capacity={TOKENS: self.plan.max_num_batched_tokens, REQUESTS: self.plan.max_num_seqs},
+            axis_sizes=self._axis_sizes,
+            device=self.device,
+        )
+        self._outputs = outputs
+        self.library = GraphLibrary(
+            self.device,
+            budget=GraphBudget(
+                max_bytes=self.config.max_graph_bytes, max_graphs=self.config.max_graphs
+            ),
+            stale_check=StaleCheck[self.config.stale_check.upper()],
+            observer=observer,
+        )
+        self.library.add_buffers(self._buffers)
+        pieces = CUDAGraphWrapper(model, self.library, RuntimeMode.PIECEWISE, name="model.pieces")
+        full = CUDAGraphWrapper(pieces, self.library, RuntimeMode.FULL, name="model")
+        self._wrappers = {RuntimeMode.PIECEWISE: pieces, RuntimeMode.FULL: full}
+        self._target = full
+
+        self._seconds: dict[Key, float] = {}
+        self._failures: dict[Key, str] = {}
+        self._missing: dict[Key, MissReason] = {}
+        self._launches: dict[RuntimeMode, dict[BatchDescriptor, _Launch]] = {}
+        self._capture_seconds = 0.0
+        self._publish()
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def capture(self, progress: Progress | None = None) -> RuntimeReport:
+        """Capture every key of the plan that no graph serves yet, and verify each first replay.
+
+        A program is published to dispatch only after its first replay, on inputs other than those
+        it was captured with, equalled eager execution. Steps before that run eager
+        (``NOT_CAPTURED_YET``).
+
+        Errors: the first failure is raised, ``VerificationError`` included, unless the config says
+        ``on_capture_error="skip"``; either way what was captured before stays and serves.
+        """
+        started = perf_counter()
+        todo = [item for item in self.plan.capture_order if item in self._missing]
+        tell = _Ticker(progress, total=2 * len(todo))
+        before_warmup = HostState(self._model) if self.config.verify_first_replay else None
+        self.library.forget_failures()
+        self._failures.clear()
+        try:
+            with torch.no_grad():
+                self._capture_all(todo, tell)
+                for mode, key in todo:
+                    if (mode, key) not in self._failures:
+                        self._admit(mode, key, before_warmup)
+                    tell(key)
+        finally:
+            self._capture_seconds += perf_counter() - started
+            self._publish()
+        return self.report()
+
+    def _capture_all(self, todo: Sequence[Key], tell: _Ticker) -> None:
+        jobs = [
+            CaptureJob(self._target, mode, key, partial(self._example_call, key, seed=0))
+            for mode, key in todo
+        ]
+        with self.library.capture_scope(
+            state=self._state,
+            sinks=self._sinks,
+            holds=self._holds,
+            resources=self._resources,
+            warmups=self.config.compilation.cudagraph_num_of_warmups,
+            on_error=self.config.on_capture_error,
+        ) as scope:
+            result = scope.capture_all(jobs, progress=lambda done, total, job: tell(job.key))
+        for job, seconds in result.seconds.items():
+            self._seconds[job.mode, job.key] = seconds
+        for failure in result.failures:
+            self._failures[failure.mode, failure.key] = str(failure.error)
+
+    def _admit(
+        self, mode: RuntimeMode, key: BatchDescriptor, before_warmup: HostState | None
+    ) -> None:
+        """Let a new program serve if its first replay is right; otherwise its key has failed."""
+        try:
+            self._first_replay(mode, key, before_warmup)
+        except VerificationError as error:
+            self._failures[mode, key] = str(error)
+            if self._observer is not None:
+                owner = self._wrappers[mode].owner
+                kind = type(error).__name__
+                self._observer(CaptureFailed(owner, mode, key, kind, error.subject))
+            if self.config.on_capture_error == "raise":
+                raise
+
+    def _first_replay(
+        self, mode: RuntimeMode, key: BatchDescriptor, before_warmup: HostState | None
+    ) -> None:
+        """Play a new program once, on inputs other than those it was captured with."""
+        example = self._examples(key, 1)
+        sizes = {TOKENS: example.num_tokens, REQUESTS: example.num_reqs}
+        launch = self._launch(mode, key)
+        saved = None if self._state is None else self._state.save()
+        try:
+            if before_warmup is None:
+                self._replay(launch, sizes, example.values, example.live)
+            else:
+                self._verified(launch, sizes, example.values, example.live, before_warmup)
+        finally:
+            if self._state is not None:
+                self._state.restore(saved)
+
+    def _example_call(self, key: BatchDescriptor, seed: int) -> tuple[tuple[()], dict[str, Any]]:
+        """Stage an example and return the call that reads it."""
+        example = self._examples(key, seed)
+        bound = self._buffers.bind(key)
+        bound.stage({TOKENS: example.num_tokens, REQUESTS: example.num_reqs}, example.values)
+        return (), bound.views
+
+    # -- step ----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        values: Mapping[str, torch.Tensor],
+        *,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: bool = False,
+        num_active_loras: int = 0,
+        exclude: frozenset[RuntimeMode] = _NOTHING,
+        live: Any = None,
+    ) -> Any:
+        """Run one batch through the graph that fits it, or eagerly with a counted reason.
+
+        Shapes:   each value has the real size along its buffer's axes ("tokens": ``num_tokens``,
+                  "requests": ``num_reqs``); the result is sliced to those sizes.
+        Aliasing: with the output policy "view" the result is graph storage: the next step
+                  overwrites it. Clone to keep.
+        Errors:   ``BatchError`` for what is no batch, ``InputMismatchError`` for values that do not
+                  fit, ``MissError`` in strict mode, ``VerificationError`` where a sampled
+                  comparison with eager differs. A failed replay is never repeated eagerly.
+        """
+        started = perf_counter_ns()
+        decision = self._dispatch(num_tokens, uniform, num_active_loras, exclude)
+        self.last_decision = decision
+        mode, key, reason = decision
+        sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
+        if mode is RuntimeMode.NONE:
+            outputs = self._step_eager(decision, sizes, values, live)
+            if self._observer is not None:
+                host_us = (perf_counter_ns() - started) / 1000
+                self._observer(RanEager(reason, num_tokens, num_reqs, uniform, host_us))
+            return outputs
+
+        launch = self._launches[mode][key]
+        if self._verify_every:
+            outputs = self._replay_sampled(launch, sizes, values, live)
+        else:
+            outputs = self._replay(launch, sizes, values, live)
+        if self._observer is not None:
+            host_us = (perf_counter_ns() - started) / 1000
+            self._observer(
+                Replayed(mode, reason, num_tokens, key.num_tokens, num_reqs, uniform, host_us)
+            )
+        return outputs
+
+    def _replay(
+        self, launch: _Launch, sizes: Mapping[str, int], values: Mapping[str, Any], live: Any
+    ) -> Any:
+        mode, key, bound, take = launch
+        bound.stage(sizes, values)
+        for resource in self._resources:
+            resource.prepare(key, live)
+        with ForwardContext(mode, key, attn_metadata=live):
+            self._target(**bound.views)
+        return take(sizes)
+
+    def _step_eager(
+        self,
+        decision: Decision,
+        sizes: Mapping[str, int],
+        values: Mapping[str, Any],
+        live: Any,
+    ) -> Any:
+        key, reason = decision.descriptor, decision.reason
+        if self._strict:
+            raise MissError(
+                f"a step of {sizes[TOKENS]} tokens and {sizes[REQUESTS]} requests",
+                expected="a captured graph for every step (on_miss='strict')",
+                found=f"none serves it: {reason.name}",
+                do="capture a size that holds it, or set on_miss='eager'. The step did not run",
+                reason=reason,
+            )
+        bound = self._buffers.live(sizes)
+        bound.stage(sizes, values)
+        for resource in self._resources:
+            resource.prepare(key, live)
+        with torch.no_grad(), ForwardContext(RuntimeMode.NONE, key, attn_metadata=live):
+            return self._model(**bound.views)
+
+    # -- verification --------------------------------------------------------------------------
+
+    def _replay_sampled(
+        self, launch: _Launch, sizes: Mapping[str, int], values: Mapping[str, Any], live: Any
+    ) -> Any:
+        """Replay; every ``verify_every``-th time also run eagerly first and compare real rows."""
+        self._until_verify -= 1
+        if self._until_verify > 0:
+            return self._replay(launch, sizes, values, live)
+        self._until_verify = self._verify_every
+        return self._verified(launch, sizes, values, live)
+
+    def _verified(
+        self,
+        launch: _Launch,
+        sizes: Mapping[str, int],
+        values: Mapping[str, Any],
+        live: Any,
+        before_warmup: HostState | None = None,
+    ) -> Any:
+        """Run one step eagerly and as a replay from the same state; raise if they differ.
+
+        Eager means the model itself on the key's *padded* views: padding is not bit-neutral,
+        because another number of rows may choose another kernel.
+        """
+        mode, key, bound, take = launch
+        for resource in self._resources:
+            resource.prepare(key, live)
+
+        def run_eager() -> Any:
+            bound.stage(sizes, values)
+            context = ForwardContext(RuntimeMode.NONE, key, attn_metadata=live)
+            with torch.no_grad(), context:
+                return self._outputs.bind(self._model(**bound.views)).take(sizes)
+
+        def run_replay() -> Any:
+            bound.stage(sizes, values)
+            with ForwardContext(mode, key, attn_metadata=live):
+                self._target(**bound.views)
+            return take(sizes)
+
+        return check_first_replay(
+            mode=mode,
+            key=key,
+            run_eager=run_eager,
+            run_replay=run_replay,
+            state=self._state,
+            runnable=self._model,
+            before_warmup=before_warmup,
+            tolerance=self._verify_tolerance,
+            observer=self._observer,
+        ).outputs
+
+    # -- what is published ---------------------------------------------------------------------
+
+    def _launch(self, mode: RuntimeMode, key: BatchDescriptor) -> _Launch:
+        program = self._wrappers[mode].concrete_cudagraph_entries[key]
+        return _Launch(mode, key, self._buffers.bind(key), self._outputs.bind(program.outputs).take)
+
+    def _publish(self) -> None:
+        """Give dispatch exactly the programs that are ready; every other key says why not."""
+        launches: dict[RuntimeMode, dict[BatchDescriptor, _Launch]] = {}
+        missing: dict[Key, MissReason] = {}
+        for mode, key in self.plan.capture_order:
+            program = self._wrappers[mode].concrete_cudagraph_entries.get(key)
+            if (mode, key) in self._failures:
+                missing[mode, key] = MissReason.CAPTURE_FAILED
+            elif program is None or program.state == "captured":
+                missing[mode, key] = MissReason.NOT_CAPTURED_YET
+            elif program.state == "ready":
+                launches.setdefault(mode, {})[key] = self._launch(mode, key)
+            else:
+                missing[mode, key] = MissReason.INVALIDATED
+        self._launches = launches
+        self._missing = missing
+        self.dispatcher = CUDAGraphDispatcher(self.plan, unpublished=missing)
+        self._dispatch = self.dispatcher.dispatch
+
+    def check_externals(self) -> ExternalsReport:
+        """Ask whether a tensor that programs read has moved (weights replaced, not copied into).
+
+        Programs that read one become invalid: their steps run eager (``INVALIDATED``) until
+        ``capture()`` is called again.
+        """
+        report = self.library.check_externals()
+        self._publish()
+        return report
+
+    def report(self) -> RuntimeReport:
+        """What is captured, what is not and why, and what it costs."""
+        graphs = []
+        for mode, wrapper in self._wrappers.items():
+            for key, program in wrapper.concrete_cudagraph_entries.items():
+                graphs.append(
+                    CapturedGraph(
+                        mode=mode,
+                        key=key,
+                        state=program.state,
+                        num_graphs=program.num_graphs,
+                        num_gaps=program.num_gaps,
+                        seconds=self._seconds.get((mode, key), 0.0),
+                        memory=program.memory,
+                    )
+                )
+        return RuntimeReport(
+            device=self.device.name,
+            resolved=self.resolved,
+            graphs=tuple(graphs),
+            missing=MappingProxyType(dict(self._missing)),
+            failures=MappingProxyType(dict(self._failures)),
+            capture_seconds=self._capture_seconds,
+            graph_bytes=sum(
+                graph.memory.pool_growth_bytes + graph.memory.exec_bytes + graph.memory.slot_bytes
+                for graph in graphs
+            ),
+        )
+
+    def _axis_sizes(self, key: BatchDescriptor) -> Mapping[str, int]:
+        # Pieces do not depend on requests, their static inputs still have a size: the most a batch
+        # of that many tokens can bring.
+        num_reqs = key.num_reqs
+        if num_reqs is None:
+            num_reqs = min(key.num_tokens, self.plan.max_num_seqs)
+        return {TOKENS: key.num_tokens, REQUESTS: num_reqs}
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Retire every program, drop the buffers, release the device if this runtime made it.
+
+        Idempotent. A step after it raises ``LibraryClosedError``.
+        """
+        self.library.close()
+        self._buffers.close()
+        self._launches = {}
+        self._dispatch = _closed
+        if self._owns_device:
+            self.device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Launch(NamedTuple):
+    """What one key's replay needs, looked up once."""
+
+    mode: RuntimeMode
+    key: BatchDescriptor
+    bound: BoundBuffers
+    take: Callable[[Mapping[str, int]], Any]
+
+
+class _Ticker:
+    """Counts progress for a caller who may not care."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def __call__(self, key: BatchDescriptor) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total, key)
+
+
+def _closed(*args: object, **kwargs: object) -> Decision:
+    raise LibraryClosedError(
+        "runtime",
+        expected="an open runtime",
+        found="a step after close()",
+        do="make a new Runtime",
+    )
