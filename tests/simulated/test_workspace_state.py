@@ -80,6 +80,19 @@ def test_tensor_state_comes_back_in_place() -> None:
     assert counter == 5
 
 
+def test_state_made_in_inference_mode_and_no_state_at_all() -> None:
+    with torch.inference_mode():
+        state = torch.zeros(2)
+    guard = TensorStateGuard([state])
+    token = guard.save()
+    with torch.inference_mode():
+        state.add_(1)
+    guard.restore(token)
+    assert state.eq(0).all()
+    nothing = TensorStateGuard([])
+    nothing.restore(nothing.save())
+
+
 def test_a_resource_is_known_by_its_three_methods() -> None:
     class Plan:
         def reserve(self, max_key: object) -> None: ...

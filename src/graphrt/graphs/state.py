@@ -51,12 +51,14 @@ class TensorStateGuard:
         self.tensors = list(tensors.values() if isinstance(tensors, Mapping) else tensors)
 
     def save(self) -> list[torch.Tensor]:
-        with torch.no_grad():
+        with torch.inference_mode():
             return [tensor.clone() for tensor in self.tensors]
 
     def restore(self, token: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self.tensors, token)
+        # State made in inference mode can be written in no other; other state in this one too.
+        with torch.inference_mode():
+            if self.tensors:
+                torch._foreach_copy_(self.tensors, token)
 
 
 class Workspace:

@@ -1,0 +1,71 @@
+"""What the explanation of a program or a decision says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt.batch import BatchDescriptor, Decision, MissReason, RuntimeMode
+from graphrt.device.simulated import SimulatedDevice
+from graphrt.graphs.breaks import break_point
+from graphrt.graphs.library import GraphLibrary
+from graphrt.graphs.wrapper import CUDAGraphWrapper
+from graphrt.verify.explain import explain
+
+
+@pytest.mark.parametrize("reason", list(MissReason))
+def test_every_reason_is_explained(reason: MissReason) -> None:
+    mode = RuntimeMode.NONE if reason.is_miss else RuntimeMode.FULL
+    text = explain(Decision(mode, BatchDescriptor(17), reason))
+    assert reason.name in text
+    assert "17" in text
+    assert ("eager" in text) is reason.is_miss
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(TypeError):
+        explain(3)
+
+
+@break_point(name="attention")
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_a_program_says_what_is_captured_what_is_not_and_why() -> None:
+    class Meta:
+        pass
+
+    cache = torch.zeros(4)
+
+    def model(x: torch.Tensor, n: int, meta: object) -> torch.Tensor:
+        cache.copy_(x * n)
+        return attention(cache + 1) * 2
+
+    device = SimulatedDevice()
+    key, meta, x = BatchDescriptor(4), Meta(), torch.ones(4)
+    with GraphLibrary(device) as library, torch.inference_mode():
+        pieces = CUDAGraphWrapper(model, library, RuntimeMode.PIECEWISE, name="model")
+        whole = CUDAGraphWrapper(model, library, RuntimeMode.FULL, name="model")
+        with library.capture_scope() as scope:
+            for wrapper in (pieces, whole):
+                with scope.step(wrapper.runtime_mode, key):
+                    wrapper(x, 3, meta)
+        cut = pieces.concrete_cudagraph_entries[key]
+        uncut = whole.concrete_cudagraph_entries[key]
+        text = explain(cut)
+        assert "model PIECEWISE" in text
+        assert "never replayed" in text
+        assert "2 device graphs" in text
+        assert "1. eager gap: " in text
+        assert "attention" in text
+        assert "not captured: 1 gap," in text
+        assert "= 3" in text  # the frozen host value
+        assert "not compared" in text
+        assert "written outside the pool" in text
+        assert "not captured: nothing" in explain(uncut)
+        cut.invalidate(["w"])
+        assert "InvalidProgramError" in explain(cut)
+        library.retire()
+        assert "retired" in explain(uncut)
+    device.close()
