@@ -1,0 +1,6 @@
+"""From a batch's shape to a decision, by table look-up. Pure: no torch, no clock, no engine."""
+
+from graphrt.dispatch.buckets import BucketDispatcher, BucketKey
+from graphrt.dispatch.dispatcher import CUDAGraphDispatcher
+
+__all__ = ["BucketDispatcher", "BucketKey", "CUDAGraphDispatcher"]

@@ -1,0 +1,128 @@
+"""Dispatch for any callable: named axes, each with its sizes; every axis is padded up on its own.
+
+Same decisions, same reasons, same laws as for token batches. The key is a ``BatchDescriptor`` whose
+``num_tokens`` is the first axis and whose ``variant`` is a ``BucketKey``: every size, in the order
+of the axes, and the caller's own variant. Programs, contexts and wrappers need no second key type.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from math import prod
+from types import MappingProxyType
+from typing import NamedTuple
+
+from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, MissReason, RuntimeMode
+from graphrt.dispatch.dispatcher import NOTHING, Unpublished, checked_unpublished, counted, excluded
+from graphrt.errors import BatchError, ConfigError
+
+
+class BucketKey(NamedTuple):
+    """What ``BatchDescriptor.variant`` holds for a bucketed call."""
+
+    sizes: tuple[int, ...]
+    """One per axis, in the order of the axes."""
+    variant: object = None
+
+
+class BucketDispatcher:
+    """Decides which graph serves a call with the given axis sizes. Immutable.
+
+    ``axes``: name -> sizes (any order; stored ascending, once each); the first named axis is the
+    key's ``num_tokens``. There is one key for every combination of sizes, largest volume first.
+    ``mode`` must treat all calls alike: FULL, PIECEWISE or NONE. ``unpublished`` and ``variant`` as
+    for ``CUDAGraphDispatcher``. Raises ``ConfigError`` for an axis without sizes or a pair policy.
+    """
+
+    __slots__ = ("_mode", "_served", "_variant", "axes", "keys")
+
+    def __init__(
+        self,
+        axes: Mapping[str, Sequence[int]],
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
+        unpublished: Unpublished = MappingProxyType({}),
+        variant: object = None,
+    ) -> None:
+        self.axes = {name: _checked_sizes(name, sizes) for name, sizes in axes.items()}
+        """Axis name -> its sizes, ascending."""
+        if not axes or mode.separate_routine():
+            raise ConfigError(
+                "bucket dispatch",
+                expected="at least one axis, and mode FULL, PIECEWISE or NONE",
+                found=f"axes {list(axes)}, mode {mode.name}",
+                do="name the axes that vary; a bucketed call has no decode routine of its own",
+            )
+        self._variant = variant
+        self._mode = mode.mixed_mode()
+        self.keys: tuple[tuple[RuntimeMode, BatchDescriptor], ...] = ()
+        """Every key with its mode, in capture order."""
+        if self._mode is not RuntimeMode.NONE:
+            combinations = sorted(product(*self.axes.values()), key=_volume, reverse=True)
+            self.keys = tuple((self._mode, self._describe(sizes)) for sizes in combinations)
+        missing = checked_unpublished(unpublished, self.keys)
+        # Padded sizes -> (decision of an exact call, decision of a padded one), or why not.
+        self._served: dict[object, tuple[Decision, Decision] | MissReason] = {
+            item[1].variant: missing.get(
+                item, (Decision(*item, MissReason.HIT), Decision(*item, MissReason.PADDED))
+            )
+            for item in self.keys
+        }
+
+    def dispatch(
+        self, sizes: Mapping[str, int], exclude: frozenset[RuntimeMode] = NOTHING
+    ) -> Decision:
+        """Return mode, key and reason for a call of these unpadded axis ``sizes``.
+
+        Decisions with a graph are shared; an eager one is built for the call, whose sizes have no
+        bound.
+        Raises ``BatchError`` for a missing or unknown axis, or a size that is no integer >= 0.
+        """
+        if sizes.keys() != self.axes.keys():
+            raise BatchError(
+                f"axes {sorted(sizes)}",
+                expected=f"a size for each of {list(self.axes)}",
+                found=f"missing {sorted(self.axes.keys() - sizes.keys())}, "
+                f"unknown {sorted(sizes.keys() - self.axes.keys())}",
+                do="name every axis the dispatcher was built with",
+            )
+        asked = tuple(counted(name, sizes[name], least=0) for name in self.axes)
+        is_excluded = self._mode in excluded(exclude)
+        if self._mode is RuntimeMode.NONE:
+            return self._none(asked, MissReason.MODE_NONE)
+        if any(size > listed[-1] for size, listed in zip(asked, self.axes.values(), strict=True)):
+            return self._none(asked, MissReason.ABOVE_MAX)
+        if is_excluded:
+            return self._none(asked, MissReason.EXCLUDED)
+        padded = tuple(
+            listed[bisect_left(listed, size)]
+            for size, listed in zip(asked, self.axes.values(), strict=True)
+        )
+        served = self._served[BucketKey(padded, self._variant)]
+        if isinstance(served, MissReason):
+            return self._none(asked, served)
+        exact, rounded_up = served
+        return exact if padded == asked else rounded_up
+
+    def _describe(self, sizes: tuple[int, ...]) -> BatchDescriptor:
+        return BatchDescriptor(sizes[0], variant=BucketKey(sizes, self._variant))
+
+    def _none(self, sizes: tuple[int, ...], why: MissReason) -> Decision:
+        return Decision(RuntimeMode.NONE, self._describe(sizes), why)
+
+
+def _volume(sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    return prod(sizes), sizes
+
+
+def _checked_sizes(name: str, sizes: Iterable[int]) -> tuple[int, ...]:
+    listed = tuple(sorted(set(sizes)))
+    if not listed or not all(type(size) is int and size >= 1 for size in listed):
+        raise ConfigError(
+            f"axis {name!r}",
+            expected="at least one size, each an integer >= 1",
+            found=repr(list(sizes)),
+            do="list the sizes this axis is padded to",
+        )
+    return listed
