@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
 from graphrt.errors import MissingExtraError, ReportError
@@ -122,7 +121,7 @@ def test_all_text_is_escaped() -> None:
         lead=evil,
         findings=[evil],
         runs=[run_of(evil, [EAGER])],
-        grids=[TextTable(evil, (evil,), (TextRow(evil, (evil,)),), evil, is_numeric=False)],
+        tables=[TextTable(evil, (evil,), (TextRow(evil, (evil,)),), evil, is_numeric=False)],
     )
     text = render_report(page)
     assert "<script" not in text

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
 from graphrt.events import (

@@ -6,8 +6,7 @@ import json
 from io import StringIO
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.console import Console
 
 from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode

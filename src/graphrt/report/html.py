@@ -37,7 +37,7 @@ def render_report(page: ReportPage) -> str:
         page=page,
         comparison=comparison(page.runs),
         plots=list(_plots(page.runs)),
-        grids=[misses(page.runs), captures(page.runs), *page.grids],
+        tables=[misses(page.runs), captures(page.runs), *page.tables],
     )
     return text
 

@@ -25,7 +25,7 @@ class ReportPage:
     findings: Sequence[str] = ()
     """What a reader must not miss."""
     runs: Sequence[PolicyRun]
-    grids: Sequence[TextTable] = ()
+    tables: Sequence[TextTable] = ()
     """Further tables: configuration, plan, adjustments. Those without rows are left out."""
 
 

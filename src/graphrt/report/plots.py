@@ -38,7 +38,7 @@ _FAINT = "#8c959f"
 _PADDING = "#c9d1d9"
 _RUN_COLORS = ("#e3a13b", "#6fb3d9", "#3a9a6f", "#0b5c8e", "#b5608f", "#7a6fc0")
 
-_STYLE = {
+_STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": _FAINT,
     "axes.grid": True,
@@ -173,6 +173,7 @@ def host_times(runs: Sequence[PolicyRun]) -> str:
             edges, shares = _shares(histogram)
             panel.stairs(shares, edges, fill=True, color=color, alpha=0.85, linewidth=0)
             median, p99 = histogram.quantile(0.5), histogram.quantile(0.99)
+            assert median is not None, "a run with host times has a median"
             panel.axvline(median, color=_INK, linewidth=1)
             panel.set_title(f"{run.name}   median {time_text(median)}, p99 {time_text(p99)}")
             panel.set_xscale("log")

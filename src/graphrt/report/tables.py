@@ -15,7 +15,7 @@ from rich.text import Text
 from graphrt.batch import MissReason, RuntimeMode
 from graphrt.report.summary import PolicyRun, eager_reasons, summarize_runs
 
-ABSENT = "–"
+ABSENT = "-"
 
 EXPLANATIONS = {
     MissReason.HIT: "a graph of exactly this size",

@@ -1,0 +1,1 @@
+"""The demo: one traffic, several graph policies, the same tokens; what each step ran, and why."""

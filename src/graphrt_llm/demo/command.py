@@ -1,0 +1,164 @@
+"""``graphrt demo``: one traffic under several graph policies, and whether the tokens are the same.
+
+Tables go to stdout, progress and errors to stderr. Exit status: 0; 1 if policies disagree on the
+tokens, or a capture or replay failed; 2 for bad input; 130 for an interrupt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from graphrt import CUDAGraphMode, GraphrtError
+
+if TYPE_CHECKING:
+    from graphrt_llm.demo.comparing import Outcome
+    from graphrt_llm.demo.preparing import Options, Prepared
+
+DEFAULT_MODES = "NONE,PIECEWISE,FULL_DECODE_ONLY,FULL_AND_PIECEWISE"
+DEFAULT_REPORT = Path("graphrt-report.html")
+
+BAD_INPUT = (ValueError, OSError, ImportError)
+"""What graphrt's errors also are where the caller can mend it; the others are failures of a run."""
+
+
+class LoadFormat(StrEnum):
+    SAFETENSORS = "safetensors"
+    DUMMY = "dummy"
+
+
+class DeviceName(StrEnum):
+    AUTO = "auto"
+    CUDA = "cuda"
+    SIMULATED = "simulated"
+
+
+class DTypeName(StrEnum):
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def demo(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Traffic: an Azure LLM inference CSV or a Mooncake JSONL.",
+            show_default="a seeded generator",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory with a HF config.json.", show_default="a built-in tiny model"),
+    ] = None,
+    load_format: Annotated[
+        LoadFormat, typer.Option(help="Weights of --model: its files, or random ones.")
+    ] = LoadFormat.SAFETENSORS,
+    requests: Annotated[int, typer.Option(min=1, help="First rows of the traffic.")] = 200,
+    modes: Annotated[str, typer.Option(help="Policies to compare.")] = DEFAULT_MODES,
+    device: Annotated[
+        DeviceName, typer.Option(help="auto: CUDA if present, else simulated.")
+    ] = DeviceName.AUTO,
+    dtype: Annotated[
+        DTypeName | None,
+        typer.Option(help="To compute in.", show_default="the model's, float64 for the tiny one"),
+    ] = None,
+    report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = DEFAULT_REPORT,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts, generated traffic.")] = 0,
+) -> None:
+    """Serve one traffic under several graph policies; compare tokens, graphs and times."""
+    policies = parse_modes(modes)
+    # Not above: the command line lists its commands without loading torch.
+    from graphrt_llm.demo.preparing import Options
+
+    options = Options(
+        trace=trace,
+        model=model,
+        load_format=load_format.value,
+        num_requests=requests,
+        modes=policies,
+        device=device.value,
+        dtype=None if dtype is None else dtype.value,
+        report=report,
+        seed=seed,
+    )
+    try:
+        agreed = run(options, as_json=as_json)
+    except GraphrtError as error:
+        Console(stderr=True).print(Text(f"{type(error).__name__}: {error}"))
+        if as_json:
+            problem = {"type": type(error).__name__, "message": str(error)}
+            typer.echo(json.dumps({"error": problem}))
+        raise typer.Exit(2 if isinstance(error, BAD_INPUT) else 1) from error
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; no report was written")
+        raise typer.Exit(130) from None
+    if not agreed:
+        raise typer.Exit(1)
+
+
+def parse_modes(text: str) -> tuple[CUDAGraphMode, ...]:
+    """Policies by name, in any case, separated by commas; each once, in the order given."""
+    names = [name.strip() for name in text.split(",")]
+    try:
+        policies = tuple(CUDAGraphMode.parse(name) for name in names)
+    except KeyError as error:
+        known = ", ".join(mode.name for mode in CUDAGraphMode)
+        raise typer.BadParameter(
+            f"{error.args[0]!r} is no policy; known are {known}.", param_hint="--modes"
+        ) from None
+    if len(set(policies)) < len(policies):
+        raise typer.BadParameter("each policy once, please.", param_hint="--modes")
+    return policies
+
+
+def run(options: Options, *, as_json: bool) -> bool:
+    """Compare, write the report, print what came out; True if the tokens are the same."""
+    from graphrt import write_report
+    from graphrt_llm.demo.comparing import compare_policies
+    from graphrt_llm.demo.preparing import prepare
+    from graphrt_llm.demo.progress import Bars
+    from graphrt_llm.demo.telling import are_identical, as_json as as_object, as_page
+
+    prepared = prepare(options)
+    with Bars(Console(stderr=True)) as bars:
+        outcomes = compare_policies(
+            options.modes,
+            prepared.make_engine,
+            prepared.load,
+            tie_tolerance=prepared.tie_tolerance,
+            phases=bars,
+        )
+    report = write_report(prepared.report, as_page(prepared.setting, outcomes))
+    if as_json:
+        typer.echo(json.dumps(as_object(prepared.setting, outcomes, report), allow_nan=False))
+    else:
+        _print(prepared, outcomes, report)
+    return are_identical(outcomes)
+
+
+def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path) -> None:
+    from graphrt import capture_table, comparison_table, miss_table
+    from graphrt_llm.demo.telling import findings, lead
+
+    console = Console()
+    runs = [outcome.run for outcome in outcomes]
+    console.print(Text(lead(prepared.setting, outcomes)))
+    for sentence in findings(outcomes):
+        console.print(Text(sentence))
+    console.print()
+    for table in (comparison_table(runs), miss_table(runs), capture_table(runs)):
+        if table.row_count:
+            console.print(table)
+    console.print(Text(f"report: {report}"), soft_wrap=True)
