@@ -51,8 +51,9 @@ class SdpaAttention:
         self._cache = cache
         self._key: BatchDescriptor | None = None
         self._lengths: _Lengths | None = None
-        # Masks of the live batch, made by the first layer that needs them.
-        self._masks: dict[int, Tensor] = {}
+        # What the layers of a live batch share, made by the first that needs it.
+        self._decodes: tuple[Tensor, Tensor] | None = None
+        self._masks: dict[_Chunk, Tensor] = {}
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
         """Needs nothing: PyTorch's kernels have no plan and no workspace of ours."""
@@ -67,6 +68,7 @@ class SdpaAttention:
     def _prepare(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
         self._key = key
         self._lengths = None if key.num_reqs is not None else _measure(live)
+        self._decodes = None
         self._masks.clear()
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
@@ -112,13 +114,13 @@ class SdpaAttention:
             raise _unprepared()
         count = lengths.num_decodes
         if count:
-            num_blocks = self._blocks_for(lengths.longest_decode)
-            tables = attn.block_tables[:count, :num_blocks]
-            mask = self._masks.get(-1)
-            if mask is None:
+            if self._decodes is None:
+                num_blocks = self._blocks_for(lengths.longest_decode)
                 keys = torch.arange(num_blocks * self._cache.block_size, device=q.device)
                 visible = keys < attn.seq_lens[:count, None, None]
-                mask = self._masks[-1] = self._additive(visible)
+                tables = attn.block_tables[:count, :num_blocks].contiguous()
+                self._decodes = tables, self._additive(visible)
+            tables, mask = self._decodes
             self._attend_together(layer_index, q[:count], tables, mask, out[:count])
         for chunk in lengths.chunks:
             tokens = slice(chunk.start, chunk.start + chunk.num_new)
@@ -166,11 +168,11 @@ class SdpaAttention:
         if num_new < num_all:
             table = attn.block_tables[chunk.row, : self._blocks_for(num_all)]
             kv = self._gather(layer_index, table).flatten(0, 1)[:num_all]
-            mask = self._masks.get(chunk.row)
+            mask = self._masks.get(chunk)
             if mask is None:
                 everything = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device)
                 visible = everything.tril_(num_all - num_new)
-                mask = self._masks[chunk.row] = self._additive(visible)
+                mask = self._masks[chunk] = self._additive(visible)
         keys, values = kv.permute(1, 2, 0, 3).unsqueeze(2).unbind()
         num_kv_heads, _, _, width = keys.shape
         # [key heads, heads of a group, tokens, width]; the group shares its keys by a stride of 0.

@@ -107,8 +107,9 @@ class DecoderLayer(nn.Module):
         if self.qk_norm is None:
             rotate(rotated, rotation, out=rotated)
         else:
-            normed = F.rms_norm(rotated, rotated.shape[-1:], None, self.eps).mul_(self.qk_norm)
-            rotate(normed, rotation, out=rotated)
+            # Values too, for nothing: the kernel would first copy a part into contiguous memory.
+            normed = F.rms_norm(heads, heads.shape[-1:], None, self.eps)
+            rotate(normed[:, : self.num_rotated].mul_(self.qk_norm), rotation, out=rotated)
         attended = attention(backend, self.index, heads[:, : self.num_heads], kv, attn, shared)
         self.attention_out.add_to(residual, attended.view(num_tokens, -1))
 

@@ -54,5 +54,6 @@ def rotate(heads: Tensor, rotation: Tensor, out: Tensor) -> None:
     ``rotation``: the tokens' rows of the table, [tokens, 2, 1, head_dim].
     """
     cos, sin = rotation.unbind(1)
-    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    half = heads.shape[-1] // 2
+    swapped = torch.cat((heads[..., half:], heads[..., :half]), -1)
     torch.mul(heads, cos, out=out).addcmul_(swapped, sin)
