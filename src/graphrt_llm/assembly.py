@@ -24,8 +24,9 @@ from graphrt import (
 from graphrt_llm.attention import AttentionResource, make_attention
 from graphrt_llm.config import DType, EngineConfig
 from graphrt_llm.errors import EngineConfigError
-from graphrt_llm.inputs import Limits, input_specs, make_example
+from graphrt_llm.inputs import input_specs, make_example
 from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.limits import Limits
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.runner import NamedInputs
 from graphrt_llm.weights import load_safetensors, random_weights

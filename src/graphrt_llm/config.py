@@ -10,6 +10,7 @@ from graphrt_llm.errors import EngineConfigError
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["safetensors", "dummy"]
+DeviceName = Literal["auto", "cuda", "simulated"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class EngineConfig:
     load_format: LoadFormat = "safetensors"
     """``dummy``: random weights, seeded by ``seed``."""
     attention_backend: str = "sdpa"
-    device: str = "auto"
+    device: DeviceName = "auto"
     """``auto``: a GPU if there is one, else the simulated device."""
     seed: int = 0
     """Of random weights, and of requests that sample without a seed of their own."""

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from graphrt import BatchDescriptor, Decision, Device, Observer, Runtime, RuntimeReport
 from graphrt_llm.assembly import TINY_CONFIG, assemble
-from graphrt_llm.blocks import BlockAllocator
 from graphrt_llm.config import EngineConfig
 from graphrt_llm.errors import EngineStateError, RequestError
-from graphrt_llm.inputs import Limits
+from graphrt_llm.interrupts import interrupted_between_steps
+from graphrt_llm.limits import Limits
 from graphrt_llm.models import ModelConfig
 from graphrt_llm.request import Request, RequestOutput, SamplingParams
 from graphrt_llm.runner import EVERY_GRAPH, Runner
@@ -58,13 +58,7 @@ class LLMEngine:
         self.runtime = runtime
         self.limits = limits
         self.vocab_size = vocab_size
-        self.scheduler = Scheduler(
-            allocator=BlockAllocator(limits.num_blocks),
-            block_size=limits.block_size,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-        )
+        self.scheduler = Scheduler(limits)
         self._device = device
         place = device.torch_device
         self._runner = Runner(runtime, limits, pinned=place.type == "cuda")
@@ -112,7 +106,7 @@ class LLMEngine:
     def capture(
         self, progress: Callable[[int, int, BatchDescriptor], None] | None = None
     ) -> RuntimeReport:
-        """Capture every graph of the plan. Only before serving: it writes over the whole cache.
+        """Capture every graph of the plan. It writes over the whole cache, so nobody may use it.
 
         Errors: ``EngineStateError`` while requests are unfinished; those of ``Runtime.capture``.
         """
@@ -153,9 +147,9 @@ class LLMEngine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> StepResult:
-        """Advance the batch by one step.
+        """Advance the batch by one step: one token for each request that decodes, and prompts.
 
-        Errors: ``OutOfBlocksError``; those of ``Runtime.step``. The requests are left as they were.
+        Errors: ``OutOfBlocksError``; those of ``Runtime.step``. The requests are then as they were.
         """
         self._require_open()
         batch = self.scheduler.schedule()
@@ -180,7 +174,8 @@ class LLMEngine:
     ) -> list[list[int]]:
         """Serve ``prompts`` to their ends; returns the output tokens of each, in their order.
 
-        ``params``: one for all, or one for each. If anything fails, all of them are aborted.
+        ``params``: one for all, or one for each. If anything fails, all of them are aborted; an
+        interrupt (Ctrl-C) takes effect between two steps.
         Errors: ``EngineStateError`` while other requests are unfinished; those of ``step``.
         """
         self._require_idle("generate")
@@ -195,9 +190,11 @@ class LLMEngine:
         try:
             for prompt, its_params in zip(prompts, each, strict=True):
                 tokens[self.add_request(prompt, its_params)] = []
-            while self.has_unfinished():
-                for output in self.step().outputs:
-                    tokens[output.request_id] += output.new_token_ids
+            with interrupted_between_steps() as check_interrupt:
+                while self.has_unfinished():
+                    for output in self.step().outputs:
+                        tokens[output.request_id] += output.new_token_ids
+                    check_interrupt()
         finally:
             self.abort_all()
         return list(tokens.values())
@@ -213,7 +210,9 @@ class LLMEngine:
         Errors: ``EngineStateError`` while requests are unfinished; those of ``add_request``.
         """
         self._require_idle("top2_gap")
-        self.add_request(token_ids, SamplingParams(max_tokens=1))
+        name = "top2-gap"
+        once = SamplingParams(max_tokens=1)
+        self.scheduler.add(Request(name, self._checked_prompt(name, token_ids), once, seed=0))
         try:
             while True:
                 batch = self.scheduler.schedule()

@@ -7,7 +7,6 @@ belong to request 0, stand at position 0 and write to the null block, which nobo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from graphrt import SENTINEL, BatchDescriptor, BufferSpec, Example
 from graphrt_llm.attention import AttentionMetadata
 from graphrt_llm.blocks import NULL_BLOCK, blocks_for
-from graphrt_llm.errors import EngineConfigError
+from graphrt_llm.limits import Limits
 from graphrt_llm.scheduler import ScheduledBatch
 from graphrt_llm.seats import Seats
 
@@ -25,45 +24,6 @@ Ints = NDArray[np.int64]
 
 EXAMPLE_CONTEXT = 256
 """Tokens at most that stand before a request of an example: several blocks, and still cheap."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What bounds every batch of an engine."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-
-    def __post_init__(self) -> None:
-        largest = self.largest_batch()
-        if self.max_num_seqs > self.num_blocks - 1 or self.max_num_batched_tokens > largest:
-            raise EngineConfigError(
-                "engine limits",
-                expected="a cache and a context that can hold the largest batch",
-                found=f"{self.max_num_seqs} requests with {self.max_num_batched_tokens} tokens in a"
-                f" step, where {self.num_blocks - 1} blocks of {self.block_size} and a context of"
-                f" {self.max_model_len} hold at most {largest} tokens",
-                do="give the engine more blocks, or lower max_num_seqs or max_num_batched_tokens.",
-            )
-
-    @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest request."""
-        return blocks_for(self.max_model_len, self.block_size)
-
-    def room(self, num_reqs: int) -> Ints:
-        """Tokens that each of ``num_reqs`` requests can bring if they share the blocks evenly."""
-        usable = self.num_blocks - 1
-        blocks = usable // num_reqs + (np.arange(num_reqs) < usable % num_reqs)
-        room: Ints = np.minimum(blocks * self.block_size, self.max_model_len)
-        return room
-
-    def largest_batch(self) -> int:
-        """Tokens that fit one step of ``max_num_seqs`` requests. Sharing evenly is best."""
-        return int(self.room(self.max_num_seqs).sum())
 
 
 def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from graphrt import Runtime, RuntimeMode
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
-from graphrt_llm.inputs import HostInputs, Limits
+from graphrt_llm.inputs import HostInputs
+from graphrt_llm.limits import Limits
 from graphrt_llm.scheduler import ScheduledBatch
 from graphrt_llm.seats import Seats
 

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrt_llm.blocks import BlockAllocator, blocks_for
+from graphrt_llm.blocks import blocks_for
 from graphrt_llm.errors import (
-    EngineConfigError,
     OutOfBlocksError,
     PromptTooLongError,
     RequestError,
     UnknownRequestError,
 )
+from graphrt_llm.limits import Limits
 from graphrt_llm.request import FinishReason, Request, RequestOutput
 from graphrt_llm.seats import Seats
 
@@ -66,30 +66,9 @@ class Scheduler:
     between ``schedule`` and ``update`` is simply repeated.
     """
 
-    def __init__(
-        self,
-        *,
-        allocator: BlockAllocator,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-    ) -> None:
-        if max_num_batched_tokens < max_num_seqs:
-            raise EngineConfigError(
-                "max_num_batched_tokens",
-                expected=f"at least max_num_seqs = {max_num_seqs}: each may decode one token",
-                found=str(max_num_batched_tokens),
-            )
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.seats = Seats(
-            num_seats=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            allocator=allocator,
-        )
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.seats = Seats(limits)
         self._unfinished: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -125,10 +104,11 @@ class Scheduler:
                 f"request {request.request_id!r}", expected="a prompt", found="no tokens"
             )
         asked = f"{num_prompt} prompt tokens and max_tokens = {max_tokens}"
-        if num_prompt + max_tokens > self.max_model_len:
+        longest = self.limits.max_model_len
+        if num_prompt + max_tokens > longest:
             raise PromptTooLongError(
                 f"request {request.request_id!r}",
-                expected=f"prompt and output within the context of {self.max_model_len} tokens",
+                expected=f"prompt and output within the context of {longest} tokens",
                 found=asked,
                 do="shorten the prompt or lower max_tokens.",
             )
@@ -169,7 +149,7 @@ class Scheduler:
         preempted = self._give_blocks()
         remaining = self._remaining()
         query_lens = np.where(remaining == 1, 1, 0)
-        budget = self.max_num_batched_tokens - int(query_lens.sum())
+        budget = self.limits.max_num_batched_tokens - int(query_lens.sum())
         for i in np.flatnonzero(remaining > 1):
             query_lens[i] = min(int(remaining[i]), budget)
             budget -= int(query_lens[i])

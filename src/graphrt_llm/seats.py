@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphrt_llm.blocks import BlockAllocator, blocks_for
+from graphrt_llm.limits import Limits
 
 
 class Seats:
     """Columns of the running requests, and the blocks that they hold.
+
+    One seat for each of ``limits.max_num_seqs``.
 
     ``tokens`` [num_seats, max_model_len] int64: prompt and output, row ``seat``, from 0.
     ``num_tokens``, ``num_computed`` [num_seats] int64: tokens known, and those whose keys and
@@ -23,19 +26,16 @@ class Seats:
     of position; the null block beyond ``num_blocks`` [num_seats].
     """
 
-    def __init__(
-        self, *, num_seats: int, max_model_len: int, block_size: int, allocator: BlockAllocator
-    ) -> None:
-        self.block_size = block_size
-        self.allocator = allocator
+    def __init__(self, limits: Limits) -> None:
+        num_seats = limits.max_num_seqs
+        self.block_size = limits.block_size
+        self.allocator = BlockAllocator(limits.num_blocks)
         # Pages of a zeroed array that nobody wrote cost no memory: long contexts are free here.
-        self.tokens: NDArray[np.int64] = np.zeros((num_seats, max_model_len), np.int64)
+        self.tokens: NDArray[np.int64] = np.zeros((num_seats, limits.max_model_len), np.int64)
         self.num_tokens: NDArray[np.int64] = np.zeros(num_seats, np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(num_seats, np.int64)
         self.num_blocks: NDArray[np.int64] = np.zeros(num_seats, np.int64)
-        self.block_tables: NDArray[np.int64] = np.zeros(
-            (num_seats, blocks_for(max_model_len, block_size)), np.int64
-        )
+        self.block_tables: NDArray[np.int64] = np.zeros((num_seats, limits.max_blocks), np.int64)
         self._free = list(range(num_seats - 1, -1, -1))
 
     @property

@@ -7,16 +7,15 @@ depends on the trace alone. Prompts are random tokens, seeded by the number of t
 from __future__ import annotations
 
 import math
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from graphrt_llm.engine import LLMEngine, StepResult
 from graphrt_llm.errors import EngineStateError, RequestError
+from graphrt_llm.interrupts import interrupted_between_steps
 from graphrt_llm.request import SamplingParams
 
 
@@ -138,7 +137,7 @@ def serve(
     num_added = num_done = num_steps = 0
     clock = seconds = 0.0
     try:
-        with _interrupted_between_steps() as check_interrupt:
+        with interrupted_between_steps() as check_interrupt:
             while num_done < len(requests):
                 check_interrupt()
                 if not engine.has_unfinished():
@@ -172,31 +171,3 @@ def serve(
 
 def _greedy_for(index: int, num_output_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
-
-
-@contextmanager
-def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Hold the first Ctrl-C back until the yielded function is called; the second acts at once."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: None  # somebody else handles interrupts
-        return
-    came = False
-
-    def remember(number: int, frame: Any) -> None:
-        nonlocal came
-        came = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def check() -> None:
-        if came:
-            raise KeyboardInterrupt
-
-    try:
-        signal.signal(signal.SIGINT, remember)
-    except ValueError:  # not the main thread, where no interrupt arrives
-        yield lambda: None
-        return
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from graphrt_llm.blocks import BlockAllocator, blocks_for
+from graphrt_llm.blocks import blocks_for
 from graphrt_llm.errors import (
     EngineConfigError,
     OutOfBlocksError,
@@ -16,25 +15,20 @@ from graphrt_llm.errors import (
     RequestError,
     UnknownRequestError,
 )
+from graphrt_llm.limits import Limits
 from graphrt_llm.request import FinishReason, Request, SamplingParams
 from graphrt_llm.scheduler import ScheduledBatch, Scheduler
 
 
-def make_scheduler(
-    *,
-    num_blocks: int = 64,
-    block_size: int = 4,
-    max_model_len: int = 64,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int = 16,
-) -> Scheduler:
-    return Scheduler(
-        allocator=BlockAllocator(num_blocks),
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
+def make_scheduler(**limits: int) -> Scheduler:
+    defaults = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+    }
+    return Scheduler(Limits(**defaults | limits))
 
 
 def request(
@@ -80,8 +74,8 @@ class CheckedCache:
 
 
 def check_batch(scheduler: Scheduler, batch: ScheduledBatch) -> None:
-    assert 1 <= batch.num_reqs <= scheduler.max_num_seqs
-    assert batch.num_tokens == sum(batch.query_lens) <= scheduler.max_num_batched_tokens
+    assert 1 <= batch.num_reqs <= scheduler.limits.max_num_seqs
+    assert batch.num_tokens == sum(batch.query_lens) <= scheduler.limits.max_num_batched_tokens
     assert min(batch.query_lens) >= 1
     assert len({r.request_id for r in batch.requests}) == batch.num_reqs
     assert batch.uniform == all(length == 1 for length in batch.query_lens)
@@ -97,7 +91,7 @@ def check_blocks(scheduler: Scheduler) -> None:
         assert not seats.block_tables[running.seat, seats.num_blocks[running.seat] :].any()
     assert len(set(held)) == len(held)
     assert len(held) + seats.allocator.num_free == seats.allocator.num_usable
-    assert len(scheduler.running) + seats.num_free == scheduler.max_num_seqs
+    assert len(scheduler.running) + seats.num_free == scheduler.limits.max_num_seqs
 
 
 arrivals = st.lists(
@@ -118,13 +112,15 @@ def test_every_request_gets_exactly_its_tokens_within_every_limit(
     arrivals, block_size, spare_blocks, max_num_seqs, spare_tokens, abort
 ):
     largest = max(blocks_for(p + m - 1, block_size) for p, m, _ in arrivals)
-    scheduler = make_scheduler(
-        num_blocks=1 + largest + spare_blocks,
-        block_size=block_size,
-        max_model_len=32,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + spare_tokens,
-    )
+    limits = {
+        "num_blocks": 1 + max(largest, max_num_seqs) + spare_blocks,
+        "block_size": block_size,
+        "max_model_len": 32,
+        "max_num_seqs": max_num_seqs,
+    }
+    most = Limits(max_num_batched_tokens=max_num_seqs, **limits).largest_batch()
+    tokens = min(max_num_seqs + spare_tokens, most)
+    scheduler = make_scheduler(max_num_batched_tokens=tokens, **limits)
     cache = CheckedCache(scheduler)
     requests = [
         request(f"r{i}", [i * 50 + j for j in range(p)], m) for i, (p, m, _) in enumerate(arrivals)
@@ -224,7 +220,9 @@ def test_a_one_token_last_chunk_is_uniform():
 
 def test_the_latest_arrival_gives_way_and_keeps_its_output():
     # 5 usable blocks of 2: both prompts take 2, and the first to need a third leaves none.
-    scheduler = make_scheduler(num_blocks=6, block_size=2, max_num_batched_tokens=16)
+    scheduler = make_scheduler(
+        num_blocks=6, block_size=2, max_num_seqs=2, max_num_batched_tokens=10
+    )
     first, second = request("first", 4, max_tokens=6), request("second", 4, max_tokens=6)
     scheduler.add(first)
     scheduler.add(second)
@@ -251,7 +249,7 @@ def test_a_step_that_failed_is_simply_scheduled_again():
 
 
 def test_no_block_and_nobody_to_give_way_is_an_error_that_keeps_the_request():
-    scheduler = make_scheduler(num_blocks=4, block_size=2, max_model_len=8)
+    scheduler = make_scheduler(num_blocks=4, block_size=2, max_num_seqs=1, max_num_batched_tokens=6)
     cache = CheckedCache(scheduler)
     scheduler.add(request("a", 2, max_tokens=4))
     batch = scheduler.schedule()
@@ -282,7 +280,9 @@ def test_what_cannot_fit_the_context_is_refused(prompt: int, max_tokens: int):
 
 
 def test_what_cannot_fit_the_cache_is_refused_and_what_just_fits_runs():
-    scheduler = make_scheduler(num_blocks=4, block_size=4)
+    scheduler = make_scheduler(
+        num_blocks=4, block_size=4, max_num_seqs=3, max_num_batched_tokens=12
+    )
     with pytest.raises(PromptTooLongError, match="cache of 3 blocks"):
         scheduler.add(request("a", 8, max_tokens=6))
     scheduler.add(request("b", 8, max_tokens=5))
@@ -298,9 +298,28 @@ def test_empty_prompts_and_used_ids_are_refused():
         scheduler.add(request("a", 1))
 
 
-def test_a_token_limit_below_the_request_limit_is_refused():
-    with pytest.raises(EngineConfigError, match="max_num_seqs = 4"):
-        make_scheduler(max_num_batched_tokens=3)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_num_batched_tokens": 3},
+        {"max_num_batched_tokens": 65},
+        {"max_num_seqs": 17, "max_num_batched_tokens": 17},
+        {"max_model_len": 3},
+        {"num_blocks": 1},
+    ],
+    ids=str,
+)
+def test_limits_that_do_not_agree_are_refused(change: dict[str, int]):
+    agreeing = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 16,
+        "block_size": 4,
+        "num_blocks": 17,
+    }
+    Limits(**agreeing)
+    with pytest.raises(EngineConfigError):
+        Limits(**agreeing | change)
 
 
 def test_equal_requests_give_equal_batches():

@@ -1,0 +1,285 @@
+"""The engine end to end on the simulated device: the same tokens in every mode."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from graphrt import CompilationConfig, CUDAGraphMode, RuntimeConfig, RuntimeMode
+from graphrt_llm import EngineConfig, LLMEngine, SamplingParams
+from graphrt_llm.errors import (
+    EngineStateError,
+    PromptTooLongError,
+    RequestError,
+    UnknownRequestError,
+)
+from graphrt_llm.request import FinishReason
+from graphrt_llm.runner import EVERY_GRAPH
+
+MODES = [mode.name for mode in CUDAGraphMode]
+SIZES = [1, 2, 4, 12]
+
+
+def engine_config(mode: str = "NONE", *, num_blocks: int | None = 17, seed: int = 0, **runtime):
+    """Four requests at a time, chunks of at most 12 tokens, 16 blocks of 4 for all of them."""
+    return EngineConfig(
+        runtime=RuntimeConfig(
+            compilation=CompilationConfig(
+                cudagraph_mode=mode,
+                cudagraph_capture_sizes=None if mode == "NONE" else SIZES,
+            ),
+            max_num_seqs=4,
+            max_num_batched_tokens=12,
+            **runtime,
+        ),
+        max_model_len=48,
+        block_size=4,
+        num_blocks=num_blocks,
+        device="simulated",
+        dtype="float64",
+        seed=seed,
+    )
+
+
+@pytest.fixture(params=MODES)
+def captured(request):
+    with LLMEngine.tiny(engine_config(request.param)) as engine:
+        engine.capture()
+        yield engine
+
+
+def prompt(index: int, length: int) -> list[int]:
+    return random.Random(index).choices(range(512), k=length)
+
+
+# Long and short, alone longer than a step, greedy and drawn, more than the cache holds at once.
+TRAFFIC = [
+    (prompt(0, 5), SamplingParams(max_tokens=14)),
+    (prompt(1, 30), SamplingParams(max_tokens=9, temperature=1.0, seed=11)),
+    (prompt(2, 1), SamplingParams(max_tokens=20, temperature=0.8, top_k=20)),
+    (prompt(3, 17), SamplingParams(max_tokens=12)),
+    (prompt(4, 3), SamplingParams(max_tokens=16, temperature=1.3, top_p=0.9, seed=5)),
+    (prompt(5, 24), SamplingParams(max_tokens=1)),
+    (prompt(6, 2), SamplingParams(max_tokens=18)),
+]
+
+
+def serve_traffic(engine: LLMEngine) -> tuple[dict[str, list[int]], list]:
+    """Two requests at first, then one more at every second step."""
+    pending = list(enumerate(TRAFFIC))
+    tokens: dict[str, list[int]] = {str(index): [] for index, _ in pending}
+    steps = []
+    while pending or engine.has_unfinished():
+        for _ in range(2 if not steps else (len(steps) % 2)):
+            if pending:
+                index, (tokens_in, params) = pending.pop(0)
+                engine.add_request(tokens_in, params, str(index))
+        steps.append(engine.step())
+        for output in steps[-1].outputs:
+            tokens[output.request_id] += output.new_token_ids
+    return tokens, steps
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    """What each request gets if nobody else is there: no batch, no preemption, no graph."""
+    tokens = {}
+    for index, (tokens_in, params) in enumerate(TRAFFIC):
+        with LLMEngine.tiny(engine_config()) as engine:
+            for _ in range(index):  # its number of arrival decides the seed of who named none
+                engine.generate([[0]], SamplingParams(max_tokens=1))
+            [tokens[str(index)]] = engine.generate([tokens_in], params)
+    return tokens
+
+
+def test_every_mode_gives_the_tokens_that_each_request_gets_alone(captured, alone):
+    tokens, steps = serve_traffic(captured)
+    assert tokens == alone
+    assert sum(step.num_preempted for step in steps) > 0, "the cache was meant to be too small"
+    assert any(not step.uniform for step in steps)
+    assert any(step.uniform for step in steps)
+
+    policy = captured.runtime.plan.cudagraph_mode
+    for step in steps:
+        routine = policy.decode_mode() if step.uniform else policy.mixed_mode()
+        assert step.decision.mode is routine
+        assert step.num_tokens <= 12
+        assert step.num_reqs <= 4
+
+
+def test_an_engine_that_captured_nothing_says_so_and_gives_the_same_tokens(alone):
+    with LLMEngine.tiny(engine_config("FULL_AND_PIECEWISE")) as engine:
+        tokens, steps = serve_traffic(engine)
+    assert tokens == alone
+    assert {step.decision.reason.name for step in steps} == {"NOT_CAPTURED_YET"}
+
+
+def test_a_request_can_be_aborted_between_any_two_steps(alone):
+    with LLMEngine.tiny(engine_config()) as engine:
+        for after in range(0, 12, 3):
+            engine.add_request(TRAFFIC[0][0], TRAFFIC[0][1], "stays")
+            engine.add_request(TRAFFIC[3][0], TRAFFIC[3][1], "goes")
+            tokens = {"stays": [], "goes": []}
+            for number in range(100):
+                if number == after:
+                    output = engine.abort("goes")
+                    assert output == ("goes", (), FinishReason.ABORTED)
+                for output in engine.step().outputs:
+                    tokens[output.request_id] += output.new_token_ids
+                if not engine.has_unfinished():
+                    break
+            assert tokens["stays"] == alone["0"]
+            assert tokens["goes"] == alone["3"][: len(tokens["goes"])]
+            with pytest.raises(UnknownRequestError):
+                engine.abort("goes")
+
+
+def test_a_stop_token_ends_a_request_early(alone):
+    greedy = TRAFFIC[0][1]
+    stop = alone["0"][4]
+    first = alone["0"].index(stop)
+    with LLMEngine.tiny(engine_config()) as engine:
+        [tokens] = engine.generate([TRAFFIC[0][0]], replace(greedy, stop_token_ids=(stop,)))
+    assert tokens == alone["0"][: first + 1]
+
+
+def test_the_engines_seed_decides_for_requests_without_one():
+    params = SamplingParams(max_tokens=8, temperature=1.0)
+
+    def draw(seed: int) -> list[list[int]]:
+        with LLMEngine.tiny(engine_config(seed=seed)) as engine:
+            # Weights are seeded too, so the prompt's logits differ; the draws of equal prompts in
+            # one engine differ only by their seeds.
+            return engine.generate([[1, 2, 3]] * 3, params)
+
+    assert draw(0) == draw(0)
+    assert len({tuple(tokens) for tokens in draw(0)}) == 3
+
+
+def test_generate_keeps_the_order_of_its_prompts(alone):
+    with LLMEngine.tiny(engine_config()) as engine:
+        got = engine.generate([TRAFFIC[3][0], TRAFFIC[0][0]], [TRAFFIC[3][1], TRAFFIC[0][1]])
+        assert got == [alone["3"], alone["0"]]
+        assert engine.generate([]) == []
+
+
+def test_a_step_without_requests_does_nothing():
+    with LLMEngine.tiny(engine_config()) as engine:
+        assert engine.step() == ((), 0, 0, False, None, 0)
+
+
+def test_a_failing_step_leaves_the_requests_as_they_were(alone, monkeypatch):
+    with LLMEngine.tiny(engine_config()) as engine:
+        engine.add_request(*TRAFFIC[0], "0")
+        tokens = []
+        real_step = engine.runtime.step
+        calls = 0
+
+        def failing(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            result = real_step(*args, **kwargs)
+            if calls % 2:
+                raise KeyboardInterrupt
+            return result
+
+        monkeypatch.setattr(engine.runtime, "step", failing)
+        while engine.has_unfinished():
+            try:
+                result = engine.step()
+            except KeyboardInterrupt:
+                continue
+            tokens += [token for output in result.outputs for token in output.new_token_ids]
+        assert tokens == alone["0"]
+        assert calls > 20
+
+
+def test_the_top_two_gap_is_that_of_the_greedy_choice(alone):
+    tokens_in, _ = TRAFFIC[3]
+    with LLMEngine.tiny(engine_config()) as engine:
+        gap = engine.top2_gap([*tokens_in, *alone["3"][:2]])
+        assert gap > 0
+        # A gap that small would make the other tests of this file depend on luck.
+        assert gap > 1e-9
+        assert not engine.has_unfinished()
+        assert engine.generate([tokens_in], TRAFFIC[3][1]) == [alone["3"]]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[], [512], [-1], [0.5], [[1, 2]], ["a"]],
+    ids=["empty", "above", "below", "fraction", "nested", "text"],
+)
+def test_prompts_that_are_no_prompts_are_refused(tokens):
+    with LLMEngine.tiny(engine_config()) as engine:
+        with pytest.raises(RequestError):
+            engine.add_request(tokens)
+        assert not engine.has_unfinished()
+
+
+def test_a_prompt_that_cannot_fit_is_refused_and_others_go_on(alone):
+    with LLMEngine.tiny(engine_config()) as engine:
+        with pytest.raises(PromptTooLongError):
+            engine.generate([TRAFFIC[0][0], prompt(9, 48)], TRAFFIC[0][1])
+        assert not engine.has_unfinished()
+        assert engine.generate([TRAFFIC[0][0]], TRAFFIC[0][1]) == [alone["0"]]
+
+
+def test_generate_refuses_as_many_parameters_as_do_not_fit_the_prompts():
+    with LLMEngine.tiny(engine_config()) as engine, pytest.raises(RequestError, match="2 prompts"):
+        engine.generate([[1], [2]], [SamplingParams()])
+
+
+def test_capture_and_generate_refuse_a_busy_engine():
+    with LLMEngine.tiny(engine_config()) as engine:
+        engine.add_request([1])
+        with pytest.raises(EngineStateError, match="capture"):
+            engine.capture()
+        with pytest.raises(EngineStateError, match="generate"):
+            engine.generate([[1]])
+
+
+def test_a_closed_engine_refuses_work_and_closes_again():
+    engine = LLMEngine.tiny(engine_config())
+    engine.add_request([1])
+    engine.close()
+    engine.close()
+    assert not engine.has_unfinished()
+    for call in (engine.step, engine.capture, lambda: engine.add_request([1])):
+        with pytest.raises(EngineStateError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_blocks": 3},
+        {"max_model_len": 257},
+        {"max_model_len": 0},
+        {"block_size": 0},
+        {"dtype": "int8"},
+        {"device": "tpu"},
+        {"load_format": "pickle"},
+        {"attention_backend": "magic"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_configurations_that_cannot_be_honoured_are_refused(change):
+    from graphrt import GraphrtError
+
+    with pytest.raises(GraphrtError) as raised:
+        LLMEngine.tiny(replace(engine_config(), **change))
+    assert isinstance(raised.value, ValueError)
+
+
+def test_excluded_graphs_are_not_used(captured):
+    captured.add_request(prompt(1, 6), SamplingParams(max_tokens=2))
+    batch = captured.scheduler.schedule()
+    captured._runner.run(
+        batch,
+        captured.scheduler.seats,
+        exclude=EVERY_GRAPH,
+    )
+    assert captured.runtime.last_decision.mode is RuntimeMode.NONE
