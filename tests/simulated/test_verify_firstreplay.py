@@ -144,6 +144,35 @@ def test_a_value_memoised_from_warmup_inputs_is_flagged_and_named() -> None:
     assert model.tables[2] == 1.0
 
 
+class MemoInDict:
+    def __init__(self) -> None:
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.seen.setdefault("first", x.clone())
+
+
+class MemoMadeLater:
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "first"):
+            self.first = x.clone()
+        return x + self.first
+
+
+@pytest.mark.parametrize(("make", "name"), [(MemoInDict, "seen"), (MemoMadeLater, "first")])
+def test_memos_in_a_dict_or_a_new_attribute_are_forgotten_and_come_back(
+    make: Any, name: str
+) -> None:
+    owner = make()
+    before = HostState(owner.step)
+    owner.step(torch.ones(2))
+    assert before.changed() == (name,)
+    x = torch.full((2,), 5.0)
+    with before.reinstated():
+        assert owner.step(x).tolist() == [10.0, 10.0]
+    assert owner.step(x).tolist() == [6.0, 6.0]
+
+
 def test_a_memo_that_does_not_depend_on_inputs_passes() -> None:
     class Lazy:
         table: torch.Tensor | None = None
