@@ -19,20 +19,21 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _libraries_are_warm() -> None:
+    """Handles, workspaces and generators are made on first use, which must be in no window."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(64, 64, device="cuda", dtype=dtype)
+        (x @ x).sum().item()
+    torch.rand(1, device="cuda")
+    torch.empty(1, pin_memory=True)
+
+
 @pytest.fixture
 def device() -> Iterator[CUDADevice]:
+    """A device of its own for each test, with nothing cached: what is closed here is gone."""
+    gc.collect()
     device = CUDADevice()
+    device.trim()
     yield device
     device.close()
-
-
-@pytest.fixture
-def settled(device: CUDADevice) -> CUDADevice:
-    """A device that has made its lazy things: handles, workspaces, generator state."""
-    x = torch.ones(64, 64, device=device.torch_device)
-    (x @ x).sum().item()
-    torch.rand(1, device=device.torch_device)
-    gc.collect()
-    device.synchronize()
-    device.trim()
-    return device

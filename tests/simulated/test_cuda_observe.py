@@ -81,8 +81,10 @@ def test_the_first_failure_is_kept_with_its_operation() -> None:
                 continue
 
     ledger = observed(body)
-    assert isinstance(ledger.first_error, RuntimeError)
-    assert ledger.failed_operation == "aten.mm.default"
+    error, operation = ledger.take_failure()
+    assert isinstance(error, RuntimeError)
+    assert operation == "aten.mm.default"
+    assert ledger.take_failure()[0] is None
 
 
 def test_leaving_from_below_another_mode_keeps_that_mode_and_torchs_flags() -> None:

@@ -122,7 +122,10 @@ class CUDADevice:
             failure = translate(error, f"wait of stream {stream.name!r} for a mark")
             if isinstance(failure, CaptureError) and not failure.source:
                 failure.source = user_source().place
-            raise failure from failure.__cause__
+            try:
+                raise failure from failure.__cause__
+            finally:
+                del failure  # Or it would be a cycle through its traceback.
 
     def order(self, after: Stream, before: Stream) -> None:
         self.wait(after, self.mark(before))

@@ -29,8 +29,8 @@ class Ledger:
         self._made: set[int] = set()
         self._uses: dict[int, ExternalUse] = {}
         self.uses_rng = False
-        self.failed_operation = ""
-        self.first_error: BaseException | None = None
+        self._failed_operation = ""
+        self._first_error: BaseException | None = None
 
     def touch(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the tensors that go into ``operation``, and which of them it writes."""
@@ -76,9 +76,14 @@ class Ledger:
 
     def fail(self, operation: Any, error: BaseException) -> None:
         """Keep the first error, with its operation: later ones are its echoes."""
-        if self.first_error is None:
-            self.first_error = error
-            self.failed_operation = str(operation)
+        if self._first_error is None:
+            self._first_error = error
+            self._failed_operation = str(operation)
+
+    def take_failure(self) -> tuple[BaseException | None, str]:
+        """The first error and its operation, to whoever asks first: it is not kept any longer."""
+        error, self._first_error = self._first_error, None
+        return error, self._failed_operation
 
     def externals(self) -> tuple[ExternalUse, ...]:
         """Tensors outside every pool, in order of first touch."""

@@ -159,9 +159,7 @@ class CUDARecording:
                 self._pool.handle, capture_error_mode="thread_local", **optional
             )
         except RuntimeError as error:
-            self._unwind()
-            failure = translate(error)
-            raise failure from failure.__cause__
+            raise self._refused(error)  # noqa: B904  It has its cause.
         self.is_open = True
         self._pool.is_recording = True
         self._device._opened(self)
@@ -175,10 +173,8 @@ class CUDARecording:
         try:
             is_empty = self._capture_end()
         except RuntimeError as error:
-            failure = self._explain(error)
-            notes = self._clean_up(self._unwind)
-            _annotate(failure, notes)
-            raise failure from failure.__cause__
+            raise self._refused(error)  # noqa: B904  It has its cause.
+        self._ledger.take_failure()  # The callable coped with it; its traceback holds tensors.
         self._settle()
         if is_empty and not allow_empty:
             self._graph.reset()
@@ -207,7 +203,7 @@ class CUDARecording:
         failure = self._explain(first_error)
         if self.is_open:
             self._close()
-            _annotate(failure, self._clean_up(self._drop))
+            self._clean_up(self._drop, failure)
         return failure
 
     @contextmanager
@@ -227,6 +223,16 @@ class CUDARecording:
     def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
         """A plain call: CUDA records whatever launches."""
         return fn(*args)
+
+    def _refused(self, error: RuntimeError) -> BaseException:
+        """What to raise when torch refused to begin or end; all of it is undone.
+
+        Made here and raised by the caller: a local variable that holds a raised error is a cycle
+        through its traceback, which would keep the tensors of every frame in it allocated.
+        """
+        failure = self._explain(error)
+        self._clean_up(self._unwind, failure)
+        return failure
 
     def _close(self) -> None:
         self.is_open = False
@@ -252,10 +258,9 @@ class CUDARecording:
 
     def _explain(self, error: BaseException) -> BaseException:
         """The first device error of the window, translated; an echo is never the first."""
-        ledger = self._ledger
-        first = ledger.first_error
+        first, operation = self._ledger.take_failure()
         if first is not None and (first is error or error_code(error) == ECHO):
-            return translate(first, ledger.failed_operation)
+            return translate(first, operation)
         return translate(error)
 
     def _drop(self) -> None:
@@ -266,15 +271,13 @@ class CUDARecording:
         else:
             self._graph.reset()
 
-    def _clean_up(self, first_step: Callable[[], None]) -> list[str]:
-        """Run every step of the clean-up, whatever the others say; what they said as notes."""
-        notes = []
+    def _clean_up(self, first_step: Callable[[], None], failure: BaseException) -> None:
+        """Run every step of the clean-up, whatever the others say; their errors become notes."""
         for step in (first_step, self._settle):
             try:
                 step()
-            except Exception as error:  # noqa: BLE001  A note: it must not replace the first error.
-                notes.append(f"while cleaning up after {self._label}: {error!r}")
-        return notes
+            except Exception as error:  # noqa: BLE001  It must not replace the first error.
+                failure.add_note(f"while cleaning up after {self._label}: {error!r}")
 
     def _settle(self) -> None:
         """What every closed window leaves behind: own workspaces, and a pool that knows itself."""
@@ -322,8 +325,3 @@ class CUDARecording:
     def _on_stream(self) -> AbstractContextManager[Any]:
         # A window may end where a side stream is current; torch ends it on its own stream only.
         return torch.cuda.stream(self._stream.torch_stream)
-
-
-def _annotate(failure: BaseException, notes: Sequence[str]) -> None:
-    for note in notes:
-        failure.add_note(note)

@@ -1,0 +1,156 @@
+"""Graphs and pools die when told to, in no window, and never by the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from device_contract import Bench
+from graphrt.device.cuda import CUDADevice
+from graphrt.errors import CaptureInProgressError, DeviceReplayError, LifetimeError
+
+
+@pytest.fixture
+def bench(device: CUDADevice) -> Bench:
+    return Bench(device, device.new_pool())
+
+
+def test_a_graph_in_a_dead_cycle_is_not_destroyed_by_a_collection_inside_a_window(
+    bench: Bench,
+) -> None:
+    x = bench.full((8,), 1.0)
+    lost, _ = bench.record(lambda: x + 1)
+    bench.graphs.clear()
+    cycle: list[Any] = [lost]
+    cycle.append(cycle)
+    torch_graph = weakref.ref(lost._graph)  # type: ignore[attr-defined]
+    del lost, cycle
+
+    def body() -> torch.Tensor:
+        y = x * 3
+        gc.collect()
+        return y + 1
+
+    graph, out = bench.record(body)
+    assert torch_graph() is not None
+    bench.replay(graph)
+    assert out.tolist() == [4.0] * 8
+
+
+@pytest.mark.parametrize(
+    "forbidden",
+    [
+        lambda bench, graph: graph.reset(),
+        lambda bench, graph: bench.device.trim(),
+        lambda bench, graph: bench.device.close(),
+        lambda bench, graph: bench.device.alloc(bench.pool, (4,), (1,), torch.float32),
+    ],
+    ids=["reset", "trim", "close", "alloc"],
+)
+def test_what_would_break_the_capture_is_refused_in_a_window(
+    bench: Bench, forbidden: Callable[[Bench, Any], Any]
+) -> None:
+    x = bench.full((8,), 1.0)
+    earlier, _ = bench.record(lambda: x + 1)
+
+    def body() -> torch.Tensor:
+        y = x * 3
+        with pytest.raises(CaptureInProgressError):
+            forbidden(bench, earlier)
+        return y + 1
+
+    graph, out = bench.record(body)
+    bench.replay(graph)
+    assert out.tolist() == [4.0] * 8
+
+
+def test_a_pool_is_not_released_under_its_graphs(bench: Bench) -> None:
+    x = bench.full((8,), 1.0)
+    graph, out = bench.record(lambda: x + 1)
+    with pytest.raises(LifetimeError, match="1 graphs"):
+        bench.pool.release()
+    bench.replay(graph)
+    assert out.tolist() == [2.0] * 8
+
+
+def test_an_output_outlives_its_graph_and_its_pool(bench: Bench) -> None:
+    x = bench.full((8,), 1.0)
+    graph, out = bench.record(lambda: x + 1)
+    bench.replay(graph)
+    bench.retire()
+    bench.pool.release()
+    bench.device.trim()
+    assert out.tolist() == [2.0] * 8
+
+
+def test_a_launch_bound_before_the_reset_is_refused_as_a_replay_error(bench: Bench) -> None:
+    x = bench.full((8,), 1.0)
+    graph, _ = bench.record(lambda: x + 1)
+    bench.replay(graph)
+    bound = graph.replay
+    bench.retire()
+    with pytest.raises(DeviceReplayError) as caught:
+        bound()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_graph_launches_on_any_stream(bench: Bench) -> None:
+    x = bench.full((1 << 16,), 1.0)
+    graph, out = bench.record(lambda: x + 1)
+    other = bench.device.stream("other")
+    bench.device.synchronize()
+    for value in (5.0, 6.0, 7.0):
+        with bench.device.use(other):
+            x.fill_(value)
+            graph.replay()
+        bench.device.synchronize(other)
+        assert out.eq(value + 1).all()
+
+
+def test_a_replay_never_synchronises(bench: Bench) -> None:
+    x = bench.full((8,), 1.0)
+    graph, out = bench.record(lambda: torch.rand_like(x) + x)
+    bench.replay(graph)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.replay()
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert out.ge(1.0).all()
+
+
+SCRIPTS = {
+    "nothing closed": "graph, out = record(); graph.replay()",
+    "a window left open": "d.begin(pool, d.stream('capture'), 'case')",
+    "a device in a cycle": "ring = [d, pool, record()]; ring.append(ring); del d, pool, ring",
+}
+
+PROLOGUE = """
+import torch
+from graphrt.device.cuda import CUDADevice
+d = CUDADevice()
+pool = d.new_pool()
+x = torch.ones(8, device="cuda")
+torch.cuda.synchronize()
+torch.cuda.set_stream(d.stream("capture").torch_stream)
+def record():
+    window = d.begin(pool, d.stream("capture"), "case")
+    out = x + 1
+    return window.end(), out
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_process_ends_cleanly_whatever_it_left_open(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROLOGUE + script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

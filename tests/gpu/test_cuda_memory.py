@@ -1,0 +1,189 @@
+"""Memory: what a pool says of itself, that it is given back, and that a graph owns its scratch."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from device_contract import LARGE, Bench
+from graphrt.device.cuda import CUDADevice
+from graphrt.errors import GraphMemoryError
+
+# The allocator's own granule for small blocks; the driver hands memory out in no smaller pieces.
+GRANULE_BYTES = 2 << 20
+
+
+@pytest.fixture
+def bench(device: CUDADevice) -> Bench:
+    return Bench(device, device.new_pool())
+
+
+def test_rounds_of_capture_and_retirement_do_not_grow(device: CUDADevice) -> None:
+    x = torch.ones(256, 256, device=device.torch_device)
+    readings = []
+    for _ in range(20):
+        bench = Bench(device, device.new_pool())
+        for size in (256, 128, 64):
+            graph, out = bench.record(lambda size=size: torch.relu(x[:size] @ x) + 1)
+            bench.replay(graph)
+            del out
+        bench.retire()
+        bench.pool.release()
+        device.trim()
+        readings.append(device.memory())
+    late = readings[3:]  # The first rounds load kernels.
+    assert {reading.reserved_bytes for reading in late} == {late[0].reserved_bytes}
+    assert late[0].free_bytes - late[-1].free_bytes <= GRANULE_BYTES
+
+
+def test_a_released_pool_returns_to_the_driver(device: CUDADevice) -> None:
+    before = device.memory()
+    bench = Bench(device, device.new_pool())
+    x = bench.full((LARGE,), 1.0)
+    _, out = bench.record(lambda value: [value + i for i in range(8)], x)
+    held = device.memory(bench.pool)
+    assert held.pool_bytes >= 8 * x.nbytes
+    assert held.reserved_bytes >= before.reserved_bytes + held.pool_bytes
+    del out, x
+    bench.retire()
+    bench.pool.release()
+    device.trim()
+    assert device.memory().reserved_bytes == before.reserved_bytes
+
+
+def test_the_users_of_a_pool_are_its_graphs_and_itself(bench: Bench) -> None:
+    x = bench.full((8,), 1.0)
+    pool: Any = bench.pool
+    assert pool.use_count() == 1
+    for expected in (2, 3):
+        bench.record(lambda: x + 1)
+        assert pool.use_count() == expected
+    bench.retire()
+    assert pool.use_count() == 1
+
+
+def test_a_slot_does_not_lie_in_a_live_block(bench: Bench) -> None:
+    x = bench.full((LARGE,), 1.0)
+    graph, out = bench.record(lambda: x + 1)
+    with bench.device.use(bench.device.stream("capture")):
+        slot = bench.device.alloc(bench.pool, (LARGE,), (1,), torch.float32)
+    assert {block.address for block in bench.pool.live_blocks()} == {
+        out.data_ptr(),
+        slot.data_ptr(),
+    }
+    slot.fill_(7.0)
+    bench.replay(graph)
+    assert slot.eq(7.0).all()
+    second, total = bench.record(torch.add, slot, out)
+    bench.replay(graph)
+    bench.replay(second)
+    assert total.eq(9.0).all()
+    slot_address = slot.data_ptr()
+    del slot, total
+    assert slot_address not in {block.address for block in bench.pool.live_blocks()}
+
+
+def test_every_graph_owns_its_blas_workspace(bench: Bench) -> None:
+    # A workspace shared between recordings is freed with the first of them (PyTorch #193402).
+    x = torch.randn(512, 512, device=bench.device.torch_device, dtype=torch.bfloat16)
+    other = Bench(bench.device, bench.device.new_pool())
+    first, _ = other.record(lambda: x @ x)
+    second, out = bench.record(lambda: x @ x)
+    other.replay(first)
+    del _
+    other.retire()
+    other.pool.release()
+    bench.device.trim()
+    ballast = [torch.full((LARGE,), float("nan"), device=x.device) for _ in range(32)]
+    x.copy_(torch.randn(512, 512))
+    bench.replay(second)
+    assert torch.equal(out, x @ x)
+    assert all(block.isnan().all() for block in ballast), "a replay wrote into freed memory"
+
+
+def test_running_out_of_memory_in_a_window_is_typed_and_leaves_nothing(bench: Bench) -> None:
+    x = bench.full((8,), 1.0)
+    bench.check_usable()
+    bench.retire()
+    free_bytes = bench.device.memory().total_bytes
+
+    def body() -> torch.Tensor:
+        y = x + 1
+        return torch.empty(2 * free_bytes, dtype=torch.uint8, device=x.device), y
+
+    before = bench.device.memory(bench.pool)
+    for _ in range(3):
+        with pytest.raises(GraphMemoryError) as caught:
+            bench.record(body)
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert caught.value.source.startswith(__file__)
+        del caught
+    pool: Any = bench.pool
+    assert pool.use_count() == 1
+    assert bench.device.memory(bench.pool).pool_bytes == before.pool_bytes
+    bench.check_usable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+def test_a_weak_alias_needs_no_private_constructor(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    x = bench.tensor([[1, 0, 1], [0, 1, 1]], dtype)
+    graph, out = bench.record(lambda: x.clone().t()[1:])
+    bench.replay(graph)
+    aliases = [bench.device.weak_alias(out)]
+    monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
+    aliases.append(bench.device.weak_alias(out))
+    for alias in aliases:
+        assert alias.data_ptr() == out.data_ptr()
+        assert (alias.shape, alias.stride(), alias.dtype) == (out.shape, out.stride(), dtype)
+        assert torch.equal(alias, out)
+    del out, alias
+    gc.collect()
+    assert list(bench.pool.live_blocks()) == []
+
+
+def test_a_lazy_conjugate_stays_one(bench: Bench) -> None:
+    x = bench.tensor([1 + 2j, 3 - 4j], torch.complex64)
+    graph, out = bench.record(lambda: (x * 2).conj())
+    alias = bench.device.weak_alias(out)
+    bench.replay(graph)
+    assert torch.equal(alias, out)
+    assert alias.tolist() == [2 - 4j, 6 + 8j]
+
+
+def test_a_live_block_names_its_line_while_torch_records_history(bench: Bench) -> None:
+    x = bench.full((LARGE,), 1.0)
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+    try:
+        _, _out = bench.record(lambda: x + 1)
+        (block,) = bench.pool.live_blocks()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    assert __file__ in block.source
+
+
+def test_a_foreign_pool_handle_is_captured_into(device: CUDADevice) -> None:
+    handle = torch.cuda.graph_pool_handle()
+    bench = Bench(device, device.new_pool(handle))
+    with device.use(device.stream("capture")):
+        slot = device.alloc(bench.pool, (8,), (1,), torch.float32)
+    slot.fill_(2.0)
+    graph, out = bench.record(torch.mul, slot, 3)
+    bench.replay(graph)
+    assert bench.pool.handle == handle
+    assert device.owns(out)
+    assert out.tolist() == [6.0] * 8
+    foreign = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(foreign, pool=handle):
+        doubled = slot * 2
+    foreign.replay()
+    device.synchronize()
+    assert doubled.tolist() == [4.0] * 8
+    del slot, out, doubled
+    bench.retire()
+    bench.pool.release()
+    foreign.reset()
