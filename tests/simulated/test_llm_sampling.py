@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphrt_llm.errors import SamplingParamsError
 from graphrt_llm.request import FinishReason, Request, SamplingParams

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from graphrt import CompilationConfig, RuntimeConfig
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams, fit_to_context, serve
