@@ -1,0 +1,239 @@
+"""Traffic: readers of two published trace forms, and a seeded generator of the same kind.
+
+Arrivals are seconds after the first row. A row that arrives before its predecessor is an error, not
+sorted in silence: a trace is replayed in its own order, and a jump back means that it was mixed up.
+Rows are counted from 1, header and blank lines included, as an editor counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from graphrt.errors import TraceError
+
+AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
+
+_MOST_DIGITS = 18
+_LARGEST_MILLISECONDS = 10**15
+
+_TIMESTAMP = re.compile(
+    r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII
+)
+_EPOCH = {True: datetime(1970, 1, 1), False: datetime.fromisoformat("1970-01-01T00:00:00Z")}
+"""Without and with a time zone: only differences are used, and only like may be subtracted."""
+
+_REQUESTS_PER_SECOND = 19_366 / 3_502
+
+# (quantile, tokens), straight lines between. Median, p99 and maximum are published; the p90 is the
+# one that makes the mean of the lines the published mean.
+_PROMPT_QUANTILES = ((0.0, 1), (0.5, 1020), (0.9, 1710), (0.99, 4142), (1.0, 14050))
+_OUTPUT_QUANTILES = ((0.0, 1), (0.5, 129), (0.9, 480), (0.99, 601), (1.0, 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace."""
+
+    arrival_s: float
+    """Seconds after the first request."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Where we are: enough to say what is wrong, and where."""
+
+    path: Path
+    number: int
+    text: str
+
+    def wrong(self, expected: str, found: str, cause: Exception | None = None) -> NoReturn:
+        raise TraceError(
+            f"{self.path}, row {self.number}",
+            expected=expected,
+            found=found,
+            do="correct the row, or cut it out",
+        ) from cause
+
+
+def read_azure_csv(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """Read the first ``limit`` requests (None: all) of an Azure LLM inference trace.
+
+    A CSV with the header TIMESTAMP,ContextTokens,GeneratedTokens; timestamps are wall clock, with
+    up to nine fractional digits. Raises ``TraceError`` naming file and row.
+    """
+    rows = _rows(Path(path))
+    header = next(rows, None)
+    if header is None:
+        raise _empty(Path(path))
+    if header.text != AZURE_HEADER:
+        header.wrong(f"the header {AZURE_HEADER}", repr(header.text))
+    return _requests(Path(path), rows, _azure_row, limit)
+
+
+def read_mooncake_jsonl(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """Read the first ``limit`` requests (None: all) of a Mooncake trace.
+
+    One JSON object a line, with timestamp (milliseconds), input_length and output_length; other
+    fields are ignored. Raises ``TraceError`` naming file and row.
+    """
+    return _requests(Path(path), _rows(Path(path)), _mooncake_row, limit)
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """Read a trace of either form, recognised by its first line. Raises ``TraceError``."""
+    first = next(_rows(Path(path)), None)
+    if first is None:
+        raise _empty(Path(path))
+    if first.text.startswith("{"):
+        return read_mooncake_jsonl(path, limit)
+    if first.text == AZURE_HEADER:
+        return read_azure_csv(path, limit)
+    first.wrong(f"the header {AZURE_HEADER}, or a JSON object", _short(first.text))
+
+
+def generate_azure_like(num_requests: int, seed: int) -> list[TraceRequest]:
+    """Return seeded requests with the published statistics of the Azure 2023 conversation trace.
+
+    Prompt tokens: mean 1155, median 1020, p99 4142, at most 14050. Output tokens: 211, 129, 601,
+    1000. Arrivals: Poisson, 19,366 requests in 3,502 s. Lengths and arrivals are independent, which
+    those of the real trace are not quite. Source: Azure/AzurePublicDataset (Splitwise, ISCA 2024);
+    no row of it is used. Equal arguments give equal requests.
+    """
+    if num_requests < 1:
+        raise TraceError(
+            "generate_azure_like",
+            expected="at least one request",
+            found=str(num_requests),
+            do="ask for more",
+        )
+    source = random.Random(seed)
+    requests = []
+    arrival_s = 0.0
+    for _ in range(num_requests):
+        prompt = _at_quantile(_PROMPT_QUANTILES, source.random())
+        output = _at_quantile(_OUTPUT_QUANTILES, source.random())
+        requests.append(TraceRequest(arrival_s, prompt, output))
+        arrival_s += source.expovariate(_REQUESTS_PER_SECOND)
+    return requests
+
+
+def _at_quantile(knots: tuple[tuple[float, int], ...], quantile: float) -> int:
+    place = bisect_right(knots, quantile, hi=len(knots) - 1, key=lambda knot: knot[0])
+    (low, below), (high, above) = knots[place - 1], knots[place]
+    return round(below + (above - below) * (quantile - low) / (high - low))
+
+
+def _rows(path: Path) -> Iterator[_Row]:
+    """Lines that are not blank, decoded one by one, so that an undecodable one can be named."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError as error:
+                    _Row(path, number, "").wrong("text in UTF-8", str(error.reason), error)
+                if text:
+                    yield _Row(path, number, text)
+    except OSError as error:
+        raise TraceError(
+            str(path),
+            expected="a readable trace file",
+            found=error.strerror or type(error).__name__,
+            do="check the path",
+        ) from error
+
+
+def _requests(
+    path: Path,
+    rows: Iterator[_Row],
+    parse: Callable[[_Row], tuple[int, int, int]],
+    limit: int | None,
+) -> list[TraceRequest]:
+    if limit is not None and limit < 1:
+        raise TraceError(
+            str(path), expected="a limit of at least 1", found=str(limit), do="read more"
+        )
+    requests: list[TraceRequest] = []
+    first_ns = last_ns = 0
+    for row in rows:
+        arrival_ns, num_prompt_tokens, num_output_tokens = parse(row)
+        if not requests:
+            first_ns = last_ns = arrival_ns
+        if arrival_ns < last_ns:
+            early_s = (last_ns - arrival_ns) / 1e9
+            row.wrong("an arrival no earlier than the row before", f"one {early_s:g} s earlier")
+        last_ns = arrival_ns
+        requests.append(
+            TraceRequest((arrival_ns - first_ns) / 1e9, num_prompt_tokens, num_output_tokens)
+        )
+        if len(requests) == limit:
+            break
+    if not requests:
+        raise _empty(path)
+    return requests
+
+
+def _azure_row(row: _Row) -> tuple[int, int, int]:
+    fields = row.text.split(",")
+    if len(fields) != 3:
+        row.wrong(f"3 fields ({AZURE_HEADER})", f"{len(fields)}: {_short(row.text)}")
+    found = _TIMESTAMP.fullmatch(fields[0])
+    if found is None:
+        row.wrong("a TIMESTAMP such as 2023-11-16 18:15:46.6805900", repr(fields[0]))
+    second, fraction, zone = found.groups()
+    try:
+        moment = datetime.fromisoformat(second + (zone or ""))
+    except ValueError as error:
+        row.wrong("a TIMESTAMP that exists", f"{fields[0]!r}: {error}", error)
+    since = moment - _EPOCH[zone is None]
+    nanoseconds = (since.days * 86_400 + since.seconds) * 10**9 + int(
+        (fraction or "").ljust(9, "0")
+    )
+    counts = []
+    for name, field in zip(AZURE_HEADER.split(",")[1:], fields[1:], strict=True):
+        is_number = field.isascii() and field.isdigit() and len(field) <= _MOST_DIGITS
+        counts.append(_tokens(row, name, int(field) if is_number else field))
+    return nanoseconds, counts[0], counts[1]
+
+
+def _mooncake_row(row: _Row) -> tuple[int, int, int]:
+    try:
+        value = json.loads(row.text)
+    except ValueError as error:
+        row.wrong("one JSON object", f"{_short(row.text)}: {error}", error)
+    if not isinstance(value, dict) or not value.keys() >= set(MOONCAKE_FIELDS):
+        row.wrong(f"an object with {', '.join(MOONCAKE_FIELDS)}", _short(row.text))
+    milliseconds, prompt, output = (value[name] for name in MOONCAKE_FIELDS)
+    # The bounds turn away NaN and infinity too.
+    is_number = type(milliseconds) in (int, float) and 0 <= milliseconds <= _LARGEST_MILLISECONDS
+    if not is_number:
+        row.wrong("timestamp: a number of milliseconds >= 0", _short(repr(milliseconds)))
+    nanoseconds = round(milliseconds * 1_000_000)
+    return nanoseconds, _tokens(row, "input_length", prompt), _tokens(row, "output_length", output)
+
+
+def _tokens(row: _Row, name: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        row.wrong(f"{name}: an integer >= 1", repr(value))
+    return value
+
+
+def _empty(path: Path) -> TraceError:
+    return TraceError(
+        str(path), expected="at least one request", found="none", do="check that it is a trace"
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
