@@ -142,6 +142,18 @@ class BatchDescriptor:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type[BatchDescriptor], tuple[object, ...]]:
+        # Hashes of None and of strings differ between processes: a copy computes its own.
+        return BatchDescriptor, (
+            self.num_tokens,
+            self.num_reqs,
+            self.uniform,
+            self.has_lora,
+            self.num_active_loras,
+            self.num_ubatches,
+            self.variant,
+        )
+
     def relax_for_mixed_batch(self) -> BatchDescriptor:
         """The key of pieces that do not depend on requests: no ``num_reqs``, not uniform."""
         return replace(self, num_reqs=None, uniform=False)
