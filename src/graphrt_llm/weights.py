@@ -52,8 +52,8 @@ class _Stored(NamedTuple):
 def load_safetensors(model: CausalLM, directory: str | Path, *, cast: bool = False) -> None:
     """Fill ``model`` from the ``*.safetensors`` of ``directory``, one file or sharded by an index.
 
-    A tensor of another floating dtype than the model's is an error; with ``cast`` it is converted
-    (``checkpoint_dtype`` tells which dtype loads without a cast).
+    A tensor of another floating dtype than the model's is an error; with ``cast`` it is converted.
+    (``ModelConfig.checkpoint_dtype`` is what the checkpoint says of itself.)
 
     Errors: ``WeightsFileError``, ``MissingTensorError``, ``UnexpectedTensorError``,
     ``TensorShapeError``, ``TensorDtypeError``, each naming file and tensor. The model is then as
@@ -69,24 +69,6 @@ def load_safetensors(model: CausalLM, directory: str | Path, *, cast: bool = Fal
         with torch.no_grad():
             for tensor in wanted:
                 tensor.destination.copy_(stored[tensor.name].handle.get_tensor(tensor.name))
-
-
-def checkpoint_dtype(directory: str | Path) -> torch.dtype:
-    """The dtype of all floating tensors of the checkpoint in ``directory``.
-
-    Errors: ``WeightsFileError``; ``TensorDtypeError`` where they differ or none is floating.
-    """
-    with ExitStack() as files:
-        stored = _open_checkpoint(Path(directory), files)
-        found = sorted({tensor.dtype for tensor in stored.values()} & _DTYPES.keys())
-    if len(found) != 1:
-        raise TensorDtypeError(
-            str(directory),
-            expected=f"tensors of one dtype, of {', '.join(_DTYPES)}",
-            found=", ".join(found) or "none of them",
-            do="choose the model's dtype, and load with a cast.",
-        )
-    return _DTYPES[found[0]]
 
 
 def random_weights(model: CausalLM, seed: int) -> None:

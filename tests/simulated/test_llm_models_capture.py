@@ -11,6 +11,9 @@ import torch
 from llm_paged import Step, key_of, make_step, shuffled_tables
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphrt import RuntimeConfig, RuntimeMode
+from graphrt_llm import EngineConfig, LLMEngine
+from graphrt_llm.assembly import assemble
 from graphrt_llm.attention import make_attention
 from graphrt_llm.errors import AttentionBackendError, EngineConfigError
 from graphrt_llm.kv_cache import KVCache
@@ -70,6 +73,19 @@ def run(model: CausalLM, step: Step, formula: str) -> tuple[torch.Tensor, CountO
 def decode_step(seq_lens: list[int], **padding: int) -> Step:
     tables = shuffled_tables(4, 8, 33, torch.Generator().manual_seed(0))
     return make_step([(n - 1, 1) for n in seq_lens], tables, 4, **padding)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_a_captured_model_is_cut_at_each_layer_s_attention(architecture: Any) -> None:
+    """Capture verifies every program: its replay equals eager on the same padded rows."""
+    config = replace(ModelConfig.tiny(), architecture=architecture)
+    runtime = RuntimeConfig(max_num_seqs=4, max_num_batched_tokens=16)
+    parts = assemble(config, EngineConfig(runtime=runtime, dtype="float64", load_format="dummy"))
+    with LLMEngine(**parts._asdict()) as engine:
+        graphs = engine.capture().graphs
+    cuts = {(graph.mode, graph.num_graphs, graph.num_gaps) for graph in graphs}
+    assert cuts == {(RuntimeMode.PIECEWISE, 3, 2), (RuntimeMode.FULL, 1, 0)}
+    assert {graph.state for graph in graphs} == {"ready"}
 
 
 FORBIDDEN = {"_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero"}

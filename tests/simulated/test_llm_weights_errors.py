@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,14 @@ from graphrt_llm.errors import (
     WeightsFileError,
 )
 from graphrt_llm.models import CausalLM, ModelConfig
-from graphrt_llm.weights import checkpoint_dtype, load_safetensors, random_weights
+from graphrt_llm.weights import load_safetensors, random_weights
 
 INDEX = "model.safetensors.index.json"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
 def tensors_of(model: CausalLM) -> dict[str, Tensor]:
-    return {
-        name: destination.broadcast_to(destination.shape).clone()
-        for name, _, destination in model.checkpoint_tensors()
-    }
+    return {name: destination.clone() for name, _, destination in model.checkpoint_tensors()}
 
 
 def save_single(directory: Path, tensors: dict[str, Tensor]) -> Path:
@@ -147,20 +145,13 @@ def test_tables_that_follow_from_the_configuration_may_be_there(
 
 
 def test_a_tied_model_ignores_a_second_copy_of_its_table(tmp_path: Path) -> None:
-    model = CausalLM(ModelConfig.named("tiny"))
-    tied = CausalLM(replace_tied(model.config))
+    tied = CausalLM(replace(ModelConfig.tiny(), tie_word_embeddings=True))
     random_weights(tied, seed=3)
     tensors = tensors_of(tied)
     assert "lm_head.weight" not in tensors
     save_single(tmp_path, {**tensors, "lm_head.weight": torch.ones(512, 64)})
     load_safetensors(tied, tmp_path)
     assert torch.equal(tied.lm_head, tensors["model.embed_tokens.weight"])
-
-
-def replace_tied(config: ModelConfig) -> ModelConfig:
-    from dataclasses import replace
-
-    return replace(config, tie_word_embeddings=True)
 
 
 def cut(size: int) -> Callable[[bytes], bytes]:
@@ -241,15 +232,3 @@ def test_an_unreadable_index_is_named(tmp_path: Path, model: CausalLM, content: 
 def test_an_index_may_not_lead_out_of_its_directory(tmp_path: Path, model: CausalLM) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {K_PROJ: "../a.safetensors"}}))
     assert_refused(model, tmp_path, WeightsFileError, "../a.safetensors")
-
-
-def test_the_dtype_of_a_checkpoint_is_read_from_its_tensors(
-    tmp_path: Path, other: dict[str, Tensor]
-) -> None:
-    save_shards(tmp_path, {name: tensor.bfloat16() for name, tensor in other.items()})
-    assert checkpoint_dtype(tmp_path) is torch.bfloat16
-    (tmp_path / INDEX).unlink()
-    save_single(tmp_path, {**other, K_PROJ: other[K_PROJ].half()})
-    with pytest.raises(TensorDtypeError) as caught:
-        checkpoint_dtype(tmp_path)
-    assert caught.value.found == "F16, F32"
