@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from graphrt.device.base import DeviceLimits, MemoryReading, Pool, Stream
-from graphrt.device.base import Mark as BaseMark
+from graphrt.device.base import DeviceLimits, Mark as BaseMark, MemoryReading, Pool, Stream
 from graphrt.device.cuda_query import answering
 from graphrt.device.simulated.kernels import KernelBinder
 from graphrt.device.simulated.memory import Arena, PoolMemory, SimulatedPool
@@ -111,8 +110,9 @@ class SimulatedDevice:
         self.workspace_model = workspace_model
         self.workspace_bytes = workspace_bytes
         self.workspaces: dict[SimulatedStream, Workspace] = {}
-        self.shapes = ShapeInference()
         self.kernels = KernelBinder()
+        # Made here: the first one imports for a second. More are made when threads record at once.
+        self._shapes = [ShapeInference()]
         self.known_results: dict[Any, tuple[Any]] = {}
         self._limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=num_sms)
         self._driver_bytes = driver_bytes
@@ -171,7 +171,6 @@ class SimulatedDevice:
         if ours.window is not None and ours.window.detector is None:
             # Whatever was recorded before comes before everything that can wait for this mark.
             ours.window.detector = RaceDetector()
-        ours.tick()
         return SimulatedMark(ours, dict(ours.clock), ours.window)
 
     def wait(self, stream: Stream, mark: BaseMark) -> None:
@@ -183,7 +182,7 @@ class SimulatedDevice:
             raise _crosses(ours, point, "a mark that was taken outside this window")
         if window is not None and ours.window is None:
             ours.window = window
-            window.streams.add(ours)
+            window.streams[ours] = ours.clock[ours]
         elif window is not ours.window:
             raise _crosses(ours, point, "a mark that belongs to another window")
         ours.learn(point.clock)
@@ -261,6 +260,13 @@ class SimulatedDevice:
         finally:
             self._thread.set(before)
 
+    def take_shapes(self) -> ShapeInference:
+        """For one window; it comes back when the window is left."""
+        try:
+            return self._shapes.pop()
+        except IndexError:
+            return ShapeInference()
+
     def enter_window(self, window: Window) -> None:
         window.pool.open_window()
         window.stream.window = window
@@ -270,6 +276,9 @@ class SimulatedDevice:
     def leave_window(self, window: Window, graph: SimulatedGraph | None) -> None:
         """Close everything that the window held. ``graph``: what came of it."""
         window.is_open = False
+        # Kept by the recording, the error would be a cycle through its traceback, and hold tensors.
+        window.first_error = None
+        self._shapes.append(window.shapes)
         for stream in window.streams:
             stream.window = None
         # Each recording owns its workspaces: another one must not find them here.
@@ -311,12 +320,13 @@ class SimulatedDevice:
         with torch.inference_mode(False), torch.no_grad():
             tensor, _ = memory.allocate(tuple(size), tuple(stride), dtype, str(place), None)
         self.check_memory(place)
+        memory.keep()
         return tensor
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        arena = self._arena_at(address)
+        arena = self.arena_at(address)
         if arena is None:
             return tensor
         with without_modes(), torch.inference_mode(False), torch.no_grad():
@@ -330,7 +340,7 @@ class SimulatedDevice:
             return flat.as_strided_(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return self._arena_at(tensor.untyped_storage().data_ptr()) is not None
+        return self.arena_at(tensor.untyped_storage().data_ptr()) is not None
 
     def trim(self) -> None:
         self.workspaces.clear()
@@ -398,7 +408,7 @@ class SimulatedDevice:
             memory.release()
         self._is_closed = True
 
-    def _arena_at(self, address: int) -> Arena | None:
+    def arena_at(self, address: int) -> Arena | None:
         for memory in self._pools:
             arena = memory.arena_at(address) if memory.num_views else None
             if arena is not None:

@@ -40,6 +40,17 @@ def copy_results(targets: Sequence[torch.Tensor | None], result: Any) -> None:
             target.copy_(value)
 
 
+class OutVariant(NamedTuple):
+    """An overload that writes its results to arguments."""
+
+    func: Operator
+    outs: tuple[str, ...]
+    takes: frozenset[str]
+    """The other arguments."""
+    fills_list: bool
+    """Its results are one list of tensors."""
+
+
 class _Arrived(BaseException):
     """Stops a probed call at the dispatcher. Not an Exception: nothing on the way may catch it."""
 
@@ -99,7 +110,7 @@ class KernelBinder:
     """Chooses calls and remembers the choices. One per device."""
 
     def __init__(self) -> None:
-        self._out: dict[Operator, tuple[Operator, tuple[str, ...]] | None] = {}
+        self._out: dict[Operator, OutVariant | None] = {}
         self._bound: dict[Any, Callable[..., Any]] = {}
 
     def functional(
@@ -118,14 +129,12 @@ class KernelBinder:
         variant = self._out_variant(func)
         if variant is None or any(out is None for out in outs):
             return Call(self._bind(func, args, kwargs), args, kwargs, tuple(outs))
-        out_func, names = variant
-        kept = {argument.name for argument in out_func._schema.arguments}
-        with_out = {name: value for name, value in kwargs.items() if name in kept}
-        if len(names) == 1 and func._schema.returns[0].type.kind() == "ListType":
-            targets: dict[str, Any] = {names[0]: list(outs)}
+        with_out = {name: value for name, value in kwargs.items() if name in variant.takes}
+        if variant.fills_list:
+            targets: dict[str, Any] = {variant.outs[0]: list(outs)}
         else:
-            targets = dict(zip(names, outs, strict=True))
-        return self._bind_out(out_func, args, with_out, targets)
+            targets = dict(zip(variant.outs, outs, strict=True))
+        return self._bind_out(variant.func, args, with_out, targets)
 
     def mutating(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call for an operator that writes its arguments and returns nothing new."""
@@ -195,7 +204,7 @@ class KernelBinder:
                 return binding  # type: ignore[no-any-return]  # a builtin found by name
         return direct
 
-    def _out_variant(self, func: Operator) -> tuple[Operator, tuple[str, ...]] | None:
+    def _out_variant(self, func: Operator) -> OutVariant | None:
         if func not in self._out:
             self._out[func] = _find_out_variant(func)
         return self._out[func]
@@ -206,7 +215,7 @@ def _direct(func: Operator) -> Callable[..., Any]:
     return getattr(func, "_op", func)
 
 
-def _find_out_variant(func: Operator) -> tuple[Operator, tuple[str, ...]] | None:
+def _find_out_variant(func: Operator) -> OutVariant | None:
     """The overload that takes the arguments of ``func`` and its results as out arguments."""
     schema = func._schema
     given = {one.name: str(one.type) for one in schema.arguments}
@@ -227,7 +236,8 @@ def _find_out_variant(func: Operator) -> tuple[Operator, tuple[str, ...]] | None
             and all(str(one.type) == given[name] for name, one in rest.items() if name in given)
             and all(one.has_default_value() for name, one in rest.items() if name not in given)
         ):
-            return candidate, outs
+            fills_list = len(outs) == 1 and schema.returns[0].type.kind() == "ListType"
+            return OutVariant(candidate, outs, frozenset(rest), fills_list)
     return None
 
 

@@ -228,10 +228,15 @@ class PoolMemory:
         self.in_window = False
         for arena in self.arenas:
             arena.release_owners()
-            if keep:
-                arena.kept_top = arena.top
-        if not keep:
+        if keep:
+            self.keep()
+        else:
             self._lower_tops()
+
+    def keep(self) -> None:
+        """What is in use now stays in use: a window ended well, or a slot was allocated."""
+        for arena in self.arenas:
+            arena.kept_top = arena.top
 
     def allocate(
         self,
@@ -252,8 +257,6 @@ class PoolMemory:
         block = LiveBlock(arena, offset, num_bytes, storage, source)
         block.owner = owner
         self.live[block.address] = block
-        if not self.in_window:
-            arena.kept_top = max(arena.kept_top, offset + num_bytes)
         return tensor, block
 
     def _find(self, num_bytes: int, owner: SimulatedStream | None) -> tuple[Arena, int]:

@@ -17,6 +17,7 @@ _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "
 class Traits(NamedTuple):
     """What the schema and tags of an operator say, whatever its arguments are."""
 
+    name: str
     refusal: Why | None
     judged_by_arguments: bool
     is_composite: bool
@@ -59,6 +60,7 @@ def traits_of(func: Operator) -> Traits:
     returns_tensors = any("Tensor" in str(one.type) for one in schema.returns)
     asks_metadata = bool(schema.returns) and not returns_tensors and not written
     return Traits(
+        name=func.name(),
         refusal=refusals.refusal_of(func),
         judged_by_arguments=refusals.is_judged_by_arguments(func),
         is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(

@@ -24,7 +24,11 @@ class SimulatedRecording:
         self._window = window
         self._modes = ExitStack()
         window.device.enter_window(window)
-        self._modes.enter_context(self._recording())
+        try:
+            self._modes.enter_context(self._recording())
+        except BaseException:
+            window.device.leave_window(window, None)
+            raise
 
     @contextmanager
     def _recording(self) -> Iterator[None]:

@@ -64,20 +64,29 @@ def tensors_in(value: Any, found: list[torch.Tensor]) -> None:
 
 
 class ShapeInference:
-    """Runs operators on fake tensors. One per device."""
+    """Runs operators on fake tensors. One per window: a fake mode serves one thread at a time."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # It would remember by the same key as we do, only slower. Without effect where it has no
+        # such name.
+        self._mode.cache_enabled = False
 
     def results(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of ``func`` with ``OutMeta`` or ``AliasOf`` in place of tensors.
 
+        A device in their place: nothing of this is on the simulated device (meta tensors).
+
         Errors: ``UnsupportedOperationError`` without a fake kernel, ``ForbiddenOperationError`` if
         the shape depends on data or an argument would be resized. What the operator itself says
         about wrong arguments passes unchanged.
         """
+        tensors: list[torch.Tensor] = []
+        tensors_in((args, tuple(kwargs.values())), tensors)
+        if any(one.device.type != "cpu" for one in tensors):
+            return tensors[0].device
         fakes = _Fakes(self._mode)
         fake_args = [fakes.of(one) for one in args]
         fake_kwargs = {name: fakes.of(one) for name, one in kwargs.items()}
@@ -86,7 +95,9 @@ class ShapeInference:
                 result = func(*fake_args, **fake_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             why = "its result depends on data"
-            raise refuse(Why(str(func), why, "use an operation of fixed size.")) from error
+            raise refuse(Why(str(func), why, "use an operation of fixed size.")) from (
+                error.with_traceback(None)  # Its frames lead to the tensors of this call.
+            )
         except (
             UnsupportedOperatorException,
             UnsupportedFakeTensorException,
@@ -100,7 +111,7 @@ class ShapeInference:
                 do="register one with torch.library.register_fake, or use strategy='execute'.",
                 operation=str(func),
                 source=f"{place}: {place.text}",
-            ) from error
+            ) from error.with_traceback(None)
         for shape, after in zip(fakes.shapes, fakes.tensors, strict=True):
             if after.shape != shape:
                 why = f"it resizes an argument from {tuple(shape)} to {tuple(after.shape)}"

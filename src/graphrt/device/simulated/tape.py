@@ -187,6 +187,8 @@ class SimulatedGraph:
         linecache.cache[self._file] = (len(source), None, lines_of_source, self._file)
         exec(compile(source, self._file, "exec"), constants)
         replay: Callable[[], None] = constants["replay"]
+        # The default values hold everything. The globals would hold it as well, also after reset.
+        constants.clear()
         return replay
 
     def _check_workspaces(self) -> None:

@@ -18,7 +18,13 @@ from graphrt.device.simulated.kernels import Call
 from graphrt.device.simulated.memory import LiveBlock, extent_bytes
 from graphrt.device.simulated.operators import Operator, Traits
 from graphrt.device.simulated.refusals import Place, refuse, user_place
-from graphrt.device.simulated.shapes import AliasOf, OutMeta, meta_of, signature, tensors_in
+from graphrt.device.simulated.shapes import (
+    AliasOf,
+    OutMeta,
+    meta_of,
+    signature,
+    tensors_in,
+)
 from graphrt.device.simulated.streams import Access, RaceDetector, SimulatedStream
 from graphrt.device.simulated.tape import Node, SimulatedGraph, Workspace
 from graphrt.errors import (
@@ -73,7 +79,8 @@ class Window:
         self.is_open = True
         self.in_opaque = False
         self.nodes: list[Node] = []
-        self.streams: set[SimulatedStream] = {stream}
+        self.streams: dict[SimulatedStream, int] = {stream: stream.clock[stream]}
+        """The streams that belong to the window, and how far each was when it came in."""
         self.detector: RaceDetector | None = None
         self.first_error: BaseException | None = None
         self.uses_rng = False
@@ -85,7 +92,7 @@ class Window:
         self._calls_with_copies: list[tuple[int, tuple[LiveBlock | None, ...]]] = []
         self._workspaces: dict[SimulatedStream, Workspace] = {}
         self._owned_workspaces: list[Workspace] = []
-        self._kept: list[Any] = []
+        self.shapes = device.take_shapes()
 
     # The operators, as the dispatch mode hands them over.
 
@@ -125,9 +132,9 @@ class Window:
             return func(*args, **kwargs) if computed is None else computed
         if any(isinstance(one, torch.device) for one in _leaves(results)):
             return func(*args, **kwargs) if computed is None else computed  # meta tensors
-        stream = self._stream_for(str(func), place)
+        stream = self._stream_for(traits.name, place)
         if not traits.only_allocates:
-            self._fail_if_asked(len(self.nodes), self.device.faults.op, str(func), place)
+            self._fail_if_asked(len(self.nodes), self.device.faults.op, traits.name, place)
         if traits.takes_workspace and self.device.workspace_model:
             self._take_workspace(stream, place)
         fresh = [
@@ -137,7 +144,13 @@ class Window:
         tensors = [tensor for tensor, _ in fresh]
         blocks = [block for _, block in fresh]
         if computed is not None:
-            _copy_computed(tensors, computed)
+            places = traits.returns_written
+            new = (
+                computed
+                if len(places) < 2
+                else [one for place, one in zip(places, computed, strict=True) if place is None]
+            )
+            _copy_computed([one for one in tensors if one is not None], new)
         if not traits.only_allocates:
             outs = [None if one is None else self.twin(one) for one in tensors]
             self._append(func, traits, args, kwargs, outs, blocks, stream, place)
@@ -155,9 +168,9 @@ class Window:
             key = (func, signature(args), tuple([(k, signature(v)) for k, v in kwargs.items()]))
             known = self.device.known_results.get(key)
         except TypeError:
-            return self._strip_written(self.device.shapes.results(func, args, kwargs), traits), None
+            return self._strip_written(self.shapes.results(func, args, kwargs), traits), None
         if known is None:
-            described = self.device.shapes.results(func, args, kwargs)
+            described = self.shapes.results(func, args, kwargs)
             known = (self._strip_written(described, traits),)
             self.device.known_results[key] = known
         return known[0], None
@@ -195,7 +208,7 @@ class Window:
         stream: SimulatedStream,
         place: Place,
     ) -> None:
-        name = func.name()
+        name = traits.name
         written = set(traits.written)
         tape_args = tuple([self._twins_in(one, at in written, name) for at, one in enumerate(args)])
         tape_kwargs = {
@@ -244,7 +257,7 @@ class Window:
         tensors_in(args, found)
         for tensor in found:
             address = tensor.untyped_storage().data_ptr()
-            if address not in self._externals and self.pool.arena_at(address) is None:
+            if address not in self._externals and self.device.arena_at(address) is None:
                 self._externals[address] = external = External(tensor)
                 external.is_baked = baked
 
@@ -275,7 +288,7 @@ class Window:
         return known.tensor
 
     def _new_twin(self, tensor: torch.Tensor, address: int, block: LiveBlock | None) -> Twin:
-        arena = block.arena if block is not None else self.pool.arena_at(address)
+        arena = block.arena if block is not None else self.device.arena_at(address)
         with torch._C._InferenceMode(False), torch.no_grad():
             if arena is None:
                 external = self._externals.get(address)
@@ -437,8 +450,9 @@ class Window:
         )
 
     def _check_joined(self) -> None:
-        for stream in self.streams - {self.stream}:
-            if stream.clock[stream] > self.stream.clock.get(stream, 0):
+        for stream, ticks in self.streams.items():
+            known = max(ticks, self.stream.clock.get(stream, 0))
+            if stream.clock[stream] > known:
                 raise UnjoinedStreamError(
                     f"stream {stream.name!r} was not joined before the end of the window",
                     expected=f"the capture stream {self.stream.name!r} to wait for its last work",
@@ -514,12 +528,12 @@ def _leaves(results: Any) -> list[Any]:
     return [results]
 
 
-def _copy_computed(tensors: Sequence[torch.Tensor | None], computed: Any) -> None:
+def _copy_computed(tensors: Sequence[torch.Tensor], computed: Any) -> None:
     found: list[torch.Tensor] = []
     tensors_in(computed, found)
-    fresh = [one for one in tensors if one is not None]
-    for target, value in zip(fresh, found[-len(fresh) :] if fresh else [], strict=True):
-        target.copy_(value)
+    if tensors:
+        for target, value in zip(tensors, found, strict=True):
+            target.copy_(value)
 
 
 def _rebuild(
