@@ -10,6 +10,9 @@ import torch
 
 from graphrt.device.cuda import CUDADevice
 
+# Before its first import, or a failing case would not show its values.
+pytest.register_assert_rewrite("device_contract")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():

@@ -129,7 +129,11 @@ def test_a_replay_never_synchronises(bench: Bench) -> None:
 
 SCRIPTS = {
     "nothing closed": "graph, out = record(); graph.replay()",
-    "a window left open": "d.begin(pool, d.stream('capture'), 'case')",
+    "a capture that failed": (
+        "w = d.begin(pool, d.stream('capture'), 'case')\n"
+        "try: (x + 1).sum().item()\n"
+        "except RuntimeError as error: w.abort(error)"
+    ),
     "a device in a cycle": "ring = [d, pool, record()]; ring.append(ring); del d, pool, ring",
 }
 

@@ -139,7 +139,8 @@ class CUDADevice:
         observe: bool = True,
     ) -> CUDARecording:
         own_pool, own_stream = _own_pool(pool), _own(stream)
-        if self.is_capturing() or private.is_stream_capturing() or own_pool.is_recording:
+        is_taken = any(known.is_recording for known in self._pools if known.id == own_pool.id)
+        if self.is_capturing() or private.is_stream_capturing() or is_taken:
             raise CaptureInProgressError(
                 label,
                 expected="no open window on this thread, stream and pool",

@@ -19,7 +19,7 @@ from graphrt.device.cuda.failures import ECHO, error_code, replay_failure, trans
 from graphrt.device.cuda.observe import Ledger, Observer
 from graphrt.device.cuda.pool import CUDAPool
 from graphrt.device.cuda.streams import CUDAStream
-from graphrt.errors import EmptyCaptureError
+from graphrt.errors import CaptureError, EmptyCaptureError
 
 if TYPE_CHECKING:
     from graphrt.device.cuda.device import CUDADevice
@@ -305,6 +305,13 @@ class CUDARecording:
                     private.end_bare_capture(handle)
                 private.stop_routing(self._pool.handle, self._device.index)
                 self._free_generators()
+            if private.is_stream_capturing():
+                raise CaptureError(
+                    self._label,
+                    expected="a stream that captures no more",
+                    found=f"stream {self._stream.name!r} still does",
+                    do="close the device and make another",
+                )
         self._graph.reset()
         num_uses = self._pool.use_count()
         if num_uses is not None and self._num_uses is not None:
