@@ -38,6 +38,7 @@
       StreamRaceError                     unordered access from two streams
       ReportError                         a report that cannot be written
       MissingExtraError                   an optional library that is not installed
+      CommandError                        a registered command that cannot be loaded
 
 A message has three parts: what was expected, what was found, what to do. Errors hold strings and
 numbers only, never tensors, so that keeping one keeps nothing else alive. Foreign errors stay
@@ -324,3 +325,7 @@ class MissingExtraError(GraphrtError, ImportError):
             do=f"pip install 'graphrt[{extra}]'",
         )
         self.extra = extra
+
+
+class CommandError(GraphrtError, RuntimeError):
+    """A command that another package registered cannot be loaded; the others are unaffected."""

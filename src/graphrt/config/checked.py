@@ -58,10 +58,12 @@ def config_error(subject: str, problems: Iterable[ConfigProblem]) -> ConfigError
     """One error that names every problem."""
     listed = tuple(problems)
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
+    # One line each, below one another under the label of their part.
+    next_line = "\n" + " " * len("  expected: ")
     return ConfigError(
         f"{subject}: {count}",
-        expected="; ".join(f"{p.field}: {p.accepted}" for p in listed),
-        found="; ".join(f"{p.field}: {p.found}" for p in listed),
+        expected=next_line.join(f"{p.field}: {p.accepted}" for p in listed),
+        found=next_line.join(f"{p.field}: {p.found}" for p in listed),
         do="correct what is named; nothing was built",
         problems=listed,
     )

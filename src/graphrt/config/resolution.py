@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import NamedTuple
 
 from graphrt.batch import CUDAGraphMode, RuntimeMode
@@ -193,12 +194,18 @@ def _refuse_adjustments(config: RuntimeConfig, adjustments: Sequence[Adjustment]
         LORA_FIELD: True,
     }
     refused = [
-        ConfigProblem(item.field, f"{item.asked} would become {item.effective}", item.reason)
+        ConfigProblem(
+            item.field, f"{_shown(item.asked)} would become {_shown(item.effective)}", item.reason
+        )
         for item in adjustments
         if was_asked[item.field]
     ]
     if refused:
         raise config_error("resolve, strict", refused)
+
+
+def _shown(value: object) -> object:
+    return value.name if isinstance(value, Enum) else value
 
 
 def _applied(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> RuntimeConfig:

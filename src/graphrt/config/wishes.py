@@ -29,7 +29,13 @@ class CompilationLevel(IntEnum):
 
 
 def _as_level(value: object) -> object:
-    return CompilationLevel(value) if type(value) is int and 0 <= value <= 3 else value
+    if isinstance(value, str) and value.strip().upper() in CompilationLevel.__members__:
+        return CompilationLevel[value.strip().upper()]
+    if type(value) is int and 0 <= value <= 3:
+        return CompilationLevel(value)
+    if value is None or isinstance(value, CompilationLevel):
+        return value
+    raise ValueError(f"0, 1, 2, 3, {', '.join(CompilationLevel.__members__)}")
 
 
 def _list_as_tuple(value: object) -> object:
@@ -69,10 +75,7 @@ class CompilationConfig:
     every problem of one construction.
     """
 
-    # pydantic runs the last validator first: numbers become members, then names do.
-    level: Annotated[
-        CompilationLevel | None, by_name(CompilationLevel), BeforeValidator(_as_level)
-    ] = None
+    level: Annotated[CompilationLevel | None, BeforeValidator(_as_level)] = None
     """0..3 or a name. None: 3 if something was asked that only it has, else 0."""
     cudagraph_mode: Annotated[CUDAGraphMode | None, by_name(CUDAGraphMode)] = None
     """None: FULL_AND_PIECEWISE, as far as the facts permit."""

@@ -1,0 +1,197 @@
+"""The two input files: a config (JSON) and batches (JSON lines). Their keys are stable.
+
+Everything wrong with a config is said at once; of a batch file the first wrong line, by its number.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from graphrt.batch import Decision, RuntimeMode
+from graphrt.config import Facts, RuntimeConfig
+from graphrt.config.checked import config_error, unknown_key
+from graphrt.dispatch import CUDAGraphDispatcher
+from graphrt.errors import BatchError, ConfigError, ConfigProblem
+
+COMPILATION_KEYS = (
+    "level",
+    "cudagraph_mode",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+    "compile_sizes",
+    "cudagraph_specialize_lora",
+)
+RUNTIME_KEYS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_speculative_tokens",
+    "max_loras",
+    "lora_capture",
+)
+FACT_KEYS = ("attention_support", "piecewise_available")
+BATCH_KEYS = ("num_tokens", "uniform", "num_active_loras", "exclude")
+STDIN = "-"
+
+
+class Batch(NamedTuple):
+    """One line of a batch file, and its place."""
+
+    place: str
+    num_tokens: int
+    uniform: bool
+    num_active_loras: int
+    exclude: frozenset[RuntimeMode]
+
+
+def read_config(path: Path) -> tuple[RuntimeConfig, Facts]:
+    """Return the wishes and facts of a config file. Raises ``ConfigError`` with every problem."""
+    subject = f"config {path}"
+    try:
+        value, repeated = _parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            subject,
+            expected="a readable file",
+            found=error.strerror or type(error).__name__,
+            do="check the path",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            subject, expected="one JSON object in UTF-8", found=str(error), do="correct the file"
+        ) from error
+    if not isinstance(value, dict):
+        raise config_error(subject, [ConfigProblem("the file", _kind(value), "one JSON object")])
+
+    problems = [ConfigProblem(name, "the same key twice", "each key once") for name in repeated]
+    known = ("compilation", *RUNTIME_KEYS, *FACT_KEYS)
+    problems += [unknown_key(name, known) for name in value if name not in known]
+    wishes: dict[str, Any] = {name: value[name] for name in RUNTIME_KEYS if name in value}
+    compilation = value.get("compilation", {})
+    if isinstance(compilation, dict):
+        problems += [
+            unknown_key(name, COMPILATION_KEYS, inside="compilation.")
+            for name in compilation
+            if name not in COMPILATION_KEYS
+        ]
+        wishes["compilation"] = {
+            name: compilation[name] for name in COMPILATION_KEYS if name in compilation
+        }
+    else:
+        problems.append(ConfigProblem("compilation", _kind(compilation), "a JSON object"))
+    facts: dict[str, Any] = {"piecewise_available": True}
+    facts |= {name: value[name] for name in FACT_KEYS if name in value}
+    try:
+        config = RuntimeConfig(**wishes)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        said = Facts(**facts)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise config_error(subject, problems)
+    return config, said
+
+
+def read_batches(source: str) -> list[Batch]:
+    """Return the batches of a file, or of stdin for ``-``. Blank lines are skipped, and counted.
+
+    Raises ``BatchError`` naming the first wrong line.
+    """
+    name = "stdin" if source == STDIN else source
+    try:
+        data = sys.stdin.buffer.read() if source == STDIN else Path(source).read_bytes()
+        text = data.decode("utf-8")
+    except OSError as error:
+        _wrong(name, "a readable file", error.strerror or type(error).__name__, error)
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        _wrong(f"{name}, line {line}", "text in UTF-8", error.reason, error)
+    # Only \n ends a line of JSON; splitlines would also cut at separators inside strings.
+    lines = enumerate(text.split("\n"), start=1)
+    return [_batch(f"{name}, line {number}", line) for number, line in lines if line.strip()]
+
+
+def decide(dispatcher: CUDAGraphDispatcher, batch: Batch) -> Decision:
+    """Return the decision for ``batch``. Raises ``BatchError`` naming its line."""
+    try:
+        return dispatcher.dispatch(
+            batch.num_tokens, batch.uniform, batch.num_active_loras, batch.exclude
+        )
+    except BatchError as error:
+        raise BatchError(
+            f"{batch.place}: {error.subject}",
+            expected=error.expected,
+            found=error.found,
+            do=error.do,
+        ) from error
+
+
+def _batch(place: str, line: str) -> Batch:
+    try:
+        value, repeated = _parse(line)
+    except (ValueError, RecursionError) as error:
+        _wrong(place, "one JSON object", str(error), error)
+    if not isinstance(value, dict):
+        _wrong(place, "one JSON object", _kind(value))
+    if repeated:
+        _wrong(place, "each key once", f"{', '.join(repeated)} twice")
+    for name in value:
+        if name not in BATCH_KEYS:
+            problem = unknown_key(name, BATCH_KEYS)
+            _wrong(place, problem.accepted, f"{problem.found}: {name!r}")
+    if "num_tokens" not in value:
+        _wrong(place, "num_tokens, the unpadded size of the batch", "no such key")
+    batch = Batch(
+        place,
+        value["num_tokens"],
+        value.get("uniform", False),
+        value.get("num_active_loras", 0),
+        _modes(place, value.get("exclude", [])),
+    )
+    for name in ("num_tokens", "num_active_loras"):
+        number = getattr(batch, name)
+        if type(number) is not int or number < 0:
+            _wrong(place, f"{name}: an integer >= 0", repr(number))
+    if type(batch.uniform) is not bool:
+        _wrong(place, "uniform: true or false", repr(batch.uniform))
+    return batch
+
+
+def _modes(place: str, names: object) -> frozenset[RuntimeMode]:
+    known = RuntimeMode.__members__
+    if not isinstance(names, list) or not all(
+        isinstance(name, str) and name.upper() in known for name in names
+    ):
+        _wrong(place, f"exclude: a list of {', '.join(known)}", repr(names))
+    return frozenset(known[name.upper()] for name in names)
+
+
+def _parse(text: str) -> tuple[Any, list[str]]:
+    """Return the JSON value and the keys an object in it repeats, which JSON would drop."""
+    repeated: list[str] = []
+
+    def as_dict(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for name, item in pairs:
+            if name in value:
+                repeated.append(name)
+            value[name] = item
+        return value
+
+    return json.loads(text, object_pairs_hook=as_dict), repeated
+
+
+def _kind(value: object) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else kinds.get(type(value), "a number")
+
+
+def _wrong(place: str, expected: str, found: str, cause: Exception | None = None) -> NoReturn:
+    raise BatchError(
+        place, expected=expected, found=found, do="correct it; no line was answered"
+    ) from cause

@@ -1,0 +1,82 @@
+"""Tables a person reads. Loaded only where one is printed: rich is slow to import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from graphrt.batch import Decision, RuntimeMode
+from graphrt.cli.answers import plain
+from graphrt.cli.files import Batch
+from graphrt.config import Resolved
+
+
+def show_resolved(resolved: Resolved) -> None:
+    plan = resolved.plan
+    table = Table(title="Plan", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    keys = ", ".join(f"{len(keys)} {mode.name}" for mode, keys in plan.keys.items())
+    for name, value in (
+        ("mode", plan.cudagraph_mode.name),
+        ("keys", keys),
+        ("capture sizes (tokens)", _ranges(plan.capture_sizes)),
+        (f"decode sizes (q = {plan.query_len})", _ranges(plan.decode_capture_sizes)),
+        ("adapter counts", _ranges(plan.lora_counts)),
+        ("limits", f"{plan.max_num_seqs} requests, {plan.max_num_batched_tokens} tokens a step"),
+    ):
+        table.add_row(name, Text(value))
+    console = Console()
+    console.print(table)
+    if not resolved.adjustments:
+        console.print("Every wish is honoured.")
+        return
+    changes = Table(title="Adjustments")
+    for name in ("wish", "asked", "effective", "reason"):
+        changes.add_column(name, overflow="fold")
+    for item in resolved.adjustments:
+        asked, effective = str(plain(item.asked)), str(plain(item.effective))
+        changes.add_row(item.field, Text(asked), Text(effective), Text(item.reason))
+    console.print(changes)
+
+
+def show_decisions(batches: Sequence[Batch], decisions: Sequence[Decision]) -> None:
+    table = Table("batch", "adapters", "excluded", "mode", "graph", "reason", title="Decisions")
+    for batch, decision in zip(batches, decisions, strict=True):
+        key = decision.descriptor
+        graph = ""
+        if decision.mode is not RuntimeMode.NONE:
+            graph = f"{key.num_tokens} tokens"
+            graph += "" if key.num_reqs is None else f", {key.num_reqs} requests"
+            graph += f", {key.num_active_loras} adapters" if key.has_lora else ""
+        table.add_row(
+            f"{batch.num_tokens} {'uniform' if batch.uniform else 'mixed'}",
+            str(batch.num_active_loras),
+            ", ".join(sorted(mode.name for mode in batch.exclude)),
+            decision.mode.name,
+            graph,
+            decision.reason.name,
+        )
+    Console().print(table)
+
+
+def _ranges(values: Sequence[int]) -> str:
+    """1, 2, 4, 8..248 by 8: runs of equal steps, as the ladder is made of."""
+    parts: list[str] = []
+    rest = list(values)
+    while rest:
+        step = rest[1] - rest[0] if len(rest) > 1 else 0
+        end = 1
+        while end < len(rest) and rest[end] - rest[end - 1] == step:
+            end += 1
+        if end > 3:
+            by = "" if step == 1 else f" by {step}"
+            parts.append(f"{rest[0]}..{rest[end - 1]}{by}")
+            rest = rest[end:]
+        else:
+            parts.append(str(rest[0]))
+            rest = rest[1:]
+    return ", ".join(parts) or "none"
