@@ -185,9 +185,8 @@ class CUDARecording:
                 do="launch on the capture stream and device, and capture something that computes",
             )
         num_nodes = 0 if is_empty else None
-        if self._device.debug:
+        if self._device.debug and not is_empty:
             num_nodes = private.count_nodes(self._graph.raw_cuda_graph())
-            self._graph.instantiate()
         return CUDADeviceGraph(
             self._device,
             self._graph,
@@ -247,6 +246,8 @@ class CUDARecording:
         with self._on_stream(), warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             self._graph.capture_end()
+            if self._device.debug:  # A graph that is kept is not instantiated by itself.
+                self._graph.instantiate()
         for warning in heard:
             if "graph is empty" in str(warning.message).lower():
                 is_empty = True
