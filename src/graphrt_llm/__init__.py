@@ -6,19 +6,37 @@ Public names are resolved on first use, so that scheduler and blocks load withou
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphrt_llm.comparison import (
+        TokenComparison as TokenComparison,
+        compare_tokens as compare_tokens,
+    )
+    from graphrt_llm.config import EngineConfig as EngineConfig
+    from graphrt_llm.engine import LLMEngine as LLMEngine, StepResult as StepResult
+    from graphrt_llm.request import (
+        FinishReason as FinishReason,
+        RequestOutput as RequestOutput,
+        SamplingParams as SamplingParams,
+    )
+    from graphrt_llm.serving import (
+        ServeResult as ServeResult,
+        ServeStep as ServeStep,
+        fit_to_context as fit_to_context,
+        serve as serve,
+    )
 
 _FILE_OF = {
-    "BlockAllocator": "blocks",
     "EngineConfig": "config",
     "FinishReason": "request",
     "LLMEngine": "engine",
     "RequestOutput": "request",
     "SamplingParams": "request",
-    "Scheduler": "scheduler",
     "ServeResult": "serving",
     "ServeStep": "serving",
     "StepResult": "engine",
+    "TokenComparison": "comparison",
     "compare_tokens": "comparison",
     "fit_to_context": "serving",
     "serve": "serving",

@@ -98,8 +98,10 @@ class LLMEngine:
 
     @classmethod
     def tiny(cls, config: EngineConfig | None = None, *, observer: Observer | None = None) -> Self:
-        """An engine for the built-in tiny model with random weights; small limits and float64 if
-        nothing is asked."""
+        """An engine for the built-in tiny model, whose weights are always random.
+
+        Without ``config``: small limits, float64.
+        """
         parts = assemble(ModelConfig.tiny(), config or TINY_CONFIG, observer=observer)
         return cls(**parts._asdict())
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from graphrt import CompilationConfig, CUDAGraphMode, RuntimeConfig, RuntimeMode
+from graphrt import CompilationConfig, CUDAGraphMode, GraphrtError, RuntimeConfig, RuntimeMode
+from graphrt.device.simulated import SimulatedDevice
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams
+from graphrt_llm.assembly import assemble
 from graphrt_llm.errors import (
+    EngineConfigError,
     EngineStateError,
     PromptTooLongError,
     RequestError,
     UnknownRequestError,
 )
+from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.request import FinishReason
 from graphrt_llm.runner import EVERY_GRAPH
+from graphrt_llm.weights import random_weights
 
 MODES = [mode.name for mode in CUDAGraphMode]
 SIZES = [1, 2, 4, 12]
@@ -158,6 +167,107 @@ def test_the_engines_seed_decides_for_requests_without_one():
     assert len({tuple(tokens) for tokens in draw(0)}) == 3
 
 
+def test_a_seed_of_its_own_makes_a_request_independent_of_its_arrival():
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+    with LLMEngine.tiny(engine_config()) as engine:
+        first, second = engine.generate([[1, 2, 3]] * 2, params)
+        engine.top2_gap([5])
+        [third] = engine.generate([[1, 2, 3]], params)
+    assert first == second == third
+
+
+def test_asking_for_a_gap_changes_no_later_draw():
+    params = SamplingParams(max_tokens=8, temperature=1.0)
+
+    def draw(asks: bool) -> list[list[int]]:
+        with LLMEngine.tiny(engine_config()) as engine:
+            if asks:
+                engine.top2_gap([5])
+            return engine.generate([[1, 2, 3]], params)
+
+    assert draw(True) == draw(False)
+
+
+def test_the_models_end_token_ends_a_request_unless_it_says_otherwise(alone):
+    tokens_in, params = TRAFFIC[0]
+    end = alone["0"][2]
+    first = alone["0"].index(end)
+    model = replace(ModelConfig.tiny(), eos_token_ids=(end,))
+    with LLMEngine(**assemble(model, engine_config())._asdict()) as engine:
+        assert engine.generate([tokens_in], params) == [alone["0"][: first + 1]]
+        assert engine.generate([tokens_in], replace(params, ignore_eos=True)) == [alone["0"]]
+
+
+def save_tiny(directory: Path, dtype: torch.dtype = torch.float64) -> None:
+    """The tiny model as a checkpoint, with the weights that an engine of seed 0 draws."""
+    config = ModelConfig.tiny()
+    model = CausalLM(config, dtype=torch.float64)
+    random_weights(model, seed=0)
+    tensors = {
+        t.name: t.destination.detach().to(dtype).clone().contiguous()
+        for t in model.checkpoint_tensors()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    described = {
+        "architectures": [config.architecture],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    (directory / "config.json").write_text(json.dumps(described))
+
+
+def test_a_model_directory_gives_the_engine_of_its_weights(tmp_path, alone):
+    save_tiny(tmp_path)
+    with LLMEngine.from_model_dir(tmp_path, replace(engine_config(), dtype=None)) as engine:
+        assert engine.generate([TRAFFIC[0][0]], TRAFFIC[0][1]) == [alone["0"]]
+    (tmp_path / "model.safetensors").unlink()
+    dummy = replace(engine_config(), load_format="dummy")
+    with LLMEngine.from_model_dir(tmp_path, dummy) as engine:
+        assert engine.generate([TRAFFIC[0][0]], TRAFFIC[0][1]) == [alone["0"]]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda d: (d / "config.json").unlink(), "config.json"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json"),
+        (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda d: save_tiny(d, torch.float32), "float32"),
+    ],
+    ids=["no config", "no json", "no weights", "another dtype"],
+)
+def test_a_broken_model_directory_is_one_error_that_names_what_is_wrong(tmp_path, break_it, named):
+    save_tiny(tmp_path)
+    break_it(tmp_path)
+    with pytest.raises(GraphrtError) as raised:
+        LLMEngine.from_model_dir(tmp_path, engine_config())
+    assert named in str(raised.value).lower().replace("f32", "float32")
+
+
+def test_an_engine_that_cannot_be_made_closes_its_device(monkeypatch):
+    closed = []
+    close = SimulatedDevice.close
+    monkeypatch.setattr(SimulatedDevice, "close", lambda d: (closed.append(d), close(d)))
+    with pytest.raises(EngineConfigError):
+        LLMEngine.tiny(replace(engine_config(), num_blocks=3))
+    assert len(closed) == 1
+    LLMEngine.tiny(engine_config()).close()
+    assert len(closed) == 2
+
+
+def test_what_the_engine_does_not_do_is_refused_and_not_ignored():
+    for wish in ({"num_speculative_tokens": 2}, {"max_loras": 1}):
+        with pytest.raises(EngineConfigError, match=next(iter(wish))):
+            LLMEngine.tiny(engine_config(**wish))
+
+
 def test_generate_keeps_the_order_of_its_prompts(alone):
     with LLMEngine.tiny(engine_config()) as engine:
         got = engine.generate([TRAFFIC[3][0], TRAFFIC[0][0]], [TRAFFIC[3][1], TRAFFIC[0][1]])
@@ -267,8 +377,6 @@ def test_a_closed_engine_refuses_work_and_closes_again():
     ids=lambda change: next(iter(change)),
 )
 def test_configurations_that_cannot_be_honoured_are_refused(change):
-    from graphrt import GraphrtError
-
     with pytest.raises(GraphrtError) as raised:
         LLMEngine.tiny(replace(engine_config(), **change))
     assert isinstance(raised.value, ValueError)
