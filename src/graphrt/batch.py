@@ -6,7 +6,7 @@ rank without a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
@@ -109,7 +109,7 @@ class MissReason(IntEnum):
         return self > MissReason.PADDED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class BatchDescriptor:
     """The key of a graph: every fact about a batch that changes what its graph does.
 
@@ -153,6 +153,16 @@ class BatchDescriptor:
             self.num_ubatches,
             self.variant,
         )
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults: keys stand in every message."""
+        told = (
+            f"{item.name}={getattr(self, item.name)!r}"
+            for item in fields(self)
+            if item.compare
+            and (item.name == "num_tokens" or getattr(self, item.name) != item.default)
+        )
+        return f"BatchDescriptor({', '.join(told)})"
 
     def relax_for_mixed_batch(self) -> BatchDescriptor:
         """The key of pieces that do not depend on requests: no ``num_reqs``, not uniform."""

@@ -68,8 +68,7 @@ class BufferSpec:
                     f"static buffer {self.name!r}",
                     expected=f"an explicit padding, because 0 is a live value of {self.dtype}",
                     found="padding=None",
-                    do="declare SENTINEL(v) or ZERO for what padded rows may read, or KEEP if the "
-                    "tail is never read",
+                    do="declare ZERO or SENTINEL(v), or KEEP if nothing reads padded rows",
                 )
             object.__setattr__(self, "padding", ZERO)
         if not _holds(self.dtype, self.policy.value):

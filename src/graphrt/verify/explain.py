@@ -77,7 +77,7 @@ def _program_lines(program: Program) -> Iterator[str]:
     for number, segment in enumerate(program.segments):
         if isinstance(segment, GraphSegment):
             nodes = segment.graph.num_nodes
-            yield f"  {number}. graph" + (f", {nodes} kernels" if nodes is not None else "")
+            yield f"  {number}. graph" + ("" if nodes is None else f", {_count(nodes, 'kernel')}")
         else:
             yield f"  {number}. eager gap: {segment.site}"
     if program.num_gaps:

@@ -1,0 +1,75 @@
+"""04: Break points: PIECEWISE graphs of plain Python, without a compiler.
+
+What a graph cannot hold (here: attention that looks at the length on the host) stands behind a
+break point. The capture ends one graph there, notes the call, and opens the next; a replay runs
+that list, not the model. In a FULL capture the same function would be recorded with the rest.
+
+Output::
+
+    4 live rows: [6.0, 20.0, 46.0, 88.0], eager [6.0, 20.0, 46.0, 88.0]
+    2 live rows: [6.0, 20.0, 0.0, 0.0], eager [6.0, 20.0, 0.0, 0.0]
+    model PIECEWISE BatchDescriptor(num_tokens=4), generation 0
+    state: ready: its first call was checked
+    captured: 3 device graphs, 4 kernels
+      0. graph, 1 kernel
+      1. eager gap: segment 1: attention
+      2. graph, 2 kernels
+      3. eager gap: segment 3: attention
+"""
+
+import torch
+
+from graphrt import (
+    BatchDescriptor,
+    CUDAGraphWrapper,
+    ForwardContext,
+    GraphLibrary,
+    RuntimeMode,
+    SimulatedDevice,
+    break_point,
+)
+from graphrt.verify import explain
+
+KEY = BatchDescriptor(4)
+LENGTHS = {"live": 4}
+
+
+@break_point(name="attention", out="out")
+def attention(x, out=None):
+    out = torch.empty_like(x) if out is None else out
+    live = LENGTHS["live"]  # read at every step: this is eager
+    out[:live] = x[:live].cumsum(0)
+    out[live:] = 0
+    return out
+
+
+def model(x):
+    for _ in range(2):
+        x = attention(x + 1) * 2
+    return x
+
+
+def main() -> None:
+    device = SimulatedDevice()
+    with GraphLibrary(device) as library, torch.inference_mode():
+        wrapped = CUDAGraphWrapper(model, library, RuntimeMode.PIECEWISE, name="model")
+        x = torch.zeros(4)
+        with library.capture_scope() as scope:
+            for mode in (RuntimeMode.NONE, RuntimeMode.PIECEWISE):  # warm up, then capture
+                with scope.step(mode, KEY):
+                    wrapped(x)
+
+        for live in (4, 2):
+            LENGTHS["live"] = live
+            x.copy_(torch.arange(4.0))
+            with ForwardContext(RuntimeMode.PIECEWISE, KEY):
+                replayed = wrapped(x).tolist()
+            print(f"{live} live rows: {replayed}, eager {model(x).tolist()}")
+
+        for line in explain(wrapped.concrete_cudagraph_entries[KEY]).splitlines()[:7]:
+            print(line.split(" (")[0])  # without file and line
+    device.close()
+
+
+if __name__ == "__main__":
+    main()
