@@ -147,30 +147,25 @@ class Scheduler:
         Errors: ``OutOfBlocksError`` if the only running request needs a block and none is free.
         """
         preempted = self._give_blocks()
-        remaining = self._remaining()
-        query_lens = np.where(remaining == 1, 1, 0)
-        budget = self.limits.max_num_batched_tokens - int(query_lens.sum())
-        for i in np.flatnonzero(remaining > 1):
-            query_lens[i] = min(int(remaining[i]), budget)
-            budget -= int(query_lens[i])
-        admitted = self._admit(budget)
+        self._admit()
         if not self._running:
             return None
-
-        remaining = np.concatenate([remaining, self._remaining()[len(remaining) :]])
-        query_lens = np.concatenate([query_lens, np.array(admitted, np.int64)])
+        seats = self._running_seats()
+        remaining = self.seats.num_tokens[seats] - self.seats.num_computed[seats]
         # Decoding requests first; a stable sort keeps the order of arrival among equals.
-        chosen = np.flatnonzero(query_lens)
-        chosen = chosen[np.argsort(remaining[chosen] > 1, kind="stable")]
-        requests = tuple(self._running[i] for i in chosen)
-        seats = self._running_seats()[chosen]
-        query_lens = query_lens[chosen]
+        order = np.argsort(remaining > 1, kind="stable")
+        asked = remaining[order]
+        asked_before = np.cumsum(asked) - asked
+        query_lens = np.minimum(asked, self.limits.max_num_batched_tokens - asked_before)
+        count = int(np.count_nonzero(query_lens > 0))
+        order, query_lens = order[:count], query_lens[:count]
+        seats = seats[order]
         return ScheduledBatch(
-            requests=requests,
+            requests=tuple([self._running[i] for i in order.tolist()]),
             seats=seats,
             starts=self.seats.num_computed[seats],
             query_lens=query_lens,
-            completes=query_lens == remaining[chosen],
+            completes=query_lens == asked[:count],
             num_tokens=int(query_lens.sum()),
             preempted=tuple(preempted),
         )
@@ -205,11 +200,6 @@ class Scheduler:
     def _running_seats(self) -> NDArray[np.int64]:
         return np.array([request.seat for request in self._running], np.int64)
 
-    def _remaining(self) -> NDArray[np.int64]:
-        """Tokens that each running request has yet to compute, at least 1."""
-        seats = self._running_seats()
-        return self.seats.num_tokens[seats] - self.seats.num_computed[seats]
-
     def _give_blocks(self) -> list[str]:
         """Give every running request room for its newest token, the earliest first."""
         seats, preempted = self._running_seats(), []
@@ -237,16 +227,21 @@ class Scheduler:
         self._waiting.appendleft(request)
         return request.request_id
 
-    def _admit(self, budget: int) -> list[int]:
-        """Seat waiting requests while they fit; returns how many tokens each computes now."""
-        query_lens = []
-        while self._waiting and budget > 0 and self.seats.fits(self._waiting[0].num_tokens):
+    def _admit(self) -> None:
+        """Seat waiting requests while the step has tokens left for them, and the cache room."""
+        if not self._waiting:
+            return
+        seats = self._running_seats()
+        asked = int((self.seats.num_tokens[seats] - self.seats.num_computed[seats]).sum())
+        while (
+            self._waiting
+            and asked < self.limits.max_num_batched_tokens
+            and self.seats.fits(self._waiting[0].num_tokens)
+        ):
             request = self._waiting[0]
             request.seat = self.seats.take(request.prompt_token_ids, request.output_token_ids)
             self._running.append(self._waiting.popleft())
-            query_lens.append(min(request.num_tokens, budget))
-            budget -= query_lens[-1]
-        return query_lens
+            asked += request.num_tokens
 
     def _unseat(self, request: Request) -> None:
         assert request.seat is not None, "only a running request has a seat to give up"

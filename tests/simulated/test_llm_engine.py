@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 from graphrt import CompilationConfig, CUDAGraphMode, GraphrtError, RuntimeConfig, RuntimeMode
@@ -52,11 +54,19 @@ def engine_config(mode: str = "NONE", *, num_blocks: int | None = 17, seed: int 
     )
 
 
+@pytest.fixture(scope="module")
+def every_engine():
+    with ExitStack() as engines:
+        made = {mode: engines.enter_context(LLMEngine.tiny(engine_config(mode))) for mode in MODES}
+        for engine in made.values():
+            engine.capture()
+        yield made
+
+
 @pytest.fixture(params=MODES)
-def captured(request):
-    with LLMEngine.tiny(engine_config(request.param)) as engine:
-        engine.capture()
-        yield engine
+def captured(request, every_engine):
+    yield every_engine[request.param]
+    every_engine[request.param].abort_all()
 
 
 def prompt(index: int, length: int) -> list[int]:
@@ -67,7 +77,7 @@ def prompt(index: int, length: int) -> list[int]:
 TRAFFIC = [
     (prompt(0, 5), SamplingParams(max_tokens=14)),
     (prompt(1, 30), SamplingParams(max_tokens=9, temperature=1.0, seed=11)),
-    (prompt(2, 1), SamplingParams(max_tokens=20, temperature=0.8, top_k=20)),
+    (prompt(2, 1), SamplingParams(max_tokens=20, temperature=0.8, top_k=20, seed=2)),
     (prompt(3, 17), SamplingParams(max_tokens=12)),
     (prompt(4, 3), SamplingParams(max_tokens=16, temperature=1.3, top_p=0.9, seed=5)),
     (prompt(5, 24), SamplingParams(max_tokens=1)),
@@ -94,13 +104,11 @@ def serve_traffic(engine: LLMEngine) -> tuple[dict[str, list[int]], list]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[int]]:
     """What each request gets if nobody else is there: no batch, no preemption, no graph."""
-    tokens = {}
-    for index, (tokens_in, params) in enumerate(TRAFFIC):
-        with LLMEngine.tiny(engine_config()) as engine:
-            for _ in range(index):  # its number of arrival decides the seed of who named none
-                engine.generate([[0]], SamplingParams(max_tokens=1))
-            [tokens[str(index)]] = engine.generate([tokens_in], params)
-    return tokens
+    with LLMEngine.tiny(engine_config()) as engine:
+        return {
+            str(index): engine.generate([tokens_in], params)[0]
+            for index, (tokens_in, params) in enumerate(TRAFFIC)
+        }
 
 
 def test_every_mode_gives_the_tokens_that_each_request_gets_alone(captured, alone):
@@ -391,3 +399,46 @@ def test_excluded_graphs_are_not_used(captured):
         exclude=EVERY_GRAPH,
     )
     assert captured.runtime.last_decision.mode is RuntimeMode.NONE
+
+
+sampling_params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 12),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([None, 5]),
+    top_p=st.sampled_from([0.8, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 36), sampling_params), min_size=1, max_size=7),
+    gaps=st.lists(st.integers(0, 4), min_size=7, max_size=7),
+    goes=st.none() | st.tuples(st.integers(0, 6), st.integers(0, 12)),
+)
+def test_any_traffic_gives_the_same_batches_and_tokens_in_every_mode(
+    every_engine, requests, gaps, goes
+):
+    def serve_all(engine: LLMEngine) -> tuple[list, list]:
+        """One request after each gap of steps; one of them may be aborted on the way."""
+        tokens: list[list[int]] = [[] for _ in requests]
+        shapes, num_added, due = [], 0, 0
+        while num_added < len(requests) or engine.has_unfinished():
+            if num_added < len(requests) and len(shapes) >= due:
+                length, params = requests[num_added]
+                engine.add_request(prompt(num_added, length), params, str(num_added))
+                due += gaps[num_added]
+                num_added += 1
+            if goes is not None and goes[1] == len(shapes):
+                with suppress(UnknownRequestError):
+                    engine.abort(str(goes[0]))
+            step = engine.step()
+            shapes.append(step[1:4])
+            for output in step.outputs:
+                tokens[int(output.request_id)] += output.new_token_ids
+        return tokens, shapes
+
+    expected = serve_all(every_engine["NONE"])
+    for mode, engine in every_engine.items():
+        assert serve_all(engine) == expected, mode
