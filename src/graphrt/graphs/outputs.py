@@ -85,7 +85,7 @@ class OutputSpec:
 class BoundOutputs:
     """One program's outputs, cut to real sizes. ``opaque``: paths that no policy can own."""
 
-    __slots__ = ("_axes", "_is_shared", "_outputs", "_policy", "_taken", "_term", "opaque")
+    __slots__ = ("_axes", "_hand_out", "_outputs", "_policy", "_taken", "_term", "opaque")
 
     def __init__(
         self,
@@ -102,8 +102,7 @@ class BoundOutputs:
         self._policy = policy
         self._term = term
         self._taken: dict[Any, Any] = {}
-        # Containers that nobody can change are handed out as they are.
-        self._is_shared = all(isinstance(n.value, tuple) for n in nodes if n.kind == "container")
+        self._hand_out = _hand_out(nodes)
 
     def take(self, n: Sizes) -> Any:
         """The outputs of the latest replay at the real sizes ``n``: a number, or axis -> number.
@@ -120,7 +119,7 @@ class BoundOutputs:
                 self._taken.clear()
             self._taken[key] = cut
         if self._policy == "view":
-            return cut if self._is_shared else _with_own_containers(cut)
+            return self._hand_out(cut)
         if self._policy == "clone":
             return rebuild(cut, _cloned)
         term = self._term
@@ -164,6 +163,23 @@ def _real_length(path: str, padded: int, length: Length, n: Sizes) -> int:
             do="correct the declared length, or take from the program of the step's key",
         )
     return real
+
+
+def _hand_out(nodes: list[Node]) -> Callable[[Any], Any]:
+    """How a cached result is given away so that nobody can change the cache through it."""
+    changeable = [
+        node for node in nodes if node.kind == "container" and not isinstance(node.value, tuple)
+    ]
+    if not changeable:
+        return _same
+    root = nodes[0].value
+    if len(changeable) == 1 and type(root) in (dict, list):
+        return type(root).copy  # type: ignore[no-any-return]  # dict.copy or list.copy
+    return _with_own_containers
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _with_own_containers(value: Any) -> Any:
