@@ -248,7 +248,14 @@ class LLMEngine:
         self.close()
 
     def _checked_prompt(self, request_id: str, prompt: Any) -> list[int]:
-        tokens = np.asarray(prompt)
+        try:
+            tokens = np.asarray(prompt)
+        except ValueError as error:
+            raise RequestError(
+                f"request {request_id!r}",
+                expected="a flat sequence of integer token ids",
+                found=f"what makes no array: {error}",
+            ) from error
         if tokens.size and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
             raise RequestError(
                 f"request {request_id!r}",
@@ -262,7 +269,8 @@ class LLMEngine:
                 expected=f"token ids in [0, {self.vocab_size})",
                 found=f"{tokens[wrong[0]]} at index {wrong[0]}",
             )
-        return [int(token) for token in tokens]
+        checked: list[int] = tokens.tolist()
+        return checked
 
     def _require_open(self) -> None:
         if self._is_closed:

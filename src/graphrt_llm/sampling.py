@@ -84,8 +84,8 @@ class Sampler:
     def __init__(self, *, max_num_seqs: int, device: torch.device) -> None:
         self._device = device
         pinned = device.type == "cuda"
-        self._ints = torch.empty(3, max_num_seqs, dtype=torch.int64, pin_memory=pinned)
-        self._floats = torch.empty(2, max_num_seqs, dtype=torch.float64, pin_memory=pinned)
+        self._ints = torch.empty(max_num_seqs, 3, dtype=torch.int64, pin_memory=pinned)
+        self._floats = torch.empty(max_num_seqs, 2, dtype=torch.float64, pin_memory=pinned)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
@@ -113,13 +113,13 @@ class Sampler:
         params = [requests[row].params for row in drawing]
         keys = [_noise_key(requests[row]) for row in drawing]
         top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-        ints, floats = self._ints[:, : len(drawing)], self._floats[:, : len(drawing)]
-        ints.numpy()[:] = (drawing, keys, top_k)
-        floats.numpy()[:] = ([p.temperature for p in params], [p.top_p for p in params])
+        ints, floats = self._ints[: len(drawing)], self._floats[: len(drawing)]
+        ints.numpy().T[:] = (drawing, keys, top_k)
+        floats.numpy().T[:] = ([p.temperature for p in params], [p.top_p for p in params])
         rows_keys_top_k = ints.to(self._device, non_blocking=True)
         temperature_top_p = floats.to(self._device, non_blocking=True)
-        row, key, kept = rows_keys_top_k.unbind()
-        divisor, share = temperature_top_p.unbind()
+        row, key, kept = rows_keys_top_k.unbind(1)
+        divisor, share = temperature_top_p.unbind(1)
         return row, key, kept, divisor, share
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -333,3 +335,8 @@ def test_equal_requests_give_equal_batches():
         ]
 
     assert shapes() == shapes()
+
+
+def test_scheduling_does_not_load_torch():
+    code = "import sys, graphrt_llm.scheduler, graphrt_llm.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

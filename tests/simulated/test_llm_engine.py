@@ -327,8 +327,8 @@ def test_the_top_two_gap_is_that_of_the_greedy_choice(alone):
 
 @pytest.mark.parametrize(
     "tokens",
-    [[], [512], [-1], [0.5], [[1, 2]], ["a"]],
-    ids=["empty", "above", "below", "fraction", "nested", "text"],
+    [[], [512], [-1], [0.5], [[1, 2]], [[1], [2, 3]], ["a"], [True], [2**70]],
+    ids=["empty", "above", "below", "fraction", "nested", "ragged", "text", "bool", "huge"],
 )
 def test_prompts_that_are_no_prompts_are_refused(tokens):
     with LLMEngine.tiny(engine_config()) as engine:
