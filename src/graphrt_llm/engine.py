@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
 class LLMEngine:
     """Serves requests through a runtime and a device that it owns and closes.
 
-    Made by ``from_model_dir`` or ``tiny``. Not thread-safe.
+    Made by ``from_model_dir``, ``with_random_weights`` or ``tiny``. Not thread-safe.
     """
 
     def __init__(
@@ -97,13 +97,24 @@ class LLMEngine:
         return cls(**parts._asdict())
 
     @classmethod
-    def tiny(cls, config: EngineConfig | None = None, *, observer: Observer | None = None) -> Self:
-        """An engine for the built-in tiny model, whose weights are always random.
+    def with_random_weights(
+        cls,
+        model_config: ModelConfig,
+        config: EngineConfig | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Self:
+        """An engine for a model without a checkpoint; ``config.seed`` decides its weights.
 
-        Without ``config``: small limits, float64.
+        Errors: ``EngineConfigError``; graphrt's ``ConfigError``.
         """
-        parts = assemble(ModelConfig.tiny(), config or TINY_CONFIG, observer=observer)
+        parts = assemble(model_config, config or EngineConfig(), observer=observer)
         return cls(**parts._asdict())
+
+    @classmethod
+    def tiny(cls, config: EngineConfig | None = None, *, observer: Observer | None = None) -> Self:
+        """``with_random_weights`` of the built-in tiny model. Default: small limits, float64."""
+        return cls.with_random_weights(ModelConfig.tiny(), config or TINY_CONFIG, observer=observer)
 
     def capture(
         self, progress: Callable[[int, int, BatchDescriptor], None] | None = None

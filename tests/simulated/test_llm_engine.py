@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from graphrt import CompilationConfig, CUDAGraphMode, GraphrtError, RuntimeConfig, RuntimeMode
 from graphrt.device.simulated import SimulatedDevice
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams
-from graphrt_llm.assembly import assemble
 from graphrt_llm.errors import (
     EngineConfigError,
     EngineStateError,
@@ -201,7 +200,7 @@ def test_the_models_end_token_ends_a_request_unless_it_says_otherwise(alone):
     end = alone["0"][2]
     first = alone["0"].index(end)
     model = replace(ModelConfig.tiny(), eos_token_ids=(end,))
-    with LLMEngine(**assemble(model, engine_config())._asdict()) as engine:
+    with LLMEngine.with_random_weights(model, engine_config()) as engine:
         assert engine.generate([tokens_in], params) == [alone["0"][: first + 1]]
         assert engine.generate([tokens_in], replace(params, ignore_eos=True)) == [alone["0"]]
 
