@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from graphrt import (
     CompilationConfig,
@@ -24,9 +24,9 @@ from graphrt_llm.demo.telling import Setting
 from graphrt_llm.engine import LLMEngine
 from graphrt_llm.models import ModelConfig
 
-CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 80)
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112)
 MAX_NUM_SEQS = 16
-MAX_NUM_BATCHED_TOKENS = 96
+MAX_NUM_BATCHED_TOKENS = 128
 """Above the largest captured size: a full step of prompts runs eager, so that a reader meets a miss
 with its reason."""
 
@@ -45,10 +45,18 @@ class Options(NamedTuple):
     load_format: LoadFormat
     num_requests: int
     modes: tuple[CUDAGraphMode, ...]
-    device: str
+    device: Literal["auto", "cuda", "simulated"]
     dtype: DType | None
     report: Path
     seed: int
+
+
+class Arrival(NamedTuple):
+    """A row of the trace, under the names that the engine's ``serve`` reads."""
+
+    arrival_seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
 
 
 class Prepared(NamedTuple):
@@ -68,12 +76,15 @@ def prepare(options: Options) -> Prepared:
     """
     report = check_report_path(options.report)
     if options.trace is None:
-        requests = generate_azure_like(options.num_requests, seed=options.seed)
+        rows = generate_azure_like(options.num_requests, seed=options.seed)
         trace = "a seeded generator (statistics of the Azure 2023 conversation trace)"
     else:
-        requests = read_trace(options.trace, limit=options.num_requests)
+        rows = read_trace(options.trace, limit=options.num_requests)
         trace = str(options.trace)
 
+    requests = [
+        Arrival(row.arrival_s, row.num_prompt_tokens, row.num_output_tokens) for row in rows
+    ]
     config = EngineConfig(
         runtime=RuntimeConfig(
             max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS

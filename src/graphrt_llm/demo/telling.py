@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from graphrt import ReportPage, RuntimeMode, TextRow, TextTable, summarize_runs
 from graphrt_llm.demo.comparing import Outcome
 
+DEVICES = {"simulated": "the simulated device (CPU replay)", "cuda": "a CUDA device"}
+
 
 class Setting(NamedTuple):
     """What was run, as a reader is told."""
@@ -56,7 +58,7 @@ def lead(setting: Setting, outcomes: Sequence[Outcome]) -> str:
     """What ran where, in a sentence."""
     return (
         f"{setting.num_requests} requests from {setting.trace}, served by {setting.model} in "
-        f"{setting.dtype} on {outcomes[0].runtime.device}."
+        f"{setting.dtype} on {DEVICES[outcomes[0].runtime.device]}."
     )
 
 
@@ -76,7 +78,7 @@ def findings(outcomes: Sequence[Outcome]) -> list[str]:
             f"Prompt and output lengths were multiplied by {first.scale:.3g} to fit a context of "
             f"{first.max_request_tokens} tokens; {first.num_cut} requests were cut beyond that."
         )
-    if "simulated" in first.runtime.device:
+    if first.runtime.device == "simulated":
         said.append(
             "A graph of the simulated device is a CPU replay: which steps it serves is what a GPU "
             "would do, how fast it is says nothing about one."

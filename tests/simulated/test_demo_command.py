@@ -1,0 +1,263 @@
+"""The command: its outputs, its exit statuses, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from graphrt import CUDAGraphMode, VerificationError
+from graphrt_llm.demo import comparing
+from graphrt_llm.demo.command import DEFAULT_MODES, demo, parse_modes
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "torch_dtype": "float32",
+}
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(demo)
+
+    def run(*options: str) -> Result:
+        few = () if "--requests" in options else ("--requests", "4")
+        return CliRunner().invoke(app, ["--device", "simulated", *few, *options])
+
+    return run
+
+
+def write_model(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return folder
+
+
+def test_it_prints_the_table_and_where_the_report_is(run: Run, tmp_path: Path) -> None:
+    result = run()
+    assert result.exit_code == 0, result.output
+    report = tmp_path / "graphrt-report.html"
+    assert f"report: {report}" in result.stdout
+    assert report.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    for words in ("All 4 policies produced the same", "step time / NONE", "simulated device"):
+        assert words in result.stdout
+    assert "capture" in result.stderr
+    assert os.listdir(tmp_path) == ["graphrt-report.html"]
+
+
+def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    result = run("--json", "--modes", "none,Full_And_Piecewise", "--report", "here.html")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert result.stdout.count("\n") == 1
+    assert set(told) == {
+        "device",
+        "trace",
+        "num_requests",
+        "tokens_identical",
+        "ties",
+        "report",
+        "modes",
+    }
+    assert told["report"] == str(tmp_path / "here.html")
+    assert list(told["modes"]) == ["NONE", "FULL_AND_PIECEWISE"]
+    assert set(told["modes"]["NONE"]) == {
+        "steps",
+        "runtime_modes",
+        "uniform_steps",
+        "tokens_by_runtime_mode",
+        "miss_reasons",
+        "padding_percent",
+        "num_graphs",
+        "capture_seconds",
+        "graph_bytes",
+        "host_us_p50",
+        "host_us_p99",
+        "step_time_ratio_to_none",
+        "seconds",
+    }
+
+
+@pytest.mark.parametrize(
+    "trace",
+    ["azure2023/AzureLLMInferenceTrace_conv.csv", "mooncake/conversation_trace.jsonl"],
+)
+def test_published_traces_can_be_served(run: Run, shared: Path, trace: str) -> None:
+    path = str(shared / "traces" / trace)
+    result = run("--json", "--trace", path, "--requests", "8", "--modes", "NONE,FULL_AND_PIECEWISE")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["trace"] == path
+    assert told["num_requests"] == 8
+    assert told["tokens_identical"]
+
+
+def test_a_model_directory_can_be_served_with_random_weights(run: Run, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    result = run("--json", "--model", str(folder), "--load-format", "dummy", "--modes", "NONE,FULL")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokens_identical"]
+
+
+def no_trace(folder: Path) -> list[str]:
+    return ["--trace", str(folder / "missing.csv")]
+
+
+def bad_row(folder: Path) -> list[str]:
+    path = folder / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,many\n"
+    )
+    return ["--trace", str(path)]
+
+
+def no_model(folder: Path) -> list[str]:
+    return ["--model", str(folder / "missing")]
+
+
+def unknown_architecture(folder: Path) -> list[str]:
+    return ["--model", str(write_model(folder / "model", architectures=["GPT2LMHeadModel"]))]
+
+
+def no_weights(folder: Path) -> list[str]:
+    return ["--model", str(write_model(folder / "model"))]
+
+
+def no_dtype_of_ours(folder: Path) -> list[str]:
+    return ["--model", str(write_model(folder / "model", torch_dtype="float8_e4m3fn"))]
+
+
+def no_folder_for_the_report(folder: Path) -> list[str]:
+    return ["--report", str(folder / "missing" / "report.html")]
+
+
+BAD_INPUTS = [
+    (no_trace, "TraceError", "missing.csv"),
+    (bad_row, "TraceError", "row 2"),
+    (no_model, "ModelConfigError", "config.json"),
+    (unknown_architecture, "ModelConfigError", "GPT2LMHeadModel"),
+    (no_weights, "WeightsFileError", "safetensors"),
+    (no_dtype_of_ours, "EngineConfigError", "float8_e4m3fn"),
+    (no_folder_for_the_report, "ReportError", "no folder"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), BAD_INPUTS)
+def test_bad_input_is_one_clear_error(
+    make: Callable[[Path], list[str]], error: str, words: str, run: Run, tmp_path: Path
+) -> None:
+    options = make(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    result = run(*options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert error in result.stderr
+    assert words in result.stderr.replace("\n", "")
+    assert "Traceback" not in result.stderr
+    assert sorted(os.listdir(tmp_path)) == before
+
+    told = json.loads(run(*options, "--json").stdout)
+    assert told["error"]["type"] == error
+    assert words in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--modes", "NONE,QUICK"],
+        ["--modes", ""],
+        ["--modes", "NONE,none"],
+        ["--requests", "0"],
+        ["--device", "tpu"],
+        ["--dtype", "int8"],
+        ["--load-format", "gguf"],
+        ["--seed", "-1"],
+        ["--seed", str(2**64)],
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    options: list[str], run: Run, tmp_path: Path
+) -> None:
+    result = run(*options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert os.listdir(tmp_path) == []
+
+
+def test_policies_keep_their_order() -> None:
+    assert parse_modes(" full, NONE") == (CUDAGraphMode.FULL, CUDAGraphMode.NONE)
+    assert [mode.name for mode in parse_modes(DEFAULT_MODES)] == [
+        "NONE",
+        "PIECEWISE",
+        "FULL_DECODE_ONLY",
+        "FULL_AND_PIECEWISE",
+    ]
+    with pytest.raises(typer.BadParameter, match="FULL_DECODE_ONLY"):
+        parse_modes("FULL_DECODE")
+
+
+def test_different_tokens_exit_with_1_and_the_report_is_there_to_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    serve = comparing.serve
+    calls: list[int] = []
+
+    def lie_the_second_time(*args: object, **kwargs: object) -> object:
+        result = serve(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 2:
+            first = result.tokens[0]
+            result.tokens[0] = ((first[0] + 1) % 512, *first[1:])
+        return result
+
+    monkeypatch.setattr(comparing, "serve", lie_the_second_time)
+    result = run("--json", "--modes", "NONE,FULL_AND_PIECEWISE")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["tokens_identical"] is False
+    page = (tmp_path / "graphrt-report.html").read_text(encoding="utf-8")
+    assert "DIFFER" in page
+
+
+def failing_with(error: BaseException) -> Callable[..., None]:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_failed_run_exits_with_1_and_leaves_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    error = VerificationError("FULL 8", expected="equal outputs", found="a difference of 1")
+    monkeypatch.setattr(comparing, "serve", failing_with(error))
+    result = run("--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["type"] == "VerificationError"
+    assert "a difference of 1" in result.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupt_exits_with_130_and_leaves_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(comparing, "serve", failing_with(KeyboardInterrupt()))
+    result = run("--json")
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert os.listdir(tmp_path) == []
