@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from graphrt.verify.compare import compare
 
@@ -55,6 +54,7 @@ def test_equal_results_are_equal() -> None:
         (lambda r: r.update(name=None), "['name']"),
         (lambda r: r.update(more=1), ""),
         (lambda r: r.pop("t"), ""),
+        (lambda r: r.update(u=r.pop("t")), ""),
         (lambda r: r["nested"].append(1), "['nested']"),
         (lambda r: r.update(nested=tuple(r["nested"])), "['nested']"),
         (lambda r: r.update(t=[r["t"]]), "['t']"),
@@ -108,6 +108,15 @@ def test_bits_count_by_default_and_a_tolerance_is_absolute() -> None:
     assert compare(1.0, 1.001, tolerance=0.01).is_equal
     assert not compare(torch.tensor(math.inf), torch.tensor(-math.inf), tolerance=1).is_equal
     assert compare(torch.tensor(math.inf), torch.tensor(math.inf)).is_equal
+
+
+def test_one_difference_without_a_size_makes_the_largest_unknown() -> None:
+    expected = [torch.zeros(1), torch.zeros(1), torch.zeros(1)]
+    for nan_at in range(3):
+        actual = [torch.full((1,), 2.0 + i) for i in range(3)]
+        assert compare(expected, actual).max_abs_difference == 4.0
+        actual[nan_at].fill_(NAN)
+        assert math.isnan(compare(expected, actual).max_abs_difference)
 
 
 def test_host_values_are_compared_by_type_and_value() -> None:

@@ -77,7 +77,7 @@ def compare(expected: Any, actual: Any, *, tolerance: float | None = None) -> Co
     and -0.0 have other bits. Strides and devices are not compared. Waits for the device.
     """
     differences: list[Difference] = []
-    largest = 0.0
+    sizes = [0.0]
     num_compared = 0
     unchecked = []
     left = {format_path(node.path): node for node in walk(expected)}
@@ -95,11 +95,13 @@ def compare(expected: Any, actual: Any, *, tolerance: float | None = None) -> Co
             num_compared += 1
             difference, size = _compare_tensors(path, one.value, other.value, tolerance)
             differences += [] if difference is None else [difference]
-            largest = size if math.isnan(size) else max(size, largest)
+            sizes.append(size)
         elif one.kind == "host":
             num_compared += 1
             if not _same_host_value(one.value, other.value, tolerance):
                 differences.append(Difference(path, repr(one.value), repr(other.value)))
+    # Not max alone: what it makes of a NaN depends on the order.
+    largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
     order = {path: number for number, path in enumerate(left)}
     differences.sort(key=lambda difference: order[difference.path])
     return Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), largest)
