@@ -59,8 +59,8 @@ def test_it_thaws_when_every_generation_over_it_has_gone() -> None:
 def test_a_workspace_born_in_inference_mode_is_written_outside_it() -> None:
     workspace = Workspace("scratch")
     with torch.inference_mode():
-        workspace.get((4,), torch.uint8)
-    workspace.get((4,), torch.uint8).add_(1)
+        scratch = workspace.get((4,), torch.float32)
+    scratch.fill_(1)
 
 
 def test_tensor_state_comes_back_in_place() -> None:
