@@ -90,11 +90,14 @@ class Workspace:
         Errors:   ``FrozenBufferError`` for a growth while frozen.
         """
         needed = math.prod(shape) * dtype.itemsize
-        if needed > self.num_bytes:
-            self._grow(needed)
-        if self._bytes is None:
-            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        return self._bytes[:needed].view(dtype).view(tuple(shape))
+        # Scratch born in inference mode, or viewed as another dtype there, could not be written
+        # outside it.
+        with torch.inference_mode(False):
+            if needed > self.num_bytes:
+                self._grow(needed)
+            if self._bytes is None:
+                return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+            return self._bytes[:needed].view(dtype).view(tuple(shape))
 
     def freeze(self, generation: Hashable = None) -> None:
         """Refuse growth until every generation that froze it has thawed it.
@@ -118,6 +121,4 @@ class Workspace:
                 do="reserve for the largest key in the warm-ups; it thaws when the generations "
                 "captured over it are retired",
             )
-        # Scratch born in inference mode could not be written outside it.
-        with torch.inference_mode(False):
-            self._bytes = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        self._bytes = torch.empty(needed, dtype=torch.uint8, device=self.device)
