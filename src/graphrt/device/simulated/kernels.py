@@ -19,12 +19,17 @@ Operator = torch._ops.OpOverload
 
 
 class Call(NamedTuple):
-    """One call at replay. ``copy_to``: tensors that take the results, where the call makes new."""
+    """One call at replay.
+
+    ``copy_to``: the tensors that take the results where the call makes new ones, None for a result
+    that nobody reads. ``is_single``: the call returns one tensor, not a sequence.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     copy_to: tuple[torch.Tensor | None, ...] = ()
+    is_single: bool = False
 
     def run(self) -> None:
         result = self.function(*self.args, **self.kwargs)
@@ -103,6 +108,22 @@ def _kind(value: Any) -> Any:
     return "tensor" if isinstance(value, torch.Tensor) else type(value)
 
 
+# Operators whose out variant computes the same bits as the functional one and leaves the out
+# tensor's size alone. Others are called as they are and copied: some out variants resize their
+# result on the way (losses), or take another algorithm (linalg).
+_KEEPS_BITS_NAMES = """
+    abs acos add addcdiv addcmul addmm addmv amax amin any all arange argmax argmin argsort asin
+    atan atan2 baddbmm bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
+    bitwise_xor bmm cat ceil clamp clamp_max clamp_min copysign cos cosh cummax cummin cumprod
+    cumsum div elu eq erf exp exp2 expm1 floor floor_divide fmod gather ge gelu gt hardsigmoid
+    hardswish hypot index index_select isinf isnan le leaky_relu lerp log log10 log1p log2
+    logical_and logical_not logical_or logical_xor logit _log_softmax logaddexp logsumexp lt max
+    maximum mean min minimum mish mm mul ne neg polar pow prod reciprocal remainder round rsqrt
+    rsub scatter scatter_add sigmoid sign silu sin sinh _softmax softplus sort sqrt square sub sum
+    tan tanh topk tril triu trunc where xlogy
+"""
+_KEEPS_BITS = frozenset([f"aten::{name}" for name in _KEEPS_BITS_NAMES.split()])
+
 _OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
@@ -128,7 +149,9 @@ class KernelBinder:
                 return call
         variant = self._out_variant(func)
         if variant is None or any(out is None for out in outs):
-            return Call(self._bind(func, args, kwargs), args, kwargs, tuple(outs))
+            is_single = len(outs) == 1 and func._schema.returns[0].type.kind() != "ListType"
+            bound = self._bind(func, args, kwargs)
+            return Call(bound, args, kwargs, tuple(outs), is_single)
         with_out = {name: value for name, value in kwargs.items() if name in variant.takes}
         if variant.fills_list:
             targets: dict[str, Any] = {variant.outs[0]: list(outs)}
@@ -206,7 +229,8 @@ class KernelBinder:
 
     def _out_variant(self, func: Operator) -> OutVariant | None:
         if func not in self._out:
-            self._out[func] = _find_out_variant(func)
+            keeps = func._schema.name in _KEEPS_BITS
+            self._out[func] = _find_out_variant(func) if keeps else None
         return self._out[func]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,20 @@ _ALLOCATORS = frozenset(
     | {"aten::new_empty", "aten::new_empty_strided"}
 )
 _PASSED_THROUGH = frozenset({"profiler", "prim"})
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def decompose(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the parts of a composite operator, as eager would.
+
+    ``func.decompose`` may pick a Python decomposition that computes other bits than the kernel.
+    """
+    run = getattr(func, "_op_dk", None)
+    if run is None:
+        return func.decompose(*args, **kwargs)
+    return run(_COMPOSITE, *args, **kwargs)
 
 
 def traits_of(func: Operator) -> Traits:

@@ -149,11 +149,10 @@ class SimulatedGraph:
             text = f"{constant(call.function)}({', '.join(args)})"
             if not call.copy_to:
                 return text
-            wanted = [(at, to) for at, to in enumerate(call.copy_to) if to is not None]
-            if len(call.copy_to) == 1 and wanted:
-                return f"{constant(torch.Tensor.copy_)}({constant(wanted[0][1])}, {text})"
-            if not wanted:
+            if not any(to is not None for to in call.copy_to):
                 return text
+            if call.is_single:
+                return f"{constant(torch.Tensor.copy_)}({constant(call.copy_to[0])}, {text})"
             return f"{constant(copy_results)}({constant(call.copy_to)}, {text})"
 
         lines = []

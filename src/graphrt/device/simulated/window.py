@@ -16,7 +16,7 @@ from graphrt.device.base import ExternalUse
 from graphrt.device.simulated import refusals
 from graphrt.device.simulated.kernels import Call
 from graphrt.device.simulated.memory import LiveBlock, extent_bytes
-from graphrt.device.simulated.operators import Operator, Traits
+from graphrt.device.simulated.operators import Operator, Traits, decompose
 from graphrt.device.simulated.refusals import Place, refuse, user_place
 from graphrt.device.simulated.shapes import (
     AliasOf,
@@ -113,9 +113,7 @@ class Window:
                 raise refuse(why)
         if traits.is_composite:
             with reenter():
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                return decompose(func, args, kwargs)
         if traits.runs_for_real:
             self._see(args, baked=traits.bakes)
             return func(*args, **kwargs)
