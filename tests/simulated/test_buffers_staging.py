@@ -270,6 +270,27 @@ def test_a_source_that_requires_grad_leaves_the_buffer_without_history() -> None
     assert bound.views["hidden"].sum() == 6
 
 
+@pytest.mark.parametrize(("where", "runs_on"), [("cpu", False), ("meta", True)])
+def test_only_a_copy_to_another_device_is_not_waited_for(
+    where: str, runs_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_, non_blocking: seen.append(non_blocking))
+    device = torch.device(where)
+    bound = BufferSet([IDS], {"tokens": 8}, lambda key: {"tokens": key}, device).bind(4)
+    bound.stage(2, {"ids": torch.ones(2, dtype=torch.int64)})
+    assert seen == [runs_on]
+
+
+def test_caches_start_anew_when_they_are_full_and_staging_stays_right() -> None:
+    buffers = one_axis(SLOTS, capacity=1100)
+    bound = buffers.bind(1100)
+    for n in (*range(1100), 5):
+        bound.stage(n, {"slots": torch.full((n,), 3)})
+        buffers.live(n)
+    assert buffers.tensors["slots"].tolist() == [3] * 5 + [-1] * 1095
+
+
 def test_an_eager_step_stages_and_reads_the_same_storage_unpadded() -> None:
     buffers = one_axis(IDS, SLOTS)
     graph = buffers.bind(8)

@@ -22,105 +22,12 @@ from graphrt.errors import (
     StaticBufferError,
 )
 from graphrt.graphs.bufferspec import BufferSpec
+from graphrt.graphs.tails import Box, Buffer, Tail, group_tails, remember
 
 Sizes = int | Mapping[str, int]
 """Real sizes of a step: a number where the specs use one axis, else axis -> number."""
 
-_Box = tuple[int, ...]
-"""The leading part of something: its extent in every dimension, or along every axis."""
-
-_Zeros = list[list[torch.Tensor]]
-_Fills = list[tuple[torch.Tensor, float | int | bool]]
-
-# Views are cached per real size. Two axes make many pairs; past this many a cache starts anew.
-_MAX_CACHED = 1024
-
 _layout = operator.attrgetter("shape", "dtype", "device")
-
-
-class _Buffer:
-    """One allocation and its cached views."""
-
-    __slots__ = ("spec", "tensor", "views")
-
-    def __init__(self, spec: BufferSpec, capacity: Mapping[str, int], device: torch.device) -> None:
-        self.spec = spec
-        shape = self.box(capacity)
-        self.tensor = torch.full(shape, spec.policy.value, dtype=spec.dtype, device=device)
-        self.views: dict[_Box, torch.Tensor] = {}
-
-    def box(self, sizes: Mapping[str, int]) -> _Box:
-        return tuple(sizes[size] if isinstance(size, str) else size for size in self.spec.shape)
-
-    def view(self, sizes: Mapping[str, int]) -> torch.Tensor:
-        """The prefix at these sizes; the same object as long as it stays cached."""
-        box = self.box(sizes)
-        view = self.views.get(box)
-        if view is None:
-            view = self.tensor[tuple(slice(0, size) for size in box)]
-            _remember(self.views, box, view)
-        return view
-
-    def difference(self, dirty: _Box, real: _Box) -> list[torch.Tensor]:
-        """Views of what lies in the box ``dirty`` and not in ``real``; no element twice."""
-        views = []
-        inside: list[slice] = []
-        for dim, (was, now) in enumerate(zip(dirty, real, strict=True)):
-            if was > now:
-                rest = (slice(0, size) for size in dirty[dim + 1 :])
-                views.append(self.tensor[(*inside, slice(now, was), *rest)])
-            inside.append(slice(0, min(was, now)))
-        return views
-
-
-class _Tail:
-    """Buffers whose real sizes always change together, and how far they may differ from padding.
-
-    ``dirty`` is a size for each of ``axes``: outside that box every buffer holds its pad value.
-    None: they hold it everywhere.
-    """
-
-    __slots__ = ("axes", "buffers", "dirty", "fills", "name", "written")
-
-    def __init__(self, axes: tuple[str, ...], name: str | None, written: bool) -> None:
-        self.axes = axes
-        self.name = name
-        self.written = written
-        self.buffers: list[_Buffer] = []
-        self.dirty: _Box | None = None
-        # (dirty, real) -> the zeros by dtype, and the other fills. Empty while nothing shrinks.
-        self.fills: dict[tuple[_Box, _Box | None], tuple[_Zeros, _Fills]] = {}
-
-    def sizes(self, sizes: Mapping[str, int]) -> _Box:
-        return tuple(sizes[axis] for axis in self.axes)
-
-    def clean(self, dirty: _Box, real: _Box | None) -> None:
-        """Write the pad value wherever ``dirty`` reaches beyond ``real``."""
-        fills = self.fills.get((dirty, real))
-        if fills is None:
-            fills = self._fills(dirty, real)
-            _remember(self.fills, (dirty, real), fills)
-        zeros, others = fills
-        for views in zeros:
-            torch._foreach_zero_(views)
-        for view, value in others:
-            view.fill_(value)
-
-    def _fills(self, dirty: _Box, real: _Box | None) -> tuple[_Zeros, _Fills]:
-        zeros: dict[torch.dtype, list[torch.Tensor]] = {}
-        others: _Fills = []
-        was = dict(zip(self.axes, dirty, strict=True))
-        for buffer in self.buffers:
-            if real is None:
-                views = [buffer.view(was)]
-            else:
-                now = dict(zip(self.axes, real, strict=True))
-                views = buffer.difference(buffer.box(was), buffer.box(now))
-            if buffer.spec.policy.value == 0:
-                zeros.setdefault(buffer.spec.dtype, []).extend(views)
-            else:
-                others.extend((view, buffer.spec.policy.value) for view in views)
-        return [views for views in zeros.values() if views], others
 
 
 class _Plan:
@@ -130,9 +37,9 @@ class _Plan:
 
     def __init__(
         self,
-        buffers: tuple[_Buffer, ...],
+        buffers: tuple[Buffer, ...],
         destinations: list[torch.Tensor],
-        tails: list[tuple[_Tail, _Box | None, _Box | None]],
+        tails: list[tuple[Tail, Box | None, Box | None]],
     ) -> None:
         self.buffers = buffers
         self.destinations = destinations
@@ -223,14 +130,14 @@ class BoundBuffers:
         owner._require_open()
         real = owner._checked_sizes(n, self.sizes, str(self.key))
         self._check_names(names)
-        tails: list[tuple[_Tail, _Box | None, _Box | None]] = []
+        tails: list[tuple[Tail, Box | None, Box | None]] = []
         for tail in owner._tails:
             box = tail.sizes(real) if tail.name is None or tail.name in names else None
             # The replay that follows writes every padded row.
             tails.append((tail, box, tail.sizes(self.sizes) if tail.written else box))
         buffers = tuple(owner._buffers[name] for name in names)
         plan = _Plan(buffers, [buffer.view(real) for buffer in buffers], tails)
-        _remember(self._plans, (owner._real_sizes(n), names), plan)
+        remember(self._plans, (owner._real_sizes(n), names), plan)
         return plan
 
     def _check_names(self, names: tuple[str, ...]) -> None:
@@ -331,13 +238,11 @@ class BufferSet:
         torch_device = device if isinstance(device, torch.device) else device.torch_device
         # A buffer born in inference mode could not be written outside it.
         with torch.inference_mode(False):
-            self._buffers = {
-                spec.name: _Buffer(spec, self.capacity, torch_device) for spec in specs
-            }
+            self._buffers = {spec.name: Buffer(spec, self.capacity, torch_device) for spec in specs}
         self._axis_sizes = axis_sizes
         # Only a copy *to* a GPU may run on: whoever reads a host buffer does not wait for it.
         self._non_blocking = torch_device.type != "cpu"
-        self._tails = _tails(self._buffers.values())
+        self._tails = group_tails(self._buffers.values())
         self._written = [tail for tail in self._tails if tail.written]
         self._bound: dict[Hashable, BoundBuffers] = {}
         self._live: dict[Any, BoundBuffers] = {}
@@ -392,7 +297,7 @@ class BufferSet:
             self._require_open()
             checked = self._checked_sizes(sizes, self.capacity, "an eager step")
             live = BoundBuffers(self, "an eager step", checked)
-            _remember(self._live, real, live)
+            remember(self._live, real, live)
         if self._written:
             self._soil(live)
         return live
@@ -463,25 +368,6 @@ class BufferSet:
                 found="buffers that were dropped with it",
                 do="make a new BufferSet",
             )
-
-
-def _tails(buffers: Iterable[_Buffer]) -> list[_Tail]:
-    """Group the padded buffers by what decides their real sizes: axes, absence, replays."""
-    tails: dict[tuple[Any, ...], _Tail] = {}
-    for buffer in buffers:
-        spec = buffer.spec
-        if spec.policy.kind not in ("keep", "fill_once"):
-            axes = tuple(dict.fromkeys(spec.axes))
-            name = spec.name if spec.optional else None
-            tail = tails.setdefault((axes, name, spec.written), _Tail(axes, name, spec.written))
-            tail.buffers.append(buffer)
-    return list(tails.values())
-
-
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(cache) >= _MAX_CACHED:
-        cache.clear()
-    cache[key] = value
 
 
 def _whole_number(subject: str, value: Any) -> int:
