@@ -141,6 +141,10 @@ if TYPE_CHECKING:
         read_mooncake_jsonl as read_mooncake_jsonl,
         read_trace as read_trace,
     )
+    from graphrt.report.histogram import (
+        Histogram as Histogram,
+        RunningHistogram as RunningHistogram,
+    )
     from graphrt.report.metrics import (
         Metrics as Metrics,
         StepMetrics as StepMetrics,
@@ -214,6 +218,9 @@ _NAMES_OF_ROOM = {
     """,
     "planner.trace": """
         TraceRequest generate_azure_like read_azure_csv read_mooncake_jsonl read_trace
+    """,
+    "report.histogram": """
+        Histogram RunningHistogram
     """,
     "report.metrics": """
         Metrics StepMetrics

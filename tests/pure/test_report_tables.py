@@ -11,6 +11,7 @@ from rich.console import Console
 
 from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
 from graphrt.events import Captured, Event, RanEager, Replayed
+from graphrt.report.histogram import RunningHistogram
 from graphrt.report.metrics import Metrics, StepMetrics
 from graphrt.report.summary import PolicyRun, eager_reasons, summarize_runs
 from graphrt.report.tables import (
@@ -30,10 +31,19 @@ from graphrt.report.tables import (
 
 
 def run_of(name: str, events: list[Event], seconds: float = 1.0) -> PolicyRun:
-    metrics = StepMetrics()
+    """A run whose whole steps take 50 us longer than the host's part of them."""
+    metrics, step_us = StepMetrics(), RunningHistogram()
     for event in events:
         metrics(event)
-    return PolicyRun(name=name, metrics=metrics.snapshot(), capture_seconds=0.5, seconds=seconds)
+        if isinstance(event, Replayed | RanEager):
+            step_us.add(event.host_us + 50)
+    return PolicyRun(
+        name=name,
+        metrics=metrics.snapshot(),
+        capture_seconds=0.5,
+        seconds=seconds,
+        step_us=step_us.freeze(),
+    )
 
 
 def eager(host_us: float = 200.0, reason: MissReason = MissReason.MODE_NONE) -> RanEager:
@@ -121,7 +131,8 @@ def test_the_json_fields_are_those_of_the_contract() -> None:
     summary = summarize_runs(RUNS)["FULL_AND_PIECEWISE"].as_dict()
     assert summary.pop("host_us_p50") == pytest.approx(100, rel=0.01)
     assert summary.pop("host_us_p99") == pytest.approx(100, rel=0.01)
-    assert summary.pop("step_time_ratio_to_none") == pytest.approx(0.5, rel=0.02)
+    assert summary.pop("step_us_p50") == pytest.approx(150, rel=0.01)
+    assert summary.pop("step_time_ratio_to_none") == pytest.approx(150 / 250, rel=0.02)
     assert summary == {
         "steps": 4,
         "runtime_modes": {"FULL": 3, "PIECEWISE": 0, "NONE": 1},
@@ -165,7 +176,7 @@ def test_the_comparison_says_what_was_counted() -> None:
     assert cells(grid, "MODE_NONE") == ("4", ABSENT)
     assert cells(grid, "ABOVE_MAX") == (ABSENT, "1")
     assert cells(grid, "graphs") == (ABSENT, "6")
-    assert cells(grid, "step time / NONE") == ("1.00", "0.50")
+    assert cells(grid, "step time / NONE") == ("1.00", "0.60")
     assert all(len(row.cells) == 2 for row in grid.rows)
 
 

@@ -89,6 +89,7 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "graph_bytes",
         "host_us_p50",
         "host_us_p99",
+        "step_us_p50",
         "step_time_ratio_to_none",
         "seconds",
     }

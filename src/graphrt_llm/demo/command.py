@@ -62,7 +62,7 @@ def demo(
     load_format: Annotated[
         LoadFormat, typer.Option(help="Weights of --model: its files, or random ones.")
     ] = LoadFormat.SAFETENSORS,
-    requests: Annotated[int, typer.Option(min=1, help="First rows of the traffic.")] = 200,
+    requests: Annotated[int, typer.Option(min=1, help="First rows of the traffic.")] = 500,
     modes: Annotated[str, typer.Option(help="Policies to compare.")] = DEFAULT_MODES,
     device: Annotated[
         DeviceName, typer.Option(help="auto: CUDA if present, else simulated.")

@@ -8,7 +8,14 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
-from graphrt import CUDAGraphMode, Observer, PolicyRun, RuntimeReport, StepMetrics
+from graphrt import (
+    CUDAGraphMode,
+    Observer,
+    PolicyRun,
+    RunningHistogram,
+    RuntimeReport,
+    StepMetrics,
+)
 from graphrt_llm.comparison import TokenComparison, compare_tokens
 from graphrt_llm.engine import LLMEngine
 from graphrt_llm.serving import (
@@ -100,12 +107,14 @@ def _serve_policy(
     capture_seconds = perf_counter() - started
 
     phases.serving(mode, 0, len(load.requests))
+    step_us = RunningHistogram()
     result = serve(
         engine,
         load.requests,
         step_seconds=load.step_seconds,
         seed=load.seed,
         progress=partial(phases.serving, mode),
+        on_step=lambda step: step_us.add(1e6 * step.seconds),
     )
     # The comparison below may step the engine again, and those steps are not the traffic's.
     snapshot = metrics.snapshot()
@@ -124,6 +133,7 @@ def _serve_policy(
             metrics=snapshot,
             capture_seconds=capture_seconds if snapshot.captures else 0.0,
             seconds=result.seconds,
+            step_us=step_us.freeze(),
         ),
         tokens=result.tokens,
         comparison=compare_tokens(expected, result.tokens, gap, tie_tolerance),

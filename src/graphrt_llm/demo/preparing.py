@@ -31,7 +31,7 @@ MAX_NUM_BATCHED_TOKENS = 128
 with its reason."""
 
 STEP_SECONDS = 0.07
-"""Virtual. With the arrivals of the Azure conversation trace, batches then hold 1 to 9 requests."""
+"""Virtual. With the arrivals of Azure's conversation trace, batches then hold 1 to 10 requests."""
 
 LONGEST_CONTEXT = 1024
 """Of a model that is given: the demo's cache shall fit anywhere."""
