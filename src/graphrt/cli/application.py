@@ -79,15 +79,14 @@ def dispatch(
     wishes, facts = files.read_config(config)
     dispatcher = CUDAGraphDispatcher(resolve_config(wishes, facts).plan)
     # Every line is checked before the first answer, so that a script never sees half of them.
-    asked = files.read_batches(batches)
-    decisions = [files.decide(dispatcher, batch) for batch in asked]
+    answered = [(batch, files.decide(dispatcher, batch)) for batch in files.read_batches(batches)]
     if as_json:
-        for decision in decisions:
+        for _, decision in answered:
             print(json.dumps(answers.of_decision(decision)))
         return
     from graphrt.cli import tables
 
-    tables.show_decisions(asked, decisions)
+    tables.show_decisions(answered)
 
 
 BUILT_IN: dict[str, Callable[..., None]] = {"resolve": resolve, "dispatch": dispatch}

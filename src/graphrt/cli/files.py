@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -97,10 +97,10 @@ def read_config(path: Path) -> tuple[RuntimeConfig, Facts]:
     return config, said
 
 
-def read_batches(source: str) -> list[Batch]:
-    """Return the batches of a file, or of stdin for ``-``. Blank lines are skipped, and counted.
+def read_batches(source: str) -> Iterator[Batch]:
+    """Yield the batches of a file, or of stdin for ``-``. Blank lines are skipped, and counted.
 
-    Raises ``BatchError`` naming the first wrong line.
+    Raises ``BatchError`` naming the first wrong line, when it is reached.
     """
     name = "stdin" if source == STDIN else source
     try:
@@ -112,8 +112,9 @@ def read_batches(source: str) -> list[Batch]:
         line = error.object.count(b"\n", 0, error.start) + 1
         _wrong(f"{name}, line {line}", "text in UTF-8", error.reason, error)
     # Only \n ends a line of JSON; splitlines would also cut at separators inside strings.
-    lines = enumerate(text.split("\n"), start=1)
-    return [_batch(f"{name}, line {number}", line) for number, line in lines if line.strip()]
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield _batch(f"{name}, line {number}", line)
 
 
 def decide(dispatcher: CUDAGraphDispatcher, batch: Batch) -> Decision:

@@ -43,15 +43,15 @@ def show_resolved(resolved: Resolved) -> None:
     console.print(changes)
 
 
-def show_decisions(batches: Sequence[Batch], decisions: Sequence[Decision]) -> None:
-    table = Table("batch", "adapters", "excluded", "mode", "graph", "reason", title="Decisions")
-    for batch, decision in zip(batches, decisions, strict=True):
+def show_decisions(answered: Sequence[tuple[Batch, Decision]]) -> None:
+    table = Table("batch", "LoRA", "excluded", "mode", "graph", "reason", title="Decisions")
+    for batch, decision in answered:
         key = decision.descriptor
         graph = ""
         if decision.mode is not RuntimeMode.NONE:
             graph = f"{key.num_tokens} tokens"
             graph += "" if key.num_reqs is None else f", {key.num_reqs} requests"
-            graph += f", {key.num_active_loras} adapters" if key.has_lora else ""
+            graph += f", LoRA {key.num_active_loras}" if key.has_lora else ""
         table.add_row(
             f"{batch.num_tokens} {'uniform' if batch.uniform else 'mixed'}",
             str(batch.num_active_loras),

@@ -11,7 +11,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from graphrt.batch import CUDAGraphMode
 from graphrt.config.checked import by_name, config_class
@@ -28,8 +28,8 @@ class AttentionSupport(IntEnum):
     ALWAYS = 3
 
 
-def _read_only(value: object) -> object:
-    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+def _as_dict(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 Support = Annotated[AttentionSupport, by_name(AttentionSupport)]
@@ -52,9 +52,9 @@ class Facts:
     """What may be inside a graph here. Names of supports and modes are accepted as strings."""
 
     attention_support: Support = AttentionSupport.ALWAYS
-    attention_groups: Annotated[Mapping[str, Support], BeforeValidator(_read_only)] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    attention_groups: Annotated[
+        Mapping[str, Support], BeforeValidator(_as_dict), AfterValidator(MappingProxyType)
+    ] = field(default_factory=lambda: MappingProxyType({}))
     """Support by attention group; the least one counts, and messages name its group."""
     has_break_points: bool = True
     """The model is cut by break points in plain Python; read below compile level 3."""

@@ -327,12 +327,12 @@ def excluded(exclude: Iterable[RuntimeMode]) -> frozenset[RuntimeMode]:
     try:
         named = frozenset(exclude)
     except TypeError:
-        named = frozenset((exclude,))  # type: ignore[arg-type]  # a wrong type, named just below
-    if not named <= EVERYTHING:
+        named = None  # Not even a set; the message is the same.
+    if named is None or not named <= EVERYTHING:
         raise BatchError(
             f"exclude = {exclude!r}",
             expected="a set of RuntimeMode members",
-            found=", ".join(sorted(repr(mode) for mode in named - EVERYTHING)),
+            found=f"{type(exclude).__name__} {exclude!r}",
             do="exclude RuntimeMode.FULL, RuntimeMode.PIECEWISE, or both",
         )
     return named - {RuntimeMode.NONE}
