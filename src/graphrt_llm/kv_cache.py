@@ -38,6 +38,7 @@ class KVCache:
                 expected="at least 2 blocks, one of them the null block, of at least 1 token",
                 found=f"{num_blocks} blocks of {block_size} tokens",
             )
+        self.config = config
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -114,7 +115,9 @@ def test_every_formula_agrees_with_dense_attention(
         backend = make_attention("sdpa", cache)
         backend.prepare_for_replay(key_of(step, formula), step.live)
         shared = backend.begin(step.positions, step.attn)
-        assert bool(shared) == (formula != "live")
+        # The static formula reads a table per token, of a uniform batch only one per request.
+        num_tables = {"live": 0, "static": len(step.positions), "uniform": len(spans) + padding}
+        assert (len(shared[0]) if shared else 0) == num_tables[formula]
         padded_q = torch.cat((q, normal(num_padding, *q.shape[1:])))
         padded_kv = torch.cat((kv, normal(num_padding, *kv.shape[1:])))
         garbage = torch.full_like(padded_q, torch.nan)
@@ -166,11 +169,17 @@ def test_layers_of_one_step_are_independent() -> None:
     assert torch.equal(cache.layers[1][2, :, 1], 3 * ones)
 
 
-def test_a_new_step_forgets_the_masks_of_the_last() -> None:
+def num_tensors() -> int:
+    gc.collect()
+    return sum(type(thing) is Tensor for thing in gc.get_objects())
+
+
+def test_a_new_step_forgets_what_the_last_one_shared() -> None:
     cache = KVCache(config_of(1, 1, 2), num_blocks=9, block_size=2, dtype=torch.float64)
     tables = torch.arange(1, 9).view(2, 4)
     backend = make_attention("sdpa", cache)
-    for spans in ([(1, 1), (3, 2)], [(5, 1), (2, 3)], [(4, 2), (6, 1)]):
+    kept = set()
+    for spans in ([(1, 1), (3, 2)], [(5, 1), (2, 3)], [(4, 1), (1, 6)]):
         step = make_step(spans, tables, 2)
         tokens = step.num_tokens
         generator = torch.Generator().manual_seed(tokens)
@@ -182,3 +191,5 @@ def test_a_new_step_forgets_the_masks_of_the_last() -> None:
             shared = backend.begin(step.positions, step.attn)
             results.append(attention(backend, 0, q, kv, step.attn, shared))
         torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+        kept.add(num_tensors())
+    assert len(kept) == 1

@@ -118,6 +118,16 @@ def test_a_layer_is_few_operations(architecture: Any, most: int) -> None:
     assert counts[1] - counts[0] <= most
 
 
+def test_decoding_requests_are_attended_together() -> None:
+    model = make_model(ModelConfig.tiny())
+    tables = shuffled_tables(4, 8, 33, torch.Generator().manual_seed(0))
+    # Three that decode and a chunk: two calls in each of the two layers.
+    step = make_step([(4, 1), (8, 1), (1, 1), (3, 4)], tables, 4)
+    _, operations = run(model, step, "live")
+    calls = [n for name, n in operations.counts.items() if "scaled_dot_product" in name]
+    assert calls == [4]
+
+
 def test_forward_leaves_no_tensor_behind() -> None:
     model = make_model(ModelConfig.tiny())
     before = {name: (t.data_ptr(), t.clone()) for name, t in model.state_dict().items()}
@@ -189,5 +199,7 @@ def test_a_cache_counts_its_bytes_and_refuses_to_be_empty() -> None:
 def test_model_and_cache_born_in_inference_mode_are_ordinary() -> None:
     with torch.inference_mode():
         model = make_model(ModelConfig.tiny())
+    # Writing to an inference tensor outside inference mode would be an error.
+    random_weights(model, seed=0)
     logits, _ = run(model, decode_step([5, 9, 2]), "live")
     assert not logits.is_inference()

@@ -229,6 +229,12 @@ def test_an_unreadable_index_is_named(tmp_path: Path, model: CausalLM, content: 
     assert_refused(model, tmp_path, WeightsFileError, INDEX)
 
 
-def test_an_index_may_not_lead_out_of_its_directory(tmp_path: Path, model: CausalLM) -> None:
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {K_PROJ: "../a.safetensors"}}))
-    assert_refused(model, tmp_path, WeightsFileError, "../a.safetensors")
+def test_an_index_may_not_lead_out_of_its_directory(
+    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
+) -> None:
+    save_single(tmp_path, other)
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    weight_map = dict.fromkeys(other, "../model.safetensors")
+    (inner / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert_refused(model, inner, WeightsFileError, "../model.safetensors")

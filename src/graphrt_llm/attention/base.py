@@ -9,7 +9,7 @@ lengths on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,9 @@ class AttentionBackend(Protocol):
     know only tensors. Any other key belongs to eager code with the step's lengths at hand.
     """
 
-    support: ClassVar[AttentionSupport]
-    """What of it may stand inside a FULL graph."""
+    @property
+    def support(self) -> AttentionSupport:
+        """What of it may stand inside a FULL graph."""
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
         """Allocate what the largest key needs. Nothing may grow or move afterwards."""

@@ -43,12 +43,18 @@ class _Lengths(NamedTuple):
 
 
 class SdpaAttention:
-    """``cache``: where keys and values are stored, and read by block."""
+    """``cache``: where keys and values are stored, and read by block.
+
+    Memory: a layer copies what it reads. The static formula reads a whole context for each request
+    of a uniform batch, but for each *token* of another, which only short contexts can afford.
+    """
 
     support: ClassVar[AttentionSupport] = AttentionSupport.ALWAYS
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self._kv_shape = (2, cache.config.num_kv_heads, cache.config.head_dim)
+        self._num_groups = cache.config.num_heads // cache.config.num_kv_heads
         self._key: BatchDescriptor | None = None
         self._lengths: _Lengths | None = None
         # What the layers of a live batch share, made by the first that needs it.
@@ -85,6 +91,8 @@ class SdpaAttention:
         rows, max_blocks = tables.shape
         keys = torch.arange(max_blocks * self._cache.block_size, device=positions.device)
         visible = keys <= positions.view(rows, -1, 1)
+        if visible.shape[1] > 1:
+            visible = visible.repeat_interleave(self._num_groups, 1)
         return tables, self._additive(visible)
 
     def forward(
@@ -134,24 +142,22 @@ class SdpaAttention:
     ) -> None:
         """Requests that bring equally many tokens each, in one call.
 
-        Shapes: ``tables`` [rows, num_blocks], ``mask`` [rows, tokens / rows, num_keys].
+        Shapes: ``tables`` [rows, num_blocks]; ``mask`` [rows, queries, num_keys], where a query is
+        a head of a group for each token, or 1 if all see the same.
 
         Heads that share a key head stand in as so many queries of it, so that no kernel needs to
         know of groups, and keys and values are read once for all of them.
         """
-        rows, num_new, num_keys = mask.shape
-        _, num_heads, width = q.shape
-        kv = self._gather(layer_index, tables.flatten()).view(rows, num_keys, 2, -1, width)
+        rows, num_keys = len(tables), mask.shape[-1]
+        kv = self._gather(layer_index, tables.flatten()).view(rows, num_keys, *self._kv_shape)
         keys, values = kv.transpose(1, 3).unbind(2)
-        groups = (rows, num_new, keys.shape[1], num_heads // keys.shape[1], width)
-        by_head = (rows, groups[2], num_new * groups[3], width)
-        if num_new > 1:
-            mask = mask.repeat_interleave(groups[3], 1)
+        _, num_kv_heads, width = self._kv_shape
+        by_token = (rows, -1, num_kv_heads, self._num_groups, width)
+        queries = q.view(by_token).transpose(1, 2)
         result = F.scaled_dot_product_attention(
-            q.view(groups).transpose(1, 2).reshape(by_head), keys, values, mask[:, None]
+            queries.reshape(rows, num_kv_heads, -1, width), keys, values, mask[:, None]
         )
-        result = result.view(rows, groups[2], num_new, groups[3], width)
-        out.view(groups).copy_(result.transpose(1, 2))
+        out.view(by_token).copy_(result.view(queries.shape).transpose(1, 2))
 
     def _attend_chunk(
         self,
@@ -174,17 +180,17 @@ class SdpaAttention:
                 visible = everything.tril_(num_all - num_new)
                 mask = self._masks[chunk] = self._additive(visible)
         keys, values = kv.permute(1, 2, 0, 3).unsqueeze(2).unbind()
-        num_kv_heads, _, _, width = keys.shape
         # [key heads, heads of a group, tokens, width]; the group shares its keys by a stride of 0.
-        grouped = (num_kv_heads, q.shape[1] // num_kv_heads, num_all, width)
+        groups = (-1, self._num_groups, -1, -1)
+        by_token = (num_new, len(keys), self._num_groups, q.shape[-1])
         result = F.scaled_dot_product_attention(
-            q.view(num_new, *grouped[:2], width).permute(1, 2, 0, 3),
-            keys.expand(grouped),
-            values.expand(grouped),
+            q.view(by_token).permute(1, 2, 0, 3),
+            keys.expand(groups),
+            values.expand(groups),
             mask,
             is_causal=mask is None,
         )
-        out.view(num_new, *grouped[:2], width).copy_(result.permute(2, 0, 1, 3))
+        out.view(by_token).copy_(result.permute(2, 0, 1, 3))
 
     def _gather(self, layer_index: int, blocks: Tensor) -> Tensor:
         return self._cache.layers[layer_index].index_select(0, blocks)
