@@ -6,10 +6,11 @@ asking the dispatcher, such as ``tolist``.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -84,6 +85,21 @@ def _judge_cpu(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) ->
             _refuse_in(window, refusals.CPU)
 
 
+# A plain tensor pickles itself without asking anybody; the first thing to be seen is that this
+# function takes its storage. Where it has another name, only subclasses and parameters are seen.
+_REDUCES = getattr(getattr(torch.Tensor, "_reduce_ex_internal", None), "__code__", None)
+
+
+def _judge_storage(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):
+        if frame is None:
+            return
+        if frame.f_code is _REDUCES:
+            _refuse_in(window, refusals.PICKLING)
+        frame = frame.f_back
+
+
 def _judge_split(window: Window, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
     sections = [*args[1:2], *[kwargs[k] for k in kwargs if k != "dim"]]
     if any(isinstance(one, torch.Tensor) for one in sections):
@@ -110,6 +126,7 @@ _JUDGES: Mapping[Any, Callable[[Window, Any, tuple[Any, ...], Any], None]] = Map
     {
         **dict.fromkeys(refusals.BY_FUNCTION, _judge_plain),
         torch.Tensor.cpu: _judge_cpu,
+        torch.Tensor.untyped_storage: _judge_storage,
         torch.tensor_split: _judge_split,
         torch.Tensor.tensor_split: _judge_split,
         torch.tensor: _judge_baked,

@@ -99,7 +99,7 @@ def _copies_object(operation: str) -> Why:
 
 def _by_operator() -> Mapping[str, Why]:
     host = {
-        "aten::item": "aten::item (.item())",
+        "aten::item": "aten::_local_scalar_dense (.item())",
         "aten::_local_scalar_dense": "aten::_local_scalar_dense (.item())",
         "aten::is_nonzero": "aten::is_nonzero (bool(tensor))",
         "aten::equal": "aten::equal (torch.equal)",
@@ -147,7 +147,7 @@ def _by_function() -> Mapping[Callable[..., Any], Why]:
         tensor.__repr__: _reads_host("Tensor.__repr__ (printing)"),
         tensor.__format__: _reads_host("Tensor.__format__ (formatting)"),
         tensor.__deepcopy__: _copies_object("Tensor.__deepcopy__ (copy.deepcopy)"),
-        tensor.__reduce_ex__: _copies_object("Tensor.__reduce_ex__ (pickling)"),
+        tensor.__reduce_ex__: _copies_object("Tensor.__reduce_ex__ (pickling, copy.copy)"),
         tensor.data.__set__: _rebinds("Tensor.data.__set__ (assignment to .data)"),
     }
     return MappingProxyType(table)
@@ -156,6 +156,7 @@ def _by_function() -> Mapping[Callable[..., Any], Why]:
 BY_OPERATOR = _by_operator()
 BY_FUNCTION = _by_function()
 CPU = _reads_host("Tensor.cpu")
+PICKLING = _copies_object("Tensor.__reduce_ex__ (pickling, copy.copy)")
 TENSOR_SPLIT = _reads_host("torch.tensor_split (sections in a tensor)")
 BOOLEAN_INDEX = _sized_by_data("aten::index (boolean mask)")
 BOOLEAN_INDEX_PUT = Why(

@@ -1,0 +1,276 @@
+"""What a window refuses: with the operation, why, and the user's own line."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from simulated_recording import record
+
+from graphrt.device.simulated import SimulatedDevice
+from graphrt.errors import EmptyCaptureError, ForbiddenOperationError, UnsupportedOperationError
+
+MODES = [torch.no_grad, torch.inference_mode]
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice()
+    yield device
+    device.close()
+
+
+def assign_by_mask(x: torch.Tensor) -> None:
+    x[x > 0] = 1.0
+
+
+def assign_values_by_mask(x: torch.Tensor) -> None:
+    x[x > 0] = x[:1]
+
+
+def assign_data(x: torch.Tensor) -> None:
+    x.data = x + 1
+
+
+def resize(x: torch.Tensor) -> None:
+    (x + 1).resize_(2)
+
+
+def rebind(x: torch.Tensor) -> None:
+    x.set_(x + 1)
+
+
+def branch(x: torch.Tensor) -> Any:
+    return x + 1 if x.sum() > 0 else x
+
+
+def resized_by_out(x: torch.Tensor) -> Any:
+    return torch.add(x, 1, out=torch.empty(0))
+
+
+# name -> (what is done with a float vector [4], what the operation is called)
+FORBIDDEN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "item": (lambda x: x.sum().item(), "item"),
+    "bool": (lambda x: bool(x.sum() > 0), "bool"),
+    "branch": (branch, "bool"),
+    "int": (lambda x: int(x.sum()), "int"),
+    "float": (lambda x: float(x[0]), "float"),
+    "complex": (lambda x: complex(x[0]), "complex"),
+    "index of a list": (lambda x: [1, 2, 3][x.long()[0]], "index"),
+    "contains": (lambda x: 1.0 in x, "in tensor"),
+    "formatting": (lambda x: f"{x.sum()}", "__format__"),
+    "formatting with a width": (lambda x: f"{x.sum():.2f}", "__format__"),
+    "repr": (lambda x: repr(x + 1), "__repr__"),
+    "str": (lambda x: str(x), "__repr__"),
+    "_local_scalar_dense": (
+        lambda x: torch.ops.aten._local_scalar_dense(x[0]),
+        "_local_scalar_dense",
+    ),
+    "nonzero": (lambda x: (x + 1).nonzero(), "nonzero"),
+    "nonzero as tuple": (lambda x: x.nonzero(as_tuple=True), "nonzero"),
+    "argwhere": (lambda x: torch.argwhere(x), "n"),
+    "where with one argument": (lambda x: torch.where(x > 0), "nonzero"),
+    "boolean-mask index": (lambda x: x[x > 0], "boolean mask"),
+    "boolean-mask assignment of a number": (assign_by_mask, "boolean mask"),
+    "boolean-mask assignment of values": (assign_values_by_mask, "boolean mask"),
+    "masked_select": (lambda x: x.masked_select(x > 0), "masked_select"),
+    "unique": (lambda x: torch.unique(x), "unique"),
+    "unique_consecutive": (lambda x: torch.unique_consecutive(x), "unique_consecutive"),
+    "bincount": (lambda x: torch.bincount(x.long().abs()), "bincount"),
+    "equal": (lambda x: torch.equal(x, x * 2), "equal"),
+    "allclose": (lambda x: torch.allclose(x, x * 2), "allclose"),
+    "slicing by tensor": (lambda x: x[: x.long().abs()[0]], "_local_scalar_dense"),
+    "indexing by a scalar tensor": (lambda x: x[x.long()[0]], "_local_scalar_dense"),
+    "resize_": (resize, "resize_"),
+    "an out argument that is too small": (resized_by_out, "add"),
+    "set_": (rebind, "set_"),
+    "assignment to .data": (assign_data, ".data"),
+    "tolist": (lambda x: (x + 1).tolist(), "tolist"),
+    "numpy": (lambda x: x.numpy(), "numpy"),
+    "__array__": (lambda x: x.__array__(), "__array__"),
+    "deepcopy": (lambda x: copy.deepcopy({"x": [x]}), "__deepcopy__"),
+    "copy": (lambda x: copy.copy(x), "__reduce_ex__"),
+    "pickle": (lambda x: pickle.dumps(x), "__reduce_ex__"),
+    "tensor_split by tensor": (
+        lambda x: torch.tensor_split(x, torch.ones(1, dtype=torch.long)),
+        "tensor_split",
+    ),
+    "repeat_interleave by tensor": (
+        lambda x: x.repeat_interleave(x.long().abs()),
+        "repeat_interleave",
+    ),
+    "cpu of a result": (lambda x: (x + 1).cpu(), "Tensor.cpu"),
+    "one_hot": (lambda x: torch.nn.functional.one_hot(x.long().abs(), 9), "aten::"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_a_forbidden_operation_is_refused_with_its_name_and_place(
+    device: SimulatedDevice, name: str, mode: Any
+) -> None:
+    operation, shown = FORBIDDEN[name]
+    pool = device.new_pool()
+    x = torch.tensor([1.0, -2.0, 3.0, 0.0])
+    kept, address = x.clone(), x.data_ptr()
+    with pytest.raises(ForbiddenOperationError) as caught:
+        record(device, pool, lambda: operation(x), mode)
+    error = caught.value
+    assert shown in error.operation
+    code = operation.__code__
+    assert error.source.startswith(f"{code.co_filename}:")
+    assert f" in {code.co_name}: " in error.source
+    line = int(error.source.removeprefix(f"{code.co_filename}:").split(" ")[0])
+    assert line in {place for *_, place in code.co_lines()}
+    assert str(error).startswith(f"operation {error.operation} is not permitted while capturing: ")
+    assert error.expected
+    assert error.found
+    assert error.do
+    # Nothing was touched, and the device records again.
+    assert torch.equal(x, kept)
+    assert x.data_ptr() == address
+    assert not device.is_capturing()
+    graph, out = record(device, pool, lambda: x + 1, mode)
+    graph.replay()
+    assert torch.equal(out, x + 1)
+    graph.reset()
+    pool.release()
+
+
+ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data_ptr": lambda x: x.data_ptr(),
+    "shape and stride": lambda x: (len(x), x.shape[0], x.stride(), x.numel(), x.is_contiguous()),
+    "integer index": lambda x: x[torch.arange(2)],
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
+    "repeat_interleave of known size": lambda x: x.repeat_interleave(
+        torch.ones_like(x, dtype=torch.long), output_size=4
+    ),
+    "repeat_interleave by a number": lambda x: x.repeat_interleave(2),
+    "tensor_split by numbers": lambda x: torch.tensor_split(x, 2),
+    "cpu of a tensor from outside": lambda x: x.cpu() + 1,
+    "iteration": lambda x: [row + 1 for row in x.view(2, 2)],
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_needs_no_device_value_is_allowed(device: SimulatedDevice, name: str) -> None:
+    x = torch.tensor([1.0, -2.0, 3.0, 0.0])
+    pool = device.new_pool()
+    graph, _ = record(device, pool, lambda: (ALLOWED[name](x), x + 1))
+    graph.replay()
+    graph.reset()
+    pool.release()
+
+
+def test_an_operator_that_declares_itself_unsafe_is_refused(device: SimulatedDevice) -> None:
+    library = torch.library.Library("graphrt_simulated_unsafe", "FRAGMENT")
+    try:
+        library.define("stop(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+        library.impl("stop", lambda x: x.clone(), "CPU")
+        library.define("count(Tensor x) -> Tensor", tags=(torch.Tag.dynamic_output_shape,))
+        library.impl("count", lambda x: x.clone(), "CPU")
+        for name in ("stop", "count"):
+            operator = getattr(torch.ops.graphrt_simulated_unsafe, name)
+            with pytest.raises(ForbiddenOperationError) as caught:
+                record(device, device.new_pool(), lambda call=operator: call(torch.ones(2)))
+            assert name in caught.value.operation
+    finally:
+        library._destroy()
+
+
+def test_a_refusal_that_is_swallowed_still_fails_the_window(device: SimulatedDevice) -> None:
+    x = torch.ones(3)
+
+    def careless() -> torch.Tensor:
+        try:
+            x.sum().item()
+        except ForbiddenOperationError:
+            return x + 1
+        raise AssertionError("item() was not refused")
+
+    with pytest.raises(ForbiddenOperationError):
+        record(device, device.new_pool(), careless)
+
+
+def test_a_tensor_of_host_values_is_a_warning_and_in_strict_mode_an_error() -> None:
+    x = torch.zeros(2)
+    lax, strict = SimulatedDevice(), SimulatedDevice(strict=True)
+    with pytest.warns(UserWarning, match=r"torch\.tensor while capturing.*test_simulated_refusals"):
+        graph, out = record(lax, lax.new_pool(), lambda: x + torch.tensor([1.0, 2.0]))
+    graph.replay()
+    assert out.tolist() == [1.0, 2.0]
+    # A constant of the recording is nobody's state.
+    assert [use.tensor is x for use in graph.externals] == [True]
+    with pytest.raises(ForbiddenOperationError) as caught:
+        record(strict, strict.new_pool(), lambda: x + torch.tensor([1.0, 2.0]))
+    assert caught.value.operation == "torch.tensor"
+    lax.close()
+    strict.close()
+
+
+def test_assigning_a_number_is_no_baked_tensor(device: SimulatedDevice) -> None:
+    x = torch.zeros(3)
+
+    def assign() -> None:
+        x[1] = 2.0
+
+    graph, _ = record(device, device.new_pool(), assign)
+    assert [(use.tensor is x, use.written) for use in graph.externals] == [(True, True)]
+    graph.replay()
+    assert x.tolist() == [0.0, 2.0, 0.0]
+
+
+def test_an_operator_without_a_fake_kernel_is_unsupported(device: SimulatedDevice) -> None:
+    library = torch.library.Library("graphrt_simulated_nofake", "FRAGMENT")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        twice = torch.ops.graphrt_simulated_nofake.twice
+        x = torch.ones(3)
+        with pytest.raises(UnsupportedOperationError) as caught:
+            record(device, device.new_pool(), lambda: twice(x))
+        assert "twice" in caught.value.operation
+        assert "register_fake" in caught.value.do
+        # Executing while recording needs no fake kernel.
+        executing = SimulatedDevice(strategy="execute")
+        graph, out = record(executing, executing.new_pool(), lambda: twice(x) + 1)
+        assert out.tolist() == [3.0] * 3
+        x.fill_(5.0)
+        graph.replay()
+        assert out.tolist() == [11.0] * 3
+        executing.close()
+    finally:
+        library._destroy()
+
+
+def test_a_sparse_tensor_is_unsupported(device: SimulatedDevice) -> None:
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(UnsupportedOperationError, match="sparse"):
+        record(device, device.new_pool(), lambda: torch.mm(sparse, torch.ones(3, 3)))
+
+
+def test_what_torch_says_about_wrong_arguments_passes_unchanged(device: SimulatedDevice) -> None:
+    pool = device.new_pool()
+    x, y = torch.ones(3), torch.ones(4)
+    with pytest.raises(RuntimeError):
+        record(device, pool, lambda: x.matmul(y.view(2, 2)))
+    with pytest.raises(RuntimeError):
+        record(device, pool, lambda: x + y)
+    with pytest.raises(IndexError):
+        record(device, pool, lambda: x.sum(3))
+    graph, _ = record(device, pool, lambda: x + 1)
+    assert graph.num_nodes == 1
+
+
+def test_an_empty_window_is_an_error_unless_allowed(device: SimulatedDevice) -> None:
+    x, pool, stream = torch.ones(2, 3), device.new_pool(), device.stream("capture")
+    with pytest.raises(EmptyCaptureError):
+        record(device, pool, lambda: (x.t(), torch.empty(3), x.view(6)))
+    with device.use(stream):
+        graph = device.begin(pool, stream, "empty").end(allow_empty=True)
+    assert graph.num_nodes == 0
+    graph.replay()
