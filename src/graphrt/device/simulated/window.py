@@ -87,8 +87,10 @@ class Window:
         self.num_allocations = 0
         self._twins: dict[Hashable, Twin] = {}
         self._externals: dict[int, External] = {}
-        self._blocks: list[tuple[LiveBlock, int]] = []
+        self._blocks: dict[LiveBlock, None] = {}
+        """Allocated in this window, in order."""
         self._foreign_ranges: set[tuple[int, int]] = set()
+        """Pool bytes that were filled before this window and that it touches."""
         self._calls_with_copies: list[tuple[int, tuple[LiveBlock | None, ...]]] = []
         self._workspaces: dict[SimulatedStream, Workspace] = {}
         self._owned_workspaces: list[Workspace] = []
@@ -237,7 +239,7 @@ class Window:
                 meta.size, meta.stride, meta.dtype, str(place), stream
             )
         self.device.check_memory(place)
-        self._blocks.append((block, len(self.nodes)))
+        self._blocks[block] = None
         return tensor, block
 
     def _take_workspace(self, stream: SimulatedStream, place: Place) -> None:
@@ -299,7 +301,7 @@ class Window:
                 alias = alias.conj()
             if tensor.is_neg():
                 alias = torch._neg_view(alias)
-        if block is None:
+        if block is None or block not in self._blocks:
             end = start + extent_bytes(tensor.shape, tensor.stride(), tensor.dtype)
             self._foreign_ranges.add((start, end))
         return Twin(alias, None)
@@ -473,7 +475,7 @@ class Window:
     def _scratch(self) -> list[tuple[int, torch.Tensor]]:
         """Bytes allocated in this window, apart from those another segment had filled before."""
         ranges: dict[tuple[int, int], torch.Tensor] = {}
-        for block, _ in self._blocks:
+        for block in self._blocks:
             start, end = block.address, block.address + block.num_bytes
             if any(low < end and start < high for low, high in self._foreign_ranges):
                 continue

@@ -1,0 +1,325 @@
+"""Pool memory of the simulated device: reuse, poison, liveness, quarantine."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from simulated_recording import record
+
+from graphrt.device.simulated import SimulatedDevice
+from graphrt.device.simulated.memory import ALIGNMENT, PoolMemory
+from graphrt.errors import GraphMemoryError, LifetimeError
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice()
+    yield device
+    device.close()
+
+
+def layers(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    for weight in weights:
+        x = torch.relu(x @ weight) + x
+    return x
+
+
+def capture_sizes(device: SimulatedDevice, sizes: list[int], *, shared: bool) -> int:
+    """Capture a small network for each size; bytes of all pools after it."""
+    buffer = torch.randn(64, 8)
+    weights = [torch.randn(8, 8) for _ in range(3)]
+    pools, kept = [device.new_pool()], []
+    for size in sizes:
+        pool = pools[0] if shared else device.new_pool()
+        pools.append(pool)
+        graph, out = record(device, pool, lambda n=size: layers(buffer[:n], weights))
+        alias = device.weak_alias(out)
+        del out
+        graph.replay()
+        expected = layers(buffer[:size], weights)
+        assert torch.equal(alias, expected)
+        kept.append((graph, alias, expected))
+    for graph, alias, expected in kept:  # In any order, each right until the next one runs.
+        graph.replay()
+        assert torch.equal(alias, expected)
+    return sum(pool.bytes() for pool in set(pools))
+
+
+def test_one_pool_for_sizes_captured_largest_first_is_no_larger_than_the_largest(
+    device: SimulatedDevice,
+) -> None:
+    alone = capture_sizes(device, [64], shared=True)
+    together = capture_sizes(device, [64, 32, 16, 8, 1], shared=True)
+    separate = capture_sizes(device, [64, 32, 16, 8, 1], shared=False)
+    assert together == alone
+    assert separate > 1.8 * together
+
+
+def test_sizes_captured_upwards_work_and_cost_more(device: SimulatedDevice) -> None:
+    downwards = capture_sizes(device, [64, 32, 16, 8, 1], shared=True)
+    upwards = capture_sizes(device, [1, 8, 16, 32, 64], shared=True)
+    assert upwards >= downwards
+
+
+def test_temporaries_of_a_chain_take_two_blocks(device: SimulatedDevice) -> None:
+    x = torch.ones(64)
+    pool = device.new_pool()
+
+    def chain() -> torch.Tensor:
+        y = x
+        for _ in range(50):
+            y = y + 1
+        return y
+
+    graph, out = record(device, pool, chain)
+    assert pool.bytes() == 2 * x.nbytes
+    graph.replay()
+    assert out.tolist() == [51.0] * 64
+
+
+def test_a_view_keeps_its_block(device: SimulatedDevice) -> None:
+    x, pool = torch.ones(64), device.new_pool()
+    graph, view = record(device, pool, lambda: (x + 1).view(8, 8)[1:, 2])
+    record(device, pool, lambda: x * 5)
+    assert len(pool.live_blocks()) == 1
+    graph.replay()
+    assert view.tolist() == [2.0] * 7
+    del view
+    assert list(pool.live_blocks()) == []
+
+
+def test_freeing_needs_no_collection(device: SimulatedDevice) -> None:
+    """Nothing of a recording, shapes and probes included, may hold tensors in a cycle."""
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    gc.collect()
+    gc.disable()
+    try:
+        for mode in (torch.no_grad, torch.inference_mode):
+            pool = device.new_pool()
+            _, out = record(
+                device,
+                pool,
+                lambda: torch.nn.functional.linear((x @ w).softmax(-1), w).topk(2),
+                mode,
+            )
+            assert len(pool.live_blocks()) == 2
+            del out
+            assert list(pool.live_blocks()) == []
+    finally:
+        gc.enable()
+
+
+POISONED = {
+    torch.float32: lambda t: t.isnan().all(),
+    torch.float64: lambda t: t.isnan().all(),
+    torch.bfloat16: lambda t: t.isnan().all(),
+    torch.float16: lambda t: t.isnan().all(),
+    torch.int64: lambda t: t.eq(-1).all(),
+    torch.int8: lambda t: t.eq(-1).all(),
+    torch.uint8: lambda t: t.eq(255).all(),
+    torch.bool: lambda t: t.view(torch.uint8).eq(255).all(),
+}
+
+
+@pytest.mark.parametrize("dtype", POISONED)
+def test_results_are_poison_until_the_first_replay(
+    device: SimulatedDevice, dtype: torch.dtype
+) -> None:
+    x = torch.zeros(10)
+    graph, out = record(
+        device, device.new_pool(), lambda: (x.to(dtype), torch.empty_like(x), x + 1)
+    )
+    cast = out[0] if dtype is not x.dtype else out[1]
+    assert POISONED[dtype](cast)
+    graph.replay()
+    assert dtype is x.dtype or not cast.any()
+
+
+def test_what_is_freed_in_a_window_is_poisoned(device: SimulatedDevice) -> None:
+    x, pool = torch.ones(16), device.new_pool()
+    seen: list[torch.Tensor] = []
+
+    def forgets() -> torch.Tensor:
+        y = x + 1
+        y.fill_(0)
+        seen.append(device.weak_alias(y))
+        seen[0].copy_(x)  # Recorded, like everything else.
+        del y
+        return x * 2
+
+    graph, out = record(device, pool, forgets)
+    assert seen[0].isnan().all()
+    graph.replay()
+    assert out.tolist() == [2.0] * 16
+
+
+def test_a_reset_poisons_what_no_tensor_holds(device: SimulatedDevice) -> None:
+    x, pool = torch.ones(16), device.new_pool()
+    first, released = record(device, pool, lambda: x + 1)
+    alias = device.weak_alias(released)
+    second, held = record(device, pool, lambda: x + 2)
+    first.replay()
+    second.replay()
+    del released
+    second.reset()
+    assert held.tolist() == [3.0] * 16
+    first.reset()
+    assert alias.isnan().all()
+    assert held.tolist() == [3.0] * 16
+
+
+def test_a_released_pool_reads_poison_and_is_owned_by_nobody(device: SimulatedDevice) -> None:
+    x, pool = torch.ones(16), device.new_pool()
+    graph, out = record(device, pool, lambda: x + 1)
+    graph.replay()
+    graph.reset()
+    pool.release()
+    pool.release()
+    assert out.isnan().all()
+    assert not device.owns(out)
+    assert not pool.owns(out)
+    assert pool.bytes() == 0
+    with pytest.raises(LifetimeError):
+        record(device, pool, lambda: x + 1)
+
+
+def test_poison_before_each_replay_shows_what_a_replay_does_not_write() -> None:
+    device = SimulatedDevice(poison="always")
+    x, pool = torch.ones(4), device.new_pool()
+
+    def partly() -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.empty(4)
+        y[:2] = x[:2]
+        return y, x + 1
+
+    graph, (partial, whole) = record(device, pool, partly)
+    for _ in range(2):
+        graph.replay()
+        assert partial.isnan().tolist() == [False, False, True, True]
+        assert whole.tolist() == [2.0] * 4
+        partial.fill_(7.0)
+    device.close()
+
+
+def test_poison_before_a_replay_spares_what_another_segment_filled() -> None:
+    device = SimulatedDevice(poison="always")
+    x, pool = torch.ones(4), device.new_pool()
+    first, between = record(device, pool, lambda: x + 1)
+    slot = device.alloc(pool, (4,), (1,), torch.float32)
+    gap = device.weak_alias(slot)
+
+    def consume() -> torch.Tensor:
+        nonlocal between, slot
+        total = between + slot
+        del between, slot  # Their bytes are free for the rest of this window.
+        return (total * 2 + 1) * x
+
+    second, out = record(device, pool, consume)
+    kept = device.weak_alias(out)
+    for value in (1.0, 3.0):
+        x.fill_(value)
+        first.replay()
+        gap.fill_(10.0)
+        second.replay()
+        assert kept.tolist() == [((value + 11) * 2 + 1) * value] * 4
+    device.close()
+
+
+def test_a_slot_is_a_normal_pool_tensor_of_the_asked_layout(device: SimulatedDevice) -> None:
+    pool = device.new_pool()
+    with torch.inference_mode():
+        slot = device.alloc(pool, (2, 3), (1, 2), torch.bfloat16)
+    assert (slot.shape, slot.stride(), slot.dtype) == ((2, 3), (1, 2), torch.bfloat16)
+    assert not slot.is_inference()
+    assert pool.owns(slot)
+    (block,) = pool.live_blocks()
+    assert (block.address, block.num_bytes) == (slot.data_ptr(), ALIGNMENT)
+    assert "test_simulated_pool" in block.source
+
+
+def test_an_alias_keeps_layout_offset_and_nothing_else(device: SimulatedDevice) -> None:
+    x, pool = torch.ones(4, 6), device.new_pool()
+    graph, view = record(device, pool, lambda: (x * 3).t()[2:4])
+    alias = device.weak_alias(view)
+    assert (alias.shape, alias.stride(), alias.storage_offset()) == (
+        view.shape,
+        view.stride(),
+        view.storage_offset(),
+    )
+    assert alias.untyped_storage().nbytes() == view.untyped_storage().nbytes()
+    del view
+    assert list(pool.live_blocks()) == []
+    graph.replay()
+    assert alias.tolist() == [[3.0] * 4] * 2
+    assert device.weak_alias(x) is x
+
+
+def test_memory_counts_pools_and_nodes() -> None:
+    device = SimulatedDevice(driver_bytes=1 << 20)
+    x, pool = torch.ones(1024), device.new_pool()
+    before = device.memory(pool)
+    assert before == (1 << 20, 1 << 20, 0, 0)
+    graph, _out = record(device, pool, lambda: x + 1)
+    after = device.memory(pool)
+    assert after.pool_bytes == after.reserved_bytes == 4096
+    assert after.free_bytes == (1 << 20) - 4096 - 1843
+    graph.reset()
+    assert device.memory(pool).free_bytes == (1 << 20) - 4096
+    pool.release()
+    assert device.memory().free_bytes == 1 << 20
+    device.close()
+
+
+def test_the_driver_runs_out_of_memory() -> None:
+    device = SimulatedDevice(driver_bytes=64 << 10)
+    pool, x = device.new_pool(), torch.ones(8 << 10)
+    with pytest.raises(GraphMemoryError) as caught:
+        record(device, pool, lambda: [x + i for i in range(9)])
+    assert "test_simulated_pool" in caught.value.source
+    del caught
+    with pytest.raises(GraphMemoryError):
+        device.alloc(pool, (1 << 20,), (1,), torch.float32)
+    small = torch.ones(8)
+    with pytest.raises(GraphMemoryError):  # 40 nodes of 1.8 KiB
+        record(device, pool, lambda: [small.add_(1) for _ in range(40)])
+    graph, out = record(device, pool, lambda: small + 1)
+    graph.replay()
+    assert out.tolist() == [2.0] * 8
+    assert pool.bytes() == ALIGNMENT
+    device.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 400)), min_size=1, max_size=60),
+    in_window=st.booleans(),
+)
+def test_live_blocks_never_overlap_and_free_bytes_are_found_again(
+    steps: list[Any], in_window: bool
+) -> None:
+    memory = PoolMemory((0, 1))
+    memory.in_window = in_window
+    held: list[torch.Tensor] = []
+    for drop, numel in steps:
+        if drop and held:
+            del held[drop % len(held)]
+        held.append(memory.allocate((numel,), (1,), torch.uint8, "", None)[0])
+        used = sum((one.numel() + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT for one in held)
+        blocks = sorted((b.address, b.address + b.num_bytes) for b in memory.live.values())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(blocks))
+        assert all(start % ALIGNMENT == 0 for start, _ in blocks)
+        free = sum(one.num_bytes for arena in memory.arenas for one in arena.free)
+        assert free + used == sum(arena.top for arena in memory.arenas)
+    held.clear()
+    memory.poll()
+    assert not memory.live
+    for arena in memory.arenas:
+        # Everything is one free range again, or forgotten.
+        assert sum(one.num_bytes for one in arena.free) == arena.top
+        assert len(arena.free) <= 1
