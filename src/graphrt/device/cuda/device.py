@@ -154,6 +154,7 @@ class CUDADevice:
                 found=f"stream {self.current_stream().name!r} current",
                 do="open the window inside device.use(device.stream(name))",
             )
+        own_pool.occupy()
         return CUDARecording(self, own_pool, own_stream, label, tuple(generators), observe)
 
     def is_capturing(self) -> bool:

@@ -5,6 +5,7 @@ Nothing here runs while a window is open: a snapshot is taken when one has close
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,10 @@ class CUDAPool:
         self.num_graphs = 0
         """Graphs captured into it and not reset yet; kept by the recordings."""
         self.is_recording = False
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        if self._memory is not None:
+            with torch.cuda.device(device_index), torch.cuda.stream(torch.cuda.Stream()):
+                self.occupy()
         self._starts: list[int] = []
         self._ends: list[int] = []
         self.refresh()
@@ -51,9 +56,29 @@ class CUDAPool:
         """The handle under the name that ``torch.cuda.use_mem_pool`` asks for."""
         return self._id
 
+    def occupy(self) -> None:
+        """Keep the pool in use until its release, by an empty graph.
+
+        torch counts a pool's users twice: for device memory, where the pool itself counts, and for
+        pinned host memory, where only graphs do. Without this graph the second count falls to zero
+        with the last real one, and the next capture into the pool fails an internal assert of the
+        host allocator (seen on torch 2.11). A pool of our own does so when it is made, a view
+        before its first capture: on a stream that captures nothing and is not the default one.
+        """
+        if self._keeper is not None:
+            return
+        keeper = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It is empty, and shall be.
+            keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            keeper.capture_end()
+        self._keeper = keeper
+
     def use_count(self) -> int | None:
-        """Users the allocator counts: graphs, and the pool itself. None for a view."""
-        return None if self._memory is None else self._memory.use_count()
+        """Users the allocator counts, less the keeper: graphs, and the pool. None for a view."""
+        if self._memory is None:
+            return None
+        return self._memory.use_count() - (self._keeper is not None)
 
     def refresh(self) -> None:
         """Learn the address ranges anew. Called whenever the pool may have grown."""
@@ -109,6 +134,9 @@ class CUDAPool:
             )
         self.is_released = True
         self._starts, self._ends = [], []
+        if self._keeper is not None:
+            self._keeper.reset()
+            self._keeper = None
         if self._memory is None:
             private.release_pool(self._id, self._device_index)
         self._memory = None  # Its destructor gives the unused segments back to the driver.

@@ -19,7 +19,7 @@ from graphrt.device.cuda.failures import ECHO, error_code, replay_failure, trans
 from graphrt.device.cuda.observe import Ledger, Observer
 from graphrt.device.cuda.pool import CUDAPool
 from graphrt.device.cuda.streams import CUDAStream
-from graphrt.errors import CaptureError, EmptyCaptureError
+from graphrt.errors import CaptureError, DeviceReplayError, EmptyCaptureError
 
 if TYPE_CHECKING:
     from graphrt.device.cuda.device import CUDADevice
@@ -31,8 +31,7 @@ class CUDADeviceGraph:
     A graph that the garbage collector could destroy would be destroyed in somebody's window, and
     break the capture there.
 
-    Until the first replay has run, ``replay`` also measures whether the graph draws random numbers;
-    after it, ``replay`` is the bare launch. Bind it then.
+    ``replay`` is the bare launch from the start, so that it may be bound once.
     """
 
     def __init__(
@@ -42,21 +41,18 @@ class CUDADeviceGraph:
         pool: CUDAPool,
         label: str,
         *,
-        generators: Sequence[torch.Generator],
         ledger: Ledger,
+        uses_rng: bool,
         num_nodes: int | None,
     ) -> None:
         self._device = device
-        self._graph = graph
+        self._graph: torch.cuda.CUDAGraph | None = graph
         self._pool = pool
         self._label = label
-        self._generators = generators
         self._externals = ledger.externals()
-        self._uses_rng = ledger.uses_rng
+        self._uses_rng = uses_rng
         self._num_nodes = num_nodes
-        self._launch = bare_launch(graph, label)
-        self.replay: Callable[[], None] = self._first_replay
-        self._is_reset = False
+        self.replay: Callable[[], None] = bare_launch(graph, label)
         pool.num_graphs += 1
         device._graphs[id(self)] = self
 
@@ -67,10 +63,7 @@ class CUDADeviceGraph:
 
     @property
     def uses_rng(self) -> bool:
-        """Whether a replay moves a registered generator.
-
-        Certain after the first replay; before it, True only if an observed operation said so.
-        """
+        """Whether a replay may move a generator: what was observed, or True if nothing was."""
         return self._uses_rng
 
     @property
@@ -78,28 +71,30 @@ class CUDADeviceGraph:
         """Tensors outside every pool that the recording touched, in order of first touch."""
         return self._externals
 
-    def _first_replay(self) -> None:
-        before = [generator.get_offset() for generator in self._generators]
-        self._launch()
-        after = [generator.get_offset() for generator in self._generators]
-        self._uses_rng = self._uses_rng or after != before
-        self.replay = self._launch
-
     def reset(self) -> None:
         """Destroy the executable and give its hold on the pool back. Idempotent.
 
         Errors: ``CaptureInProgressError`` in a window of this device, whose capture it would break.
         """
-        if self._is_reset:
+        if self._graph is None:
             return
         self._device._refuse_in_window(f"reset of {self._label}")
-        self._is_reset = True
-        # Whoever still has the old callable launches a graph that torch knows to be gone: an error.
-        self.replay = self._launch
+        # Let go of it too: while the object lives, the generators keep memory for its numbers.
+        # Whoever still has the old callable launches what torch knows to be gone: an error.
+        graph, self._graph = self._graph, None
+        self.replay = self._refuse
         self._externals = ()
-        self._graph.reset()
+        graph.reset()
         self._pool.num_graphs -= 1
         del self._device._graphs[id(self)]
+
+    def _refuse(self) -> None:
+        raise DeviceReplayError(
+            self._label,
+            expected="a graph that was not reset",
+            found="a replay after reset()",
+            do="look the program up at each step instead of keeping its graphs",
+        )
 
 
 def bare_launch(graph: torch.cuda.CUDAGraph, label: str) -> Callable[[], None]:
@@ -192,8 +187,8 @@ class CUDARecording:
             self._graph,
             self._pool,
             self._label,
-            generators=self._generators,
             ledger=self._ledger,
+            uses_rng=self._ledger.uses_rng or not self._observes,
             num_nodes=num_nodes,
         )
 
