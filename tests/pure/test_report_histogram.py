@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from graphrt.report.histogram import RANGE, RELATIVE_ERROR, Histogram, RunningHistogram
+from graphrt.report.histogram import GAMMA, RANGE, RELATIVE_ERROR, Histogram, RunningHistogram
 
 # Multiples of 1/1024 of moderate size add up exactly, so that sums do not depend on order.
 exact = st.integers(1, 1 << 30).map(lambda n: n / 1024)
@@ -88,9 +88,11 @@ def test_samples_outside_the_range_are_counted_too(values: list[float]) -> None:
 
 def test_memory_does_not_grow_with_the_samples() -> None:
     running = RunningHistogram()
-    for step in range(20_000):
-        running.add(1.001 ** (step % 40_000) * 1e-6)
-    assert len(running.freeze().buckets) < 1_500
+    for exponent in range(-30_000, 30_000):
+        running.add(10 ** (exponent / 100))
+    num_buckets = len(running.freeze().buckets)
+    low, high = RANGE
+    assert num_buckets == pytest.approx(math.log(high / low) / math.log(GAMMA), abs=2)
 
 
 @given(samples, st.lists(exact, max_size=5).map(sorted))

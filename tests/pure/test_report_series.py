@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import given, strategies as st
 
 from graphrt.batch import RuntimeMode
 from graphrt.report.series import NUM_BINS, RunningTokenSeries, TokenSeries
 
-steps = st.lists(
-    st.tuples(st.sampled_from(RuntimeMode), st.integers(0, 8192)), max_size=5 * NUM_BINS
-)
 Steps = list[tuple[RuntimeMode, int]]
+
+
+def some_steps(length: int, seed: int) -> Steps:
+    source = Random(seed)
+    return [(RuntimeMode(source.randrange(3)), source.randrange(8193)) for _ in range(length)]
+
+
+# Lengths around each point where bins merge, and anything between; lists drawn element by element
+# would hardly ever be long enough to merge once.
+lengths = st.one_of(
+    st.integers(0, 5 * NUM_BINS),
+    st.sampled_from([NUM_BINS, 2 * NUM_BINS, 4 * NUM_BINS]).flatmap(
+        lambda full: st.integers(full - 2, full + 2)
+    ),
+)
+steps = st.builds(some_steps, lengths, st.integers(0, 1000))
 
 
 def of(taken: Steps) -> TokenSeries:
