@@ -37,12 +37,20 @@ def fails() -> None:
 not_callable = 3
 
 
+def __getattr__(name: str) -> object:
+    """What a package does whose optional library is missing at import."""
+    if name == "lacking":
+        raise MissingExtraError("the whole command", extra="llm", found="no safetensors")
+    raise AttributeError(name)
+
+
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         "works": f"{__name__}:works",
         "interrupted": f"{__name__}:interrupted",
         "needs-more": f"{__name__}:needs_more",
+        "lacking": f"{__name__}:lacking",
         "fails": f"{__name__}:fails",
         "gone": "no_such_module_anywhere:command",
         "nameless": f"{__name__}:no_such_name",
@@ -107,6 +115,8 @@ def test_errors_interrupts_and_statuses_of_commands_become_exit_statuses(
 ) -> None:
     assert status_of("needs-more") == 2
     assert "graphrt[report]" in capsys.readouterr().err
+    assert status_of("lacking") == 2
+    assert "graphrt[llm]" in capsys.readouterr().err
     assert status_of("interrupted") == 130
     assert status_of("fails") == 5
 

@@ -147,7 +147,7 @@ def test_configs_take_keywords_only() -> None:
 
 
 def test_what_has_no_default_must_be_given() -> None:
-    assert list(problems_of(ModeLimit, mode="NONE")) == ["reason"]
+    assert problems_of(ModeLimit, mode="NONE") == {"reason": "a value; it has no default"}
     assert list(problems_of(ModeLimit, mode="NONE", reason="")) == ["reason"]
 
 

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         command = typer.main.get_command(_application(words))
-        command(args=words, prog_name="graphrt")
+        sys.exit(command(args=words, prog_name="graphrt"))
     except GraphrtError as error:
         kind = type(error).__name__
         print(f"{kind}: {error}", file=sys.stderr)
@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(BAD_INPUT)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    sys.exit(0)
 
 
 def resolve(

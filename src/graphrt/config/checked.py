@@ -89,7 +89,7 @@ def _problems(error: ValidationError, known: tuple[str, ...]) -> Iterable[Config
             yield unknown_key(place, known)
         elif item["type"] == "unexpected_positional_argument":
             yield ConfigProblem(f"argument {place}", repr(item["input"]), "keywords only")
-        elif item["type"] == "missing_keyword_only_argument":
+        elif item["type"] == "missing":
             yield ConfigProblem(place, "nothing", "a value; it has no default")
         else:
             accepted = str(cause) if cause is not None else item["msg"]

@@ -335,4 +335,4 @@ def excluded(exclude: Iterable[RuntimeMode]) -> frozenset[RuntimeMode]:
             found=f"{type(exclude).__name__} {exclude!r}",
             do="exclude RuntimeMode.FULL, RuntimeMode.PIECEWISE, or both",
         )
-    return named - {RuntimeMode.NONE}
+    return named - {RuntimeMode.NONE} if RuntimeMode.NONE in named else named
