@@ -41,7 +41,7 @@ class ForwardContext:
         self,
         cudagraph_runtime_mode: RuntimeMode = RuntimeMode.NONE,
         batch_descriptor: BatchDescriptor | None = None,
-        *,
+        # No bare star: defaults of keyword-only parameters are looked up in a dict at every call.
         attn_metadata: Any = None,
         slot_mapping: Any = None,
         layers: Mapping[str, Any] | None = None,

@@ -5,6 +5,7 @@ While a builder is open it hangs on the capture scope, where break points find i
 
 from __future__ import annotations
 
+from _thread import get_ident  # who is calling; no thread is made here
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -59,6 +60,8 @@ class ProgramBuilder:
         self._side_streams = tuple(side_streams)
         self._generators = tuple(generators)
         self._observe = observe
+        # A worker in a copy of the caller's context finds this builder too, and must not cut.
+        self._thread = get_ident()
         self._recording: Recording | None = None
         self._gap_failure: BaseException | None = None
 
@@ -76,7 +79,7 @@ class ProgramBuilder:
         return (
             self.mode is RuntimeMode.PIECEWISE
             and self._recording is not None
-            and self._device.is_capturing()
+            and self._thread == get_ident()
         )
 
     def record(
@@ -97,10 +100,11 @@ class ProgramBuilder:
             if self._gap_failure is not None:
                 # The model caught what its gap raised, and went on outside any window.
                 raise self._gap_failure
-            # Inside the window: once the strong output is gone, later captures reuse its bytes.
+            self._close_segment()
+            # Once the strong output is gone, later captures reuse its bytes. Not sooner: to the
+            # recorder, a result that dies inside the window is one that nobody reads.
             self.outputs = map_tensors(result, self._alias) if weak_outputs else result
             del result
-            self._close_segment()
             if not self.graphs:
                 raise EmptyCaptureError(
                     expected="at least one kernel outside gaps",

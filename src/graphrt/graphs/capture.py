@@ -34,7 +34,7 @@ from graphrt.errors import (
 from graphrt.events import Captured
 from graphrt.graphs.ambient import Ambient, compare_ambient, read_ambient, refuse_grad_mode
 from graphrt.graphs.builder import ProgramBuilder
-from graphrt.graphs.collection import pause_collector, resume_collector
+from graphrt.graphs.collection import CollectorPause
 from graphrt.graphs.externals import External, bytes_of, find_holder
 from graphrt.graphs.failures import FailureRecord
 from graphrt.graphs.generation import Generation
@@ -160,8 +160,7 @@ class CaptureScope:
                 exits.push(self._publish_rebuilt)
             stream = self._current_generation().stream
             caller = device.current_stream()
-            pause_collector(self)
-            exits.callback(resume_collector, self)
+            exits.callback(CollectorPause.enter(self).leave, self)
             device.order(stream, caller)
             exits.callback(device.order, caller, stream)
             exits.enter_context(device.use(stream))

@@ -94,7 +94,9 @@ class GraphLibrary:
         self._refusal: Callable[[], GraphrtError] | None = None
         self._is_closed = False
         self._num_generations = 0
-        self._free_stream_names: list[str] = []
+        # All generations capture on it, so that warm-ups prepared the stream that is captured. Its
+        # name is ours alone: two libraries on one device share no stream.
+        self._stream = device.stream(f"graphrt capture {id(self):x}")
         self._current: Generation | None = self.open_generation("first", pool)
         _refuse_in_children(self)
 
@@ -308,14 +310,7 @@ class GraphLibrary:
         return self.open_generation("lazy")
 
     def open_generation(self, kind: Kind, pool: Any = None) -> Generation:
-        # A name of our own for each live generation: two libraries on one device share no stream.
-        if self._free_stream_names:
-            name = self._free_stream_names.pop()
-        else:
-            name = f"graphrt capture {id(self):x}.{len(self._generations)}"
-        generation = Generation(
-            self._num_generations, kind, self._new_pool(pool), self.device.stream(name)
-        )
+        generation = Generation(self._num_generations, kind, self._new_pool(pool), self._stream)
         self._num_generations += 1
         self._generations.append(generation)
         return generation
@@ -361,7 +356,6 @@ class GraphLibrary:
         self.device.trim()
         generation.pool.release()
         self._generations.remove(generation)
-        self._free_stream_names.append(generation.stream.name)
         if self._current is generation:
             self._current = None
         self.emit(Retired(generation.index, num_programs, freed_bytes))
@@ -380,8 +374,11 @@ class GraphLibrary:
         for generation in self._generations:
             for program in generation.programs:
                 checked.update(id(item.storage) for item in program.externals)
+                knows = program.knows_externals
                 names = [
-                    item.name for item in program.externals if item.touched and item.has_moved()
+                    item.name
+                    for item in program.externals
+                    if (item.touched or not knows) and item.has_moved()
                 ]
                 if names:
                     moved.setdefault(program.owner, {})[program] = names
@@ -548,17 +545,23 @@ class GraphLibrary:
                 do="enter ForwardContext(mode, key), or mode NONE to run eager",
             )
         known = sorted(table.view, key=lambda other: abs(other.num_tokens - key.num_tokens))
-        error = CaptureOutsideScopeError(
-            expected="a key that was captured: " + (", ".join(map(str, known[:3])) or "none is"),
-            found="an unseen key, and no capture scope in the forward context",
-            do="capture it in library.capture_scope(), or dispatch only to captured keys",
-        )
-        error.locate(owner=table.owner, mode=table.mode.name, key=str(key))
-        raise error
+        raise _unseen_key_error(table, key, known[:3])
 
 
 def _names_in(programs: Mapping[Program, Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in programs.values() for name in names))
+
+
+def _unseen_key_error(
+    table: ProgramTable, key: BatchDescriptor, nearest: Sequence[BatchDescriptor]
+) -> CaptureOutsideScopeError:
+    error = CaptureOutsideScopeError(
+        expected="a key that was captured: " + (", ".join(map(str, nearest)) or "none is"),
+        found="an unseen key, and no capture scope in the forward context",
+        do="capture it in library.capture_scope(), or dispatch only to captured keys",
+    )
+    error.locate(owner=table.owner, mode=table.mode.name, key=str(key))
+    return error
 
 
 def _suspended_error() -> SuspendedError:

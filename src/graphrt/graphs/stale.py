@@ -106,15 +106,18 @@ def generate_checker(
         return full_check
     constants: dict[str, Any] = {"full_check": full_check}
     tests = []
-    for node in walk_call(args, kwargs):
+    for node in walk_call(args, kwargs)[1:]:
         tests.extend(_leaf_test(node, by_address, constants))
-    signature_of_checker = ", ".join(f"{name}={name}" for name in constants)
+    defaults = ", ".join(f"{name}={name}" for name in constants)
+    # Unpacking is the quickest look-up there is, and it counts the arguments too.
+    unpacking = "".join(f"a{number}, " for number in range(len(args)))
     source = (
-        f"def check(args, kwargs, {signature_of_checker}):\n"
+        f"def check(args, kwargs, {defaults}):\n"
         f"    try:\n"
+        f"        {unpacking or '()'} = args\n"
         f"        if {' and '.join(tests)}:\n"
         f"            return\n"
-        f"    except (LookupError, AttributeError, TypeError):\n"
+        f"    except (LookupError, AttributeError, TypeError, ValueError):\n"
         f"        pass  # another structure: the full check names the place\n"
         f"    full_check(args, kwargs)\n"
     )
@@ -159,8 +162,10 @@ def _leaf_test(
 
 def _expression(path: Path, constants: dict[str, Any]) -> str:
     """Write the look-up of ``path``; keys without a literal become constants."""
-    text = path[0].name
-    for step in path[1:]:
+    text, steps = path[0].name, path[1:]
+    if text == "args":
+        text, steps = f"a{steps[0].name}", steps[1:]
+    for step in steps:
         if step.kind == "attribute":
             text += f".{step.name}"
         elif type(step.name) in (int, str):

@@ -1,0 +1,347 @@
+"""What programs hold outside the pool, and what happens when it moves or escapes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from graph_lab import FULL, KEY, PIECEWISE, Lab
+from torch import Tensor
+
+from graphrt.batch import BatchDescriptor
+from graphrt.context import get_forward_context
+from graphrt.errors import (
+    EscapedAllocationError,
+    InvalidProgramError,
+    MutatedInputError,
+    StaleInputError,
+    StateAdvancedError,
+)
+from graphrt.events import Invalidated
+from graphrt.graphs import BufferSet, BufferSpec, TensorStateGuard, break_point
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab() as lab:
+        yield lab
+
+
+def test_bug_class_1_a_captured_tensor_outlives_its_last_user(lab: Lab) -> None:
+    p, x = torch.randn(256), torch.randn(256)
+    held = {"w": p * 2}
+    w = held["w"]
+    wrapper = lab.wrap(lambda x: x + held["w"] if held else x)
+    program = lab.capture(wrapper, x)
+    expected = x + w
+    assert program.external_bytes >= w.nbytes + x.nbytes
+    del w
+    held.clear()
+    gc.collect()
+    others = [torch.full((256,), 7.0) for _ in range(20)]
+    assert torch.equal(lab.step(wrapper, x), expected)
+    assert len(others) == 20
+
+
+def test_bug_class_1_holds_keeps_what_only_a_pointer_knows(lab: Lab) -> None:
+    secret = torch.ones(64)
+    program = lab.capture(lab.wrap(lambda x: x + 1), torch.ones(2), scope={"holds": (secret,)})
+    assert any(item.tensor is secret and item.name == "holds[0]" for item in program.externals)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = torch.nn.Linear(4, 4)
+        self.unused = torch.nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.table = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) * self.scale + self.table
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda m: setattr(m.used.weight, "data", m.used.weight.data.clone()), "used.weight"),
+        (lambda m: setattr(m.used, "bias", torch.nn.Parameter(torch.ones(4))), "used.bias"),
+        (lambda m: setattr(m, "scale", torch.ones(4)), "scale"),
+        (lambda m: setattr(m, "table", torch.ones(4)), "table"),
+        (lambda m: delattr(m, "table"), "table"),
+    ],
+)
+def test_bug_class_2_rebound_storage_is_named_and_invalidates(
+    lab: Lab, change: Any, name: str
+) -> None:
+    model, x = Layer(), torch.randn(2, 4)
+    touching, other = lab.wrap(model, name="touching"), lab.wrap(torch.relu, name="other")
+    for wrapper in (touching, other):
+        lab.capture(wrapper, x)
+        lab.step(wrapper, x)
+    assert lab.library.check_externals().is_unchanged
+    change(model)
+    report = lab.library.check_externals()
+    assert report.moved == (name,)
+    assert report.invalidated == (("touching", FULL, KEY),)
+    assert lab.events[-1] == Invalidated("touching", 1, (name,))
+    with pytest.raises(InvalidProgramError, match=name):
+        lab.step(touching, x)
+    assert torch.equal(lab.step(other, x), torch.relu(x))
+    assert lab.library.check_externals().invalidated == ()
+
+
+def test_bug_class_2_an_in_place_copy_keeps_programs_valid(lab: Lab) -> None:
+    model, x = Layer(), torch.randn(2, 4)
+    wrapper = lab.wrap(model)
+    lab.capture(wrapper, x)
+    model.used.weight.copy_(torch.randn(4, 4))
+    model.used.weight.data.mul_(2)
+    assert lab.library.check_externals().is_unchanged
+    assert torch.equal(lab.step(wrapper, x), model(x))
+
+
+def test_bug_class_2_a_reused_address_does_not_pass_for_the_old_storage(lab: Lab) -> None:
+    model, x = Layer(), torch.randn(2, 4)
+    lab.capture(lab.wrap(model), x)
+    address = model.table.data_ptr()
+    for _ in range(50):
+        model.table = None
+        gc.collect()
+        model.table = torch.ones(4)
+        assert model.table.data_ptr() != address
+    assert lab.library.check_externals().moved == ("table",)
+
+
+def test_what_the_graph_does_not_touch_may_move(lab: Lab) -> None:
+    model, x = Layer(), torch.randn(2, 4)
+    wrapper = lab.wrap(model)
+    lab.capture(wrapper, x)
+    model.unused.weight.data = torch.zeros(4, 4)
+    assert lab.library.check_externals().is_unchanged
+    with Lab(lab.device) as blind:
+        wrapper = blind.wrap(model)
+        blind.capture(wrapper, x, scope={"observe": "none"})
+        model.unused.weight.data = torch.ones(4, 4)
+        report = blind.library.check_externals()
+        assert report.moved == ("unused.weight",)
+        assert len(report.invalidated) == 1
+
+
+def test_an_invalid_program_is_captured_again_in_a_scope(lab: Lab) -> None:
+    model, x = Layer(), torch.randn(2, 4)
+    wrapper = lab.wrap(model)
+    old = lab.capture(wrapper, x)
+    assert lab.library.invalidate() == 1
+    assert lab.library.invalidate(wrapper.owner) == 0
+    assert old.state == "invalid"
+    new = lab.capture(wrapper, x)
+    assert new is not old
+    assert torch.equal(lab.step(wrapper, x), model(x))
+
+
+def test_bug_class_4_forward_hooks_run_at_capture_only_and_resources_every_time(lab: Lab) -> None:
+    prepared: list[object] = []
+
+    class Plan:
+        def __init__(self) -> None:
+            self.lengths = torch.zeros(2)
+
+        def reserve(self, max_key: BatchDescriptor) -> None: ...
+
+        def prepare(self, key: BatchDescriptor, live: object) -> None:
+            prepared.append(live)
+            self.lengths.fill_(len(prepared))
+
+        def freeze(self) -> None: ...
+
+    plan = Plan()
+    addresses: set[int] = set()
+
+    def model(x: Tensor) -> Tensor:
+        addresses.add(plan.lengths.data_ptr())
+        return x + plan.lengths
+
+    wrapper, x = lab.wrap(model), torch.zeros(2)
+    lab.capture_all(lab.job(wrapper, x), resources=[plan], warmups=2)
+    assert prepared == [None] * 3
+    for step in range(4, 8):
+        plan.prepare(KEY, "live")
+        assert lab.step(wrapper, x)[0].item() == step
+    assert len(addresses) == 1
+
+
+def test_bug_class_9_a_lazily_made_workspace_is_named(lab: Lab) -> None:
+    class Lazy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._ws: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self._ws is None:
+                self._ws = torch.zeros(4)
+            return x + self._ws
+
+    model = torch.nn.Sequential(Lazy())
+    with pytest.raises(EscapedAllocationError, match=r"0\._ws") as caught:
+        lab.capture(lab.wrap(model), torch.ones(4))
+    assert "test_library_externals.py" in str(caught.value)
+    assert lab.library.num_graphs == 0
+    model[0]._ws = None
+    lab.library.forget_failures()
+    wrapper = lab.wrap(model, name="allowed")
+    lab.capture(wrapper, torch.ones(4), scope={"allow_escape": ("*._ws",)})
+    model[0]._ws = None
+    warmed = lab.wrap(model, name="warmed")
+    lab.capture_all(lab.job(warmed, torch.ones(4)), warmups=1)
+
+
+def test_bug_class_9_a_reference_cycle_of_the_callable_is_no_escape(lab: Lab) -> None:
+    def cyclic(x: Tensor) -> Tensor:
+        holder: dict[str, Any] = {"y": x + 1}
+        holder["me"] = holder
+        return holder["y"] * 2
+
+    wrapper, x = lab.wrap(cyclic), torch.ones(4)
+    lab.capture(wrapper, x)
+    assert torch.equal(lab.step(wrapper, x), cyclic(x))
+
+
+def test_bug_class_9_live_blocks_after_capture_are_outputs_and_slots(lab: Lab) -> None:
+    gap = break_point(lambda x: x * 2)
+    wrapper = lab.wrap(lambda x: gap(x + 1) + 1, PIECEWISE)
+    lab.capture(wrapper, torch.ones(4))
+    [generation] = lab.library.generations
+    assert generation.pool.live_blocks() == []
+
+
+class Counter(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x + self.count
+
+
+@pytest.mark.parametrize("warmups", [0, 1, 3])
+def test_bug_class_11_guarded_state_is_bit_equal_after_captures(lab: Lab, warmups: int) -> None:
+    model, x = Counter(), torch.zeros(4)
+    model(x)
+    before = model.count.clone()
+    guard = TensorStateGuard([model.count])
+    wrapper = lab.wrap(model)
+    lab.capture_all(lab.job(wrapper, x), state=guard, warmups=warmups)
+    assert torch.equal(model.count, before)
+    twin = Counter()
+    twin(x)
+    for _ in range(5):
+        assert torch.equal(lab.step(wrapper, x), twin(x))
+    assert torch.equal(model.count, twin.count)
+
+
+def test_bug_class_11_unguarded_state_is_named_unless_nothing_ran(lab: Lab) -> None:
+    model, x = torch.nn.Sequential(Counter()), torch.zeros(4)
+    wrapper = lab.wrap(model)
+    with pytest.raises(StateAdvancedError, match=r"0\.count"):
+        lab.capture_all(lab.job(wrapper, x), warmups=1)
+    assert lab.library.num_graphs == 0
+    lab.library.forget_failures()
+    model[0].count.zero_()
+    lab.capture_all(lab.job(wrapper, x), warmups=0)
+    assert torch.equal(model[0].count, torch.zeros(4))
+    other = lab.wrap(model, name="sink")
+    lab.capture_all(lab.job(other, x), warmups=1, sinks=(model[0].count,))
+
+
+def test_bug_class_11_a_gap_that_writes_state_is_guarded_or_named(lab: Lab) -> None:
+    cache = torch.zeros(4)
+
+    @break_point
+    def writes(x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(x + 1)
+        return cache * 1
+
+    wrapper, x = lab.wrap(lambda x: writes(x + 1, cache) + 1, PIECEWISE), torch.ones(4)
+    with pytest.raises(StateAdvancedError):
+        lab.capture_all(lab.job(wrapper, x), warmups=0)
+    lab.library.forget_failures()
+    cache.zero_()
+    lab.capture_all(lab.job(wrapper, x), warmups=2, state=TensorStateGuard([cache]))
+    assert not cache.any()
+    lab.step(wrapper, x, mode=PIECEWISE)
+    assert torch.equal(cache, torch.full((4,), 3.0))
+
+
+def test_a_static_buffer_may_be_written_only_if_declared(lab: Lab) -> None:
+    for declared in (False, True):
+        with Lab(lab.device) as own:
+            buffers = BufferSet(
+                [BufferSpec("x", ("tokens",), torch.float32, written=declared)],
+                {"tokens": 8},
+                lambda key: {"tokens": key.num_tokens},
+                own.device,
+            )
+            own.library.add_buffers(buffers)
+            wrapper = own.wrap(lambda x: x.add_(1) * 2)
+            job = own.job(wrapper, x=buffers.bind(KEY).views["x"])
+            if declared:
+                own.capture_all(job)
+            else:
+                with pytest.raises(MutatedInputError, match="'x'"):
+                    own.capture_all(job)
+
+
+def test_bug_class_21_a_replaced_entry_of_a_container_is_named(lab: Lab) -> None:
+    wrapper = lab.wrap(lambda d: d["a"] + d["b"])
+    entries = {"a": torch.ones(2), "b": torch.ones(2)}
+    lab.capture(wrapper, d=entries)
+    lab.step(wrapper, d=entries)
+    entries["a"] = torch.zeros(2)
+    with pytest.raises(StaleInputError) as caught:
+        lab.step(wrapper, d=entries)
+    assert "kwargs['d']['a']" in str(caught.value)
+
+
+def test_bug_class_3_a_context_value_is_frozen_in_graphs_and_live_in_gaps(lab: Lab) -> None:
+    wrapper = lab.wrap(lambda x: x * (get_forward_context().attn_metadata or 1))
+    x = torch.ones(2)
+    lab.capture(wrapper, x)
+    assert torch.equal(lab.step(wrapper, x), x)
+
+
+def test_two_libraries_over_one_device_do_not_disturb_each_other(lab: Lab) -> None:
+    x = torch.ones(4)
+    with Lab(lab.device) as other:
+        ours, theirs = lab.wrap(lambda x: x + 1, name="m"), other.wrap(lambda x: x + 2, name="m")
+        lab.capture(ours, x)
+        other.capture(theirs, x)
+        assert lab.library.generations[0].stream is not other.library.generations[0].stream
+        assert lab.library.graph_pool != other.library.graph_pool
+        for _ in range(2):
+            first, second = lab.step(ours, x), other.step(theirs, x)
+            assert torch.equal(first, x + 1)
+            assert torch.equal(second, x + 2)
+        other.library.invalidate()
+        assert torch.equal(lab.step(ours, x), x + 1)
+    assert torch.equal(lab.step(ours, x), x + 1)
+
+
+def test_bug_class_19_replays_draw_what_eager_would(lab: Lab) -> None:
+    def draws(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x)
+
+    wrapper, x = lab.wrap(draws), torch.ones(16)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    lab.capture(wrapper, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    ours = [lab.step(wrapper, x).clone() for _ in range(3)]
+    torch.manual_seed(3)
+    assert all(torch.equal(one, draws(x)) for one in ours)
+    torch.manual_seed(3)
+    assert torch.equal(lab.step(wrapper, x), ours[0])

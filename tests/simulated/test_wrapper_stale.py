@@ -1,0 +1,261 @@
+"""The stale check: everything at the first replay, then by level."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from graph_lab import FULL, KEY, PIECEWISE, Lab
+from hypothesis import given, settings, strategies as st
+
+from graphrt.errors import StaleInputError, StreamRaceError, UnkeyedValueError
+from graphrt.graphs import CUDAGraphOptions, StaleCheck
+from graphrt.graphs.stale import Signature, generate_checker
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab() as lab:
+        yield lab
+
+
+@dataclass
+class Meta:
+    table: list[torch.Tensor]
+    scale: float = 1.0
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def double(x: torch.Tensor, **_: Any) -> torch.Tensor:
+    return x * 2
+
+
+def checker_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The generated checker, with the full check behind it, as a program has them."""
+    signature = Signature.of(args, kwargs)
+    return generate_checker(
+        StaleCheck.IDENTITY,
+        signature,
+        args,
+        kwargs,
+        by_address=lambda tensor: False,
+        full_check=lambda a, k: signature.compare(a, k, "program"),
+    )
+
+
+@pytest.mark.parametrize("level", StaleCheck)
+def test_the_first_replay_checks_everything_whatever_the_level(level: StaleCheck) -> None:
+    with Lab(stale_check=level) as lab:
+        wrapper = lab.wrap(double)
+        lab.capture(wrapper, torch.ones(4), meta=Meta([torch.ones(2)]))
+        with pytest.raises(StaleInputError) as caught:
+            lab.step(wrapper, torch.ones(4), meta=Meta([torch.ones(2)]))
+        assert "args[0]" in str(caught.value)
+
+
+def test_a_miss_names_path_addresses_and_shapes(lab: Lab) -> None:
+    wrapper, x = lab.wrap(double), torch.ones(4)
+    meta = Meta([torch.ones(2), torch.ones(2), torch.ones(3)])
+    lab.capture(wrapper, x, meta=meta)
+    lab.step(wrapper, x, meta=meta)
+    captured, other = meta.table[2], torch.ones(5)
+    meta.table[2] = other
+    with pytest.raises(StaleInputError) as caught:
+        lab.step(wrapper, x, meta=meta)
+    message = str(caught.value)
+    for part in ("kwargs['meta'].table[2]", hex(captured.data_ptr()), hex(other.data_ptr())):
+        assert part in message
+    assert "(3,)" in message
+    assert "(5,)" in message
+
+
+def test_another_object_over_the_same_bytes_is_accepted(lab: Lab) -> None:
+    wrapper, x = lab.wrap(double), torch.ones(4)
+    lab.capture(wrapper, x)
+    for _ in range(3):
+        lab.step(wrapper, x.view(4))
+    with pytest.raises(StaleInputError):
+        lab.step(wrapper, x.view(2, 2))
+
+
+def test_owning_pool_tensors_are_compared_by_address_and_not_kept(lab: Lab) -> None:
+    strong = CUDAGraphOptions(weak_ref_output=False)
+    first = lab.wrap(double, PIECEWISE, cudagraph_options=strong)
+    last = lab.wrap(double, PIECEWISE)
+    x = torch.ones(4)
+    with lab.library.capture_scope() as scope, scope.step(PIECEWISE, KEY):
+        last(first(x))
+    for value in (3.0, 4.0):
+        x.fill_(value)
+        assert torch.equal(lab.step(lambda x: last(first(x)), x, mode=PIECEWISE), x * 4)
+    [generation] = lab.library.generations
+    assert len(generation.pool.live_blocks()) == 1
+    lab.library.drop(list(first.concrete_cudagraph_entries.values()))
+    assert not generation.pool.live_blocks()
+
+
+def test_identity_is_kept_from_the_first_replay_and_never_refreshed(lab: Lab) -> None:
+    seen = []
+    x = torch.ones(4)
+    signature = Signature.of((x,), {})
+    check = generate_checker(
+        StaleCheck.IDENTITY,
+        signature,
+        (x,),
+        {},
+        by_address=lambda tensor: False,
+        full_check=lambda args, kwargs: seen.append(args),
+    )
+    check((x,), {})
+    assert not seen
+    for expected in (1, 2):
+        check((x.view(4),), {})
+        assert len(seen) == expected
+
+
+def test_off_compares_nothing_after_the_first_replay() -> None:
+    with Lab(stale_check=StaleCheck.OFF) as lab:
+        wrapper, x = lab.wrap(double), torch.ones(4)
+        program = lab.capture(wrapper, x)
+        lab.step(wrapper, x)
+        assert lab.step(wrapper, torch.zeros(9)) is program.outputs
+
+
+def test_identity_cannot_see_rebound_storage_and_pointer_does() -> None:
+    for level, sees in ((StaleCheck.IDENTITY, False), (StaleCheck.POINTER, True)):
+        with Lab(stale_check=level) as lab:
+            wrapper, x = lab.wrap(double), torch.ones(4)
+            lab.capture(wrapper, x)
+            lab.step(wrapper, x)
+            x.data = torch.zeros(4)
+            if sees:
+                with pytest.raises(StaleInputError):
+                    lab.step(wrapper, x)
+            else:
+                lab.step(wrapper, x)
+            assert lab.library.check_externals().moved == ("args[0]",)
+
+
+def test_bug_class_18_pointer_refuses_a_second_replay_stream() -> None:
+    with Lab(stale_check=StaleCheck.POINTER) as lab:
+        wrapper, x = lab.wrap(double), torch.ones(4)
+        lab.capture(wrapper, x)
+        lab.step(wrapper, x)
+        with lab.device.use(lab.device.stream("second")), pytest.raises(StreamRaceError):
+            lab.step(wrapper, x)
+        lab.step(wrapper, x)
+
+
+def test_opaque_leaves_are_listed_and_not_compared(lab: Lab) -> None:
+    wrapper, x = lab.wrap(double), torch.ones(4)
+    program = lab.capture(wrapper, x, registry=object())
+    assert program.unchecked == ("kwargs['registry']",)
+    for _ in range(2):
+        lab.step(wrapper, x, registry=object())
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((), {}), ((1, 2), {}), ((1,), {"n": 1}), (([1, 2],), {}), (({"a": 1},), {})],
+)
+def test_more_or_fewer_arguments_are_another_structure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    for other_args, other_kwargs in (
+        ((*args, None), kwargs),
+        (args[:-1], kwargs) if args else ((0,), kwargs),
+        (args, {**kwargs, "more": None}),
+    ):
+        with pytest.raises((StaleInputError, UnkeyedValueError)):
+            checker_for(args, kwargs)(other_args, other_kwargs)
+
+
+def test_a_grown_list_is_another_structure_even_as_the_same_object() -> None:
+    items = [torch.ones(1), torch.ones(1)]
+    check = checker_for((items,), {})
+    check((items,), {})
+    items.append(torch.ones(1))
+    with pytest.raises(StaleInputError):
+        check((items,), {})
+
+
+def test_a_container_that_contains_itself_is_walked_once() -> None:
+    items: list[Any] = [torch.ones(1)]
+    items.append(items)
+    checker_for((items,), {})((items,), {})
+
+
+hosts = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.integers(),
+    st.floats(allow_nan=True),
+    st.sampled_from([0.0, -0.0, math.nan, math.inf]),
+    st.text(max_size=3),
+    st.sampled_from([torch.float16, torch.float32, torch.int64]),
+    st.sampled_from([torch.device("cpu"), torch.Size([2, 3]), slice(0, 2)]),
+)
+values = st.recursive(
+    hosts,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.builds(Pair, inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.builds(Meta, st.lists(inner, max_size=2), inner),
+    ),
+    max_leaves=6,
+)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Would a program that baked ``left`` in do the same for ``right``? Written the slow way."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Meta):
+        return same(left.table, right.table) and same(left.scale, right.scale)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and not isinstance(left, torch.Size):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float):
+        return left.hex() == right.hex()
+    return bool(left == right)
+
+
+@settings(max_examples=150, deadline=None)
+@given(captured=values, given_now=values)
+def test_bug_class_3_a_host_value_anywhere_must_be_the_captured_one(
+    captured: Any, given_now: Any
+) -> None:
+    check = checker_for((captured,), {"n": captured})
+    check((captured,), {"n": captured})
+    check((copy.deepcopy(captured),), {"n": captured})
+    for args, kwargs in (((given_now,), {"n": captured}), ((captured,), {"n": given_now})):
+        if same(captured, given_now):
+            check(args, kwargs)
+        else:
+            with pytest.raises((UnkeyedValueError, StaleInputError)):
+                check(args, kwargs)
+
+
+def test_a_changed_host_value_says_what_to_do(lab: Lab) -> None:
+    wrapper, x = lab.wrap(double), torch.ones(4)
+    lab.capture(wrapper, x, n=4)
+    lab.step(wrapper, x, n=4)
+    with pytest.raises(UnkeyedValueError) as caught:
+        lab.step(wrapper, x, n=7)
+    assert "4" in caught.value.expected
+    assert caught.value.found == "7"
+    assert "variant" in caught.value.do
+    assert lab.library.program(wrapper, FULL, KEY).state == "ready"
