@@ -346,19 +346,17 @@ class SimulatedDevice:
         self.workspaces.clear()
 
     def memory(self, pool: Pool | None = None) -> MemoryReading:
-        reserved = sum(one.bytes() for one in self._pools)
-        nodes = sum(graph.num_nodes for graph in self._graphs)
+        pool_bytes = pool.bytes() if pool is not None else 0
         return MemoryReading(
-            free_bytes=max(self._driver_bytes - reserved - nodes * NODE_BYTES, 0),
+            free_bytes=max(self._driver_bytes - self._used_bytes(), 0),
             total_bytes=self._driver_bytes,
-            reserved_bytes=reserved,
-            pool_bytes=pool.bytes() if pool is not None else 0,
+            reserved_bytes=sum(arena.top for one in self._pools for arena in one.arenas),
+            pool_bytes=pool_bytes,
         )
 
     def check_memory(self, place: Place) -> None:
         """Errors: ``GraphMemoryError`` once pools and graphs exceed what the driver has."""
-        reserved = sum(arena.top for pool in self._pools for arena in pool.arenas)
-        used = reserved + sum(graph.num_nodes for graph in self._graphs) * NODE_BYTES
+        used = self._used_bytes()
         if used > self._driver_bytes:
             raise GraphMemoryError(
                 "the device is out of memory",
@@ -369,6 +367,11 @@ class SimulatedDevice:
                 source=f"{place}: {place.text}",
             )
 
+    def _used_bytes(self) -> int:
+        """Of the driver's memory. Looks at no block: another thread may be recording."""
+        reserved = sum(arena.top for pool in self._pools for arena in pool.arenas)
+        return reserved + sum(graph.num_nodes for graph in self._graphs) * NODE_BYTES
+
     def check_graph(self, label: str, num_nodes: int) -> None:
         """Errors: ``GraphMemoryError`` if one more graph of ``num_nodes`` does not fit."""
         if self._limits.max_graphs is not None and len(self._graphs) >= self._limits.max_graphs:
@@ -378,7 +381,7 @@ class SimulatedDevice:
                 found=f"{len(self._graphs)} and one more",
                 do="retire a generation first.",
             )
-        free = self.memory().free_bytes
+        free = self._driver_bytes - self._used_bytes()
         if num_nodes * NODE_BYTES > free:
             raise GraphMemoryError(
                 f"{label}: the graph cannot be instantiated",

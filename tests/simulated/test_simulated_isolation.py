@@ -1,0 +1,235 @@
+"""Two devices, two threads: nobody sees the other's window."""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from simulated_recording import record, same
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from graphrt.device.base import Device
+from graphrt.device.cuda_query import answering
+from graphrt.device.simulated import SimulatedDevice
+from graphrt.errors import CaptureInProgressError, ForbiddenOperationError
+
+
+def in_thread(work: Any, *, context: contextvars.Context | None = None) -> Any:
+    """Run ``work`` in another thread; its result, or its error raised here."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((context.run(work) if context else work(), None))
+        except BaseException as error:  # noqa: BLE001  # handed to the caller below
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def test_it_is_a_device() -> None:
+    device = SimulatedDevice()
+    assert isinstance(device, Device)
+    assert (device.name, device.torch_device) == ("simulated", torch.device("cpu"))
+    device.close()
+    device.close()
+
+
+def test_two_devices_share_nothing() -> None:
+    one, two = SimulatedDevice(), SimulatedDevice()
+    x = torch.ones(4)
+    first, mine = record(one, one.new_pool(), lambda: x + 1)
+    second, theirs = record(two, two.new_pool(), lambda: mine * 3)
+    assert one.owns(mine)
+    assert not one.owns(theirs)
+    assert two.weak_alias(mine) is mine
+    assert [use.tensor is mine for use in second.externals] == [True]
+    first.replay()
+    second.replay()
+    assert theirs.tolist() == [6.0] * 4
+    two.close()
+    first.replay()
+    assert mine.tolist() == [2.0] * 4
+    one.close()
+
+
+def test_windows_of_two_devices_may_be_open_in_two_threads() -> None:
+    one, two = SimulatedDevice(), SimulatedDevice()
+    x = torch.randn(8, 8)
+    stream = one.stream("capture")
+    with torch.no_grad(), one.use(stream):
+        recording = one.begin(one.new_pool(), stream, "outer")
+        first = x @ x
+        inner, other = in_thread(lambda: record(two, two.new_pool(), lambda: x + 1))
+        second = first + 1
+        graph = recording.end()
+    assert graph.num_nodes == 2
+    assert inner.num_nodes == 1
+    graph.replay()
+    inner.replay()
+    assert same(second, x @ x + 1)
+    assert same(other, x + 1)
+    one.close()
+    two.close()
+
+
+def test_many_threads_record_on_one_device_at_once() -> None:
+    device = SimulatedDevice()
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    failures: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        try:
+            pool, stream = device.new_pool(), device.stream(f"capture {number}")
+            x = torch.full((number + 2, 8), float(number))
+            start.wait()
+            for _ in range(5):
+                with torch.no_grad(), device.use(stream):
+                    recording = device.begin(pool, stream, f"thread {number}")
+                    out = torch.relu(x @ x.t() + 1).softmax(-1).topk(1).values
+                    graph = recording.end()
+                assert graph.num_nodes == 5
+                graph.replay()
+                assert same(out, torch.relu(x @ x.t() + 1).softmax(-1).topk(1).values)
+                graph.reset()
+        except BaseException as error:  # noqa: BLE001  # shown by the assertion below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(switch)
+    assert failures == []
+    device.close()
+
+
+def test_a_window_belongs_to_its_thread() -> None:
+    device = SimulatedDevice()
+    stream, pool, x = device.stream("capture"), device.new_pool(), torch.ones(4)
+    with device.use(stream):
+        recording = device.begin(pool, stream, "mine")
+        assert device.is_capturing()
+        assert not in_thread(device.is_capturing)
+        assert in_thread(device.current_stream) is not stream
+        assert in_thread(lambda: (x + 1).tolist()) == [2.0] * 4
+
+        def joined() -> list[Any]:
+            with recording.join_thread():
+                y = x + 1
+                with pytest.raises(CaptureInProgressError):
+                    device.begin(device.new_pool(), device.current_stream(), "nested")
+            return [y, device.is_capturing(), (x * 5).tolist()]
+
+        y, still, eager = in_thread(joined, context=contextvars.copy_context())
+        assert eager == [5.0] * 4
+        assert still  # The copied context still knows of the window; its modes are gone.
+        out = y * 10
+        graph = recording.end()
+    assert not device.is_capturing()
+    graph.replay()
+    assert out.tolist() == [20.0] * 4
+    device.close()
+
+
+def test_a_worker_that_joined_is_refused_the_same_operations() -> None:
+    device = SimulatedDevice()
+    stream, pool, x = device.stream("capture"), device.new_pool(), torch.ones(4)
+    with device.use(stream):
+        recording = device.begin(pool, stream, "mine")
+
+        def joined() -> None:
+            with recording.join_thread():
+                x.sum().item()
+
+        with pytest.raises(ForbiddenOperationError) as caught:
+            in_thread(joined)
+        with pytest.raises(ForbiddenOperationError):
+            recording.end()
+    assert "in joined" in caught.value.source
+    assert not device.is_capturing()
+    device.close()
+
+
+def test_one_pool_takes_one_window_at_a_time() -> None:
+    device = SimulatedDevice()
+    stream, pool = device.stream("capture"), device.new_pool()
+    with device.use(stream):
+        recording = device.begin(pool, stream, "mine")
+        with pytest.raises(CaptureInProgressError):
+            in_thread(lambda: record(device, pool, lambda: torch.ones(2)))
+        recording.abort(ValueError())
+    device.close()
+
+
+@pytest.fixture
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """What torch answers where nobody captures; CPU builds cannot be asked."""
+    answer = bool
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", answer)
+    return answer
+
+
+def test_torch_is_told_of_a_capture_only_where_one_is_open(
+    no_capture: Callable[[], bool],
+) -> None:
+    device = SimulatedDevice()
+    stream = device.stream("capture")
+    with device.use(stream):
+        recording = device.begin(device.new_pool(), stream, "mine")
+        assert torch.cuda.is_current_stream_capturing()
+        assert not in_thread(torch.cuda.is_current_stream_capturing)
+        with device.answering_capture():
+            assert torch.cuda.is_current_stream_capturing()
+        assert torch.cuda.is_current_stream_capturing()
+        recording.abort(ValueError())
+    assert torch.cuda.is_current_stream_capturing is no_capture
+    with device.answering_capture():
+        assert torch.cuda.is_current_stream_capturing()
+        assert not device.is_capturing()
+    assert torch.cuda.is_current_stream_capturing is no_capture
+    device.close()
+
+
+def test_answers_may_end_in_another_order_than_they_began(
+    no_capture: Callable[[], bool],
+) -> None:
+    first, second = answering(lambda: False), answering(lambda: True)
+    first.__enter__()
+    assert not torch.cuda.is_current_stream_capturing()
+    second.__enter__()
+    assert torch.cuda.is_current_stream_capturing()
+    first.__exit__(None, None, None)
+    assert torch.cuda.is_current_stream_capturing()
+    second.__exit__(None, None, None)
+    assert torch.cuda.is_current_stream_capturing is no_capture
+
+
+def test_an_aborted_window_leaves_no_mode_behind() -> None:
+    device = SimulatedDevice()
+    x = torch.ones(2)
+    modes = list(_get_current_dispatch_mode_stack())
+
+    def fails() -> None:
+        x.add_(1)
+        raise KeyError("user")
+
+    with pytest.raises(KeyError, match="user"):
+        record(device, device.new_pool(), fails)
+    assert _get_current_dispatch_mode_stack() == modes
+    assert (x + 1).tolist() == [2.0, 2.0]
+    device.close()
