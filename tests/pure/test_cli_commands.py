@@ -74,6 +74,7 @@ def test_a_registered_command_gets_its_own_words() -> None:
     assert status_of("works", "--count", "3", "ada", "--loud") == 0
     assert status_of("works", "bob") == 0
     assert SEEN == [("ada", 3, True), ("bob", 1, False)]
+    assert status_of("works", "ada", "--", "--loud") == 2
 
 
 @pytest.mark.usefixtures("plugins")

@@ -100,6 +100,8 @@ def test_decode_sizes_of_a_user_list_are_multiples_and_keep_the_top() -> None:
     assert plan(**asked).decode_capture_sizes == (3, 6, 9, 15)
     assert plan(**asked).capture_sizes == (1, 2, 4, 8, 16)
     assert plan(**asked, max_num_seqs=2).decode_capture_sizes == (3, 6)
+    # A size above every decode batch is no decode size, and none is made of it.
+    assert plan(cudagraph_capture_sizes=[4, 16], max_num_seqs=6).decode_capture_sizes == (4,)
     assert plan(cudagraph_capture_sizes=[1, 2], num_speculative_tokens=2).decode_capture_sizes == ()
 
 

@@ -36,8 +36,7 @@ def resolve_mode(
     mode = asked
     for limit in facts.mode_limits:
         if not _permits(limit.mode, mode):
-            agreed = all(_permits(other.mode, limit.mode) for other in facts.mode_limits)
-            mode = step(mode, limit.mode if agreed else CUDAGraphMode.NONE, limit.reason)
+            mode = step(mode, limit.mode, limit.reason)
 
     if level is CompilationLevel.PIECEWISE and facts.splitting == "none":
         piecewise, without_graph = False, CUDAGraphMode.NONE
@@ -65,6 +64,7 @@ def resolve_mode(
     if not piecewise:
         mode = step(mode, mode.without_piecewise(), "piecewise graphs are not available")
 
+    # What the rules above, or another limit, made of the mode may be beyond a limit again.
     for limit in facts.mode_limits:
         if not _permits(limit.mode, mode):
             mode = step(mode, CUDAGraphMode.NONE, limit.reason)
