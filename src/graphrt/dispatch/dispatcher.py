@@ -78,6 +78,7 @@ class CUDAGraphDispatcher:
             family = self._families.setdefault(kind, _Family(mode, [], []))
             family.sizes.append(key.num_tokens)
             family.keys.append(key)
+        # Filled on first use, with setdefault: of two threads that build the same, one wins for all.
         self._eager: dict[tuple[int, int, int, MissReason], Decision] = {}
         self._held: dict[tuple[bool, int, frozenset[RuntimeMode]], tuple[Decision, ...]] = {}
         self._other_rows: dict[_Batch, tuple[list[Decision], MissReason]] = {}
@@ -163,10 +164,11 @@ class CUDAGraphDispatcher:
         name = (bool(uniform), num_active_loras, excluded(exclude))
         held = self._held.get(name)
         if held is None:
-            held = self._held[name] = tuple(
+            row = tuple(
                 self.dispatch(num_tokens, uniform, num_active_loras, exclude)
                 for num_tokens in range(self._plan.max_num_batched_tokens + 1)
             )
+            held = self._held.setdefault(name, row)
         return held
 
     def _decide(
@@ -196,7 +198,7 @@ class CUDAGraphDispatcher:
                 row = self._row(*name)
             else:
                 row = (self._decode_rows if uniform else self._mixed_rows)[count]
-            known = self._other_rows[name] = (row, beyond)
+            known = self._other_rows.setdefault(name, (row, beyond))
         row, beyond = known
         return row[tokens] if tokens < len(row) else self._none(tokens, count, ubatches, beyond)
 
@@ -274,7 +276,7 @@ class CUDAGraphDispatcher:
             decision = Decision(RuntimeMode.NONE, batch, why)
             # A batch above the plan's own limit is answered, and not remembered without limit.
             if num_tokens <= self._plan.max_num_batched_tokens:
-                self._eager[name] = decision
+                return self._eager.setdefault(name, decision)
         return decision
 
 
