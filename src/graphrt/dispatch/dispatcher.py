@@ -78,7 +78,7 @@ class CUDAGraphDispatcher:
             family = self._families.setdefault(kind, _Family(mode, [], []))
             family.sizes.append(key.num_tokens)
             family.keys.append(key)
-        # Filled on first use, with setdefault: of two threads that build the same, one wins for all.
+        # Filled on first use, by setdefault: of two threads that build the same, one wins for both.
         self._eager: dict[tuple[int, int, int, MissReason], Decision] = {}
         self._held: dict[tuple[bool, int, frozenset[RuntimeMode]], tuple[Decision, ...]] = {}
         self._other_rows: dict[_Batch, tuple[list[Decision], MissReason]] = {}
