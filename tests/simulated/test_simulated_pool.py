@@ -323,3 +323,22 @@ def test_live_blocks_never_overlap_and_free_bytes_are_found_again(
         # Everything is one free range again, or forgotten.
         assert sum(one.num_bytes for one in arena.free) == arena.top
         assert len(arena.free) <= 1
+
+
+def test_asking_a_pool_inside_a_window_records_nothing(device: SimulatedDevice) -> None:
+    x, pool = torch.ones(16), device.new_pool()
+
+    def curious() -> torch.Tensor:
+        y = x + 1
+        del y
+        assert pool.bytes() == 64
+        assert list(pool.live_blocks()) == []
+        device.memory(pool)
+        slot = device.alloc(pool, (3,), (1,), torch.float32)
+        assert device.owns(device.weak_alias(slot))
+        return x * 2
+
+    graph, out = record(device, pool, curious)
+    assert graph.num_nodes == 2
+    graph.replay()
+    assert out.tolist() == [2.0] * 16

@@ -256,10 +256,12 @@ def test_a_sparse_tensor_is_unsupported(device: SimulatedDevice) -> None:
 def test_what_torch_says_about_wrong_arguments_passes_unchanged(device: SimulatedDevice) -> None:
     pool = device.new_pool()
     x, y = torch.ones(3), torch.ones(4)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
         record(device, pool, lambda: x.matmul(y.view(2, 2)))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="size of tensor a"):
         record(device, pool, lambda: x + y)
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        record(device, pool, lambda: x.add_(y))
     with pytest.raises(IndexError):
         record(device, pool, lambda: x.sum(3))
     graph, _ = record(device, pool, lambda: x + 1)
@@ -274,3 +276,32 @@ def test_an_empty_window_is_an_error_unless_allowed(device: SimulatedDevice) -> 
         graph = device.begin(pool, stream, "empty").end(allow_empty=True)
     assert graph.num_nodes == 0
     graph.replay()
+
+
+def test_a_fake_kernel_that_is_stricter_than_the_kernel_does_not_decide(
+    device: SimulatedDevice,
+) -> None:
+    library = torch.library.Library("graphrt_simulated_strict", "FRAGMENT")
+    ran: list[float] = []
+
+    def halve(x: torch.Tensor) -> torch.Tensor:
+        ran.append(float(x.sum()))
+        return x / 2
+
+    def halve_fake(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("only on another device")
+
+    try:
+        library.define("halve(Tensor x) -> Tensor")
+        library.impl("halve", halve, "CPU")
+        library._register_fake("halve", halve_fake)
+        x = torch.ones(3)
+        graph, out = record(
+            device, device.new_pool(), lambda: torch.ops.graphrt_simulated_strict.halve(x)
+        )
+        assert ran == [0.0]
+        graph.replay()
+        assert ran == [0.0, 3.0]
+        assert out.tolist() == [0.5] * 3
+    finally:
+        library._destroy()

@@ -317,7 +317,7 @@ class SimulatedDevice:
     ) -> torch.Tensor:
         memory = self._memory_of(pool)
         place = user_place()
-        with torch.inference_mode(False), torch.no_grad():
+        with without_modes(), torch.inference_mode(False), torch.no_grad():
             tensor, _ = memory.allocate(tuple(size), tuple(stride), dtype, str(place), None)
         self.check_memory(place)
         memory.keep()

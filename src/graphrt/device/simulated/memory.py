@@ -12,6 +12,7 @@ poison, not freed memory.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 
@@ -115,7 +116,8 @@ class Arena:
         return flat.as_strided_(size, stride)
 
     def poison(self, offset: int, num_bytes: int) -> None:
-        self.base[offset : offset + num_bytes].fill_(POISON)
+        # Not through torch: the modes of an open window would record it.
+        ctypes.memset(self.address + offset, POISON, num_bytes)
 
     def give_back(self, offset: int, num_bytes: int, owner: SimulatedStream | None) -> None:
         """Put a range among the free ones, merged with neighbours of the same owner."""
@@ -186,15 +188,13 @@ class PoolMemory:
             arena.free = []
         self.live = {}
 
-    def poison_unless_live(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def poison_unless_live(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Poison byte ranges of a graph that is gone, apart from what a user's tensor holds."""
         self.poll()
         live = [(start, start + block.num_bytes) for start, block in self.live.items()]
-        with torch.inference_mode(False), torch.no_grad():
-            for start, whole in ranges:
-                end = start + whole.numel()
-                if not any(low < end and start < high for low, high in live):
-                    whole.fill_(POISON)
+        for start, end in ranges:
+            if not any(low < end and start < high for low, high in live):
+                ctypes.memset(start, POISON, end - start)
 
     def poll(self) -> None:
         """Free the blocks whose last user tensor is gone.

@@ -16,11 +16,11 @@ import torch
 
 from graphrt.device.base import ExternalUse
 from graphrt.device.simulated.kernels import Call, copy_results
+from graphrt.device.simulated.memory import POISON, PoolMemory
 from graphrt.errors import DeviceReplayError, RetiredProgramError
 
 if TYPE_CHECKING:
     from graphrt.device.simulated.device import SimulatedDevice
-    from graphrt.device.simulated.memory import LiveBlock, PoolMemory
 
 NODE_BYTES = 1843
 """Driver memory for each node: 1.8 KiB, measured on an H200."""
@@ -42,13 +42,6 @@ class Node(NamedTuple):
     call: Call
     operation: str
     source: str
-
-
-class PoolRange(NamedTuple):
-    """Pool bytes that this graph writes before it reads them."""
-
-    block: LiveBlock
-    bytes: torch.Tensor
 
 
 def _retired() -> None:
@@ -76,7 +69,7 @@ class SimulatedGraph:
         uses_rng: bool,
         externals: Sequence[ExternalUse],
         held: Sequence[Any],
-        scratch: Sequence[tuple[int, torch.Tensor]],
+        scratch: Sequence[torch.Tensor],
         workspaces: Sequence[Workspace],
         owned_workspaces: Sequence[Workspace],
     ) -> None:
@@ -124,7 +117,9 @@ class SimulatedGraph:
         function.__globals__["RetiredProgramError"] = RetiredProgramError
         for workspace in self._owned_workspaces:
             workspace.release()
-        self._pool.poison_unless_live(self._scratch)
+        self._pool.poison_unless_live(
+            [(one.data_ptr(), one.data_ptr() + one.numel()) for one in self._scratch]
+        )
         self._nodes = ()
         self._externals = ()
         self._held = ()
@@ -159,7 +154,7 @@ class SimulatedGraph:
         if self._workspaces:
             lines.append(f"{constant(self._check_workspaces)}()")
         if self._device.poison == "always":
-            lines += [f"{constant(one)}.fill_(255)" for _, one in self._scratch]
+            lines += [f"{constant(one)}.fill_({POISON})" for one in self._scratch]
         prologue = len(lines)
         lines += [call_text(node.call) for node in self._nodes] or ["pass"]
         body = "".join(f"            {line}\n" for line in lines)
@@ -206,8 +201,8 @@ class SimulatedGraph:
             if self._workspaces:
                 self._check_workspaces()
             if self._device.poison == "always":
-                for _, one in self._scratch:
-                    one.fill_(255)
+                for one in self._scratch:
+                    one.fill_(POISON)
             for at, node in enumerate(self._nodes):
                 if at == fault:
                     raise self._error_at(node, "an injected fault")

@@ -472,17 +472,17 @@ class Window:
             )
             self.nodes[at] = node._replace(call=node.call._replace(copy_to=copy_to))
 
-    def _scratch(self) -> list[tuple[int, torch.Tensor]]:
+    def _scratch(self) -> list[torch.Tensor]:
         """Bytes allocated in this window, apart from those another segment had filled before."""
         ranges: dict[tuple[int, int], torch.Tensor] = {}
-        for block in self._blocks:
-            start, end = block.address, block.address + block.num_bytes
-            if any(low < end and start < high for low, high in self._foreign_ranges):
-                continue
-            with torch._C._InferenceMode(False), torch.no_grad():
-                whole = block.arena.view(start, (block.num_bytes,), (1,), torch.uint8)
-            ranges[start, end] = whole
-        return [(start, whole) for (start, _), whole in ranges.items()]
+        with torch._C._InferenceMode(False), torch.no_grad():
+            for block in self._blocks:
+                start, end = block.address, block.address + block.num_bytes
+                if not any(low < end and start < high for low, high in self._foreign_ranges):
+                    ranges[start, end] = block.arena.view(
+                        start, (block.num_bytes,), (1,), torch.uint8
+                    )
+        return list(ranges.values())
 
 
 def _described(value: Any, storages: set[int]) -> Any:
