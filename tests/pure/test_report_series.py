@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from operator import mul
 from random import Random
 
+import pytest
 from hypothesis import given, strategies as st
 
 from graphrt.batch import RuntimeMode
@@ -45,6 +48,23 @@ def test_every_token_is_in_the_bin_of_its_step(taken: Steps) -> None:
             for start in range(0, len(taken), width)
         ]
         assert list(series.tokens[mode]) == expected
+
+
+@given(steps)
+def test_means_of_bins_are_over_their_own_steps(taken: Steps) -> None:
+    series = of(taken)
+    assert series.edges[-1] == len(taken)
+    for mode in RuntimeMode:
+        means = series.tokens_per_step(mode)
+        assert len(means) == len(series.edges) - 1
+        widths = [end - start for start, end in pairwise(series.edges)]
+        assert sum(map(mul, means, widths)) == pytest.approx(sum(series.tokens[mode]))
+
+
+def test_the_last_bin_may_hold_fewer_steps_and_keeps_its_mean() -> None:
+    series = of([(RuntimeMode.FULL, 8)] * (NUM_BINS + 1))
+    assert series.steps_per_bin == 2
+    assert set(series.tokens_per_step(RuntimeMode.FULL)) == {8}
 
 
 @given(steps)

@@ -150,8 +150,17 @@ def test_the_json_fields_are_those_of_the_contract() -> None:
 def test_the_baseline_compares_with_itself_as_one_and_without_it_there_is_no_ratio() -> None:
     assert summarize_runs(RUNS)["NONE"].step_time_ratio_to_none == 1
     assert summarize_runs(RUNS[1:])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
+    still = PolicyRun(name="FULL", metrics=Metrics(), capture_seconds=0, seconds=0)
+    assert summarize_runs([RUNS[0], still])["FULL"].step_time_ratio_to_none is None
     idle = PolicyRun(name="NONE", metrics=Metrics(), capture_seconds=0, seconds=0)
     assert summarize_runs([idle, RUNS[1]])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
+
+
+def test_p50_and_p99_are_those_of_all_steps_of_a_run() -> None:
+    events: list[Event] = [*[full(100.0)] * 60, *[eager(900.0)] * 38, full(5000.0), full(5000.0)]
+    summary = summarize_runs([run_of("FULL", events)])["FULL"]
+    assert summary.host_us_p50 == pytest.approx(100, rel=0.01)
+    assert summary.host_us_p99 == pytest.approx(5000, rel=0.01)
 
 
 def test_reasons_of_all_runs_come_most_frequent_first() -> None:
@@ -178,6 +187,12 @@ def test_the_comparison_says_what_was_counted() -> None:
     assert cells(grid, "graphs") == (ABSENT, "6")
     assert cells(grid, "step time / NONE") == ("1.00", "0.60")
     assert all(len(row.cells) == 2 for row in grid.rows)
+    assert [row.name for row in grid.rows if row.is_part] == [
+        *["FULL", "NONE (eager)"] * 2,
+        "MODE_NONE",
+        "ABOVE_MAX",
+        "p99",
+    ]
 
 
 def test_captures_have_a_row_for_each_mode_that_captured() -> None:

@@ -67,6 +67,22 @@ class Histogram:
             maximum=max(self.maximum, other.maximum),
         )
 
+    def bars(self, buckets_per_bar: int = 3) -> tuple[list[float], list[float]]:
+        """Edges of neighbouring bars, one more than bars, and the share of samples in each.
+
+        The default bars are 6 % wide. Empty lists without samples.
+        """
+        counts: dict[int, int] = {}
+        for bucket, samples in self.buckets:
+            bar = bucket // buckets_per_bar
+            counts[bar] = counts.get(bar, 0) + samples
+        if not counts:
+            return [], []
+        bars = range(min(counts), max(counts) + 1)
+        # Bucket i ends at GAMMA**i, so the bar that begins with it begins at GAMMA**(i - 1).
+        edges = [GAMMA ** (bar * buckets_per_bar - 1) for bar in (*bars, bars.stop)]
+        return edges, [counts.get(bar, 0) / self.count for bar in bars]
+
     def counts_within(self, bounds: Sequence[float]) -> list[int]:
         """How many samples are at most each of the ascending ``bounds``.
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from graphrt.batch import RuntimeMode
 from graphrt.errors import MissingExtraError
-from graphrt.report.histogram import GAMMA, Histogram
 from graphrt.report.summary import PolicyRun, eager_reasons
 from graphrt.report.tables import time_text
 
@@ -76,21 +75,14 @@ def tokens_over_time(runs: Sequence[PolicyRun]) -> str:
         panels = _panels(figure, len(runs))
         for panel, run in zip(panels, runs, strict=True):
             series = run.metrics.series
-            width = series.steps_per_bin
-            starts = [number * width for number in range(len(series.tokens[RuntimeMode.FULL]))]
-            ends = [min(start + width, series.num_steps) for start in starts]
-            edges = [*starts, series.num_steps]
-            base = [0.0] * len(starts)
+            base = [0.0] * (len(series.edges) - 1)
             for mode, color in MODE_COLORS.items():
-                means = [
-                    tokens / (end - start)
-                    for tokens, start, end in zip(series.tokens[mode], starts, ends, strict=True)
-                ]
+                means = series.tokens_per_step(mode)
                 top = [below + mean for below, mean in zip(base, means, strict=True)]
                 if any(means):
                     panel.stairs(
                         top,
-                        edges,
+                        series.edges,
                         baseline=base,
                         fill=True,
                         color=color,
@@ -170,7 +162,7 @@ def host_times(runs: Sequence[PolicyRun]) -> str:
         for panel, run in zip(panels, timed, strict=True):
             histogram = run.metrics.host_us_of_all()
             color = _color_of(run, runs)
-            edges, shares = _shares(histogram)
+            edges, shares = histogram.bars()
             panel.stairs(shares, edges, fill=True, color=color, alpha=0.85, linewidth=0)
             median, p99 = histogram.quantile(0.5), histogram.quantile(0.99)
             assert median is not None, "a run with host times has a median"
@@ -241,18 +233,6 @@ def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> No
 def _color_of(run: PolicyRun, runs: Sequence[PolicyRun]) -> str:
     names = [each.name for each in runs]
     return _RUN_COLORS[names.index(run.name) % len(_RUN_COLORS)]
-
-
-def _shares(histogram: Histogram) -> tuple[list[float], list[float]]:
-    """Edges in microseconds and the share of samples between them, about 6 % apart."""
-    step = 3
-    counts: dict[int, int] = {}
-    for bucket, samples in histogram.buckets:
-        counts[bucket // step] = counts.get(bucket // step, 0) + samples
-    bins = range(min(counts), max(counts) + 1)
-    # Bucket i ends at GAMMA**i, so the bin that begins with it begins at GAMMA**(i - 1).
-    edges = [GAMMA ** (number * step - 1) for number in (*bins, bins.stop)]
-    return edges, [counts.get(number, 0) / histogram.count for number in bins]
 
 
 def _tick(host_us: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from graphrt.batch import RuntimeMode
 
@@ -27,6 +27,16 @@ class TokenSeries:
         default_factory=lambda: dict.fromkeys(_MODES, ())
     )
     """Unpadded tokens of each bin, equally many bins for each mode."""
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The step number at which each bin begins, and the one after the last bin's end."""
+        return (*range(0, self.num_steps, self.steps_per_bin), self.num_steps)
+
+    def tokens_per_step(self, mode: RuntimeMode) -> list[float]:
+        """The mean of each bin, over all its steps."""
+        bins = zip(self.tokens[mode], pairwise(self.edges), strict=True)
+        return [tokens / (end - start) for tokens, (start, end) in bins]
 
     def merge(self, other: TokenSeries) -> TokenSeries:
         """Lay two series side by side, step n of one beside step n of the other (two ranks)."""
