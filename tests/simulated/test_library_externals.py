@@ -143,7 +143,18 @@ def test_an_invalid_program_is_captured_again_in_a_scope(lab: Lab) -> None:
     assert torch.equal(lab.step(wrapper, x), model(x))
 
 
-def test_bug_class_4_forward_hooks_run_at_capture_only_and_resources_every_time(lab: Lab) -> None:
+def test_bug_class_4_modules_with_forward_hooks_are_reported(lab: Lab) -> None:
+    calls = []
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.ones(1, 2)
+    model[1].register_forward_hook(lambda *_: calls.append(1))
+    wrapper = lab.wrap(model)
+    program = lab.capture(wrapper, x)
+    lab.step(wrapper, x)
+    assert program.hooked_modules == ("1",)
+    assert len(calls) == 1
+
+
+def test_bug_class_4_resources_are_prepared_before_every_run(lab: Lab) -> None:
     prepared: list[object] = []
 
     class Plan:

@@ -35,7 +35,7 @@ from graphrt.events import Captured
 from graphrt.graphs.ambient import Ambient, compare_ambient, read_ambient, refuse_grad_mode
 from graphrt.graphs.builder import ProgramBuilder
 from graphrt.graphs.collection import CollectorPause
-from graphrt.graphs.externals import External, bytes_of, find_holder
+from graphrt.graphs.externals import External, bytes_of, find_holder, hooked_modules
 from graphrt.graphs.failures import FailureRecord
 from graphrt.graphs.generation import Generation
 from graphrt.graphs.leaves import tensors_of
@@ -403,6 +403,7 @@ class CaptureScope:
                 stale_check=library.stale_check,
                 after_gap=_joining(device, library.side_streams),
                 knows_externals=self._observes and device.name == "simulated",
+                hooked_modules=hooked_modules(runnable),
             )
             # Only now is it known how many graphs the program needs.
             generation.programs.append(program)

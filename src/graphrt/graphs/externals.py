@@ -102,6 +102,15 @@ def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield attribute, value
 
 
+def hooked_modules(target: object) -> tuple[str, ...]:
+    """Name the modules behind a callable that have forward hooks: their Python is not replayed."""
+    return tuple(
+        path or type(module).__name__
+        for path, module in modules_of(target).items()
+        if module._forward_hooks or module._forward_pre_hooks
+    )
+
+
 def hold(externals: Iterable[External], owns: Callable[[torch.Tensor], bool]) -> list[External]:
     """Merge ``externals`` by storage; pool-owned ones are left out. Names come before the others.
 

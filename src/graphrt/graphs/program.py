@@ -52,6 +52,7 @@ class Program:
     ``outputs``: what the callable returned; the next replay of any program of the library
     overwrites it. None once retired.
     ``knows_externals``: True if ``externals`` tells exactly what the graphs read and write.
+    ``hooked_modules``: modules with forward hooks, whose Python ran at capture and never again.
     ``unchecked``: paths of arguments that no check compares (opaque objects).
     """
 
@@ -69,6 +70,7 @@ class Program:
         "check",
         "externals",
         "generation",
+        "hooked_modules",
         "key",
         "knows_externals",
         "memory",
@@ -100,6 +102,7 @@ class Program:
         stale_check: StaleCheck = StaleCheck.IDENTITY,
         after_gap: Callable[[], None] | None = None,
         knows_externals: bool = False,
+        hooked_modules: Sequence[str] = (),
     ) -> None:
         self.owner = owner
         self.mode = mode
@@ -111,6 +114,7 @@ class Program:
         self.externals = tuple(externals)
         self.memory = memory
         self.knows_externals = knows_externals
+        self.hooked_modules = tuple(hooked_modules)
         self.state: State = "captured"
         self._device = device
         self._stale_check = stale_check

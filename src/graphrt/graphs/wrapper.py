@@ -82,8 +82,11 @@ class CUDAGraphWrapper:
         key = context.batch_descriptor
         # A key of None finds no program and is refused where that is noticed.
         program = table.memo_program if key is table.memo_key else table.find(key)
-        program.check(args, kwargs)
-        program.replay()
+        # Read, then called: CPython 3.11 does not specialise a method call that finds a slot.
+        check = program.check
+        check(args, kwargs)
+        replay = program.replay  # only now: the first check installs it
+        replay()
         return program.outputs
 
     def _call_in_scope(
