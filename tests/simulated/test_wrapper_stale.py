@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from graph_lab import FULL, KEY, PIECEWISE, Lab
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from graphrt.errors import StaleInputError, StreamRaceError, UnkeyedValueError
 from graphrt.graphs import CUDAGraphOptions, StaleCheck
@@ -235,6 +235,10 @@ def same(left: Any, right: Any) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(captured=values, given_now=values)
+@example(captured=[], given_now={})
+@example(captured=[1], given_now=(1,))
+@example(captured=0.0, given_now=-0.0)
+@example(captured=1, given_now=True)
 def test_bug_class_3_a_host_value_anywhere_must_be_the_captured_one(
     captured: Any, given_now: Any
 ) -> None:

@@ -143,9 +143,11 @@ def _leaf_test(
 
     value = node.value
     if node.kind == "container":
+        # The outermost two are what Python makes of a call: always a tuple and a dict.
+        same_class = [f"{place}.__class__ is {constant(type(value))}"] if node.path[1:] else []
         # A dataclass has the fields of its class; everything else may have grown.
         counted = isinstance(value, dict | list | tuple)
-        return [f"len({place}) == {node.num_children}"] if counted else []
+        return [*same_class, *([f"len({place}) == {node.num_children}"] if counted else [])]
     if node.kind == "opaque":
         return []
     if node.kind == "tensor" and by_address(value):
