@@ -143,6 +143,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ),
     "convolution": lambda x, i: F.conv1d(x[None, :, :], x.view(4, 8, 2), padding=1),
     "pooling": lambda x, i: (F.avg_pool1d(x, 2), F.max_pool1d(x, 2), F.interpolate(x[None], 16)),
+    "interpolation": lambda x, i: F.interpolate(x[None], 5, mode="linear"),
     "loss": lambda x, i: (F.cross_entropy(x, i), F.mse_loss(x, x.t())),
     "foreach": lambda x, i: (torch._foreach_mul([x, x + 1], 2.0), torch._foreach_add([x], [x])),
     "foreach in place": lambda x, i: torch._foreach_add_([x * 1, x * 2], 1.0) or x * 3,
@@ -209,7 +210,13 @@ def test_complex_numbers_keep_their_conjugate_bit(device: SimulatedDevice, mode:
     z = torch.randn(4, 4, dtype=torch.complex64)
 
     def conjugates() -> Any:
-        return z.conj() * 2, (z.conj() + 1).abs(), z.conj().imag + 1, torch.view_as_real(z) * 2
+        return (
+            (z + 1).conj() * 2,
+            z.conj() * 2,
+            (z.conj() + 1).abs(),
+            z.conj().imag + 1,
+            torch.view_as_real(z) * 2,
+        )
 
     graph, result = record(device, device.new_pool(), conjugates, mode)
     z.copy_(torch.randn(4, 4, dtype=torch.complex64))
@@ -357,12 +364,18 @@ def test_externals_are_the_users_objects_in_order_of_first_touch(device: Simulat
 
 def test_a_replay_ignores_the_modes_it_is_called_in(device: SimulatedDevice) -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
-    graph, out = record(device, device.new_pool(), lambda: x @ w)
+    a, b = torch.randn(64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
+
+    # Autocast would compute the loss in another precision.
+    def compute() -> tuple[torch.Tensor, ...]:
+        return x @ w, F.mse_loss(a, b)
+
+    graph, out = record(device, device.new_pool(), compute)
     with torch.no_grad():
-        expected = x @ w
+        expected = compute()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
         graph.replay()
-    assert same(out, expected)
+    assert all(map(same, out, expected))
     assert not torch.is_inference_mode_enabled()
 
 
@@ -446,3 +459,21 @@ def test_any_program_replays_as_eager(
             assert all(map(same, result, run()))
     graph.reset()
     pool.release()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inference_tensors_are_read_and_written_like_others(
+    device: SimulatedDevice, mode: Any
+) -> None:
+    with torch.inference_mode():
+        state, x = torch.zeros(4), torch.ones(4)
+
+    def advance() -> torch.Tensor:
+        with torch.inference_mode():
+            return state.add_(x) * 2
+
+    graph, out = record(device, device.new_pool(), advance, mode)
+    for step in (1, 2):
+        graph.replay()
+        assert state.tolist() == [step] * 4
+        assert out.tolist() == [2 * step] * 4
