@@ -9,28 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from graphrt import TraceRequest
 from graphrt_llm.engine import LLMEngine, StepResult
 from graphrt_llm.errors import EngineStateError, RequestError
 from graphrt_llm.interrupts import interrupted_between_steps
 from graphrt_llm.request import SamplingParams
-
-
-class TraceRequest(Protocol):
-    """A row of a trace."""
-
-    @property
-    def arrival_seconds(self) -> float:
-        """Since the trace began."""
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
 
 
 class Fit(NamedTuple):
@@ -123,7 +110,7 @@ def serve(
     """
     if engine.has_unfinished():
         raise EngineStateError("serve", expected="an idle engine", found="unfinished requests")
-    arrivals = [request.arrival_seconds for request in requests]
+    arrivals = [request.arrival_s for request in requests]
     if not step_seconds > 0 or arrivals != sorted(arrivals):
         raise RequestError(
             "serve",

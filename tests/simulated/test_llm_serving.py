@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import signal
 from itertools import pairwise
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, strategies as st
 
-from graphrt import CompilationConfig, RuntimeConfig
+from graphrt import CompilationConfig, RuntimeConfig, TraceRequest
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams, fit_to_context, serve
 from graphrt_llm.errors import EngineStateError, RequestError
 from graphrt_llm.serving import prompt_tokens
-
-
-class Row(NamedTuple):
-    arrival_seconds: float
-    num_prompt_tokens: int
-    num_output_tokens: int
 
 
 def engine(mode: str = "NONE") -> LLMEngine:
@@ -39,7 +32,13 @@ def engine(mode: str = "NONE") -> LLMEngine:
     )
 
 
-TRACE = [Row(0.0, 30, 5), Row(0.05, 400, 90), Row(0.06, 3, 40), Row(9.0, 100, 20), Row(9.0, 7, 7)]
+TRACE = [
+    TraceRequest(0.0, 30, 5),
+    TraceRequest(0.05, 400, 90),
+    TraceRequest(0.06, 3, 40),
+    TraceRequest(9.0, 100, 20),
+    TraceRequest(9.0, 7, 7),
+]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +125,7 @@ def test_an_interrupt_in_the_last_step_is_not_lost():
     with engine() as eager, pytest.raises(KeyboardInterrupt):
         serve(
             eager,
-            [Row(0.0, 2, 1)],
+            [TraceRequest(0.0, 2, 1)],
             step_seconds=0.1,
             on_step=lambda step: signal.raise_signal(signal.SIGINT),
         )
@@ -183,12 +182,13 @@ def test_prompts_depend_on_seed_and_number_alone():
 
 
 rows = st.lists(
-    st.builds(Row, st.just(0.0), st.integers(1, 100_000), st.integers(1, 3_000)), max_size=30
+    st.builds(TraceRequest, st.just(0.0), st.integers(1, 100_000), st.integers(1, 3_000)),
+    max_size=30,
 )
 
 
 @given(rows, st.integers(2, 5_000))
-def test_every_length_fits_and_the_factor_is_common(trace: list[Row], max_tokens: int):
+def test_every_length_fits_and_the_factor_is_common(trace: list[TraceRequest], max_tokens: int):
     lengths, scale, num_cut = fit_to_context(trace, max_tokens)
     assert len(lengths) == len(trace)
     assert 0 < scale <= 1
@@ -197,12 +197,14 @@ def test_every_length_fits_and_the_factor_is_common(trace: list[Row], max_tokens
         assert prompt >= 1
         assert output >= 1
         assert prompt + output <= max_tokens
-        scaled = tuple(max(1, int(n * scale)) for n in row[1:])
+        asked = (row.num_prompt_tokens, row.num_output_tokens)
+        scaled = tuple(max(1, int(n * scale)) for n in asked)
         changed += scaled != (prompt, output)
     assert changed == num_cut
 
 
 @given(rows)
-def test_a_trace_that_fits_is_left_alone(trace: list[Row]):
+def test_a_trace_that_fits_is_left_alone(trace: list[TraceRequest]):
     longest = max((r.num_prompt_tokens + r.num_output_tokens for r in trace), default=2)
-    assert fit_to_context(trace, longest) == (tuple(row[1:] for row in trace), 1.0, 0)
+    lengths = tuple((row.num_prompt_tokens, row.num_output_tokens) for row in trace)
+    assert fit_to_context(trace, longest) == (lengths, 1.0, 0)

@@ -15,15 +15,11 @@ from graphrt import (
     RunningHistogram,
     RuntimeReport,
     StepMetrics,
+    TraceRequest,
 )
 from graphrt_llm.comparison import TokenComparison, compare_tokens
 from graphrt_llm.engine import LLMEngine
-from graphrt_llm.serving import (
-    TraceRequest,
-    fit_to_context,
-    prompt_tokens,
-    serve,
-)
+from graphrt_llm.serving import fit_to_context, prompt_tokens, serve
 
 TIE_TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.06, "bfloat16": 0.25}
 """Logits this close may change places where padding changes the order of a sum: some spacings of

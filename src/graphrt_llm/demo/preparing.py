@@ -51,14 +51,6 @@ class Options(NamedTuple):
     seed: int
 
 
-class Arrival(NamedTuple):
-    """A row of the trace, under the names that the engine's ``serve`` reads."""
-
-    arrival_seconds: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
 class Prepared(NamedTuple):
     """Everything a comparison needs."""
 
@@ -76,15 +68,12 @@ def prepare(options: Options) -> Prepared:
     """
     report = check_report_path(options.report)
     if options.trace is None:
-        rows = generate_azure_like(options.num_requests, seed=options.seed)
+        requests = generate_azure_like(options.num_requests, seed=options.seed)
         trace = "a seeded generator (statistics of the Azure 2023 conversation trace)"
     else:
-        rows = read_trace(options.trace, limit=options.num_requests)
+        requests = read_trace(options.trace, limit=options.num_requests)
         trace = str(options.trace)
 
-    requests = [
-        Arrival(row.arrival_s, row.num_prompt_tokens, row.num_output_tokens) for row in rows
-    ]
     config = EngineConfig(
         runtime=RuntimeConfig(
             max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
