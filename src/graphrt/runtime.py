@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter, perf_counter_ns
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import torch
 
@@ -20,8 +20,14 @@ from graphrt.context import ForwardContext
 from graphrt.device import DeviceName, make_device
 from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher
-from graphrt.errors import LibraryClosedError, MissError, VerificationError
-from graphrt.events import CaptureFailed, Observer, RanEager, Replayed
+from graphrt.errors import (
+    BatchError,
+    ConfigError,
+    LibraryClosedError,
+    MissError,
+    VerificationError,
+)
+from graphrt.events import Captured, CaptureFailed, Event, Observer, RanEager, Replayed
 from graphrt.graphs import (
     BoundBuffers,
     BufferSet,
@@ -71,6 +77,7 @@ class CapturedGraph(NamedTuple):
     num_graphs: int
     num_gaps: int
     seconds: float
+    """The capture alone; warm-ups and verification are in the report's ``capture_seconds``."""
     memory: GraphMemory
 
 
@@ -86,7 +93,7 @@ class RuntimeReport(NamedTuple):
     capture_seconds: float
     """Warm-ups, captures and first verified replays together."""
     graph_bytes: int
-    """Pool, executables and slots."""
+    """Pools, slots in them, and executables."""
 
 
 class Runtime:
@@ -97,11 +104,14 @@ class Runtime:
     ``outputs`` says which of its outputs' dimensions are padded.
 
     ``examples(key, seed)`` gives valid inputs that fill the key, different for each seed: seed 0 is
-    captured, seed 1 verified. ``resources`` are prepared before every step. ``state`` guards what a
+    captured, seed 1 verified. ``resources`` are prepared once before every step, a compared one
+    (``verify_every``) too: its eager run and its replay are one step. ``state`` guards what a
     warm-up or verification would advance; ``sinks`` are tensors that both may overwrite (a KV cache
-    before serving). ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a
-    tolerance is for kernels that sum in another order inside a graph.
+    before serving). Without a guard, a compared step runs the model twice on the same state.
+    ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
+    kernels that sum in another order inside a graph.
 
+    A ``device`` given by name is made and closed by the runtime; one given as an object is not.
     Not thread-safe; two runtimes never share anything.
     Errors: ``ConfigError`` for what cannot be honoured.
     """
@@ -128,8 +138,6 @@ class Runtime:
         self.plan = self.resolved.plan
         self.last_decision: Decision | None = None
 
-        self._owns_device = isinstance(device, str)
-        self.device = make_device(device) if isinstance(device, str) else device
         self._model = model
         self._examples = examples
         self._resources = tuple(resources)
@@ -141,34 +149,65 @@ class Runtime:
         self._verify_every = self.config.verify_every or 0
         self._until_verify = self._verify_every
         self._strict = self.config.on_miss == "strict"
-
-        self._buffers = BufferSet(
-            inputs,
-            capacity={TOKENS: self.plan.max_num_batched_tokens, REQUESTS: self.plan.max_num_seqs},
-            axis_sizes=self._axis_sizes,
-            device=self.device,
-        )
-        self._outputs = outputs
-        self.library = GraphLibrary(
-            self.device,
-            budget=GraphBudget(
-                max_bytes=self.config.max_graph_bytes, max_graphs=self.config.max_graphs
-            ),
-            stale_check=StaleCheck[self.config.stale_check.upper()],
-            observer=observer,
-        )
-        self.library.add_buffers(self._buffers)
-        pieces = CUDAGraphWrapper(model, self.library, RuntimeMode.PIECEWISE, name="model.pieces")
-        full = CUDAGraphWrapper(pieces, self.library, RuntimeMode.FULL, name="model")
-        self._wrappers = {RuntimeMode.PIECEWISE: pieces, RuntimeMode.FULL: full}
-        self._target = full
+        self._query_len = self.plan.query_len
+        if outputs.axes is None:
+            raise ConfigError(
+                "outputs of a runtime",
+                expected="declared axes",
+                found="OutputSpec(None)",
+                do="name the padded dimension of each output; {} if none is",
+            )
+        # A copy: leases of two runtimes that were given one spec must not end each other.
+        self._outputs = OutputSpec(outputs.axes, outputs.policy)
 
         self._seconds: dict[Key, float] = {}
         self._failures: dict[Key, str] = {}
         self._missing: dict[Key, MissReason] = {}
         self._launches: dict[RuntimeMode, dict[BatchDescriptor, _Launch]] = {}
         self._capture_seconds = 0.0
+        self._is_closed = False
+
+        self._owns_device = isinstance(device, str)
+        self.device = make_device(device) if isinstance(device, str) else device
+        try:
+            self._make_storage(inputs)
+        except BaseException:
+            if self._owns_device:
+                self.device.close()
+            raise
         self._publish()
+
+    def _make_storage(self, inputs: Sequence[BufferSpec]) -> None:
+        """Make what lives on the device: static buffers, the library, and a wrapper per mode."""
+        self._buffers = BufferSet(
+            inputs,
+            capacity={TOKENS: self.plan.max_num_batched_tokens, REQUESTS: self.plan.max_num_seqs},
+            axis_sizes=self._axis_sizes,
+            device=self.device,
+        )
+        self.library = GraphLibrary(
+            self.device,
+            budget=GraphBudget(
+                max_bytes=self.config.max_graph_bytes, max_graphs=self.config.max_graphs
+            ),
+            stale_check=StaleCheck[self.config.stale_check.upper()],
+            observer=self._on_graph_event,
+        )
+        self.library.add_buffers(self._buffers)
+        self._wrappers = {
+            RuntimeMode.PIECEWISE: CUDAGraphWrapper(
+                self._model, self.library, RuntimeMode.PIECEWISE, name="model.pieces"
+            ),
+            RuntimeMode.FULL: CUDAGraphWrapper(
+                self._model, self.library, RuntimeMode.FULL, name="model"
+            ),
+        }
+
+    def _on_graph_event(self, event: Event) -> None:
+        if isinstance(event, Captured):
+            self._seconds[event.mode, event.key] = event.seconds
+        if self._observer is not None:
+            self._observer(event)
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -177,62 +216,122 @@ class Runtime:
 
         A program is published to dispatch only after its first replay, on inputs other than those
         it was captured with, equalled eager execution. Steps before that run eager
-        (``NOT_CAPTURED_YET``).
+        (``NOT_CAPTURED_YET``). May be called again: after an error, an interrupt, or when programs
+        became invalid; then every key is captured anew, because graphs that share a pool go
+        together. Those that still serve go on until the new ones take their place.
 
-        Errors: the first failure is raised, ``VerificationError`` included, unless the config says
-        ``on_capture_error="skip"``; either way what was captured before stays and serves.
+        Aliasing: ends the validity of every output that a step returned.
+        Errors:   the first failure is raised, ``VerificationError`` included, unless the config
+                  says ``on_capture_error="skip"``; either way what was captured serves.
+                  ``LibraryClosedError`` after ``close()``.
         """
+        self._require_open()
         started = perf_counter()
-        todo = [item for item in self.plan.capture_order if item in self._missing]
-        tell = _Ticker(progress, total=2 * len(todo))
+        generation, keys = self._what_to_capture()
+        tell = _Ticker(progress, total=2 * len(keys))
         before_warmup = HostState(self._model) if self.config.verify_first_replay else None
         self.library.forget_failures()
         self._failures.clear()
+        self._outputs.expire()
         try:
             with torch.no_grad():
-                self._capture_all(todo, tell)
-                for mode, key in todo:
-                    if (mode, key) not in self._failures:
-                        self._admit(mode, key, before_warmup)
-                    tell(key)
+                try:
+                    self._capture_all(keys, generation, tell)
+                except Exception:
+                    # The others serve all the same, and none of them may hide the first failure.
+                    self._admit_all(keys, before_warmup, tell, on_error="skip")
+                    raise
+                self._admit_all(keys, before_warmup, tell, self.config.on_capture_error)
         finally:
             self._capture_seconds += perf_counter() - started
             self._publish()
         return self.report()
 
-    def _capture_all(self, todo: Sequence[Key], tell: _Ticker) -> None:
-        jobs = [
-            CaptureJob(self._target, mode, key, partial(self._example_call, key, seed=0))
-            for mode, key in todo
-        ]
-        with self.library.capture_scope(
-            state=self._state,
-            sinks=self._sinks,
-            holds=self._holds,
-            resources=self._resources,
-            warmups=self.config.compilation.cudagraph_num_of_warmups,
-            on_error=self.config.on_capture_error,
-        ) as scope:
-            result = scope.capture_all(jobs, progress=lambda done, total, job: tell(job.key))
-        for job, seconds in result.seconds.items():
-            self._seconds[job.mode, job.key] = seconds
-        for failure in result.failures:
-            self._failures[failure.mode, failure.key] = str(failure.error)
+    def _what_to_capture(self) -> tuple[Literal["current", "new"], Sequence[Key]]:
+        """Which keys to capture, and whether beside what serves or in its place.
 
-    def _admit(
-        self, mode: RuntimeMode, key: BatchDescriptor, before_warmup: HostState | None
+        No program is freed alone, so one that can never serve again costs its memory until its
+        whole generation goes. Memory comes first where none serves, service where one does.
+        """
+        programs = [
+            program
+            for wrapper in self._wrappers.values()
+            for program in wrapper.concrete_cudagraph_entries.values()
+        ]
+        if all(program.is_valid for program in programs):
+            return "current", [item for item in self.plan.capture_order if item in self._missing]
+        if self._launches:
+            return "new", self.plan.capture_order
+        for generation in {program.generation for program in programs}:
+            self.library.retire(generation)
+        return "current", self.plan.capture_order
+
+    def _capture_all(
+        self, keys: Sequence[Key], generation: Literal["current", "new"], tell: _Ticker
     ) -> None:
-        """Let a new program serve if its first replay is right; otherwise its key has failed."""
+        jobs = []
+        for mode, key in keys:
+            if generation == "current" and self._has_program(mode, key):
+                tell(key)  # An interrupt came between its capture and its first replay.
+            else:
+                inputs = partial(self._example_call, key, seed=0)
+                jobs.append(CaptureJob(self._wrappers[mode], mode, key, inputs))
+        if not jobs:
+            return
         try:
-            self._first_replay(mode, key, before_warmup)
-        except VerificationError as error:
-            self._failures[mode, key] = str(error)
-            if self._observer is not None:
-                owner = self._wrappers[mode].owner
-                kind = type(error).__name__
-                self._observer(CaptureFailed(owner, mode, key, kind, error.subject))
-            if self.config.on_capture_error == "raise":
-                raise
+            with self.library.capture_scope(
+                state=self._state,
+                sinks=self._sinks,
+                holds=self._holds,
+                resources=self._resources,
+                warmups=self.config.compilation.cudagraph_num_of_warmups,
+                on_error=self.config.on_capture_error,
+                generation=generation,
+            ) as scope:
+                scope.capture_all(jobs, progress=lambda done, total, job: tell(job.key))
+        finally:
+            for record in self.library.failures:
+                self._failures[record.mode, record.key] = str(record.error)
+
+    def _has_program(self, mode: RuntimeMode, key: BatchDescriptor) -> bool:
+        program = self._wrappers[mode].concrete_cudagraph_entries.get(key)
+        return program is not None and program.is_valid
+
+    def _admit_all(
+        self,
+        keys: Sequence[Key],
+        before_warmup: HostState | None,
+        tell: _Ticker,
+        on_error: Literal["raise", "skip"],
+    ) -> None:
+        """Let new programs serve whose first replay is right; the keys of the others have failed.
+
+        The first error is raised only when the remaining ones were tried.
+        """
+        for number, (mode, key) in enumerate(keys, start=1):
+            try:
+                if self._has_program(mode, key):
+                    self._first_replay(mode, key, before_warmup)
+            except Exception as error:
+                self._reject(mode, key, error)
+                # Raises if the error left the device unusable: there is nothing to go on with.
+                self.device.synchronize()
+                tell(key)
+                if on_error == "raise":
+                    self._admit_all(keys[number:], before_warmup, tell, on_error="skip")
+                    raise
+            else:
+                tell(key)
+
+    def _reject(self, mode: RuntimeMode, key: BatchDescriptor, error: Exception) -> None:
+        """Let a program never serve (again), and say so."""
+        wrapper = self._wrappers[mode]
+        wrapper.concrete_cudagraph_entries[key].invalidate()
+        self._failures[mode, key] = str(error)
+        if self._observer is not None:
+            self._observer(
+                CaptureFailed(wrapper.owner, mode, key, type(error).__name__, str(error))
+            )
 
     def _first_replay(
         self, mode: RuntimeMode, key: BatchDescriptor, before_warmup: HostState | None
@@ -279,9 +378,12 @@ class Runtime:
                   overwrites it. Clone to keep.
         Errors:   ``BatchError`` for what is no batch, ``InputMismatchError`` for values that do not
                   fit, ``MissError`` in strict mode, ``VerificationError`` where a sampled
-                  comparison with eager differs. A failed replay is never repeated eagerly.
+                  comparison with eager differs: that program serves no more (``CAPTURE_FAILED``).
+                  A failed replay is never repeated eagerly.
         """
         started = perf_counter_ns()
+        if uniform and num_tokens != num_reqs * self._query_len:
+            self._refuse_uniform(num_tokens, num_reqs)
         decision = self._dispatch(num_tokens, uniform, num_active_loras, exclude)
         self.last_decision = decision
         mode, key, reason = decision
@@ -308,12 +410,18 @@ class Runtime:
     def _replay(
         self, launch: _Launch, sizes: Mapping[str, int], values: Mapping[str, Any], live: Any
     ) -> Any:
-        mode, key, bound, take = launch
+        mode, key, bound, take, wrapper = launch
+        self._outputs.expire()
         bound.stage(sizes, values)
         for resource in self._resources:
             resource.prepare(key, live)
         with ForwardContext(mode, key, attn_metadata=live):
-            self._target(**bound.views)
+            if torch.is_grad_enabled():
+                # Gaps run the model's Python; what they return must not grow a graph of its own.
+                with torch.no_grad():
+                    wrapper(**bound.views)
+            else:
+                wrapper(**bound.views)
         return take(sizes)
 
     def _step_eager(
@@ -333,11 +441,22 @@ class Runtime:
                 reason=reason,
             )
         bound = self._buffers.live(sizes)
+        self._outputs.expire()
         bound.stage(sizes, values)
         for resource in self._resources:
             resource.prepare(key, live)
         with torch.no_grad(), ForwardContext(RuntimeMode.NONE, key, attn_metadata=live):
-            return self._model(**bound.views)
+            outputs = self._model(**bound.views)
+        # Eager outputs may be views of static buffers: the policy on aliasing holds for them too.
+        return self._outputs.bind(outputs).take(sizes)
+
+    def _refuse_uniform(self, num_tokens: int, num_reqs: int) -> NoReturn:
+        raise BatchError(
+            f"a uniform step of {num_tokens} tokens",
+            expected=f"num_tokens == num_reqs * {self._query_len}",
+            found=f"num_reqs = {num_reqs}",
+            do="pass uniform=True only where every request brings exactly that many tokens",
+        )
 
     # -- verification --------------------------------------------------------------------------
 
@@ -349,7 +468,12 @@ class Runtime:
         if self._until_verify > 0:
             return self._replay(launch, sizes, values, live)
         self._until_verify = self._verify_every
-        return self._verified(launch, sizes, values, live)
+        try:
+            return self._verified(launch, sizes, values, live)
+        except VerificationError as error:
+            self._reject(launch.mode, launch.key, error)
+            self._publish()
+            raise
 
     def _verified(
         self,
@@ -362,22 +486,22 @@ class Runtime:
         """Run one step eagerly and as a replay from the same state; raise if they differ.
 
         Eager means the model itself on the key's *padded* views: padding is not bit-neutral,
-        because another number of rows may choose another kernel.
+        because another number of rows may choose another kernel. Resources are prepared once.
         """
-        mode, key, bound, take = launch
+        mode, key, bound, take, wrapper = launch
+        self._outputs.expire()
+        bound.stage(sizes, values)
         for resource in self._resources:
             resource.prepare(key, live)
 
         def run_eager() -> Any:
-            bound.stage(sizes, values)
-            context = ForwardContext(RuntimeMode.NONE, key, attn_metadata=live)
-            with torch.no_grad(), context:
+            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, key, attn_metadata=live):
                 return self._outputs.bind(self._model(**bound.views)).take(sizes)
 
         def run_replay() -> Any:
-            bound.stage(sizes, values)
-            with ForwardContext(mode, key, attn_metadata=live):
-                self._target(**bound.views)
+            bound.stage(sizes, values)  # Again: the eager run may write buffers.
+            with torch.no_grad(), ForwardContext(mode, key, attn_metadata=live):
+                wrapper(**bound.views)
             return take(sizes)
 
         return check_first_replay(
@@ -395,8 +519,10 @@ class Runtime:
     # -- what is published ---------------------------------------------------------------------
 
     def _launch(self, mode: RuntimeMode, key: BatchDescriptor) -> _Launch:
-        program = self._wrappers[mode].concrete_cudagraph_entries[key]
-        return _Launch(mode, key, self._buffers.bind(key), self._outputs.bind(program.outputs).take)
+        wrapper = self._wrappers[mode]
+        outputs = wrapper.concrete_cudagraph_entries[key].outputs
+        take = self._outputs.bind(outputs).take
+        return _Launch(mode, key, self._buffers.bind(key), take, wrapper)
 
     def _publish(self) -> None:
         """Give dispatch exactly the programs that are ready; every other key says why not."""
@@ -415,7 +541,7 @@ class Runtime:
         self._launches = launches
         self._missing = missing
         self.dispatcher = CUDAGraphDispatcher(self.plan, unpublished=missing)
-        self._dispatch = self.dispatcher.dispatch
+        self._dispatch: Callable[..., Decision] = self.dispatcher.dispatch
 
     def check_externals(self) -> ExternalsReport:
         """Ask whether a tensor that programs read has moved (weights replaced, not copied into).
@@ -450,10 +576,7 @@ class Runtime:
             missing=MappingProxyType(dict(self._missing)),
             failures=MappingProxyType(dict(self._failures)),
             capture_seconds=self._capture_seconds,
-            graph_bytes=sum(
-                graph.memory.pool_growth_bytes + graph.memory.exec_bytes + graph.memory.slot_bytes
-                for graph in graphs
-            ),
+            graph_bytes=self.library.charged_bytes,
         )
 
     def _axis_sizes(self, key: BatchDescriptor) -> Mapping[str, int]:
@@ -470,13 +593,28 @@ class Runtime:
         """Retire every program, drop the buffers, release the device if this runtime made it.
 
         Idempotent. A step after it raises ``LibraryClosedError``.
+        Errors: ``CaptureInProgressError`` while a capture scope of its library is open.
         """
         self.library.close()
-        self._buffers.close()
+        self._is_closed = True
+        self._outputs.expire()
         self._launches = {}
-        self._dispatch = _closed
+        self._dispatch = self._dispatch_closed
         if self._owns_device:
             self.device.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise LibraryClosedError(
+                "runtime",
+                expected="an open runtime",
+                found="a use after close()",
+                do="make a new Runtime",
+            )
+
+    def _dispatch_closed(self, *_: object) -> NoReturn:
+        self._require_open()
+        raise AssertionError("only a closed runtime dispatches here")
 
     def __enter__(self) -> Self:
         return self
@@ -497,6 +635,7 @@ class _Launch(NamedTuple):
     key: BatchDescriptor
     bound: BoundBuffers
     take: Callable[[Mapping[str, int]], Any]
+    wrapper: CUDAGraphWrapper
 
 
 class _Ticker:
@@ -511,12 +650,3 @@ class _Ticker:
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total, key)
-
-
-def _closed(*args: object, **kwargs: object) -> Decision:
-    raise LibraryClosedError(
-        "runtime",
-        expected="an open runtime",
-        found="a step after close()",
-        do="make a new Runtime",
-    )

@@ -158,7 +158,7 @@ def test_captures_and_what_became_of_them_are_counted(events: list[Event]) -> No
     assert total.seconds == sum(event.seconds for event in programs)
     assert total.external_bytes == sum(event.external_bytes for event in programs)
     assert total.graph_bytes == sum(
-        event.pool_growth_bytes + event.exec_bytes + event.slot_bytes for event in programs
+        event.pool_growth_bytes + event.exec_bytes for event in programs
     )
     nodes = [event.num_nodes for event in programs]
     assert total.nodes == (None if None in nodes else sum(n for n in nodes if n is not None))

@@ -142,7 +142,7 @@ def test_the_json_fields_are_those_of_the_contract() -> None:
         "padding_percent": 100 * 3 / 18,
         "num_graphs": 6,
         "capture_seconds": 0.5,
-        "graph_bytes": 2 * 1792,
+        "graph_bytes": 2 * 1536,
         "seconds": 1.0,
     }
 
@@ -201,7 +201,7 @@ def test_captures_have_a_row_for_each_mode_that_captured() -> None:
         ("FULL_AND_PIECEWISE", "FULL", "1", "1", "40"),
         ("FULL_AND_PIECEWISE", "PIECEWISE", "1", "5", "40"),
     ]
-    assert grid.rows[0].cells[4:] == ("1.75 KiB", "0.25 s")
+    assert grid.rows[0].cells[4:] == ("1.50 KiB", "0.25 s")
 
 
 def test_four_policies_fit_a_terminal_of_80_columns() -> None:

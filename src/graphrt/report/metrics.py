@@ -86,8 +86,8 @@ class CaptureTotals(NamedTuple):
 
     @property
     def graph_bytes(self) -> int:
-        """What the programs take: pool, executables and slots."""
-        return self.pool_growth_bytes + self.exec_bytes + self.slot_bytes
+        """What the programs take: pool, slots in it included, and executables."""
+        return self.pool_growth_bytes + self.exec_bytes
 
 
 class VerificationTotals(NamedTuple):

@@ -133,7 +133,7 @@ def captures(runs: Sequence[PolicyRun]) -> TextTable:
         columns=("mode", "programs", "graphs", "nodes", "memory", "seconds"),
         rows=tuple(rows),
         note="A program is what one key replays: one graph, or several with eager gaps between. "
-        "Memory: pool, executables and slots.",
+        "Memory: pool, slots in it included, and executables.",
     )
 
 
