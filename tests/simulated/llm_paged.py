@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from graphrt import BatchDescriptor
-from graphrt_llm.attention import AttentionInputs, AttentionMetadata
+from graphrt_llm.attention import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionMetadata,
+    attend,
+)
 
 
 class Step(NamedTuple):
@@ -74,3 +79,17 @@ def key_of(step: Step, formula: str) -> BatchDescriptor:
     if formula == "live":
         return BatchDescriptor(tokens)
     return BatchDescriptor(tokens, requests, uniform=formula == "uniform")
+
+
+def attention(
+    backend: AttentionBackend,
+    layer_index: int,
+    q: Tensor,
+    kv: Tensor,
+    attn: AttentionInputs,
+    shared: tuple[Tensor, ...] = (),
+    out: Tensor | None = None,
+) -> Tensor:
+    """Store keys and values, as a model does, then attend."""
+    backend.cache.slots[layer_index].index_copy_(0, attn.slot_mapping, kv)
+    return attend(backend, layer_index, q, kv, attn, shared, out=out)

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from llm_paged import key_of, make_step, shuffled_tables
+from llm_paged import attention, key_of, make_step, shuffled_tables
 from torch import Tensor
 
-from graphrt_llm.attention import attention, make_attention
+from graphrt_llm.attention import make_attention
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import ModelConfig
 

@@ -148,7 +148,7 @@ def test_padding_changes_no_real_row_and_no_live_slot(formula: str) -> None:
         step = decode_step([5, 9, 2], pad_tokens=padding, pad_requests=padding)
         logits, _ = run(model, step, formula)
         assert logits.isfinite().all()
-        cache = model.attention._cache.tensor  # type: ignore[union-attr]  # the tests' own look
+        cache = model.attention.cache.tensor  # type: ignore[union-attr]
         results.append((logits[:3], cache[:, 1:].clone()))
     for logits, cache in results[1:]:
         # A matrix product of another height may sum in another order.
@@ -156,20 +156,13 @@ def test_padding_changes_no_real_row_and_no_live_slot(formula: str) -> None:
         torch.testing.assert_close(cache, results[0][1], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "logits_dtype"),
-    [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-    ],
-)
-def test_dtypes(dtype: torch.dtype, logits_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logits_have_the_model_s_dtype_and_precision(dtype: torch.dtype) -> None:
     exact, _ = run(make_model(ModelConfig.tiny()), decode_step([5, 9, 2]), "live")
     for formula in ("static", "live"):
         model = make_model(ModelConfig.tiny(), dtype)
         logits, _ = run(model, decode_step([5, 9, 2]), formula)
-        assert logits.dtype == model.logits_dtype == logits_dtype
+        assert logits.dtype == dtype
         # Logits have a deviation of 1; two layers of rounded products stand before them.
         assert (logits.double() - exact).abs().max() < 20 * torch.finfo(dtype).eps
 

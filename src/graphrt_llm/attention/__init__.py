@@ -5,7 +5,7 @@ from graphrt_llm.attention.base import (
     AttentionInputs,
     AttentionMetadata,
     AttentionResource,
-    attention,
+    attend,
 )
 from graphrt_llm.attention.registry import BACKENDS, make_attention
 
@@ -15,6 +15,6 @@ __all__ = [
     "AttentionInputs",
     "AttentionMetadata",
     "AttentionResource",
-    "attention",
+    "attend",
     "make_attention",
 ]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphrt import AttentionSupport, BatchDescriptor, break_point
+from graphrt_llm.kv_cache import KVCache
 
 HostInts = Sequence[int] | NDArray[np.int64]
 
@@ -40,6 +41,9 @@ class AttentionMetadata(NamedTuple):
     """New tokens, at least 1 each."""
     seq_lens: HostInts
     """Tokens in the cache and new ones."""
+    block_tables: NDArray[np.int64] | None = None
+    """[requests, max_blocks] as in ``AttentionInputs``. Only for a backend that plans on the host
+    which blocks to read."""
 
 
 class AttentionBackend(Protocol):
@@ -52,6 +56,10 @@ class AttentionBackend(Protocol):
     @property
     def support(self) -> AttentionSupport:
         """What of it may stand inside a FULL graph."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Where the model stores keys and values before it asks for attention."""
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
         """Allocate what the largest key needs. Nothing may grow or move afterwards."""
@@ -74,11 +82,11 @@ class AttentionBackend(Protocol):
         shared: tuple[Tensor, ...],
         out: Tensor | None,
     ) -> Tensor:
-        """Store ``kv`` in the cache, then attend; see ``attention``."""
+        """See ``attend``."""
 
 
 @break_point(name="attention", out="out")
-def attention(
+def attend(
     backend: AttentionBackend,
     layer_index: int,
     q: Tensor,
@@ -91,10 +99,12 @@ def attention(
 
     Shapes:   ``q`` [tokens, num_heads, head_dim]; ``kv`` [tokens, 2, num_kv_heads, head_dim], keys
               then values; ``shared`` what ``begin`` returned; result as ``q``, contiguous.
-    Aliasing: the result is ``out`` where given. The cache is written at ``attn.slot_mapping``.
-              Rows beyond the real tokens are finite and mean nothing.
+    Aliasing: the result is ``out`` where given. Rows beyond the real tokens are finite and mean
+              nothing.
 
-    A function and not a method, so that a PIECEWISE program is cut here for every backend.
+    ``kv`` is in the cache already, at ``attn.slot_mapping``: storing it needs no plan, so it stands
+    in the graph and not in the gap. A function and not a method, so that a PIECEWISE program is cut
+    here for every backend.
     """
     return backend.forward(layer_index, q, kv, attn, shared, out)
 

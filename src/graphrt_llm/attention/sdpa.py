@@ -52,7 +52,7 @@ class SdpaAttention:
     support: ClassVar[AttentionSupport] = AttentionSupport.ALWAYS
 
     def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
+        self.cache = cache
         self._kv_shape = (2, cache.config.num_kv_heads, cache.config.head_dim)
         self._num_groups = cache.config.num_heads // cache.config.num_kv_heads
         self._key: BatchDescriptor | None = None
@@ -89,7 +89,7 @@ class SdpaAttention:
         if not key.uniform:
             tables = tables.index_select(0, attn.token_requests)
         rows, max_blocks = tables.shape
-        keys = torch.arange(max_blocks * self._cache.block_size, device=positions.device)
+        keys = torch.arange(max_blocks * self.cache.block_size, device=positions.device)
         visible = keys <= positions.view(rows, -1, 1)
         if visible.shape[1] > 1:
             visible = visible.repeat_interleave(self._num_groups, 1)
@@ -104,7 +104,6 @@ class SdpaAttention:
         shared: tuple[Tensor, ...],
         out: Tensor | None,
     ) -> Tensor:
-        self._cache.slots[layer_index].index_copy_(0, attn.slot_mapping, kv)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if shared:
@@ -124,7 +123,7 @@ class SdpaAttention:
         if count:
             if self._decodes is None:
                 num_blocks = self._blocks_for(lengths.longest_decode)
-                keys = torch.arange(num_blocks * self._cache.block_size, device=q.device)
+                keys = torch.arange(num_blocks * self.cache.block_size, device=q.device)
                 visible = keys < attn.seq_lens[:count, None, None]
                 tables = attn.block_tables[:count, :num_blocks].contiguous()
                 self._decodes = tables, self._additive(visible)
@@ -193,14 +192,14 @@ class SdpaAttention:
         out.view(by_token).copy_(result.permute(2, 0, 1, 3))
 
     def _gather(self, layer_index: int, blocks: Tensor) -> Tensor:
-        return self._cache.layers[layer_index].index_select(0, blocks)
+        return self.cache.layers[layer_index].index_select(0, blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._cache.block_size)
+        return -(-num_tokens // self.cache.block_size)
 
     def _additive(self, visible: Tensor) -> Tensor:
         """The mask in the form that every kernel takes as it is: 0, or minus infinity."""
-        dtype = self._cache.tensor.dtype
+        dtype = self.cache.tensor.dtype
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, -torch.inf
         )

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from graphrt_llm.attention import AttentionBackend, AttentionInputs, attention
+from graphrt_llm.attention import AttentionBackend, AttentionInputs, attend
 from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.kernels import Kernels, choose_kernels
 from graphrt_llm.models.config import ModelConfig
-from graphrt_llm.models.rotary import rotary_table, rotate
+from graphrt_llm.models.rotary import rotary_table
 
 Device = torch.device | str
 
@@ -65,12 +66,19 @@ class Projection(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward network, each behind a norm, both added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: Device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> None:
         super().__init__()
         self.index = index
+        self.kernels = kernels
         self.eps = config.rms_norm_eps
         self.num_heads = config.num_heads
-        self.num_rotated = config.num_heads + config.num_kv_heads
         hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
         heads, kv_heads = config.num_heads * width, config.num_kv_heads * width
 
@@ -86,7 +94,9 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = _parameter((hidden,), dtype, device)
         # One row for each head, so that queries and keys are scaled by one multiplication.
         self.qk_norm = (
-            _parameter((self.num_rotated, width), dtype, device) if config.has_qk_norm else None
+            _parameter((config.num_heads + config.num_kv_heads, width), dtype, device)
+            if config.has_qk_norm
+            else None
         )
 
     def forward(
@@ -98,24 +108,19 @@ class DecoderLayer(nn.Module):
         shared: tuple[Tensor, ...],
     ) -> None:
         """Update ``residual`` [tokens, hidden_size] in place."""
-        num_tokens, hidden_size = residual.shape
-        x = F.rms_norm(residual, (hidden_size,), self.attention_norm, self.eps)
+        num_tokens = len(residual)
+        kernels = self.kernels
+        x = kernels.rms_norm(residual, self.attention_norm, self.eps)
+        # Queries, keys and values lie side by side in every token, so parts of it are views.
         heads = self.qkv(x).view(num_tokens, -1, rotation.shape[-1])
-        # Queries, keys and values lie side by side in every token, so both are views.
-        rotated = heads[:, : self.num_rotated]
+        slots = backend.cache.slots[self.index]
+        kernels.turn_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         kv = heads[:, self.num_heads :].view(num_tokens, 2, -1, rotation.shape[-1])
-        if self.qk_norm is None:
-            rotate(rotated, rotation, out=rotated)
-        else:
-            # Values too, for nothing: the kernel would first copy a part into contiguous memory.
-            normed = F.rms_norm(heads, heads.shape[-1:], None, self.eps)
-            rotate(normed[:, : self.num_rotated].mul_(self.qk_norm), rotation, out=rotated)
-        attended = attention(backend, self.index, heads[:, : self.num_heads], kv, attn, shared)
+        attended = attend(backend, self.index, heads[:, : self.num_heads], kv, attn, shared)
         self.attention_out.add_to(residual, attended.view(num_tokens, -1))
 
-        x = F.rms_norm(residual, (hidden_size,), self.mlp_norm, self.eps)
-        gate, up = self.gate_up(x).chunk(2, -1)
-        self.down.add_to(residual, F.silu(gate).mul_(up))
+        x = kernels.rms_norm(residual, self.mlp_norm, self.eps)
+        self.down.add_to(residual, kernels.silu_mul(self.gate_up(x)))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -148,13 +153,14 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.logits_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.kernels = choose_kernels(dtype, torch.device(device))
         self.attention: AttentionBackend | None = None
         # Parameters born in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.embedding = _parameter((config.vocab_size, config.hidden_size), dtype, device)
             self.layers = nn.ModuleList(
-                DecoderLayer(config, index, dtype, device) for index in range(config.num_layers)
+                DecoderLayer(config, index, self.kernels, dtype, device)
+                for index in range(config.num_layers)
             )
             self.norm = _parameter((config.hidden_size,), dtype, device)
             self.lm_head = (
@@ -176,7 +182,7 @@ class CausalLM(nn.Module):
 
         Shapes:  ``input_ids``, ``positions`` [tokens] int64; ``logits_indices`` [requests] int64;
                  result [requests, vocab_size].
-        Dtypes:  computed in the model's; logits are float64 for a float64 model, else float32.
+        Dtypes:  the model's, logits too: widening them would cost a pass over the vocabulary.
         Effects: keys and values of all tokens are stored in the attention backend's cache.
         Errors:  ``AttentionBackendError`` without a backend.
         """
@@ -194,8 +200,8 @@ class CausalLM(nn.Module):
         for layer in self.layers:
             layer(residual, rotation, backend, attn, shared)
         last = residual.index_select(0, logits_indices)
-        last = F.rms_norm(last, self.norm.shape, self.norm, self.config.rms_norm_eps)
-        return F.linear(last, self.lm_head).to(self.logits_dtype)
+        last = self.kernels.rms_norm(last, self.norm, self.config.rms_norm_eps)
+        return F.linear(last, self.lm_head)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the model under its name in a HF checkpoint, tied ones once."""

@@ -1,0 +1,159 @@
+"""The kernels in Triton: one launch each. See ``Kernels`` for what each does.
+
+Rows are computed in float32 and rounded once. A row is one program, because a decode step has few
+rows and each is short: what counts there is the number of launches, not their bandwidth.
+"""
+
+# Triton reads the annotations of a kernel itself and knows only its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_BLOCK = 1024
+"""Elements that one program of ``silu_mul`` computes."""
+
+
+def _rms_norm(
+    x,
+    weight,
+    out,
+    x_stride,
+    width,
+    eps,
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normed = values * scale * factors
+    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr) -> None:  # noqa: N803
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    source = gate_up + row * 2 * width + column
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * width + column, product.to(out.dtype.element_ty), mask=inside)
+
+
+def _turn_and_store(
+    heads,
+    qk_norm,
+    rotation,
+    slots,
+    slot_mapping,
+    eps,
+    num_heads,
+    num_kv_heads,
+    HAS_NORM: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    # A program is a head of a token; its halves are apart because a turn mixes them.
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    width = 2 * HALF
+    element = tl.arange(0, BLOCK)
+    inside = element < HALF
+    source = heads + (token * (num_heads + 2 * num_kv_heads) + head) * width + element
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + HALF, mask=inside, other=0.0)
+
+    if head < num_heads + num_kv_heads:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        if HAS_NORM:
+            mean = (tl.sum(a * a, 0) + tl.sum(b * b, 0)) / width
+            scale = tl.rsqrt(mean + eps)
+            factors = qk_norm + head * width + element
+            a = a * scale * tl.load(factors, mask=inside, other=0.0).to(tl.float32)
+            b = b * scale * tl.load(factors + HALF, mask=inside, other=0.0).to(tl.float32)
+        # Cosines of both halves, then sines; those of the first half are negated in the table.
+        angles = rotation + token * 2 * width + element
+        cos_a = tl.load(angles, mask=inside, other=0.0).to(tl.float32)
+        cos_b = tl.load(angles + HALF, mask=inside, other=0.0).to(tl.float32)
+        sin_a = tl.load(angles + width, mask=inside, other=0.0).to(tl.float32)
+        sin_b = tl.load(angles + width + HALF, mask=inside, other=0.0).to(tl.float32)
+        first = (a * cos_a + b * sin_a).to(first.dtype)
+        second = (b * cos_b + a * sin_b).to(second.dtype)
+        tl.store(source, first, mask=inside)
+        tl.store(source + HALF, second, mask=inside)
+
+    if head >= num_heads:
+        # Keys and values lie in a slot as they do in a token: all keys, then all values.
+        slot = tl.load(slot_mapping + token)
+        target = slots + (slot * 2 * num_kv_heads + head - num_heads) * width + element
+        tl.store(target, first, mask=inside)
+        tl.store(target + HALF, second, mask=inside)
+
+
+_rms_norm_kernel: Any = triton.jit(_rms_norm)
+_silu_mul_kernel: Any = triton.jit(_silu_mul)
+_turn_and_store_kernel: Any = triton.jit(_turn_and_store)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    _rms_norm_kernel[(rows,)](
+        x, weight, out, x.stride(0), width, eps, BLOCK=_power_of_2(width), num_warps=_warps(width)
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(MAX_BLOCK, _power_of_2(width))
+    _silu_mul_kernel[(rows, -(-width // block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    return out
+
+
+def turn_and_store(
+    heads: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+    rotation: Tensor,
+    slots: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    num_tokens, num_rows, width = heads.shape
+    num_kv_heads = slots.shape[2]
+    _turn_and_store_kernel[(num_tokens, num_rows)](
+        heads,
+        # Never read without a norm, but it has to be some pointer.
+        heads if qk_norm is None else qk_norm,
+        rotation,
+        slots,
+        slot_mapping,
+        eps,
+        num_rows - 2 * num_kv_heads,
+        num_kv_heads,
+        HAS_NORM=qk_norm is not None,
+        HALF=width // 2,
+        BLOCK=_power_of_2(width // 2),
+        num_warps=1,
+    )
+
+
+def _power_of_2(length: int) -> int:
+    return 1 << (length - 1).bit_length()
+
+
+def _warps(width: int) -> int:
+    """Warps of a program that holds a whole row: about 8 elements a thread."""
+    return min(16, max(1, _power_of_2(width) // 256))
