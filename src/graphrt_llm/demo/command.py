@@ -7,7 +7,8 @@ tokens, or a capture or replay failed; 2 for bad input; 130 for an interrupt.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -132,7 +133,7 @@ def run(options: Options, *, as_json: bool) -> bool:
     from graphrt_llm.demo.telling import are_identical, as_json as as_object, as_page
 
     prepared = prepare(options)
-    with Bars(Console(stderr=True)) as bars:
+    with Bars(Console(stderr=True)) as bars, _threads(1 if options.model is None else None):
         outcomes = compare_policies(
             options.modes,
             prepared.make_engine,
@@ -146,6 +147,23 @@ def run(options: Options, *, as_json: bool) -> bool:
     else:
         _print(prepared, outcomes, report)
     return are_identical(outcomes)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute on ``count`` CPU threads; None: on as many as torch chose.
+
+    The tiny model's operators are too small to share: a second thread would only wait for the
+    first, and on a busy machine for its turn on a core.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path) -> None:
