@@ -13,21 +13,23 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from benchmarks.cases import all_cases
-from benchmarks.harness import CannotRunError, Case, Row, as_json
+from benchmarks.harness import CannotRunError, Case, Row, as_json, machine
+from benchmarks.table import RESULTS, render, write_into_readme
 
 
 def choose(cases: Sequence[Case], only: str | None) -> list[Case]:
+    """The cases of these numbers. ``C-wrapper`` names ``C-wrapper-stale`` too: one number."""
     if only is None:
         return list(cases)
     wanted = [word.strip() for word in only.split(",") if word.strip()]
-    by_number = {case.number: case for case in cases}
-    unknown = [word for word in wanted if word not in by_number]
-    if unknown:
-        raise SystemExit(f"no such case: {', '.join(unknown)}; there are {', '.join(by_number)}")
-    return [by_number[word] for word in wanted]
+    chosen: list[Case] = []
+    for word in wanted:
+        found = [case for case in cases if f"{case.number}-".startswith(f"{word}-")]
+        if not found:
+            numbers = ", ".join(case.number for case in cases)
+            raise SystemExit(f"no case {word!r}; there are {numbers}")
+        chosen += [case for case in found if case not in chosen]
+    return chosen
 
 
 def describe(item: Row) -> str:
@@ -40,13 +42,59 @@ def describe(item: Row) -> str:
     )
 
 
+def run(cases: Sequence[Case], files: Sequence[Path], commit: str | None) -> bool:
+    """Run ``cases`` and write the rows to ``files`` after each of them; False if one failed.
+
+    Written after each: whoever stops a long run keeps what it has measured.
+    """
+    rows: list[Row] = []
+    where = machine(commit)
+    succeeded = True
+    for case in cases:
+        try:
+            new = case.run()
+        except CannotRunError as why:
+            print(f"{case.number}: cannot run here: {why}", file=sys.stderr)
+            continue
+        except Exception:  # noqa: BLE001 - one failing case must not take the others' results along
+            succeeded = False
+            print(f"{case.number}: FAILED", file=sys.stderr)
+            traceback.print_exc()
+            continue
+        rows += new
+        for item in new:
+            print(describe(item), flush=True)
+        for path in files:
+            path.write_text(as_json(rows, where), encoding="utf-8")
+    for path in files:
+        if rows:
+            print(f"wrote {path}", file=sys.stderr)
+    return succeeded
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="case numbers, separated by commas")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--save", type=Path, help="write the rows to a dated file in this folder")
+    parser.add_argument("--commit", help="record this commit: for a copy without its history")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--table", action="store_true", help="print the table of targets and stop")
+    parser.add_argument(
+        "--write-table", action="store_true", help="write that table into README.md and stop"
+    )
     args = parser.parse_args()
+
+    if args.write_table:
+        write_into_readme()
+        return 0
+    if args.table:
+        print(render(RESULTS), end="")
+        return 0
+
+    import torch
+
+    from benchmarks.cases import all_cases
 
     cases = choose(all_cases(), args.only)
     if args.list:
@@ -56,33 +104,16 @@ def main() -> int:
 
     # The CPU bars are stated for one thread; a GPU case does not notice.
     torch.set_num_threads(1)
-    rows: list[Row] = []
-    failed = False
-    for case in cases:
-        try:
-            new = case.run()
-        except CannotRunError as why:
-            print(f"{case.number}: cannot run here: {why}", file=sys.stderr)
-            continue
-        except Exception:  # noqa: BLE001 - one failing case must not take the others' results along
-            failed = True
-            print(f"{case.number}: FAILED", file=sys.stderr)
-            traceback.print_exc()
-            continue
-        rows += new
-        for item in new:
-            print(describe(item), flush=True)
-
-    targets = [args.json] if args.json else []
-    if args.save and rows:
+    files = [args.json] if args.json else []
+    if args.save:
         kind = "gpu" if torch.cuda.is_available() else "cpu"
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M%S")
-        targets.append(args.save / f"{stamp}-{kind}.json")
-    for path in targets:
+        files.append(args.save / f"{stamp}-{kind}.json")
+    for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_json(rows), encoding="utf-8")
-        print(f"wrote {path}", file=sys.stderr)
-    return 1 if failed else 0
+    if args.json:  # The file that was asked for exists even if no case could run here.
+        args.json.write_text("[]\n", encoding="utf-8")
+    return 0 if run(cases, files, args.commit) else 1
 
 
 if __name__ == "__main__":

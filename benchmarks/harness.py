@@ -2,12 +2,15 @@
 
 A case compares its outputs before it times anything and says what the timed region holds. A figure
 is a ratio or a difference inside one run; the samples of every arm are kept beside it.
+
+torch is imported where something is measured: rows, tables and comparisons need none.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -16,14 +19,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from graphrt import Device
 
 BLOCKS = 9
 """Interleaved blocks of a comparison; the median of an odd number is a sample."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+Arms = Mapping[str, Callable[[], object]]
+Samples = dict[str, list[float]]
+"""Arm -> one figure a block."""
 
 
 class CannotRunError(Exception):
@@ -70,18 +78,27 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
+def rounds(arms: Arms, blocks: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each arm once a block, every second block backwards: a drift then favours no arm."""
+    items = list(arms.items())
+    for block in range(blocks):
+        yield from items if block % 2 == 0 else reversed(items)
+
+
 def time_host(
-    arms: Mapping[str, Callable[[], object]],
+    arms: Arms,
     *,
     blocks: int = BLOCKS,
     block_ms: float = 20.0,
     per_call: Mapping[str, int] | None = None,
-) -> dict[str, list[float]]:
+) -> Samples:
     """Host nanoseconds a call of each arm, one figure a block, arms interleaved.
 
     ``per_call``: how many repetitions one call of an arm stands for (an arm that loops inside).
+    For arms that launch device work use ``time_launch``: a full queue would make the host wait.
     """
     repeats: dict[str, int] = {}
+    samples: Samples = {name: [] for name in arms}
     with quiet():
         for name, arm in arms.items():
             arm()
@@ -91,45 +108,125 @@ def time_host(
             repeats[name] = max(1, int(block_ms * 1e6 / once))
             for _ in range(min(repeats[name], 200)):
                 arm()
-        samples: dict[str, list[float]] = {name: [] for name in arms}
-        for _ in range(blocks):
-            for name, arm in arms.items():
-                count = range(repeats[name])
+        for name, arm in rounds(arms, blocks):
+            count = range(repeats[name])
+            started = perf_counter_ns()
+            for _ in count:
+                arm()
+            elapsed = perf_counter_ns() - started
+            inner = (per_call or {}).get(name, 1)
+            samples[name].append(elapsed / repeats[name] / inner)
+    return samples
+
+
+def time_launch(
+    arms: Arms,
+    *,
+    launches: int = 32,
+    bursts: int = 5,
+    blocks: int = BLOCKS,
+    synchronize: Callable[[], object],
+) -> Samples:
+    """Host nanoseconds that each arm takes to *launch* its work, one figure a block.
+
+    The device is idle when a burst begins and the queue never fills, so nothing waits for it. The
+    figure of a block is the median of its bursts.
+    """
+    for arm in arms.values():
+        for _ in range(launches):
+            arm()
+        synchronize()
+    samples: Samples = {name: [] for name in arms}
+    with quiet():
+        for name, arm in rounds(arms, blocks):
+            figures = []
+            for _ in range(bursts):
+                synchronize()
                 started = perf_counter_ns()
-                for _ in count:
+                for _ in range(launches):
                     arm()
-                elapsed = perf_counter_ns() - started
-                inner = (per_call or {}).get(name, 1)
-                samples[name].append(elapsed / repeats[name] / inner)
+                figures.append((perf_counter_ns() - started) / launches)
+            synchronize()
+            samples[name].append(statistics.median(figures))
     return samples
 
 
 def time_gpu(
-    arms: Mapping[str, Callable[[], object]],
+    arms: Arms,
     *,
     blocks: int = BLOCKS,
     repeats: int = 50,
     warmup: int = 10,
-) -> dict[str, list[float]]:
-    """GPU milliseconds a call of each arm by device events, one figure a block, interleaved."""
+    head_start_us: float = 0.0,
+) -> Samples:
+    """GPU milliseconds a call of each arm by device events, one figure a block, interleaved.
+
+    ``head_start_us``: keep the GPU busy that long before the first event, so that all launches of a
+    block are queued when it begins and the figure is the device's work, however slow the host. At
+    most some hundred launches fit the queue. 0: what a host that keeps launching gets.
+    """
+    import torch
+
     for arm in arms.values():
         for _ in range(warmup):
             arm()
     torch.cuda.synchronize()
-    samples: dict[str, list[float]] = {name: [] for name in arms}
+    samples: Samples = {name: [] for name in arms}
     with quiet():
-        for _ in range(blocks):
-            for name, arm in arms.items():
-                start = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
-                torch.cuda.synchronize()
-                start.record()
-                for _ in range(repeats):
-                    arm()
-                end.record()
-                torch.cuda.synchronize()
-                samples[name].append(start.elapsed_time(end) / repeats)
+        for name, arm in rounds(arms, blocks):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            if head_start_us:
+                torch.cuda._sleep(int(head_start_us * 2000))  # Cycles, at about 2 GHz.
+            start.record()
+            for _ in range(repeats):
+                arm()
+            end.record()
+            torch.cuda.synchronize()
+            samples[name].append(start.elapsed_time(end) / repeats)
     return samples
+
+
+def time_wall(
+    arms: Arms,
+    *,
+    blocks: int = BLOCKS,
+    repeats: int = 20,
+    warmup: int = 5,
+    synchronize: Callable[[], object],
+    each: bool = False,
+    before: Callable[[], object] | None = None,
+) -> Samples:
+    """Milliseconds of wall clock a call of each arm, one figure a block, interleaved.
+
+    Host and device together: ``synchronize`` ends a block, or with ``each`` every call, as a loop
+    that reads its result back does. ``before`` runs ahead of each block, outside the clock.
+    """
+    wait = synchronize if each else _nothing
+
+    def block(arm: Callable[[], object], count: int) -> float:
+        if before is not None:
+            before()
+        synchronize()
+        started = perf_counter_ns()
+        for _ in range(count):
+            arm()
+            wait()
+        synchronize()
+        return (perf_counter_ns() - started) / 1e6 / count
+
+    for arm in arms.values():
+        block(arm, warmup)
+    samples: Samples = {name: [] for name in arms}
+    with quiet():
+        for name, arm in rounds(arms, blocks):
+            samples[name].append(block(arm, repeats))
+    return samples
+
+
+def _nothing() -> None:
+    return None
 
 
 def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
@@ -140,6 +237,17 @@ def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list
 def difference(samples: Mapping[str, Sequence[float]], of: str, less: str) -> list[float]:
     """``of - less`` block by block."""
     return [a - b for a, b in zip(samples[of], samples[less], strict=True)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` (0 to 1) of ``values`` do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
+
+
+def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each arm, for a row's config: what a reader wants beside a ratio."""
+    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def row(
@@ -165,18 +273,50 @@ def row(
     )
 
 
-def machine() -> dict[str, str]:
-    """What a result must carry: device, torch, commit (and whether the tree was clean)."""
+@contextmanager
+def cuda_device() -> Iterator[Device]:
+    """A CUDA device of graphrt, closed at the end. Errors: ``CannotRunError`` without a GPU."""
+    import torch
+
+    from graphrt import make_device
+
+    if not torch.cuda.is_available():
+        raise CannotRunError(f"it needs a CUDA device, and torch {torch.__version__} sees none")
+    device = make_device("cuda")
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def machine(commit: str | None = None) -> dict[str, str]:
+    """What a result must carry: device, driver, torch, python, commit (and if it had changes).
+
+    ``commit``: what to record where the tree is a copy without its history.
+    """
+    import torch
+
     if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
+        device, driver = torch.cuda.get_device_name(), _driver()
     else:
         device = f"CPU {platform.machine()}, {torch.get_num_threads()} thread(s)"
+        driver = "none"
     return {
         "device": device,
+        "driver": driver,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit or _commit(),
     }
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+    except OSError:  # Without the tool the result says so; it is not worth losing the figures for.
+        return "unknown"
+    return done.stdout.split("\n")[0].strip() or "unknown"
 
 
 def _commit() -> str:
@@ -190,7 +330,21 @@ def _commit() -> str:
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def as_json(rows: Sequence[Row]) -> str:
-    """Rows with the machine they ran on, as the results are kept."""
-    where = machine()
-    return json.dumps([asdict(item) | where for item in rows], indent=1) + "\n"
+def as_json(rows: Sequence[Row], where: Mapping[str, str]) -> str:
+    """Rows with the machine they ran on, as results are kept: samples on one line an arm."""
+    return (
+        "[" + ",".join(f"\n {_row_as_json(asdict(item) | dict(where))}" for item in rows) + "\n]\n"
+    )
+
+
+def _row_as_json(fields: Mapping[str, Any]) -> str:
+    lines = []
+    for name, value in fields.items():
+        text = json.dumps(value)
+        if name == "samples":
+            arms = (
+                f"\n   {json.dumps(arm)}: {json.dumps(figures)}" for arm, figures in value.items()
+            )
+            text = "{" + ",".join(arms) + "}"
+        lines.append(f'"{name}": {text}')
+    return "{" + ",\n  ".join(lines) + "}"

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import dispatch, program, replay, wrapper
+from benchmarks.cases import (
+    capture,
+    compiled,
+    dispatch,
+    memory,
+    never_slower,
+    primitives,
+    program,
+    replay,
+    staging,
+    tails,
+    wrapper,
+)
 from benchmarks.harness import Case
+
+MODULES = (
+    dispatch,
+    wrapper,
+    program,
+    replay,
+    primitives,
+    capture,
+    staging,
+    memory,
+    never_slower,
+    compiled,
+    tails,
+)
 
 
 def all_cases() -> list[Case]:
     """Every case there is, CPU first."""
-    return [*dispatch.CASES, *wrapper.CASES, *program.CASES, *replay.CASES]
+    return [case for module in MODULES for case in module.CASES]

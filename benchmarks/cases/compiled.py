@@ -1,0 +1,397 @@
+"""G10: HF decoders captured as they are, against ``torch.compile(mode="reduce-overhead")``.
+
+One process, one set of weights: the HF module with a static cache is compiled, and captured by a
+``Runtime`` with break points at its attention. Greedy decoding; every step ends in an argmax that
+feeds the next. Both starts are cold: kernels are loaded before, compiler caches are off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.baselines import require_equal
+from benchmarks.harness import (
+    CannotRunError,
+    Case,
+    Row,
+    Samples,
+    cuda_device,
+    medians,
+    ratio,
+    row,
+    time_wall,
+)
+from benchmarks.models import DecodeStep, decode_key
+from graphrt import (
+    ZERO,
+    BatchDescriptor,
+    BufferSpec,
+    CompilationConfig,
+    CUDAGraphWrapper,
+    Device,
+    Example,
+    ForwardContext,
+    GraphLibrary,
+    OutputSpec,
+    Runtime,
+    RuntimeConfig,
+    RuntimeMode,
+    TensorStateGuard,
+    break_at,
+)
+from graphrt_llm.models import ModelConfig
+
+SIZES = (1, 2, 4)
+STEPS = 64
+"""Of a block; caches are set back to the prompt's end before each."""
+PROMPT = 128
+CACHE = 256
+TOLERANCE = 0.05
+"""Of logits, ||difference|| / ||eager||: compiled code rounds to bf16 at other places."""
+
+SHAPES = {
+    "qwen3-0.6b": ModelConfig.named("qwen3-0.6b"),
+    # The published shape of Llama-3.2-1B but for its rope scaling, which moves no bytes.
+    "llama-1b": ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def hf_model(shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The HF module of this shape with random weights, SDPA attention."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise CannotRunError(f"it needs transformers: {error}") from error
+    family = shape.architecture.removesuffix("ForCausalLM")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=shape.tie_word_embeddings,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = getattr(transformers, shape.architecture)(config)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+class Decoder:
+    """The HF module over static caches, one for each batch size, at the end of a random prompt."""
+
+    def __init__(
+        self, shape: ModelConfig, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        from transformers import StaticCache
+
+        self.model = hf_model(shape, dtype, device)
+        self.caches: dict[int, Any] = {}
+        generator = torch.Generator(device).manual_seed(0)
+        for size in sizes:
+            cache = StaticCache(config=self.model.config, max_cache_len=CACHE)
+            shared = {"batch_size": size, "dtype": dtype, "device": device}
+            cache.early_initialization(
+                num_heads=shape.num_kv_heads, head_dim=shape.head_dim, **shared
+            )
+            for layer in cache.layers:
+                layer.keys[:, :, :PROMPT].normal_(generator=generator)
+                layer.values[:, :, :PROMPT].normal_(generator=generator)
+            self.caches[size] = cache
+        self.counters = [
+            layer.cumulative_length for c in self.caches.values() for layer in c.layers
+        ]
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Back to the end of the prompt."""
+        for counter in self.counters:
+            counter.fill_(PROMPT)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Keys and values of all caches."""
+        layers = [layer for cache in self.caches.values() for layer in cache.layers]
+        return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [requests, vocab_size] of one more token a request, ``ids`` [requests]."""
+        cache = self.caches[ids.shape[0]]
+        return self.model(input_ids=ids[:, None], past_key_values=cache).logits[:, -1]
+
+
+def attention_class(model: Any) -> type:
+    return type(model.model.layers[0].self_attn)
+
+
+@contextmanager
+def captured(
+    decoder: Decoder, sizes: Sequence[int], vocab_size: int, device: Device
+) -> Iterator[Runtime]:
+    """A runtime over the decoder, every key captured: FULL, and PIECEWISE cut at attention."""
+
+    def model(ids: torch.Tensor) -> torch.Tensor:
+        return decoder(ids)
+
+    def example(key: BatchDescriptor, seed: int) -> Example:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(vocab_size, (key.num_tokens,), generator=generator)
+        return Example({"ids": ids.to(device.torch_device)}, key.num_tokens, key.num_tokens)
+
+    runtime = Runtime(
+        model,
+        inputs=[BufferSpec("ids", ("tokens",), torch.int64, ZERO)],
+        outputs=OutputSpec({"": "tokens"}),
+        examples=example,
+        config=RuntimeConfig(
+            compilation=CompilationConfig(cudagraph_capture_sizes=tuple(sizes)),
+            max_num_seqs=max(sizes),
+            max_num_batched_tokens=max(sizes),
+        ),
+        device=device,
+        state=TensorStateGuard(decoder.counters),
+        sinks=decoder.memory,
+    )
+    with runtime, break_at(decoder.model, types=(attention_class(decoder.model),)):
+        runtime.capture()
+        yield runtime
+
+
+def greedy(
+    forward: Callable[[torch.Tensor], torch.Tensor], num_reqs: int, device: torch.device
+) -> Callable[[], None]:
+    """A step that decodes: its token feeds the next one."""
+    ids = torch.ones(num_reqs, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        torch.argmax(forward(ids), -1, out=ids)
+
+    return step
+
+
+def through(runtime: Runtime) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Logits by ``Runtime.step``, for a decode batch of as many requests as tokens."""
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        size = ids.shape[0]
+        logits: torch.Tensor = runtime.step(
+            {"ids": ids}, num_tokens=size, num_reqs=size, uniform=True
+        )
+        return logits
+
+    return forward
+
+
+@contextmanager
+def engine_model(
+    shape: ModelConfig, weights: Any, dtype: torch.dtype, device: Device
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """graphrt_llm's decoder with the same weights, captured FULL for one request; FIXED length.
+
+    Its position stays where it is: the work does not depend on it, whole block tables are read.
+    """
+    step = DecodeStep(shape, max_reqs=1, context=CACHE, dtype=dtype, device=device.torch_device)
+    state = weights.state_dict()
+    for tensor in step.model.checkpoint_tensors():
+        tensor.destination.copy_(state[tensor.name])
+    step.prepare(1)
+    inputs = step.inputs(1)
+    key = decode_key(1)
+    with GraphLibrary(device) as library:
+        wrapper = CUDAGraphWrapper(step, library, RuntimeMode.FULL, name="engine model")
+        with library.capture_scope() as scope:
+            for mode in (RuntimeMode.NONE, RuntimeMode.FULL):
+                with scope.step(mode, key):
+                    wrapper(**inputs)
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            inputs["ids"].copy_(ids)
+            with ForwardContext(RuntimeMode.FULL, key):
+                logits: torch.Tensor = wrapper(**inputs)
+            return logits
+
+        ids = torch.ones(1, dtype=torch.int64, device=device.torch_device)
+        found = forward(ids).clone()
+        require_equal(found, step(**inputs), "G10 engine model")
+        yield forward
+
+
+def compiled_forward(decoder: Decoder) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The HF module under ``torch.compile``, as transformers' own generation uses it."""
+    model = torch.compile(decoder.model, mode="reduce-overhead", fullgraph=True)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        cache = decoder.caches[ids.shape[0]]
+        logits: torch.Tensor = model(input_ids=ids[:, None], past_key_values=cache).logits[:, -1]
+        return logits
+
+    return forward
+
+
+@contextmanager
+def no_compiler_cache() -> Iterator[None]:
+    """A cold start is one that finds nothing compiled on disk."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = (found.double() - expected.double()).norm() / expected.double().norm()
+    return float(difference)
+
+
+def captures_when_shapes_vary(runtime: Runtime, decoder: Decoder, num_steps: int) -> int:
+    """Captures and eager steps while batches of every size come and go. There should be none."""
+    before = runtime.library.num_cudagraph_captured
+    forward = through(runtime)
+    sizes = random.Random(0)
+    num_eager = 0
+    place = decoder.counters[0].device
+    for number in range(num_steps):
+        if number % STEPS == 0:
+            decoder.rewind()
+        size = sizes.randint(1, max(decoder.caches))
+        forward(torch.ones(size, dtype=torch.int64, device=place))
+        assert runtime.last_decision is not None, "a step leaves its decision"
+        num_eager += runtime.last_decision.reason.is_miss
+    return runtime.library.num_cudagraph_captured - before + num_eager
+
+
+def measure(name: str, shape: ModelConfig, device: Device) -> list[Row]:
+    place, dtype = device.torch_device, torch.bfloat16
+    decoder = Decoder(shape, SIZES, dtype, place)
+    eager = greedy(decoder, 1, place)
+    for size in SIZES:  # Kernels and libraries are loaded before any start is timed.
+        greedy(decoder, size, place)()
+    decoder.rewind()
+    ids = torch.ones(1, dtype=torch.int64, device=place)
+    expected = decoder(ids).clone()
+
+    decoder.rewind()
+    device.synchronize()
+    started = perf_counter()
+    with captured(decoder, SIZES, shape.vocab_size, device) as runtime:
+        found = through(runtime)(ids).clone()
+        device.synchronize()
+        our_start = perf_counter() - started
+        # The eager run above and this replay had the same cache up to the prompt's end.
+        require_equal(found, expected, f"G10 {name}, captured")
+
+        decoder.rewind()
+        device.synchronize()
+        started = perf_counter()
+        with no_compiler_cache():
+            forward = compiled_forward(decoder)
+            # The third call is the first that replays: compile, warm up, record.
+            for _ in range(3):
+                decoder.rewind()
+                compiled = forward(ids).clone()
+            device.synchronize()
+        their_start = perf_counter() - started
+        error = relative_difference(compiled, expected)
+        if not error <= TOLERANCE:
+            raise AssertionError(f"G10 {name}: compiled logits differ from eager by {error:.3g}")
+
+        with engine_model(shape, decoder.model, dtype, device) as engine:
+            arms = {
+                "compiled": greedy(forward, 1, place),
+                "captured": greedy(through(runtime), 1, place),
+                "engine model": greedy(engine, 1, place),
+                "eager": eager,
+            }
+            samples = time_wall(
+                arms,
+                repeats=STEPS,
+                warmup=STEPS // 2,
+                synchronize=device.synchronize,
+                before=decoder.rewind,
+            )
+        recaptured = captures_when_shapes_vary(runtime, decoder, 200)
+        num_graphs = runtime.library.num_cudagraph_captured
+    starts: Samples = {"captured": [our_start], "compiled": [their_start]}
+    shared = {
+        "shape": name,
+        "layers": shape.num_layers,
+        "cache": CACHE,
+        "prompt": PROMPT,
+        "requests": 1,
+        "medians_ms": medians(samples),
+        "compiled_logits_differ_by": error,
+    }
+    steps = [
+        row(
+            f"G10-{name}-{label}",
+            ratio(samples, arm, "compiled"),
+            target=0.75,
+            unit="ratio",
+            samples=samples,
+            timed=f"ms a greedy step over a block of {STEPS}, host and GPU",
+            **shared,
+        )
+        for label, arm in (("step", "captured"), ("engine", "engine model"))
+    ]
+    return [
+        *steps,
+        row(
+            f"G10-{name}-cold",
+            ratio(starts, "captured", "compiled"),
+            target=0.2,
+            unit="ratio",
+            samples=starts,
+            timed="s from the loaded module to the first graphed token; ours: every key, verified",
+            num_graphs=num_graphs,
+            sizes=SIZES,
+            **shared,
+        ),
+        row(
+            f"G10-{name}-recaptures",
+            [float(recaptured)],
+            target=0.0,
+            unit="captures",
+            samples={"captured": [float(recaptured)]},
+            timed="captures and eager steps in 200 steps of 1 to 4 requests",
+            **shared,
+        ),
+    ]
+
+
+def against_compile(name: str) -> Callable[[], Sequence[Row]]:
+    def run() -> Sequence[Row]:
+        with cuda_device() as device, torch.no_grad():
+            return measure(name, SHAPES[name], device)
+
+    return run
+
+
+CASES = [
+    Case(
+        f"G10-{name}", f"HF {name} decode over torch.compile reduce-overhead", against_compile(name)
+    )
+    for name in SHAPES
+]
