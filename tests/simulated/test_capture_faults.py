@@ -277,3 +277,31 @@ def test_bug_class_24_a_fault_after_a_state_write_is_never_repeated_eagerly(lab:
     assert len(calls) == 1
     assert program.state == "ready"
     assert lab.library.program(wrapper, FULL, KEY) is program
+
+
+def test_bug_class_12_graphs_of_earlier_segments_are_destroyed(lab: Lab) -> None:
+    @break_point
+    def raises(x: Tensor) -> None:
+        raise ValueError("in the gap")
+
+    def fails(x: Tensor) -> Tensor:
+        y = x + 1
+        raises(y)
+        return y
+
+    free = lab.device.memory().free_bytes + lab.library.generations[0].pool.bytes()
+    with pytest.raises(ValueError, match="in the gap"):
+        lab.capture(lab.wrap(fails, PIECEWISE), torch.ones(2))
+    gc.collect()
+    assert lab.device.memory().free_bytes + lab.library.generations[0].pool.bytes() == free
+
+
+def test_bug_class_12_a_skipped_failure_keeps_no_pool_memory_for_the_next_job(lab: Lab) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x + 1
+        return y * y.sum().item() if len(x) == 64 else y
+
+    wrapper = lab.wrap(model)
+    with lab.library.capture_scope(on_error="skip", warmups=0) as scope:
+        scope.capture_all([lab.job(wrapper, torch.ones(64))])
+        assert not lab.library.generations[0].pool.live_blocks()

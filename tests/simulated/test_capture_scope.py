@@ -134,6 +134,17 @@ def test_two_overlapping_scopes_of_two_libraries_share_one_pause() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_the_capture_stream_comes_after_the_caller_and_the_caller_after_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[tuple[object, object]] = []
+    monkeypatch.setattr(lab.device, "order", lambda after, before: orders.append((after, before)))
+    caller, stream = lab.device.current_stream(), lab.library.generations[0].stream
+    with lab.library.capture_scope():
+        assert orders == [(stream, caller)]
+    assert orders == [(stream, caller), (caller, stream)]
+
+
 def test_one_scope_at_a_time_and_none_after_close(lab: Lab) -> None:
     with lab.library.capture_scope():
         with pytest.raises(CaptureInProgressError), lab.library.capture_scope():

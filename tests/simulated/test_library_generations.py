@@ -349,3 +349,16 @@ def test_an_annotated_replay_does_the_same_under_profiler_ranges(lab: Lab) -> No
     names = {event.name for event in profile.events()}
     assert {"segment 0", "segment 1"} <= names
     assert "annotation" not in program.source
+
+
+def test_a_remembered_program_is_forgotten_when_the_table_changes(lab: Lab) -> None:
+    wrapper, x = lab.wrap(plus_one), torch.ones(2)
+    lab.capture(wrapper, x)
+    for _ in range(2):
+        lab.step(wrapper, x)
+    lab.library.invalidate()
+    new = lab.capture(wrapper, x)
+    assert lab.step(wrapper, x) is new.outputs
+    lab.library.retire()
+    with pytest.raises(CaptureOutsideScopeError):
+        lab.step(wrapper, x)

@@ -595,8 +595,7 @@ class _Run:
                 raise
             # Raises if the error left the device unusable: then there is nothing to go on with.
             scope.device.synchronize()
-            # The frames of the failed capture hold its tensors, and with them pool memory.
-            traceback.clear_frames(error.__traceback__)
+            _let_go(error)
         finally:
             self._seconds[job] = self._seconds.get(job, 0.0) + perf_counter() - started
 
@@ -618,6 +617,15 @@ class _Run:
 
     def _passes(self, job: CaptureJob, phase: Phase) -> bool:
         return self._gate is None or self._gate(job, phase)
+
+
+def _let_go(error: BaseException) -> None:
+    """Free the frames of a failure that is not raised: they hold tensors, hence pool memory."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
 
 
 def _escaped(generation: Generation, before: set[Block], kept: set[int]) -> list[Block]:
