@@ -39,6 +39,7 @@ from graphrt.graphs import (
     GraphLibrary,
     GraphMemory,
     OutputSpec,
+    Program,
     Resource,
     StaleCheck,
     StateGuard,
@@ -163,6 +164,7 @@ class Runtime:
         self._seconds: dict[Key, float] = {}
         self._failures: dict[Key, str] = {}
         self._missing: dict[Key, MissReason] = {}
+        self._admitted: dict[Key, Program] = {}
         self._launches: dict[RuntimeMode, dict[BatchDescriptor, _Launch]] = {}
         self._capture_seconds = 0.0
         self._is_closed = False
@@ -271,7 +273,7 @@ class Runtime:
     ) -> None:
         jobs = []
         for mode, key in keys:
-            if generation == "current" and self._has_program(mode, key):
+            if generation == "current" and self._valid_program(mode, key) is not None:
                 tell(key)  # An interrupt came between its capture and its first replay.
             else:
                 inputs = partial(self._example_call, key, seed=0)
@@ -293,9 +295,9 @@ class Runtime:
             for record in self.library.failures:
                 self._failures[record.mode, record.key] = str(record.error)
 
-    def _has_program(self, mode: RuntimeMode, key: BatchDescriptor) -> bool:
+    def _valid_program(self, mode: RuntimeMode, key: BatchDescriptor) -> Program | None:
         program = self._wrappers[mode].concrete_cudagraph_entries.get(key)
-        return program is not None and program.is_valid
+        return program if program is not None and program.is_valid else None
 
     def _admit_all(
         self,
@@ -309,9 +311,11 @@ class Runtime:
         The first error is raised only when the remaining ones were tried.
         """
         for number, (mode, key) in enumerate(keys, start=1):
+            program = self._valid_program(mode, key)
             try:
-                if self._has_program(mode, key):
+                if program is not None and self._admitted.get((mode, key)) is not program:
                     self._first_replay(mode, key, before_warmup)
+                    self._admitted[mode, key] = program
             except Exception as error:
                 self._reject(mode, key, error)
                 # Raises if the error left the device unusable: there is nothing to go on with.
@@ -530,12 +534,13 @@ class Runtime:
         missing: dict[Key, MissReason] = {}
         for mode, key in self.plan.capture_order:
             program = self._wrappers[mode].concrete_cudagraph_entries.get(key)
-            if (mode, key) in self._failures:
-                missing[mode, key] = MissReason.CAPTURE_FAILED
-            elif program is None or program.state == "captured":
-                missing[mode, key] = MissReason.NOT_CAPTURED_YET
-            elif program.state == "ready":
+            is_admitted = program is not None and self._admitted.get((mode, key)) is program
+            if program is not None and program.is_valid and is_admitted:
                 launches.setdefault(mode, {})[key] = self._launch(mode, key)
+            elif (mode, key) in self._failures:
+                missing[mode, key] = MissReason.CAPTURE_FAILED
+            elif program is None or program.is_valid:
+                missing[mode, key] = MissReason.NOT_CAPTURED_YET
             else:
                 missing[mode, key] = MissReason.INVALIDATED
         self._launches = launches
@@ -549,6 +554,7 @@ class Runtime:
         Programs that read one become invalid: their steps run eager (``INVALIDATED``) until
         ``capture()`` is called again.
         """
+        self._require_open()
         report = self.library.check_externals()
         self._publish()
         return report
@@ -599,6 +605,7 @@ class Runtime:
         self._is_closed = True
         self._outputs.expire()
         self._launches = {}
+        self._admitted = {}
         self._dispatch = self._dispatch_closed
         if self._owns_device:
             self.device.close()

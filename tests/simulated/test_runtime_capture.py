@@ -1,0 +1,441 @@
+"""Capturing through a runtime: what it tries, what it keeps, what a failure leaves, recapture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runtime_lab import (
+    FULL,
+    NONE,
+    PIECEWISE,
+    POLICIES,
+    SIZES,
+    RuntimeLab,
+    Toy,
+    assert_equal,
+    example,
+)
+
+from graphrt import (
+    Captured,
+    CaptureFailed,
+    CaptureFuseError,
+    ConfigError,
+    Example,
+    GraphMemoryError,
+    MissReason,
+    RanEager,
+    Retired,
+    SimulatedDevice,
+    StateAdvancedError,
+    TensorStateGuard,
+    Verified,
+)
+
+
+def reasons(lab: RuntimeLab) -> dict:
+    return {
+        (mode, key.num_tokens): why for (mode, key), why in lab.runtime.report().missing.items()
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_key_of_the_plan_is_captured_verified_and_accounted_for(policy):
+    with RuntimeLab(policy) as lab:
+        assert set(reasons(lab).values()) <= {MissReason.NOT_CAPTURED_YET}
+        report = lab.runtime.capture()
+        order = list(lab.runtime.plan.capture_order)
+        assert {(graph.mode, graph.key) for graph in report.graphs} == set(order)
+        captured = [event for event in lab.events if isinstance(event, Captured)]
+        assert [(event.mode, event.key) for event in captured] == order
+        verified = [event for event in lab.events if isinstance(event, Verified)]
+        assert [(event.mode, event.key) for event in verified] == order
+        assert all(event.equal and event.max_abs_difference == 0 for event in verified)
+        assert not report.missing
+        assert not report.failures
+        for graph, event in zip(
+            sorted(report.graphs, key=lambda g: order.index((g.mode, g.key))), captured, strict=True
+        ):
+            assert graph.state == "ready"
+            assert graph.seconds == event.seconds > 0
+            assert (graph.num_graphs, graph.num_gaps) == ((1, 0) if graph.mode is FULL else (2, 1))
+            assert graph.memory.num_nodes > 0
+            assert graph.memory.slot_bytes > 0 or graph.mode is FULL
+        assert report.device == "simulated"
+        assert report.capture_seconds > sum(graph.seconds for graph in report.graphs) or not order
+
+
+def test_the_report_counts_each_byte_once():
+    with RuntimeLab("PIECEWISE") as lab:
+        report = lab.runtime.capture()
+        assert report.graph_bytes == lab.runtime.library.charged_bytes
+        assert report.graph_bytes == sum(
+            graph.memory.pool_growth_bytes + graph.memory.exec_bytes for graph in report.graphs
+        )
+
+
+def test_progress_counts_captures_and_first_replays():
+    told = []
+    with RuntimeLab() as lab:
+        lab.runtime.capture(lambda *facts: told.append(facts))
+        order = [key for _, key in lab.runtime.plan.capture_order]
+    total = 2 * len(order)
+    assert [(done, of) for done, of, _ in told] == [(n, total) for n in range(1, total + 1)]
+    assert [key for _, _, key in told] == 2 * order
+
+
+def test_capturing_again_does_nothing_when_everything_serves():
+    told = []
+    with RuntimeLab() as lab:
+        lab.runtime.capture()
+        calls, events = lab.model.num_calls, len(lab.events)
+        lab.runtime.capture(lambda *facts: told.append(facts))
+        assert (lab.model.num_calls, len(lab.events), told) == (calls, events, [])
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls in a tensor, and each token's position in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros((), dtype=torch.int64))
+        self.num_calls = [0]
+
+    def forward(self, *, x, ids, lens):
+        self.num_calls[0] += 1
+        self.total.add_(1)
+        return {"rows": x * self.total, "lens": lens}
+
+
+@pytest.mark.parametrize("warmups", [0, 1, 3])
+def test_bug_class_11_warmups_are_honoured_and_guarded_state_is_untouched(warmups):
+    model = Counting()
+    compilation = {"cudagraph_num_of_warmups": warmups}
+    guard = TensorStateGuard([model.total])
+    wishes = {"compilation": compilation, "verify_first_replay": False}
+    with RuntimeLab("FULL", model=model, state=guard, wishes=wishes) as lab:
+        lab.step(4, 4)
+        lab.step(4, 4)
+        lab.runtime.capture()
+        assert model.num_calls[0] == 2 + (warmups + 1) * len(SIZES)
+        assert model.total == 2
+        for calls in range(3, 6):
+            lab.step(4, 4)
+            assert model.total == calls
+
+
+def test_bug_class_11_verification_leaves_guarded_state_as_one_step_would():
+    model = Counting()
+    guard = TensorStateGuard([model.total])
+    with RuntimeLab("FULL", model=model, state=guard, wishes={"verify_every": 1}) as lab:
+        lab.runtime.capture()
+        assert model.total == 0
+        for calls in range(1, 4):
+            lab.step(4, 4)
+            assert model.total == calls
+
+
+def test_bug_class_11_unguarded_state_is_refused_unless_it_is_a_sink():
+    model = Counting()
+    with (
+        RuntimeLab("FULL", model=model) as lab,
+        pytest.raises(StateAdvancedError, match="total"),
+    ):
+        lab.runtime.capture()
+    model = Counting()
+    wishes = {"verify_first_replay": False}
+    with RuntimeLab("FULL", model=model, sinks=[model.total], wishes=wishes) as lab:
+        assert not lab.runtime.capture().missing
+
+
+class FailingAt(Toy):
+    """Fails for one number of tokens while ``armed``."""
+
+    def __init__(self, num_tokens, error=OSError, when=lambda: True):
+        super().__init__()
+        self.arm = (num_tokens, error, when)
+
+    def forward(self, *, x, ids, lens):
+        num_tokens, error, when = self.arm
+        if x.shape[0] == num_tokens and when():
+            raise error("no such size")
+        return super().forward(x=x, ids=ids, lens=lens)
+
+
+class Switch:
+    def __init__(self, on=True):
+        self.on = on
+
+    def __call__(self):
+        return self.on
+
+
+def test_a_failing_key_runs_eager_with_its_reason_and_the_others_serve():
+    armed = Switch()
+    model = FailingAt(4, when=armed)
+    with RuntimeLab("PIECEWISE", model=model, wishes={"on_capture_error": "skip"}) as lab:
+        report = lab.runtime.capture()
+        assert reasons(lab) == {(PIECEWISE, 4): MissReason.CAPTURE_FAILED}
+        assert [key.num_tokens for _, key in report.failures] == [4]
+        assert "no such size" in next(iter(report.failures.values()))
+        failed = [event for event in lab.events if isinstance(event, CaptureFailed)]
+        assert [(event.key.num_tokens, event.error) for event in failed] == [(4, "OSError")]
+        armed.on = False
+        for num_tokens, mode in ((2, PIECEWISE), (3, NONE), (4, NONE), (7, PIECEWISE)):
+            outputs = lab.step(num_tokens, 2)
+            assert lab.runtime.last_decision.mode is mode
+            assert_equal(outputs, lab.eager(num_tokens, 2))
+        assert {e.reason for e in lab.events if isinstance(e, RanEager)} == {
+            MissReason.CAPTURE_FAILED
+        }
+        # What failed is tried again, and only that.
+        before = len(lab.events)
+        assert not lab.runtime.capture().missing
+        assert [e.key.num_tokens for e in lab.events[before:] if isinstance(e, Captured)] == [4]
+        lab.step(3, 2)
+        assert lab.runtime.last_decision.mode is PIECEWISE
+
+
+def test_an_error_is_raised_and_what_was_captured_before_it_serves():
+    # Only the capture fails, not the warm-up: 8 is captured before 4 is tried.
+    capturing = Switch(False)
+    model = FailingAt(4, when=capturing)
+    told = []
+
+    def progress(done, total, key):
+        told.append(key)
+        capturing.on = True
+
+    with RuntimeLab("PIECEWISE", model=model) as lab:
+        with pytest.raises(OSError, match="no such size") as raised:
+            lab.runtime.capture(progress)
+        assert "PIECEWISE" in "".join(raised.value.__notes__)
+        capturing.on = False
+        assert reasons(lab) == {
+            (PIECEWISE, 4): MissReason.CAPTURE_FAILED,
+            (PIECEWISE, 2): MissReason.NOT_CAPTURED_YET,
+        }
+        for num_tokens, mode in ((4, NONE), (5, PIECEWISE), (8, PIECEWISE)):
+            outputs = lab.step(num_tokens, 2)
+            assert lab.runtime.last_decision.mode is mode
+            assert_equal(outputs, lab.eager(num_tokens, 2))
+        assert not lab.runtime.capture().missing
+        assert len([event for event in lab.events if isinstance(event, Captured)]) == len(SIZES)
+
+
+def test_an_error_in_a_first_replay_is_raised_when_the_others_were_tried():
+    model = Toy()
+    broken = Switch()
+
+    def examples(key, seed):
+        if seed == 1 and key.num_tokens == 8 and broken():
+            raise RuntimeError("no example")
+        return example(key, seed)
+
+    with RuntimeLab("FULL", model=model, examples=examples) as lab:
+        with pytest.raises(RuntimeError, match="no example"):
+            lab.runtime.capture()
+        assert reasons(lab) == {(FULL, 8): MissReason.CAPTURE_FAILED}
+        lab.step(4, 2)
+        assert lab.runtime.last_decision.mode is FULL
+        lab.step(8, 2)
+        assert lab.runtime.last_decision[::2] == (NONE, MissReason.CAPTURE_FAILED)
+        broken.on = False
+        assert not lab.runtime.capture().missing
+        lab.step(8, 2)
+        assert lab.runtime.last_decision.mode is FULL
+
+
+def test_three_failures_in_a_row_fail_the_rest_without_trying():
+    class Never(Toy):
+        def forward(self, *, x, ids, lens):
+            if lab.runtime.library.has_open_scope:
+                self.calls[0][0] += 1
+                raise OSError("never")
+            return super().forward(x=x, ids=ids, lens=lens)
+
+    wishes = {"on_capture_error": "skip", "compilation": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
+    with RuntimeLab("FULL", model=Never(), wishes=wishes) as lab:
+        report = lab.runtime.capture()
+        assert set(report.missing.values()) == {MissReason.CAPTURE_FAILED}
+        assert lab.model.num_calls == 3
+        fused = [text for text in report.failures.values() if "consecutive" in text]
+        assert len(fused) == 1
+        assert CaptureFuseError.__name__ in [
+            event.error for event in lab.events if isinstance(event, CaptureFailed)
+        ]
+
+
+class Interrupted(Toy):
+    """Ctrl-C, once, in the n-th call from now."""
+
+    def __init__(self):
+        super().__init__()
+        self.countdown = ([-1],)
+
+    def forward(self, *, x, ids, lens):
+        self.countdown[0][0] -= 1
+        if self.countdown[0][0] == 0:
+            raise KeyboardInterrupt
+        return super().forward(x=x, ids=ids, lens=lens)
+
+
+# 3 warm-ups, 3 captures, 3 eager runs of a verification.
+@pytest.mark.parametrize("at", range(1, 10))
+@pytest.mark.parametrize("policy", ["FULL", "PIECEWISE"])
+def test_an_interrupt_anywhere_leaves_nothing_unverified_and_capture_goes_on(policy, at):
+    with RuntimeLab(policy, model=Interrupted()) as lab:
+        lab.model.countdown[0][0] = at
+        with pytest.raises(KeyboardInterrupt):
+            lab.runtime.capture()
+        assert not lab.device.is_capturing()
+        verified = [event for event in lab.events if isinstance(event, Verified)]
+        assert len(reasons(lab)) == len(SIZES) - len(verified)
+        assert set(reasons(lab).values()) == {MissReason.NOT_CAPTURED_YET}
+        assert_equal(lab.step(2, 2), lab.eager(2, 2))
+
+        report = lab.runtime.capture()
+        assert not report.missing
+        assert all(graph.seconds > 0 for graph in report.graphs)
+        # Nothing that was captured is captured again.
+        assert len([event for event in lab.events if isinstance(event, Captured)]) == len(SIZES)
+        for num_tokens in (2, 3, 8):
+            assert_equal(lab.step(num_tokens, 2), lab.eager(num_tokens, 2))
+            assert lab.runtime.last_decision.mode.name == policy
+
+
+@pytest.mark.parametrize("policy", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_bug_class_2_a_replaced_weight_runs_eager_and_right_until_captured_again(policy):
+    with RuntimeLab(policy) as lab:
+        lab.runtime.capture()
+        first_bytes = lab.runtime.report().graph_bytes
+        for round_number in range(3):
+            lab.model.weight.data = torch.randn(4, 4) + round_number
+            report = lab.runtime.check_externals()
+            assert "weight" in "".join(report.moved)
+            assert set(reasons(lab).values()) == {MissReason.INVALIDATED}
+            for batch in ((3, 3, True), (5, 2, False)):
+                outputs = lab.step(*batch)
+                assert lab.runtime.last_decision[::2] == (NONE, MissReason.INVALIDATED)
+                assert_equal(outputs, lab.eager(*batch[:2]))
+
+            again = lab.runtime.capture()
+            assert not again.missing
+            assert again.graph_bytes == first_bytes
+            assert len(lab.runtime.library.generations) == 1
+            for batch in ((3, 3, True), (5, 2, False)):
+                outputs = lab.step(*batch)
+                assert lab.runtime.last_decision.mode is not NONE
+                assert_equal(outputs, lab.eager(*batch[:2]))
+            assert lab.runtime.check_externals().is_unchanged
+
+
+class Routed(Toy):
+    """Reads another weight where there is one token to read it with."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, *, x, ids, lens):
+        if x.shape[0] == 2:
+            x = x * self.small
+        return super().forward(x=x, ids=ids, lens=lens)
+
+
+def test_what_still_serves_goes_on_until_the_new_generation_takes_its_place():
+    with RuntimeLab("FULL", model=Routed()) as lab:
+        lab.runtime.capture()
+        lab.model.small.data = torch.full((4,), 3.0)
+        lab.runtime.check_externals()
+        assert reasons(lab) == {(FULL, 2): MissReason.INVALIDATED}
+
+        # A recapture that fails takes nothing away.
+        lab.device.faults.end = True
+        with pytest.raises(Exception, match="end"):
+            lab.runtime.capture()
+        lab.device.faults.end = False
+        assert reasons(lab).keys() == {(FULL, 2)}
+        assert_equal(lab.step(8, 2), lab.eager(8, 2))
+        assert lab.runtime.last_decision.mode is FULL
+        assert_equal(lab.step(2, 2), lab.eager(2, 2))
+        assert lab.runtime.last_decision.mode is NONE
+
+        assert not lab.runtime.capture().missing
+        assert len(lab.runtime.library.generations) == 1
+        assert [event.num_programs for event in lab.events if isinstance(event, Retired)][-1] == 3
+        for num_tokens in (2, 8):
+            assert_equal(lab.step(num_tokens, 2), lab.eager(num_tokens, 2))
+            assert lab.runtime.last_decision.mode is FULL
+
+
+def test_a_weight_copied_into_keeps_every_graph_and_shows_at_once():
+    with RuntimeLab() as lab:
+        lab.runtime.capture()
+        with torch.no_grad():
+            lab.model.weight.copy_(torch.eye(4))
+        assert lab.runtime.check_externals().is_unchanged
+        outputs = lab.step(3, 3, True)
+        assert lab.runtime.last_decision.mode is FULL
+        assert_equal(outputs, lab.eager(3, 3))
+
+
+def test_a_graph_count_beyond_the_budget_is_an_error_or_a_reason():
+    with RuntimeLab("FULL", wishes={"max_graphs": 2}) as lab:
+        with pytest.raises(GraphMemoryError, match="at most 2"):
+            lab.runtime.capture()
+        assert reasons(lab) == {(FULL, 2): MissReason.CAPTURE_FAILED}
+        lab.step(8, 2)
+        assert lab.runtime.last_decision.mode is FULL
+    with RuntimeLab("FULL", wishes={"max_graphs": 2, "on_capture_error": "skip"}) as lab:
+        assert len(lab.runtime.capture().graphs) == 2
+        assert reasons(lab) == {(FULL, 2): MissReason.CAPTURE_FAILED}
+        assert_equal(lab.step(2, 2), lab.eager(2, 2))
+
+
+def test_a_budget_just_enough_is_enough_for_a_recapture_too():
+    with RuntimeLab("FULL", wishes={"max_graphs": len(SIZES)}) as lab:
+        lab.runtime.capture()
+        lab.model.weight.data = torch.randn(4, 4)
+        lab.runtime.check_externals()
+        assert not lab.runtime.capture().missing
+
+
+def test_bytes_beyond_the_budget_are_given_back():
+    with RuntimeLab("FULL") as lab:
+        needed = lab.runtime.capture().graph_bytes
+    wishes = {"max_graph_bytes": needed - 1, "on_capture_error": "skip"}
+    with RuntimeLab("FULL", wishes=wishes) as lab:
+        report = lab.runtime.capture()
+        assert 0 < len(report.graphs) < len(SIZES)
+        assert set(report.missing.values()) == {MissReason.CAPTURE_FAILED}
+        assert report.graph_bytes <= needed - 1
+        assert {event.error for event in lab.events if isinstance(event, CaptureFailed)} == {
+            "GraphMemoryError"
+        }
+
+
+def test_out_of_memory_while_capturing_is_typed_and_the_rest_serves():
+    device = SimulatedDevice(max_graphs=1)
+    with RuntimeLab("FULL", device=device, wishes={"on_capture_error": "skip"}) as lab:
+        lab.runtime.capture()
+        assert len(reasons(lab)) == len(SIZES) - 1
+        for num_tokens in (2, 8):
+            assert_equal(lab.step(num_tokens, 2), lab.eager(num_tokens, 2))
+
+
+def test_an_example_that_does_not_fill_its_key_is_refused():
+    def short(key, seed):
+        full = example(key, seed)
+        return Example(full.values, full.num_tokens - 1, full.num_reqs)
+
+    with RuntimeLab("FULL", examples=short) as lab, pytest.raises(Exception, match="shape"):
+        lab.runtime.capture()
+
+
+def test_an_output_path_that_does_not_exist_is_named():
+    with (
+        RuntimeLab("FULL", outputs={"logits": "tokens"}) as lab,
+        pytest.raises(ConfigError, match="logits"),
+    ):
+        lab.runtime.capture()

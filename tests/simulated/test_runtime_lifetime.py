@@ -1,0 +1,230 @@
+"""The life of a runtime: close, ownership, neighbours, threads, forks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from runtime_lab import FULL, INPUTS, OUTPUTS, RuntimeLab, Toy, assert_equal, config, example
+
+from graphrt import (
+    BufferSpec,
+    CaptureInProgressError,
+    ConfigError,
+    ForkedProcessError,
+    LibraryClosedError,
+    LifetimeError,
+    OutputSpec,
+    Runtime,
+    SimulatedDevice,
+    StaticBufferError,
+)
+from graphrt.device import simulated
+
+
+def test_close_gives_everything_back_and_may_be_repeated():
+    lab = RuntimeLab()
+    lab.runtime.capture()
+    assert lab.device.memory().pool_bytes == 0 < lab.runtime.report().graph_bytes
+    program = weakref.ref(lab.runtime.library.programs[0])
+    for _ in range(3):
+        lab.runtime.close()
+    gc.collect()
+    assert program() is None
+    report = lab.runtime.report()
+    assert (report.graphs, report.graph_bytes) == ((), 0)
+    with pytest.raises(LibraryClosedError):
+        lab.step(3, 3, True)
+    with pytest.raises(LibraryClosedError):
+        lab.step(9, 2)
+    with pytest.raises(LibraryClosedError):
+        lab.runtime.capture()
+    with pytest.raises(LibraryClosedError):
+        lab.runtime.check_externals()
+
+
+def test_a_runtime_that_never_captured_closes_too():
+    for mode in ("NONE", "FULL"):
+        with RuntimeLab(mode) as lab:
+            lab.step(4, 2)
+        with pytest.raises(LibraryClosedError):
+            lab.step(4, 2)
+
+
+def test_an_exception_inside_the_with_block_passes_and_closes():
+    lab = RuntimeLab()
+
+    def serve():
+        with lab.runtime as runtime:
+            runtime.capture()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        serve()
+    with pytest.raises(LibraryClosedError):
+        lab.step(4, 2)
+
+
+def make(device, **options) -> Runtime:
+    given = {"inputs": INPUTS, "outputs": OutputSpec(OUTPUTS), "examples": example, **options}
+    return Runtime(Toy(), config=config("FULL"), device=device, **given)
+
+
+def is_closed(device: SimulatedDevice) -> bool:
+    try:
+        device.new_pool()
+    except LifetimeError:
+        return True
+    return False
+
+
+def test_a_device_made_by_name_is_closed_and_one_that_was_given_is_not():
+    owned = make("simulated")
+    owned.close()
+    assert is_closed(owned.device)
+    device = SimulatedDevice()
+    for _ in range(2):
+        runtime = make(device)
+        runtime.capture()
+        runtime.close()
+        assert not is_closed(device)
+    device.close()
+
+
+def test_a_constructor_that_fails_closes_the_device_it_made(monkeypatch):
+    made = []
+    make_one = simulated.SimulatedDevice
+
+    def remembered(*args, **kwargs):
+        made.append(make_one(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(simulated, "SimulatedDevice", remembered)
+    for inputs in ([INPUTS[0], INPUTS[0]], [BufferSpec("x", ("pixels",), torch.float32)]):
+        with pytest.raises(StaticBufferError):
+            make("simulated", inputs=inputs)
+    assert len(made) == 2
+    assert all(map(is_closed, made))
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ConfigError, match="simulated"):
+        make("tpu")
+
+
+def test_a_runtime_is_not_closed_while_its_library_captures():
+    with RuntimeLab() as lab:
+        with lab.runtime.library.capture_scope(), pytest.raises(CaptureInProgressError):
+            lab.runtime.close()
+        lab.step(9, 2)
+        lab.runtime.capture()
+
+
+def test_an_open_runtime_that_is_forgotten_warns():
+    labs = [RuntimeLab("FULL")]
+    labs[0].runtime.capture()
+    labs.clear()
+    with pytest.warns(ResourceWarning, match="never closed"):
+        gc.collect()
+
+
+@pytest.mark.parametrize("shared_device", [True, False])
+def test_two_runtimes_in_one_process_do_not_disturb_each_other(shared_device):
+    device = SimulatedDevice() if shared_device else None
+    with RuntimeLab(device=device) as one:
+        one.runtime.capture()
+        rows = one.step(3, 3, True, seed=1)
+        before = {name: tensor.clone() for name, tensor in rows.items()}
+        with RuntimeLab("FULL", device=device) as other:
+            other.runtime.capture()
+            for seed in range(3):
+                assert_equal(other.step(7, 2, seed=seed), other.eager(7, 2, seed=seed))
+            # What the other one captured and replayed has not touched this one's graph storage.
+            assert_equal(rows, before)
+            other.model.weight.data = torch.zeros(4, 4)
+            other.runtime.check_externals()
+            assert not one.runtime.report().missing
+            assert one.runtime.check_externals().is_unchanged
+        assert_equal(rows, before)
+        assert_equal(one.step(4, 4, True, seed=2), one.eager(4, 4, seed=2))
+        assert one.runtime.last_decision.mode is FULL
+
+
+def test_two_threads_each_with_its_own_runtime_do_not_disturb_each_other():
+    start = threading.Barrier(2, timeout=60)
+
+    def serve(seed: int, policy: str) -> set[str]:
+        with RuntimeLab(policy) as lab:
+            for round_number in range(3):
+                start.wait()
+                lab.runtime.capture()
+                for step in range(40):
+                    batch = 1 + (seed + step) % 16, 1
+                    outputs = lab.step(*batch, seed=seed + step)
+                    assert_equal(outputs, lab.eager(*batch, seed=seed + step))
+                lab.model.weight.data = torch.full((4, 4), float(seed + round_number))
+                lab.runtime.check_externals()
+            return {event.reason.name for event in lab.step_events}
+
+    with ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(serve, 0, "PIECEWISE"), threads.submit(serve, 5, "FULL")]
+        for answer in answers:
+            assert answer.result(timeout=120) == {"HIT", "PADDED", "ABOVE_MAX"}
+    assert gc.isenabled()
+
+
+def test_a_capture_in_one_thread_does_not_stop_steps_of_another_runtime():
+    with RuntimeLab("FULL") as serving, RuntimeLab("FULL") as capturing:
+        serving.runtime.capture()
+        served = []
+
+        def serve_one(done, total, key):
+            # In the middle of the other's capture, from another thread.
+            thread = threading.Thread(
+                target=lambda: served.append(
+                    {name: t.clone() for name, t in serving.step(7, 2, seed=done).items()}
+                )
+            )
+            thread.start()
+            thread.join(timeout=60)
+
+        capturing.runtime.capture(serve_one)
+        assert len(served) == 6
+        for done, outputs in enumerate(served, start=1):
+            assert_equal(outputs, serving.eager(7, 2, seed=done))
+
+
+def in_a_child(body) -> str:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = "nothing happened"
+        try:
+            answer = body()
+        except BaseException as error:  # noqa: BLE001  # told to the parent
+            answer = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writer, answer.encode())
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_bug_class_15_a_forked_child_cannot_replay_or_capture_and_the_parent_goes_on():
+    with RuntimeLab() as lab:
+        lab.runtime.capture()
+        for batch in ((3, 3, True), (5, 2, False)):
+            said = in_a_child(lambda batch=batch: str(lab.step(*batch)))
+            assert said.startswith(ForkedProcessError.__name__), said
+        assert in_a_child(lambda: str(lab.runtime.close())) == "None"
+        assert_equal(lab.step(3, 3, True), lab.eager(3, 3))
+        assert lab.runtime.last_decision.mode is FULL

@@ -1,0 +1,404 @@
+"""Steps of a runtime: what serves them, what they return, what they refuse, what they report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from runtime_lab import (
+    FULL,
+    INPUTS,
+    MAX_REQS,
+    MAX_TOKENS,
+    NONE,
+    OUTPUTS,
+    PIECEWISE,
+    POLICIES,
+    WIDTH,
+    RuntimeLab,
+    Toy,
+    assert_equal,
+    values,
+)
+
+from graphrt import (
+    ZERO,
+    BatchError,
+    BufferSpec,
+    ConfigError,
+    InputMismatchError,
+    MissError,
+    MissReason,
+    OutputSpec,
+    RanEager,
+    Replayed,
+    RuntimeMode,
+    StaleOutputError,
+    break_point,
+    no_breaks,
+)
+
+# (tokens, requests, uniform) -> mode by policy; sizes 2, 4, 8; at most 4 requests.
+SERVED_BY = {
+    (3, 3, True): dict(zip(POLICIES, (NONE, PIECEWISE, FULL, FULL, FULL), strict=True)),
+    (4, 4, True): dict(zip(POLICIES, (NONE, PIECEWISE, FULL, FULL, FULL), strict=True)),
+    (5, 2, False): dict(zip(POLICIES, (NONE, PIECEWISE, FULL, NONE, PIECEWISE), strict=True)),
+    (8, 1, False): dict(zip(POLICIES, (NONE, PIECEWISE, FULL, NONE, PIECEWISE), strict=True)),
+    (9, 4, False): dict.fromkeys(POLICIES, NONE),
+    (16, 4, False): dict.fromkeys(POLICIES, NONE),
+}
+
+
+@pytest.fixture(scope="module")
+def labs():
+    opened = {mode: RuntimeLab(mode) for mode in POLICIES}
+    for lab in opened.values():
+        lab.runtime.capture()
+    yield opened
+    for lab in opened.values():
+        lab.runtime.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch", SERVED_BY)
+def test_a_step_equals_eager_on_the_padded_batch_bit_for_bit(labs, policy, batch):
+    lab = labs[policy]
+    for seed in range(3):
+        outputs = lab.step(*batch, seed=seed)
+        assert lab.runtime.last_decision.mode is SERVED_BY[batch][policy]
+        assert_equal(outputs, lab.eager(*batch[:2], seed=seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    steps=st.lists(
+        st.integers(1, MAX_TOKENS).flatmap(
+            lambda n: st.tuples(
+                st.just(n), st.integers(1, min(n, MAX_REQS)), st.booleans(), st.integers(0, 99)
+            )
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_no_step_sees_what_an_earlier_one_left(labs, policy, steps):
+    """Stale rows of a longer batch would show in a shorter one's padding, and in the result."""
+    lab = labs[policy]
+    for num_tokens, num_reqs, uniform, seed in steps:
+        num_reqs = num_tokens if uniform and num_tokens <= MAX_REQS else num_reqs
+        outputs = lab.step(num_tokens, num_reqs, num_tokens == num_reqs, seed)
+        assert_equal(outputs, lab.eager(num_tokens, num_reqs, seed))
+
+
+def test_a_full_replay_runs_no_model_python_and_a_piecewise_one_its_gaps_only(labs):
+    for policy, batch, gaps in (("FULL", (3, 3, True), 0), ("PIECEWISE", (5, 2, False), 1)):
+        model = labs[policy].model
+        calls, gap_calls = model.num_calls, model.num_gap_calls
+        for _ in range(4):
+            labs[policy].step(*batch)
+        assert model.num_calls == calls
+        assert model.num_gap_calls == gap_calls + 4 * gaps
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_gaps_meet_the_same_grad_mode_in_eager_and_replayed_steps(grad):
+    seen = []
+
+    class Asking(Toy):
+        def middle(self, hidden):
+            return ask(hidden)
+
+    @break_point
+    def ask(hidden):
+        seen.append(torch.is_grad_enabled())
+        return hidden + 1
+
+    with RuntimeLab("PIECEWISE", model=Asking()) as lab, torch.set_grad_enabled(grad):
+        lab.runtime.capture()
+        lab.step(5, 2)
+        lab.step(9, 2)
+    assert set(seen) == {False}
+
+
+def test_excluded_modes_leave_the_next_best_and_say_so(labs):
+    lab = labs["FULL_AND_PIECEWISE"]
+    lab.step(4, 4, True, exclude=frozenset({FULL}))
+    assert lab.runtime.last_decision.mode is PIECEWISE
+    outputs = lab.step(4, 4, True, exclude=frozenset({FULL, PIECEWISE}))
+    assert lab.runtime.last_decision[::2] == (NONE, MissReason.EXCLUDED)
+    assert_equal(outputs, lab.eager(4, 4))
+
+
+def test_each_step_is_one_event_with_its_reason_and_a_positive_time(labs):
+    lab = labs["FULL_AND_PIECEWISE"]
+    expected = [
+        ((3, 3, True), {}, Replayed, FULL, MissReason.PADDED, 4),
+        ((4, 4, True), {}, Replayed, FULL, MissReason.HIT, 4),
+        ((5, 2, False), {}, Replayed, PIECEWISE, MissReason.PADDED, 8),
+        ((9, 2, False), {}, RanEager, NONE, MissReason.ABOVE_MAX, 9),
+        (
+            (4, 1, False),
+            {"exclude": frozenset(RuntimeMode)},
+            RanEager,
+            NONE,
+            MissReason.EXCLUDED,
+            4,
+        ),
+    ]
+    for batch, options, kind, mode, reason, padded in expected:
+        lab.events.clear()
+        lab.step(*batch, **options)
+        (event,) = lab.events
+        assert type(event) is kind
+        assert (event.num_tokens, event.num_reqs, event.uniform) == batch
+        assert event.reason is reason
+        assert event.host_us > 0
+        if kind is Replayed:
+            assert (event.mode, event.num_padded_tokens) == (mode, padded)
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch", "captured", "reason"),
+    [
+        ("NONE", (3, 3, True), True, MissReason.MODE_NONE),
+        ("FULL_DECODE_ONLY", (5, 2, False), True, MissReason.MODE_NONE),
+        ("FULL_AND_PIECEWISE", (9, 2, False), True, MissReason.ABOVE_MAX),
+        ("FULL_AND_PIECEWISE", (3, 3, True), False, MissReason.NOT_CAPTURED_YET),
+    ],
+)
+def test_strict_mode_names_the_reason_and_runs_nothing(policy, batch, captured, reason):
+    prepared = Prepared()
+    with RuntimeLab(policy, wishes={"on_miss": "strict"}, resources=[prepared]) as lab:
+        if captured:
+            lab.runtime.capture()
+        calls, keys, events = lab.model.num_calls, len(prepared.keys), len(lab.events)
+        with pytest.raises(MissError) as raised:
+            lab.step(*batch)
+        assert raised.value.reason is reason
+        assert lab.model.num_calls == calls
+        assert len(prepared.keys) == keys
+        assert len(lab.events) == events
+        assert lab.runtime.last_decision.reason is reason
+
+
+class Prepared:
+    """A resource that remembers what it was prepared for."""
+
+    def __init__(self):
+        self.calls = []
+        self.keys = []
+
+    def reserve(self, max_key):
+        self.calls.append("reserve")
+
+    def prepare(self, key, live):
+        self.calls.append("prepare")
+        self.keys.append((key, live))
+
+    def freeze(self):
+        self.calls.append("freeze")
+
+
+def test_bug_class_4_a_resource_is_prepared_once_for_every_step():
+    prepared = Prepared()
+    with RuntimeLab(resources=[prepared], wishes={"verify_every": 2}) as lab:
+        report = lab.runtime.capture()
+        # A warm-up, a capture and a first replay of each key; reserved first, frozen in between.
+        num_keys = len(report.graphs)
+        assert prepared.calls[0] == "reserve"
+        assert prepared.calls.count("prepare") == 3 * num_keys
+        assert prepared.calls.index("freeze") == 1 + num_keys
+        for batch in ((4, 4, True), (3, 3, True), (5, 2, False), (9, 2, False)) * 2:
+            prepared.keys.clear()
+            lab.step(*batch, live=batch)
+            # Half of the replays are compared with eager: one step all the same.
+            assert prepared.keys == [(lab.runtime.last_decision.descriptor, batch)]
+
+
+def test_prepare_sees_the_inputs_of_its_own_step():
+    class Reading(Prepared):
+        def prepare(self, key, live):
+            super().prepare(key, live)
+            if live is not None:
+                self.seen = lab.runtime._buffers.tensors["ids"][:live].clone()
+
+    reading = Reading()
+    with RuntimeLab(resources=[reading], wishes={"verify_every": 1}) as lab:
+        lab.runtime.capture()
+        for seed, num_tokens in enumerate((4, 5, 9)):
+            lab.step(num_tokens, 2, seed=seed, live=num_tokens)
+            assert torch.equal(reading.seen, values(num_tokens, 2, seed)["ids"])
+
+
+def test_a_view_is_overwritten_by_the_next_step_a_clone_is_not():
+    with RuntimeLab("FULL", policy="view") as lab:
+        lab.runtime.capture()
+        first = lab.step(8, 4, seed=1)
+        before = first["rows"].clone()
+        second = lab.step(8, 4, seed=2)
+        assert first["rows"].data_ptr() == second["rows"].data_ptr()
+        assert not torch.equal(first["rows"], before)
+    with RuntimeLab("FULL", policy="clone") as lab:
+        lab.runtime.capture()
+        first = lab.step(8, 4, seed=1)
+        before = first["rows"].clone()
+        lab.step(8, 4, seed=2)
+        assert torch.equal(first["rows"], before)
+
+
+def passing_through(*, x, ids, lens):
+    return {"rows": x, "lens": lens + 0}
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9])
+def test_a_clone_of_an_input_handed_through_survives_in_graph_and_eager_steps(num_tokens):
+    with RuntimeLab("FULL", policy="clone", model=passing_through) as lab:
+        lab.runtime.capture()
+        first = lab.step(num_tokens, 4, seed=1)["rows"]
+        lab.step(num_tokens, 4, seed=2)
+        assert torch.equal(first, values(num_tokens, 4, 1)["x"])
+
+
+@pytest.mark.parametrize("later", [(4, 4, True), (5, 2, False), (9, 2, False)])
+def test_a_lease_ends_before_anything_of_the_next_step_runs(later):
+    with RuntimeLab("FULL_AND_PIECEWISE", policy="lease") as lab:
+        lab.runtime.capture()
+        for batch in ((4, 4, True), (5, 2, False), (9, 2, False)):
+            rows = lab.step(*batch)["rows"]
+            rows.sum()
+            lab.step(*later)
+            with pytest.raises(StaleOutputError):
+                rows.sum()
+
+
+def test_a_lease_ends_with_a_step_that_failed_halfway_with_a_capture_and_with_close():
+    armed = [False]
+
+    class Failing(Toy):
+        def middle(self, hidden):
+            return fail(hidden)
+
+    @break_point
+    def fail(hidden):
+        if armed[0]:
+            raise OSError("gap")
+        return hidden + 1
+
+    with RuntimeLab("PIECEWISE", policy="lease", model=Failing()) as lab:
+        lab.runtime.capture()
+        rows = lab.step(5, 2)["rows"]
+        armed[0] = True
+        with pytest.raises(OSError, match="gap"):
+            lab.step(5, 2)
+        armed[0] = False
+        with pytest.raises(StaleOutputError):
+            rows.sum()
+        rows = lab.step(5, 2)["rows"]
+        lab.runtime.capture()
+        with pytest.raises(StaleOutputError):
+            rows.sum()
+        rows = lab.step(5, 2)["rows"]
+    with pytest.raises(StaleOutputError):
+        rows.sum()
+
+
+def test_a_length_by_callable_holds_in_graph_and_eager_steps():
+    def model(*, x, ids, lens):
+        return torch.cat([x * 2, x[:1]])
+
+    outputs = {"": lambda sizes: sizes["tokens"] - 1}
+    with RuntimeLab("FULL", model=model, outputs=outputs) as lab:
+        lab.runtime.capture()
+        for num_tokens in (3, 8, 9):
+            rows = lab.step(num_tokens, 2)
+            assert torch.equal(rows, values(num_tokens, 2)["x"][:-1] * 2)
+
+
+def test_an_absent_optional_input_is_padding_also_after_a_step_that_had_it():
+    inputs = (*INPUTS, BufferSpec("bias", ("tokens",), torch.float32, ZERO, optional=True))
+
+    def model(*, x, ids, lens, bias):
+        return x + bias[:, None]
+
+    with RuntimeLab("FULL", model=model, inputs=inputs, outputs={"": "tokens"}) as lab:
+        lab.runtime.capture()
+        for num_tokens in (8, 9):
+            batch = values(num_tokens, 2)
+            sizes = {"num_tokens": num_tokens, "num_reqs": 2}
+            with_bias = lab.runtime.step({**batch, "bias": torch.ones(num_tokens)}, **sizes).clone()
+            assert torch.equal(with_bias, batch["x"] + 1)
+            assert torch.equal(lab.runtime.step(batch, **sizes), batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_reqs", "uniform", "error"),
+    [
+        (-1, 1, False, BatchError),
+        (2.5, 1, False, BatchError),
+        ("4", 1, False, BatchError),
+        (4, 2, True, BatchError),
+        (4, 5, False, InputMismatchError),
+        (4, -1, False, InputMismatchError),
+        (MAX_TOKENS + 1, 2, False, InputMismatchError),
+    ],
+)
+def test_what_is_no_batch_of_this_runtime_is_refused_by_type(
+    labs, num_tokens, num_reqs, uniform, error
+):
+    for lab in labs.values():
+        before = lab.model.num_calls
+        with pytest.raises(error) as raised:
+            lab.runtime.step(
+                values(4, 2), num_tokens=num_tokens, num_reqs=num_reqs, uniform=uniform
+            )
+        assert raised.value.expected
+        assert raised.value.found
+        assert lab.model.num_calls == before
+
+
+def test_values_that_do_not_fit_are_named_before_anything_runs(labs):
+    for lab in labs.values():
+        for change, word in (
+            ({"x": torch.zeros(3, WIDTH)}, "'x'"),
+            ({"ids": torch.zeros(4)}, "'ids'"),
+            ({"y": torch.zeros(4)}, "'y'"),
+        ):
+            with pytest.raises(InputMismatchError, match=word):
+                lab.runtime.step({**values(4, 4), **change}, num_tokens=4, num_reqs=4, uniform=True)
+
+
+def test_an_empty_batch_is_padded_like_any_other(labs):
+    for lab in labs.values():
+        outputs = lab.step(0, 0)
+        assert outputs["rows"].shape == (0, WIDTH)
+
+
+def test_a_break_point_declared_away_makes_one_piece():
+    with RuntimeLab("PIECEWISE") as lab, no_breaks():
+        report = lab.runtime.capture()
+        assert {graph.num_gaps for graph in report.graphs} == {0}
+
+
+def test_steps_in_inference_mode_and_outside_it_give_the_same(labs):
+    for lab in labs.values():
+        for batch in ((3, 3, True), (5, 2, False), (9, 2, False)):
+            plain = {k: v.clone() for k, v in lab.step(*batch).items()}
+            with torch.inference_mode():
+                assert_equal(lab.step(*batch), plain)
+            assert_equal(lab.step(*batch), plain)
+
+
+def test_two_runtimes_given_one_output_spec_keep_their_leases_apart():
+    spec = OutputSpec(OUTPUTS, "lease")
+    with RuntimeLab("FULL", outputs=spec) as one, RuntimeLab("FULL", outputs=spec) as other:
+        for lab in (one, other):
+            lab.runtime.capture()
+        rows = one.step(8, 4)["rows"]
+        other.step(8, 4)
+        assert torch.equal(rows, one.eager(8, 4)["rows"])
+
+
+def test_outputs_without_declared_axes_are_refused_at_once():
+    with pytest.raises(ConfigError, match="axes"):
+        RuntimeLab("FULL", outputs=OutputSpec(None))

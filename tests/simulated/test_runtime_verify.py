@@ -1,0 +1,217 @@
+"""Verification by a runtime: what never serves, what is caught later, what state is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runtime_lab import FULL, NONE, SIZES, RuntimeLab, Toy, assert_equal, values
+
+from graphrt import (
+    CaptureFailed,
+    MissReason,
+    Replayed,
+    TensorStateGuard,
+    VerificationError,
+    Verified,
+    get_forward_context,
+)
+
+ROWS = {"rows": "tokens"}
+
+
+class FrozenHostValue(torch.nn.Module):
+    """Reads the step's number from the host: right in eager, frozen in a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = [1.0]
+
+    def forward(self, *, x, ids, lens):
+        return {"rows": x * self.number[0]}
+
+
+class ReadsContext(torch.nn.Module):
+    def forward(self, *, x, ids, lens):
+        live = get_forward_context().attn_metadata
+        return {"rows": x * (1.0 if live is None else live)}
+
+
+class Memoises(torch.nn.Module):
+    """Keeps a tensor of its first inputs, as if it were a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+
+    def forward(self, *, x, ids, lens):
+        if self.scale is None:
+            self.scale = x.sum()
+        return {"rows": x * self.scale}
+
+
+def with_live(live):
+    def examples(key, seed):
+        from runtime_lab import example
+
+        return example(key, seed)._replace(live=live)
+
+    return examples
+
+
+@pytest.mark.parametrize(
+    ("policy", "model", "options"),
+    [
+        ("FULL", ReadsContext, {"examples": with_live(2.0)}),
+        ("PIECEWISE", ReadsContext, {"examples": with_live(2.0)}),
+        ("FULL", Memoises, {}),
+        ("PIECEWISE", Memoises, {}),
+    ],
+)
+def test_bug_classes_3_and_9_a_frozen_host_value_or_memo_never_serves(policy, model, options):
+    with RuntimeLab(policy, model=model(), outputs=ROWS, **options) as lab:
+        with pytest.raises(VerificationError) as raised:
+            lab.runtime.capture()
+        assert policy in raised.value.subject
+        assert set(lab.runtime.report().missing.values()) == {MissReason.CAPTURE_FAILED}
+        lab.step(4, 2, live=3.0)
+        assert lab.runtime.last_decision[::2] == (NONE, MissReason.CAPTURE_FAILED)
+        assert not any(isinstance(event, Replayed) for event in lab.events)
+
+
+def test_a_program_that_failed_verification_cannot_be_replayed_by_hand_either():
+    wishes = {"on_capture_error": "skip"}
+    with RuntimeLab("FULL", model=Memoises(), outputs=ROWS, wishes=wishes) as lab:
+        report = lab.runtime.capture()
+        assert {graph.state for graph in report.graphs} == {"invalid"}
+        assert len(report.failures) == len(SIZES)
+        failed = [event for event in lab.events if isinstance(event, CaptureFailed)]
+        assert [event.error for event in failed] == ["VerificationError"] * len(SIZES)
+        assert all("expected" in event.message for event in failed)
+        assert [event.equal for event in lab.events if isinstance(event, Verified)] == [False] * 3
+
+
+def test_a_cause_that_was_removed_is_captured_and_serves():
+    model = ReadsContext()
+    wishes = {"on_capture_error": "skip"}
+    live = [2.0]
+
+    def examples(key, seed):
+        from runtime_lab import example
+
+        return example(key, seed)._replace(live=live[0])
+
+    with RuntimeLab("FULL", model=model, outputs=ROWS, wishes=wishes, examples=examples) as lab:
+        assert len(lab.runtime.capture().missing) == len(SIZES)
+        num_bytes = lab.runtime.report().graph_bytes
+        live[0] = None
+        again = lab.runtime.capture()
+        assert not again.missing
+        assert {graph.state for graph in again.graphs} == {"ready"}
+        # The programs that failed are gone, not kept beside the new ones.
+        assert again.graph_bytes == num_bytes
+        lab.step(4, 2)
+        assert lab.runtime.last_decision.mode is FULL
+
+
+def test_without_verification_nothing_is_compared_and_the_first_replay_still_happens():
+    wishes = {"verify_first_replay": False}
+    with RuntimeLab("FULL", model=Memoises(), outputs=ROWS, wishes=wishes) as lab:
+        report = lab.runtime.capture()
+        assert {graph.state for graph in report.graphs} == {"ready"}
+        assert not any(isinstance(event, Verified) for event in lab.events)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_of_every_n_replays_is_compared(every):
+    with RuntimeLab(wishes={"verify_every": every}) as lab:
+        lab.runtime.capture()
+        lab.events.clear()
+        for number in range(1, 8):
+            outputs = lab.step(3, 3, True, seed=number)
+            assert_equal(outputs, lab.eager(3, 3, seed=number))
+            lab.step(9, 2)  # an eager step is not counted
+            verified = [event for event in lab.events if isinstance(event, Verified)]
+            assert len(verified) == number // every
+        assert len(lab.step_events) == 14
+
+
+def corrupt(lab: RuntimeLab) -> None:
+    """Make graphs wrong behind the runtime's back: a host value that they have frozen."""
+    lab.model.number[0] = 5.0
+
+
+def test_a_wrong_replay_is_caught_when_sampled_and_its_graph_serves_no_more():
+    wishes = {"verify_every": 2}
+    with RuntimeLab("FULL", model=FrozenHostValue(), outputs=ROWS, wishes=wishes) as lab:
+        lab.runtime.capture()
+        corrupt(lab)
+        lab.step(4, 2)
+        with pytest.raises(VerificationError, match=r"rows"):
+            lab.step(4, 2)
+        rows = lab.step(4, 2)["rows"]
+        assert torch.equal(rows, values(4, 2)["x"] * 5)
+        assert lab.runtime.last_decision[::2] == (NONE, MissReason.CAPTURE_FAILED)
+        lab.step(8, 2)  # not compared yet
+        assert lab.runtime.last_decision.mode is FULL
+        (failed,) = [event for event in lab.events if isinstance(event, CaptureFailed)]
+        assert failed.error == "VerificationError"
+        # Captured anew, with the value of now.
+        assert not lab.runtime.capture().missing
+        assert torch.equal(lab.step(4, 2)["rows"], values(4, 2)["x"] * 5)
+        assert lab.runtime.last_decision.mode is FULL
+
+
+def test_a_difference_of_state_alone_is_caught():
+    class Writes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(64))
+            self.number = [1.0]
+
+        def forward(self, *, x, ids, lens):
+            self.cache.index_add_(0, ids.clamp(min=0), x[:, 0] * self.number[0])
+            return {"rows": x + 1}
+
+    model = Writes()
+    guard = TensorStateGuard([model.cache])
+    options = {"outputs": ROWS, "state": guard, "wishes": {"verify_every": 1}}
+    with RuntimeLab("FULL", model=model, **options) as lab:
+        lab.runtime.capture()
+        assert not model.cache.any()
+        lab.step(4, 2)
+        before = model.cache.clone()
+        corrupt(lab)
+        with pytest.raises(VerificationError, match="state"):
+            lab.step(4, 2)
+        assert torch.equal(model.cache, before)
+
+
+def test_a_tolerance_accepts_what_bits_would_not():
+    class Drifts(FrozenHostValue):
+        pass
+
+    for tolerance, is_caught in ((None, True), (1e-3, False)):
+        options = {"wishes": {"verify_every": 1}, "verify_tolerance": tolerance}
+        with RuntimeLab("FULL", model=Drifts(), outputs=ROWS, **options) as lab:
+            lab.runtime.capture()
+            lab.model.number[0] = 1 + 1e-5
+            if is_caught:
+                with pytest.raises(VerificationError):
+                    lab.step(4, 2)
+            else:
+                lab.step(4, 2)
+                assert lab.runtime.last_decision.mode is FULL
+
+
+def test_bug_class_24_a_replay_that_fails_is_never_repeated_eagerly():
+    with RuntimeLab("FULL", model=Toy()) as lab:
+        lab.runtime.capture()
+        calls = lab.model.num_calls
+        lab.events.clear()
+        lab.device.faults.replay_op = 1
+        with pytest.raises(Exception, match="replay"):
+            lab.step(4, 2)
+        lab.device.faults.replay_op = None
+        assert lab.model.num_calls == calls
+        assert lab.events == []
+        assert_equal(lab.step(4, 2), lab.eager(4, 2))
