@@ -1,4 +1,4 @@
-"""Print the longest functions, largest files and widest importers: questions for a review, no gate."""
+"""Print the longest functions, largest files and widest importers: questions, no gate."""
 
 from __future__ import annotations
 
