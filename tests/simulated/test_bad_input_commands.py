@@ -1,0 +1,166 @@
+"""The command line as a user meets it: bad input and Ctrl-C, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "torch_dtype": "float32",
+}
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def graphrt(*words: str, folder: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "graphrt", *words],
+        cwd=folder,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def truncated_safetensors(folder: Path) -> list[str]:
+    import torch
+    from safetensors.torch import save_file
+
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"model.embed_tokens.weight": torch.zeros(64, 32)}, model / "model.safetensors")
+    whole = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    return ["demo", "--model", str(model)]
+
+
+def malformed_row(folder: Path) -> list[str]:
+    rows = "2023-11-16 18:15:46.6805900,374,44\n" * 2 + "2023-11-16 18:15:50.9951690,396\n"
+    (folder / "trace.csv").write_text(AZURE + rows)
+    return ["demo", "--trace", "trace.csv"]
+
+
+def unknown_key(folder: Path) -> list[str]:
+    (folder / "config.json").write_text('{"compilation": {"cudagraph_capture_size": [1]}}')
+    return ["resolve", "config.json"]
+
+
+def above_the_limits(folder: Path) -> list[str]:
+    sizes = {"cudagraph_capture_sizes": [64, 128], "max_cudagraph_capture_size": 128}
+    config = {"compilation": sizes, "max_num_batched_tokens": 32, "max_num_seqs": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["resolve", "config.json"]
+
+
+def zero_and_negative(folder: Path) -> list[str]:
+    config = {"max_num_seqs": 0, "compilation": {"cudagraph_capture_sizes": [-8]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["resolve", "config.json"]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (unknown_key, "ConfigError", ["cudagraph_capture_size", "cudagraph_capture_sizes"]),
+        (above_the_limits, "ConfigError", ["cudagraph_capture_sizes", "32"]),
+        (zero_and_negative, "ConfigError", ["max_num_seqs", "cudagraph_capture_sizes", "-8"]),
+        (malformed_row, "TraceError", ["trace.csv", "row 4"]),
+        (truncated_safetensors, "WeightsFileError", ["model.safetensors"]),
+    ],
+)
+def test_bad_input_is_status_2_one_typed_message_and_no_file(
+    make: Callable[[Path], list[str]], error: str, words: Sequence[str], tmp_path: Path
+) -> None:
+    command = make(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    done = graphrt(*command, "--json", folder=tmp_path)
+    assert done.returncode == 2
+    told = json.loads(done.stdout)["error"]
+    assert told["type"] == error
+    for word in words:
+        assert word in told["message"]
+    assert error in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("moment", ["capture", "serve"])
+def test_ctrl_c_in_the_middle_of_a_run_is_status_130_and_leaves_nothing(
+    moment: str, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE, moment],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        # The run says when it is in the middle, and then goes on with it.
+        assert process.stdout.readline().strip() == "in the middle"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert "ResourceWarning" not in err
+    assert os.listdir(tmp_path) == []
+
+
+# The command itself, whose model says when it is being captured or served for the fifth time.
+INTERRUPTIBLE = """
+import signal, sys
+from graphrt.cli import main
+from graphrt_llm.models import CausalLM
+import graphrt_llm.serving as serving
+
+# A test run in the background ignores interrupts, and so would its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+moment = sys.argv[1]
+calls = 0
+def say_so():
+    global calls
+    calls += 1
+    if calls == 5:
+        print("in the middle", flush=True)
+
+forward = CausalLM.forward
+def telling(self, *args, **kwargs):
+    if moment == "capture":
+        say_so()
+    return forward(self, *args, **kwargs)
+CausalLM.forward = telling
+
+tokens = serving.prompt_tokens
+def asked(*args):
+    if moment == "serve":
+        say_so()
+    return tokens(*args)
+serving.prompt_tokens = asked
+
+modes = "NONE" if moment == "serve" else "FULL"
+# Far more than ends in time: only the interrupt ends this run.
+requests = "100000" if moment == "serve" else "4"
+main(["demo", "--device", "simulated", "--modes", modes, "--requests", requests, "--json"])
+"""
