@@ -77,10 +77,11 @@ class DecodeStep:
         block_tables: Tensor,
         seq_lens: Tensor,
         last: Tensor,
-        temperature: Tensor,
+        temperature: Tensor | None = None,
     ) -> Tensor:
         attn = AttentionInputs(slot_mapping, token_requests, block_tables, seq_lens)
-        return self.model(ids, positions, attn, last) / temperature[:, None]
+        logits: Tensor = self.model(ids, positions, attn, last)
+        return logits if temperature is None else logits / temperature[:, None]
 
     def prepare(self, num_reqs: int) -> None:
         """Choose the attention formula of FULL graphs; whoever calls or captures a step does so."""

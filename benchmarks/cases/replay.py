@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 import torch
 
-from benchmarks.harness import Case, Row, ratio, row, time_host
+from benchmarks.baselines import require_equal
+from benchmarks.harness import Case, Row, medians, ratio, row, time_host
+from benchmarks.models import DecodeStep, decode_key
 from graphrt import (
-    BatchDescriptor,
     CUDAGraphWrapper,
     ForwardContext,
     GraphLibrary,
     RuntimeMode,
     SimulatedDevice,
 )
-from graphrt_llm.attention import AttentionInputs, AttentionMetadata, make_attention
-from graphrt_llm.kv_cache import KVCache
-from graphrt_llm.models import CausalLM, ModelConfig
-from graphrt_llm.weights import random_weights
+from graphrt_llm.models import ModelConfig
 
 BATCH = 4
 CONTEXT = 64
-BLOCK = 16
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -38,50 +35,30 @@ CONFIG = ModelConfig(
 )
 
 
-def decode_step() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
-    """A decode step of 4 requests over the paged cache, and the tensors it writes."""
-    device = torch.device("cpu")
-    cache = KVCache(
-        CONFIG,
-        num_blocks=1 + BATCH * CONTEXT // BLOCK,
-        block_size=BLOCK,
-        dtype=torch.float32,
-        device=device,
-    )
-    attention = make_attention("sdpa", cache)
-    model = CausalLM(CONFIG, dtype=torch.float32, device=device)
-    model.attention = attention
-    random_weights(model, seed=0)
-    key = BatchDescriptor(num_tokens=BATCH, num_reqs=BATCH, uniform=True)
-    length = CONTEXT // 2
-    attention.prepare_for_replay(key, AttentionMetadata(np.full(BATCH, 1), np.full(BATCH, length)))
-    blocks = torch.arange(1, 1 + BATCH * CONTEXT // BLOCK).view(BATCH, -1)
-    inputs = AttentionInputs(
-        slot_mapping=blocks[:, (length - 1) // BLOCK] * BLOCK + (length - 1) % BLOCK,
-        token_requests=torch.arange(BATCH),
-        block_tables=blocks,
-        seq_lens=torch.full((BATCH,), length),
-    )
-    ids = torch.arange(BATCH)
-    positions = torch.full((BATCH,), length - 1)
-    last = torch.arange(BATCH)
-    return lambda: model(ids, positions, inputs, last), [cache.tensor]
-
-
 def against_eager() -> Sequence[Row]:
-    step, state = decode_step()
     device = SimulatedDevice()
+    model = DecodeStep(
+        CONFIG,
+        max_reqs=BATCH,
+        context=CONTEXT,
+        dtype=torch.float32,
+        device=device.torch_device,
+    )
+    model.prepare(BATCH)
+    inputs = model.inputs(BATCH)
+    del inputs["temperature"]  # The case is the model's step, without what sampling adds.
+    step = partial(model, **inputs)
     library = GraphLibrary(device)
     wrapper = CUDAGraphWrapper(step, library, RuntimeMode.FULL, name="decode")
-    key = BatchDescriptor(num_tokens=BATCH, num_reqs=BATCH, uniform=True)
+    key = decode_key(BATCH)
     with torch.no_grad():
         expected = step().clone()
-        with library.capture_scope(sinks=state) as scope:
+        with library.capture_scope(sinks=[model.cache.tensor]) as scope:
             for mode in (RuntimeMode.NONE, RuntimeMode.FULL):
                 with scope.step(mode, key):
                     wrapper()
         with ForwardContext(RuntimeMode.FULL, key):
-            assert torch.equal(wrapper(), expected), "replay must equal eager bit for bit"
+            require_equal(wrapper(), expected, "C-replay")
     replay = wrapper.concrete_cudagraph_entries[key].replay
 
     def eager_no_grad() -> None:
@@ -109,6 +86,7 @@ def against_eager() -> Sequence[Row]:
             unit="ratio",
             higher_is_better=True,
             samples=samples,
+            medians_ns=medians(samples),
             **shape,
         )
         for metric, arm in (

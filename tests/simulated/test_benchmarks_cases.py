@@ -1,0 +1,218 @@
+"""The cases build, compare with eager and dispatch as they say, on the simulated device.
+
+Their figures mean nothing here and none is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.__main__ import choose, run
+from benchmarks.baselines import require_equal
+from benchmarks.cases import (
+    all_cases,
+    capture,
+    compiled,
+    memory,
+    never_slower,
+    primitives,
+    staging,
+    tails,
+)
+from benchmarks.harness import CannotRunError, Case, Row, row
+from benchmarks.models import DecodeStep, small_runtime
+from benchmarks.table import number_of
+
+from graphrt import Runtime, RuntimeMode, SimulatedDevice
+from graphrt_llm.models import ModelConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ModelConfig.tiny()
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def step(device: SimulatedDevice) -> DecodeStep:
+    place = device.torch_device
+    return DecodeStep(TINY, max_reqs=4, context=32, dtype=torch.float32, device=place)
+
+
+@pytest.fixture
+def small(device: SimulatedDevice) -> Iterator[tuple[Runtime, Any]]:
+    with small_runtime(
+        device, (1, 8), layers=2, hidden=32, heads=2, dtype=torch.float32
+    ) as runtime:
+        yield runtime
+
+
+def test_replays_of_a_chain_equal_eager(device: SimulatedDevice) -> None:
+    with primitives.arms_of(10, device) as arms:
+        assert list(arms) == ["bare", "wrapper", "program", "bare again"]
+
+
+def test_every_way_of_staging_equals_eager(device: SimulatedDevice) -> None:
+    with staging.arms_of(TINY, torch.float32, device) as arms, torch.no_grad():
+        for arm in arms.values():
+            arm()
+
+
+def test_a_case_that_computes_something_else_is_not_timed() -> None:
+    with pytest.raises(AssertionError, match="1 of 2 elements"):
+        require_equal(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), "case")
+    with pytest.raises(AssertionError, match="1 of 1 elements"):
+        require_equal(torch.tensor([torch.nan]), torch.tensor([torch.nan]), "NaN")
+
+
+@torch.no_grad()
+def test_capture_is_measured_for_every_arm(
+    device: SimulatedDevice, step: DecodeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "NUM_OBJECTS", 1000)
+    samples = capture.measure(step, (2, 1), device, blocks=1)
+    assert len(samples) == 7
+    assert all(len(figures) == 1 for figures in samples.values())
+
+
+@torch.no_grad()
+def test_smaller_sizes_cost_their_executables_and_no_pool(
+    device: SimulatedDevice, step: DecodeStep
+) -> None:
+    library, cost = memory.by_library(step, (4, 2, 1), device)
+    assert cost.taken == cost.executables > 0 == cost.pool_growth
+    library.close()
+
+
+def test_each_key_is_served_by_every_mode_that_can(small: tuple[Runtime, Any]) -> None:
+    runtime, model = small
+    found = [never_slower.arms_of(runtime, model, key) for _, key in runtime.plan.capture_order]
+    assert [(k.key.num_tokens, k.key.uniform, k.chosen, list(k.arms)) for k in found] == [
+        (8, False, "PIECEWISE", ["PIECEWISE", "NONE"]),
+        (1, False, "PIECEWISE", ["PIECEWISE", "NONE"]),
+        (8, True, "FULL", ["FULL", "PIECEWISE", "NONE"]),
+        (1, True, "FULL", ["FULL", "PIECEWISE", "NONE"]),
+    ]
+
+
+def test_a_step_and_its_baseline_by_hand_are_timed_alternately(
+    device: SimulatedDevice, small: tuple[Runtime, Any]
+) -> None:
+    runtime, model = small
+    arms, reset = tails.arms_of(runtime, model, device)
+    samples = tails.host_times(arms, 5, device.synchronize)
+    assert {name: len(figures) for name, figures in samples.items()} == dict.fromkeys(arms, 5)
+    reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_an_hf_module_is_captured_equals_eager_and_the_engine_s_model(
+    device: SimulatedDevice, architecture: Any
+) -> None:
+    shape, place = replace(TINY, architecture=architecture), device.torch_device
+    decoder = compiled.Decoder(shape, (1, 2), torch.float32, place)
+    ids = torch.ones(1, dtype=torch.int64)
+    decoder.rewind(0)
+    first = decoder(ids).clone()
+    decoder.rewind()
+    expected = decoder(ids).clone()
+    decoder.rewind()
+    with compiled.captured(decoder, (1, 2), shape.vocab_size, device) as runtime:
+        require_equal(compiled.through(runtime)(ids), expected, "captured")
+        graphs = {(graph.mode, graph.num_gaps) for graph in runtime.report().graphs}
+        assert graphs == {(RuntimeMode.FULL, 0), (RuntimeMode.PIECEWISE, shape.num_layers)}
+        with compiled.engine_model(shape, decoder.model, torch.float32, device, first) as engine:
+            compiled.greedy(engine, 1, place)()
+        assert compiled.captures_when_shapes_vary(runtime, decoder, 6) == 0
+
+
+def test_logits_that_are_another_model_s_are_not_close() -> None:
+    assert compiled.require_close(torch.ones(4), torch.ones(4), "same") == 0
+    for found in (torch.full((4,), 1.1), torch.full((4,), torch.nan)):
+        with pytest.raises(AssertionError, match="differ"):
+            compiled.require_close(found, torch.ones(4), "other")
+
+
+# -- the command
+
+
+def figure() -> Row:
+    return row("G0", [1.0], target=2.0, unit="ratio", samples={"arm": [1.0]})
+
+
+def cannot() -> list[Row]:
+    raise CannotRunError("no such machine")
+
+
+def fail() -> list[Row]:
+    raise ZeroDivisionError("broken case")
+
+
+def test_one_case_that_fails_or_cannot_run_takes_no_result_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [
+        Case("G1", "", lambda: [figure()]),
+        Case("G2", "", cannot),
+        Case("G3", "", fail),
+        Case("G4", "", lambda: [figure()]),
+    ]
+    path = tmp_path / "result.json"
+    assert run(cases[:2], [path], None) is True
+    assert run(cases, [path], "abc") is False
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    assert [(item["metric"], item["commit"]) for item in rows] == [("G0", "abc")] * 2
+    told = capsys.readouterr()
+    assert "G2: cannot run here: no such machine" in told.err
+    assert "broken case" in told.err
+    assert told.out.count("reached") == 3
+
+
+def test_a_number_names_all_its_cases_and_no_others() -> None:
+    cases = [Case(number, "", cannot) for number in ("G1", "G10-a", "G10-b", "C-wrapper-stale")]
+    numbers = lambda only: [case.number for case in choose(cases, only)]  # noqa: E731
+    assert numbers(None) == ["G1", "G10-a", "G10-b", "C-wrapper-stale"]
+    assert numbers("G1") == ["G1"]
+    assert numbers("G10, G1, G10-a") == ["G10-a", "G10-b", "G1"]
+    assert numbers("C-wrapper") == ["C-wrapper-stale"]
+    with pytest.raises(SystemExit, match="no case 'G'"):
+        numbers("G")
+
+
+def test_case_numbers_are_unique_and_have_a_target() -> None:
+    numbers = [case.number for case in all_cases()]
+    assert len(set(numbers)) == len(numbers)
+    assert all(number_of(number) for number in numbers)
+
+
+def test_the_command_writes_what_it_was_asked_for(tmp_path: Path) -> None:
+    """A case of the CPU gives rows; one that needs a GPU says so and gives none."""
+    path = tmp_path / "result.json"
+    words = ["--only", "C-dispatch-plan,G1", "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(path.read_text(encoding="utf-8"))
+    assert row["metric"] == "C-dispatch-plan"
+    assert row["samples"]["resolve and build"]
+    assert "G1: cannot run here: it needs a CUDA device" in done.stderr
