@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from graphrt.dispatch import (
         BucketDispatcher as BucketDispatcher,
+        BucketKey as BucketKey,
         CUDAGraphDispatcher as CUDAGraphDispatcher,
     )
     from graphrt.errors import (
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         CaptureFuseError as CaptureFuseError,
         CaptureInProgressError as CaptureInProgressError,
         CaptureOutsideScopeError as CaptureOutsideScopeError,
+        CommandError as CommandError,
         ConfigError as ConfigError,
         ConfigProblem as ConfigProblem,
         ContextError as ContextError,
@@ -115,14 +117,19 @@ if TYPE_CHECKING:
         CaptureScope as CaptureScope,
         CUDAGraphOptions as CUDAGraphOptions,
         CUDAGraphWrapper as CUDAGraphWrapper,
+        EagerSegment as EagerSegment,
+        External as External,
         ExternalsReport as ExternalsReport,
         FailureRecord as FailureRecord,
+        Generation as Generation,
         GraphBudget as GraphBudget,
         GraphLibrary as GraphLibrary,
         GraphMemory as GraphMemory,
+        GraphSegment as GraphSegment,
         OutputSpec as OutputSpec,
         Padding as Padding,
         Program as Program,
+        ProgramBuilder as ProgramBuilder,
         Resource as Resource,
         StaleCheck as StaleCheck,
         StateGuard as StateGuard,
@@ -171,6 +178,18 @@ if TYPE_CHECKING:
         Runtime as Runtime,
         RuntimeReport as RuntimeReport,
     )
+    from graphrt.verify import (
+        Comparison as Comparison,
+        Difference as Difference,
+        HostState as HostState,
+        Verification as Verification,
+        check_first_replay as check_first_replay,
+        check_padding_unread as check_padding_unread,
+        compare as compare,
+        explain as explain,
+        find_unwritten as find_unwritten,
+        forward_hooks as forward_hooks,
+    )
 
 _NAMES_OF_ROOM = {
     "batch": """
@@ -193,15 +212,15 @@ _NAMES_OF_ROOM = {
         SimulatedDevice
     """,
     "dispatch": """
-        BucketDispatcher CUDAGraphDispatcher
+        BucketDispatcher BucketKey CUDAGraphDispatcher
     """,
     "errors": """
         AmbientError BatchError BreakError BreakOutputError CaptureError CaptureFuseError
-        CaptureInProgressError CaptureOutsideScopeError ConfigError ConfigProblem ContextError
-        DeviceReplayError EmptyCaptureError EscapedAllocationError ForbiddenOperationError
-        ForkedProcessError FrozenBufferError GraphMemoryError GraphrtError InputMismatchError
-        InvalidProgramError LateInitError LibraryClosedError LifetimeError MissError
-        MissingExtraError MutatedInputError PaddingRequiredError ReplayError ReportError
+        CaptureInProgressError CaptureOutsideScopeError CommandError ConfigError ConfigProblem
+        ContextError DeviceReplayError EmptyCaptureError EscapedAllocationError
+        ForbiddenOperationError ForkedProcessError FrozenBufferError GraphMemoryError GraphrtError
+        InputMismatchError InvalidProgramError LateInitError LibraryClosedError LifetimeError
+        MissError MissingExtraError MutatedInputError PaddingRequiredError ReplayError ReportError
         RetiredProgramError StaleInputError StaleOutputError StateAdvancedError StaticBufferError
         StreamRaceError SuspendedError TraceError UnjoinedStreamError UnkeyedValueError
         UnrecordedCodeError UnsupportedOperationError VerificationError
@@ -211,10 +230,10 @@ _NAMES_OF_ROOM = {
     """,
     "graphs": """
         BoundBuffers BoundOutputs BufferSet BufferSpec CUDAGraphOptions CUDAGraphWrapper
-        CaptureJob CaptureReport CaptureScope ExternalsReport FILL_ONCE FailureRecord GraphBudget
-        GraphLibrary GraphMemory KEEP OutputSpec Padding Program Resource SENTINEL StaleCheck
-        StateGuard TensorStateGuard Workspace ZERO break_at break_call break_point
-        forbid_in_capture no_breaks
+        CaptureJob CaptureReport CaptureScope EagerSegment External ExternalsReport FILL_ONCE
+        FailureRecord Generation GraphBudget GraphLibrary GraphMemory GraphSegment KEEP OutputSpec
+        Padding Program ProgramBuilder Resource SENTINEL StaleCheck StateGuard TensorStateGuard
+        Workspace ZERO break_at break_call break_point forbid_in_capture no_breaks
     """,
     "planner.trace": """
         TraceRequest generate_azure_like read_azure_csv read_mooncake_jsonl read_trace
@@ -236,6 +255,10 @@ _NAMES_OF_ROOM = {
     """,
     "runtime": """
         CapturedGraph Example Runtime RuntimeReport
+    """,
+    "verify": """
+        Comparison Difference HostState Verification check_first_replay check_padding_unread
+        compare explain find_unwritten forward_hooks
     """,
 }
 _ROOM_OF = {name: room for room, names in _NAMES_OF_ROOM.items() for name in names.split()}

@@ -19,8 +19,10 @@ HOT = {
         "ForwardContext.__exit__",
     ],
     "graphs/wrapper.py": ["CUDAGraphWrapper.__call__"],
+    "graphs/program.py": ["Program.__call__"],
     "graphs/buffers.py": ["BoundBuffers.stage"],
-    "runtime.py": ["Runtime.step"],
+    "graphs/outputs.py": ["BoundOutputs.take", "OutputSpec.expire", "_same"],
+    "runtime.py": ["Runtime.step", "Runtime._replay", "Runtime._replay_sampled"],
 }
 
 WAITING = {"item", "tolist", "cpu", "numpy", "synchronize", "print", "warn", "debug", "info", "log"}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 
+import pytest
+
 import graphrt
+from graphrt import errors
 
 INIT = Path(graphrt.__file__)
 
@@ -33,3 +37,22 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_dir_lists_the_public_names() -> None:
     assert set(graphrt.__all__) <= set(dir(graphrt))
+
+
+def test_every_error_that_can_be_raised_can_be_caught_by_its_public_name() -> None:
+    raised = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert raised <= set(graphrt.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(graphrt.__all__))
+def test_a_public_class_or_function_says_what_it_is(name: str) -> None:
+    value = getattr(graphrt, name)
+    if isinstance(value, type) or callable(value):
+        written = inspect.getdoc(value) or ""
+        assert written, name
+        # What dataclasses, named tuples and enumerations write themselves says nothing.
+        assert not written.startswith((f"{name}(", "An enumeration", "Create a collection")), name

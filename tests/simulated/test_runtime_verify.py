@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runtime_lab import FULL, NONE, SIZES, RuntimeLab, Toy, assert_equal, values
+from runtime_lab import FULL, INPUTS, NONE, SIZES, RuntimeLab, Toy, assert_equal, example, values
 
 from graphrt import (
+    BufferSpec,
     CaptureFailed,
     MissReason,
     Replayed,
@@ -51,8 +52,6 @@ class Memoises(torch.nn.Module):
 
 def with_live(live):
     def examples(key, seed):
-        from runtime_lab import example
-
         return example(key, seed)._replace(live=live)
 
     return examples
@@ -96,8 +95,6 @@ def test_a_cause_that_was_removed_is_captured_and_serves():
     live = [2.0]
 
     def examples(key, seed):
-        from runtime_lab import example
-
         return example(key, seed)._replace(live=live[0])
 
     with RuntimeLab("FULL", model=model, outputs=ROWS, wishes=wishes, examples=examples) as lab:
@@ -215,3 +212,16 @@ def test_bug_class_24_a_replay_that_fails_is_never_repeated_eagerly():
         assert lab.model.num_calls == calls
         assert lab.events == []
         assert_equal(lab.step(4, 2), lab.eager(4, 2))
+
+
+def test_a_buffer_that_the_model_writes_is_staged_anew_for_the_replay():
+    def doubling(*, x, ids, lens):
+        return {"rows": x.mul_(2) + 0}
+
+    inputs = (BufferSpec("x", INPUTS[0].shape, torch.float32, written=True), *INPUTS[1:])
+    options = {"inputs": inputs, "outputs": ROWS, "wishes": {"verify_every": 1}}
+    with RuntimeLab("FULL", model=doubling, **options) as lab:
+        lab.runtime.capture()
+        for num_tokens in (8, 3, 9):
+            rows = lab.step(num_tokens, 2)["rows"]
+            assert torch.equal(rows, values(num_tokens, 2)["x"] * 2)
