@@ -113,7 +113,10 @@ def main() -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     if args.json:  # The file that was asked for exists even if no case could run here.
         args.json.write_text("[]\n", encoding="utf-8")
-    return 0 if run(cases, files, args.commit) else 1
+    succeeded = run(cases, files, args.commit)
+    if args.save and args.save.resolve() == RESULTS:
+        write_into_readme()  # Or the table would not be the one that the kept results make.
+    return 0 if succeeded else 1
 
 
 if __name__ == "__main__":

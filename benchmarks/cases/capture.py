@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter_ns
 from typing import Literal, NamedTuple
 
@@ -43,8 +44,7 @@ def eager(step: DecodeStep, sizes: Sequence[int], device: Device) -> float:
     figures = []
     for size in sizes:
         step.prepare(size)
-        inputs = step.inputs(size)
-        figures.append(timed(lambda inputs=inputs: step(**inputs), device))  # type: ignore[misc]
+        figures.append(timed(partial(step, **step.inputs(size)), device))
     return statistics.median(figures)
 
 
@@ -53,10 +53,10 @@ def by_hand(step: DecodeStep, sizes: Sequence[int], device: Device) -> float:
     figures, captured = [], []
     for size in sizes:
         step.prepare(size)
-        inputs = step.inputs(size)
+        call = partial(step, **step.inputs(size))
 
-        def one(inputs: dict[str, torch.Tensor] = inputs) -> None:
-            captured.append(hand_capture(lambda: step(**inputs), device, warmups=0))
+        def one(call: Callable[[], torch.Tensor] = call) -> None:
+            captured.append(hand_capture(call, device, warmups=0))
 
         figures.append(timed(one, device))
     for graph in captured:
@@ -65,34 +65,34 @@ def by_hand(step: DecodeStep, sizes: Sequence[int], device: Device) -> float:
 
 
 def through_library(
+    wrapper: CUDAGraphWrapper,
     step: DecodeStep,
     sizes: Sequence[int],
-    device: Device,
     observe: Literal["capture", "none"] = "capture",
     compare: bool = False,
 ) -> Times:
-    """Capture every size in one scope; with ``compare``, replay each and compare with eager."""
-    with GraphLibrary(device) as library:
-        wrapper = CUDAGraphWrapper(step, library, RuntimeMode.FULL, name="decode")
-        inputs = {size: step.inputs(size) for size in sizes}
-        figures = []
-        device.synchronize()
-        started = perf_counter_ns()
-        with library.capture_scope(observe=observe) as scope:
-            for size in sizes:
-                step.prepare(size)
-                with scope.step(RuntimeMode.FULL, decode_key(size)):
-                    figures.append(timed(lambda size=size: wrapper(**inputs[size]), device))  # type: ignore[misc]
-        device.synchronize()
-        whole = (perf_counter_ns() - started) / 1e6 / len(sizes)
-        if compare:
-            for size in sizes:
-                step.prepare(size)
-                expected = step(**inputs[size])
-                key = decode_key(size)
-                poison(wrapper.concrete_cudagraph_entries[key].outputs)
-                with ForwardContext(RuntimeMode.FULL, key):
-                    require_equal(wrapper(**inputs[size]), expected, f"G6 {key}")
+    """Capture every size in one scope, then retire all; with ``compare``, replay each before."""
+    library, device = wrapper.library, wrapper.library.device
+    inputs = {size: step.inputs(size) for size in sizes}
+    figures = []
+    device.synchronize()
+    started = perf_counter_ns()
+    with library.capture_scope(observe=observe) as scope:
+        for size in sizes:
+            step.prepare(size)
+            with scope.step(RuntimeMode.FULL, decode_key(size)):
+                figures.append(timed(partial(wrapper, **inputs[size]), device))
+    device.synchronize()
+    whole = (perf_counter_ns() - started) / 1e6 / len(sizes)
+    if compare:
+        for size in sizes:
+            step.prepare(size)
+            expected = step(**inputs[size])
+            key = decode_key(size)
+            poison(wrapper.concrete_cudagraph_entries[key].outputs)
+            with ForwardContext(RuntimeMode.FULL, key):
+                require_equal(wrapper(**inputs[size]), expected, f"G6 {key}")
+    library.retire()
     return Times(statistics.median(figures), whole)
 
 
@@ -105,20 +105,23 @@ def measure(step: DecodeStep, sizes: Sequence[int], device: Device, blocks: int)
     """Milliseconds a graph of every arm, one figure a block. The collector is on: the subject."""
     arms = ("eager", "torch.cuda.graph", "library", "library, unobserved", "library, large heap")
     samples: Samples = {name: [] for name in (*arms, "scope", "scope, large heap")}
-    for observe in ("capture", "none"):
-        through_library(step, sizes, device, observe, compare=True)  # type: ignore[arg-type]
-    for _ in range(blocks):
-        samples["eager"].append(eager(step, sizes, device))
-        samples["torch.cuda.graph"].append(by_hand(step, sizes, device))
-        plain = through_library(step, sizes, device)
-        samples["library"].append(plain.capture)
-        samples["scope"].append(plain.scope)
-        samples["library, unobserved"].append(through_library(step, sizes, device, "none").capture)
-        heap = heap_of(NUM_OBJECTS)
-        crowded = through_library(step, sizes, device)
-        del heap
-        samples["library, large heap"].append(crowded.capture)
-        samples["scope, large heap"].append(crowded.scope)
+    with GraphLibrary(device) as library:
+        wrapper = CUDAGraphWrapper(step, library, RuntimeMode.FULL, name="decode")
+        through_library(wrapper, step, sizes, compare=True)
+        through_library(wrapper, step, sizes, "none", compare=True)
+        for _ in range(blocks):
+            samples["eager"].append(eager(step, sizes, device))
+            samples["torch.cuda.graph"].append(by_hand(step, sizes, device))
+            plain = through_library(wrapper, step, sizes)
+            samples["library"].append(plain.capture)
+            samples["scope"].append(plain.scope)
+            unobserved = through_library(wrapper, step, sizes, "none")
+            samples["library, unobserved"].append(unobserved.capture)
+            heap = heap_of(NUM_OBJECTS)
+            crowded = through_library(wrapper, step, sizes)
+            del heap
+            samples["library, large heap"].append(crowded.capture)
+            samples["scope, large heap"].append(crowded.scope)
     return samples
 
 

@@ -273,6 +273,13 @@ def no_compiler_cache() -> Iterator[None]:
         yield
 
 
+def cudagraph_skips() -> int:
+    """How often Inductor has given up on a graph so far, in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["cudagraph_skips"])
+
+
 def require_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> float:
     """||found - expected|| / ||expected||, which NaN never passes."""
     difference = (found.double() - expected.double()).norm() / expected.double().norm()
@@ -321,6 +328,7 @@ def measure(name: str, shape: ModelConfig, device: Device) -> list[Row]:
 
         decoder.rewind()
         device.synchronize()
+        skips_before = cudagraph_skips()
         started = perf_counter()
         with no_compiler_cache():
             forward = compiled_forward(decoder)
@@ -330,6 +338,8 @@ def measure(name: str, shape: ModelConfig, device: Device) -> list[Row]:
                 compiled = forward(ids).clone()
             device.synchronize()
         their_start = perf_counter() - started
+        # Evidence that the baseline is what it should be: its graphs were not skipped.
+        num_skips = cudagraph_skips() - skips_before
         error = require_close(compiled, expected, f"G10 {name}, compiled")
 
         with engine_model(shape, decoder.model, dtype, device, first) as engine:
@@ -363,6 +373,7 @@ def measure(name: str, shape: ModelConfig, device: Device) -> list[Row]:
         "requests": 1,
         "medians_ms": medians(samples) | medians(slow),
         "compiled_logits_differ_by": error,
+        "compiled_cudagraph_skips": num_skips,
     }
     steps = [
         row(

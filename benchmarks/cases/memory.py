@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -73,11 +74,11 @@ def by_hand(
     graphs = []
     for number, size in enumerate(sizes):
         step.prepare(size)
-        inputs = step.inputs(size)
+        call = partial(step, **step.inputs(size))
         if number == 1:
             torch.cuda.empty_cache()
             before = reading(device)
-        graph = hand_capture(lambda inputs=inputs: step(**inputs), device, pool=pool, warmups=0)  # type: ignore[misc]
+        graph = hand_capture(call, device, pool=pool, warmups=0)
         graphs.append(graph._replace(outputs=None))
     torch.cuda.empty_cache()
     return graphs, cost(before, reading(device), 0)
