@@ -21,7 +21,12 @@ from graphrt import (
     RuntimeConfig,
     make_device,
 )
-from graphrt_llm.attention import AttentionResource, make_attention
+from graphrt_llm.attention import (
+    AttentionChoice,
+    AttentionResource,
+    choose_attention,
+    make_attention,
+)
 from graphrt_llm.config import DType, EngineConfig
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import input_specs, make_example
@@ -49,6 +54,8 @@ class EngineParts(NamedTuple):
     eos_token_ids: tuple[int, ...]
     seed: int
     device: Device
+    attention: AttentionChoice
+    overlap: bool
 
 
 def assemble(
@@ -74,15 +81,16 @@ def assemble(
             dtype=model.dtype,
             device=device.torch_device,
         )
-        backend = make_attention(config.attention_backend, cache)
+        attention = choose_attention(config.attention_backend, cache)
+        backend = make_attention(attention.name, cache, limits)
         model.attention = backend
         runtime = Runtime(
             NamedInputs(model),
             config=config.runtime,
             inputs=input_specs(limits),
-            outputs=OutputSpec({"": "requests"}),
+            outputs=OutputSpec({"logits": "requests", "tokens": "requests"}),
             device=device,
-            facts=Facts(attention_groups={config.attention_backend: backend.support}),
+            facts=Facts(attention_groups={attention.name: backend.support}),
             examples=partial(make_example, limits=limits, vocab_size=model_config.vocab_size),
             resources=[AttentionResource(backend)],
             # Nothing is served while graphs are captured, so the whole cache may be written over.
@@ -92,6 +100,7 @@ def assemble(
     except BaseException:
         device.close()
         raise
+    is_cuda = device.torch_device.type == "cuda"
     return EngineParts(
         runtime,
         limits,
@@ -99,6 +108,8 @@ def assemble(
         model_config.eos_token_ids,
         config.seed,
         device,
+        attention,
+        is_cuda if config.overlap is None else config.overlap,
     )
 
 

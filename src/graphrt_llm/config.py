@@ -36,7 +36,12 @@ class EngineConfig:
     """None: the checkpoint's; float32 if it names none."""
     load_format: LoadFormat = "safetensors"
     """``dummy``: random weights, seeded by ``seed``."""
-    attention_backend: str = "sdpa"
+    attention_backend: str = "auto"
+    """``auto``: FlashInfer where it is installed and can serve dtype, heads and device, else
+    ``sdpa``. The engine's ``attention`` says which, and why."""
+    overlap: bool | None = None
+    """Prepare a step while the device runs the one before: a step's tokens are then returned by the
+    call after it, and a request that stops at a token runs one step too many. None: on a GPU."""
     device: DeviceName = "auto"
     """``auto``: a GPU if there is one, else the simulated device."""
     seed: int = 0

@@ -2,11 +2,16 @@
 
 A step is schedule, run, sample, book. The host reads the device once a step, for the sampled
 tokens. What fails in between leaves the requests as they were, and the next step tries again.
+
+With ``overlap`` a call launches one step and books the tokens of the one before, so that the host
+prepares a step while the device runs another. A request that stops at a token then computes one
+token too many, which nobody sees; what it is given does not change.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,19 +22,26 @@ from numpy.typing import NDArray
 
 from graphrt import BatchDescriptor, Decision, Device, Observer, Runtime, RuntimeReport
 from graphrt_llm.assembly import TINY_CONFIG, assemble
+from graphrt_llm.attention import AttentionChoice
 from graphrt_llm.config import EngineConfig
 from graphrt_llm.errors import EngineStateError, RequestError
 from graphrt_llm.interrupts import interrupted_between_steps
 from graphrt_llm.limits import Limits
 from graphrt_llm.models import ModelConfig
+from graphrt_llm.readback import Readback
 from graphrt_llm.request import Request, RequestOutput, SamplingParams
-from graphrt_llm.runner import EVERY_GRAPH, Runner
+from graphrt_llm.runner import EVERY_GRAPH, Runner, Unread
 from graphrt_llm.sampling import Sampler, derive_seed
-from graphrt_llm.scheduler import Scheduler
+from graphrt_llm.scheduler import ScheduledBatch, Scheduler
 
 
 class StepResult(NamedTuple):
-    """What one step did. Without unfinished requests: nothing, and no decision."""
+    """What one call of ``step`` did.
+
+    Without unfinished requests: nothing, and no decision. With ``overlap``, the outputs are those
+    of the step launched before; a call that has nothing to launch still returns these, with no
+    tokens, no requests and no decision of its own.
+    """
 
     outputs: tuple[RequestOutput, ...]
     num_tokens: int
@@ -37,6 +49,13 @@ class StepResult(NamedTuple):
     uniform: bool
     decision: Decision | None
     num_preempted: int
+
+
+class _Flight(NamedTuple):
+    """A launched step, and its tokens on their way to the host."""
+
+    unread: Unread
+    readback: Readback
 
 
 class LLMEngine:
@@ -54,8 +73,12 @@ class LLMEngine:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         device: Device,
+        attention: AttentionChoice,
+        overlap: bool = False,
     ) -> None:
         self.runtime = runtime
+        self.attention = attention
+        self.overlap = overlap
         self.limits = limits
         self.vocab_size = vocab_size
         self.scheduler = Scheduler(limits)
@@ -66,6 +89,10 @@ class LLMEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seed = seed
         self._arrivals = itertools.count()
+        # Launched, oldest first, their tokens not read: at most one between two calls of step.
+        self._flights: deque[_Flight] = deque()
+        # Not returned yet: a step may fail after it has booked the tokens of another.
+        self._landed: list[RequestOutput] = []
         self._is_closed = False
 
     @property
@@ -165,20 +192,49 @@ class LLMEngine:
         Errors: ``OutOfBlocksError``; those of ``Runtime.step``. The requests are then as they were.
         """
         self._require_open()
+        if self._flights and self.scheduler.would_preempt():
+            self._land()
         batch = self.scheduler.schedule()
+        if batch is not None and not self.overlap:
+            token_ids = self._launch(batch).readback.wait()
+            self._landed += self.scheduler.update(batch, token_ids)
+        else:
+            if batch is not None:
+                self._flights.append(self._launch(batch))
+                self.scheduler.advance(batch)
+            while len(self._flights) > (batch is not None):
+                self._land()
+        outputs, self._landed = tuple(self._landed), []
         if batch is None:
-            return StepResult((), 0, 0, False, None, 0)
-        logits = self._runner.run(batch, self.scheduler.seats)
-        token_ids = self._sampler.sample(logits, batch.requests).tolist()
-        outputs = self.scheduler.update(batch, token_ids)
+            return StepResult(outputs, 0, 0, False, None, 0)
         return StepResult(
-            outputs=tuple(outputs),
+            outputs=outputs,
             num_tokens=batch.num_tokens,
             num_reqs=batch.num_reqs,
             uniform=batch.uniform,
             decision=self.runtime.last_decision,
             num_preempted=len(batch.preempted),
         )
+
+    def _launch(self, batch: ScheduledBatch) -> _Flight:
+        """Run and sample ``batch``; nothing here waits for the device."""
+        before = self._flights[-1].unread if self._flights else None
+        logits, greedy = self._runner.run(batch, self.scheduler.seats, before=before)
+        indices = [
+            end - len(request.prompt_token_ids)
+            for request, end in zip(
+                batch.requests, (batch.starts + batch.query_lens).tolist(), strict=True
+            )
+        ]
+        tokens = self._sampler.sample(logits, batch.requests, greedy=greedy, indices=indices)
+        return _Flight(Unread(batch, tokens), Readback(tokens))
+
+    def _land(self) -> None:
+        """Wait for the oldest step's tokens and book them."""
+        flight = self._flights[0]
+        token_ids = flight.readback.wait()
+        self._flights.popleft()
+        self._landed += self.scheduler.resolve(flight.unread.batch, token_ids)
 
     def generate(
         self,
@@ -230,12 +286,12 @@ class LLMEngine:
             while True:
                 batch = self.scheduler.schedule()
                 assert batch is not None, "the request that was just added is unfinished"
-                logits = self._runner.run(batch, self.scheduler.seats, exclude=EVERY_GRAPH)
+                logits, greedy = self._runner.run(batch, self.scheduler.seats, exclude=EVERY_GRAPH)
                 if batch.completes.all():
                     first, second = logits[0].topk(2).values.double().tolist()
                     return float(first - second)
                 # Reading the tokens also waits until the host inputs may be filled again.
-                self.scheduler.update(batch, logits.argmax(-1).tolist())
+                self.scheduler.update(batch, greedy.tolist())
         finally:
             self.abort_all()
 
@@ -245,6 +301,7 @@ class LLMEngine:
             self._is_closed = True
             self.abort_all()
             self.runtime.close()
+            self._flights.clear()
             self._device.close()
 
     def __enter__(self) -> Self:

@@ -6,7 +6,7 @@ belong to request 0, stand at position 0 and write to the null block, which nobo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class HostInputs:
     """Host storage of one step's inputs, filled by whole-array operations.
 
     Pinned where the device is a GPU, so that staging does not wait. A caller must not fill it again
-    before the device has read it; the engine reads its sampled tokens in between.
+    before the device has read it; see ``Runner``.
     """
 
     def __init__(self, limits: Limits, *, pinned: bool) -> None:
@@ -61,6 +61,9 @@ class HostInputs:
             self._tensors[spec.name] = tensor
             self._arrays[spec.name] = tensor.numpy()
             self._axis[spec.name] = spec.axes[0]
+        self._sources = torch.zeros(
+            limits.max_num_batched_tokens, dtype=torch.int64, pin_memory=pinned
+        )
         # Decode steps of one size come again and again: their views are made once.
         self._uniform_views: dict[int, Mapping[str, Tensor]] = {}
 
@@ -96,6 +99,14 @@ class HostInputs:
         if num_reqs not in self._uniform_views:
             self._uniform_views[num_reqs] = self._views(num_tokens, num_reqs)
         return self._uniform_views[num_reqs]
+
+    def sources(self, num_tokens: int, tokens: Ints, rows: Sequence[int]) -> Tensor:
+        """[num_tokens]: at ``tokens`` the row of another step that it comes from, -1 elsewhere."""
+        sources = self._sources[:num_tokens]
+        array = sources.numpy()
+        array[:] = -1
+        array[tokens] = rows
+        return sources
 
     def _views(self, num_tokens: int, num_reqs: int) -> Mapping[str, Tensor]:
         size = {"tokens": num_tokens, "requests": num_reqs}
@@ -143,4 +154,5 @@ def make_example(key: BatchDescriptor, seed: int, limits: Limits, vocab_size: in
     values = HostInputs(limits, pinned=False).fill(
         starts, query_lens, owners, positions, input_ids, tables
     )
-    return Example(values, num_tokens, num_reqs, AttentionMetadata(query_lens, starts + query_lens))
+    live = AttentionMetadata(query_lens, starts + query_lens, tables)
+    return Example(values, num_tokens, num_reqs, live)

@@ -14,6 +14,7 @@ Sources: the Gumbel-max trick; SplitMix64 (Steele, Lea, Flood 2014) with Staffor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -79,41 +80,67 @@ def kept_tokens(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Turns logits into tokens. Holds only the staging memory of the parameters."""
+    """Turns logits into tokens. Holds only the staging memory of the parameters.
+
+    There are two such memories: the result of a call must have been read on the host when the call
+    after the next one is made.
+    """
 
     def __init__(self, *, max_num_seqs: int, device: torch.device) -> None:
         self._device = device
         pinned = device.type == "cuda"
-        self._ints = torch.empty(max_num_seqs, 3, dtype=torch.int64, pin_memory=pinned)
-        self._floats = torch.empty(max_num_seqs, 2, dtype=torch.float64, pin_memory=pinned)
+        self._staging = itertools.cycle(
+            [
+                (
+                    torch.empty(max_num_seqs, 3, dtype=torch.int64, pin_memory=pinned),
+                    torch.empty(max_num_seqs, 2, dtype=torch.float64, pin_memory=pinned),
+                )
+                for _ in range(2)
+            ]
+        )
 
-    @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    @torch.no_grad()
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        *,
+        greedy: Tensor | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> Tensor:
         """The next token of each request: [num_reqs] int64, on the device, not waited for.
 
-        ``logits``: [num_reqs, vocab_size], any floating dtype; left as they are. The previous
-        call's result must have been read on the host before: the staging memory is reused.
+        ``logits``: [num_reqs, vocab_size], any floating dtype; left as they are.
+        ``greedy``: their argmax, where it is known already; returned itself if nobody draws.
+        ``indices``: the number of each request's next output token; None: those after the ones it
+        has, which is not so while earlier ones are on their way.
         """
-        tokens = logits.argmax(-1)
+        tokens = logits.argmax(-1) if greedy is None else greedy
         drawing = [row for row, request in enumerate(requests) if not request.params.is_greedy]
         if not drawing:
             return tokens
+        if indices is None:
+            indices = [len(request.output_token_ids) for request in requests]
         vocab_size = logits.shape[-1]
-        rows, keys, top_k, temperature, top_p = self._stage(drawing, requests, vocab_size)
+        rows, keys, top_k, temperature, top_p = self._stage(drawing, requests, indices, vocab_size)
         scores = logits.index_select(0, rows).double() / temperature[:, None]
         if any(_has_filter(requests[row].params) for row in drawing):
             scores = scores.masked_fill(~kept_tokens(scores, top_k, top_p), -torch.inf)
         drawn = (scores + gumbel_noise(keys, vocab_size)).argmax(-1)
-        return tokens.index_copy_(0, rows, drawn)
+        return tokens.index_copy(0, rows, drawn)
 
     def _stage(
-        self, drawing: Sequence[int], requests: Sequence[Request], vocab_size: int
+        self,
+        drawing: Sequence[int],
+        requests: Sequence[Request],
+        indices: Sequence[int],
+        vocab_size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Rows, noise keys, top_k, temperature and top_p of the drawing requests, on the device."""
         params = [requests[row].params for row in drawing]
-        keys = [_noise_key(requests[row]) for row in drawing]
+        keys = [_as_int64(derive_seed(requests[row].seed, indices[row])) for row in drawing]
         top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-        ints, floats = self._ints[: len(drawing)], self._floats[: len(drawing)]
+        ints, floats = (memory[: len(drawing)] for memory in next(self._staging))
         ints.numpy().T[:] = (drawing, keys, top_k)
         floats.numpy().T[:] = ([p.temperature for p in params], [p.top_p for p in params])
         rows_keys_top_k = ints.to(self._device, non_blocking=True)
@@ -121,10 +148,6 @@ class Sampler:
         row, key, kept = rows_keys_top_k.unbind(1)
         divisor, share = temperature_top_p.unbind(1)
         return row, key, kept, divisor, share
-
-
-def _noise_key(request: Request) -> int:
-    return _as_int64(derive_seed(request.seed, len(request.output_token_ids)))
 
 
 def _has_filter(params: SamplingParams) -> bool:

@@ -9,6 +9,10 @@ run out of blocks. Then the request that arrived last gives way: it keeps its ou
 blocks, goes back to the head of the queue and later computes prompt and output again. The earliest
 request always advances, hence all of them finish.
 
+A step's work is booked by ``advance``, its tokens by ``resolve``; in between the next step can be
+scheduled already. A token that is not known yet has its place, and a request that stops at it
+computes one token too many, which is ignored.
+
 Everything is deterministic, and nothing here knows torch.
 """
 
@@ -152,8 +156,12 @@ class Scheduler:
             return None
         seats = self._running_seats()
         remaining = self.seats.num_tokens[seats] - self.seats.num_computed[seats]
-        # Decoding requests first; a stable sort keeps the order of arrival among equals.
+        # Decoding requests first; a stable sort keeps the order of arrival among equals. A request
+        # whose last token is on its way has nothing left to compute.
         order = np.argsort(remaining > 1, kind="stable")
+        order = order[remaining[order] > 0]
+        if not order.size:
+            return None
         asked = remaining[order]
         asked_before = np.cumsum(asked) - asked
         query_lens = np.minimum(asked, self.limits.max_num_batched_tokens - asked_before)
@@ -170,25 +178,46 @@ class Scheduler:
             preempted=tuple(preempted),
         )
 
-    def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestOutput]:
-        """Book what the step computed. ``token_ids`` [num_reqs]: the token sampled for each.
+    def would_preempt(self) -> bool:
+        """True if ``schedule`` would take blocks from a running request.
 
-        A token counts only where ``batch.completes``; the others are ignored. Returns one output
-        for each token that counts; requests that finish leave the batch and free their blocks.
+        Its unknown tokens have to be resolved before: whatever it computes again, it has to know.
         """
+        return int(np.count_nonzero(self._is_short())) > self.seats.allocator.num_free
+
+    def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestOutput]:
+        """Book what the step computed: ``advance``, then ``resolve``."""
+        self.advance(batch)
+        return self.resolve(batch, token_ids)
+
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Book the step's work. What it sampled is not known yet, but has its place."""
         seats = self.seats
         seats.num_computed[batch.seats] += batch.query_lens
-        sampled = np.asarray(token_ids, np.int64)
         growing = batch.seats[batch.completes]
-        seats.tokens[growing, seats.num_tokens[growing]] = sampled[batch.completes]
+        # The last token of a request is returned, never fed back.
+        growing = growing[seats.num_tokens[growing] + 1 < seats.num_at_most[growing]]
         seats.num_tokens[growing] += 1
 
+    def resolve(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestOutput]:
+        """Book the tokens of a step. ``token_ids`` [num_reqs]: the token sampled for each.
+
+        A token counts only where ``batch.completes`` and the request has not ended since; the
+        others are ignored. Returns one output for each token that counts; requests that finish
+        leave the batch and free their blocks. Steps are resolved in the order they advanced.
+        """
         outputs = []
-        for request, token, counts in zip(
-            batch.requests, sampled.tolist(), batch.completes.tolist(), strict=True
+        for request, end, token, counts in zip(
+            batch.requests,
+            (batch.starts + batch.query_lens).tolist(),
+            token_ids,
+            batch.completes.tolist(),
+            strict=True,
         ):
-            if not counts:
+            if not counts or self._unfinished.get(request.request_id) is not request:
                 continue
+            assert request.seat is not None, "a request gives way only when its tokens are known"
+            self.seats.tokens[request.seat, end] = token
             request.output_token_ids.append(token)
             reason = request.finish_reason()
             if reason is not None:
@@ -200,13 +229,17 @@ class Scheduler:
     def _running_seats(self) -> NDArray[np.int64]:
         return np.array([request.seat for request in self._running], np.int64)
 
+    def _is_short(self) -> NDArray[np.bool_]:
+        """Which running requests have no room for their newest token."""
+        seats = self._running_seats()
+        rooms = self.seats.num_blocks[seats] * self.seats.block_size
+        is_short: NDArray[np.bool_] = rooms < self.seats.num_tokens[seats]
+        return is_short
+
     def _give_blocks(self) -> list[str]:
         """Give every running request room for its newest token, the earliest first."""
-        seats, preempted = self._running_seats(), []
-        is_short = (
-            self.seats.num_blocks[seats] * self.seats.block_size < self.seats.num_tokens[seats]
-        )
-        for request in [self._running[i] for i in np.flatnonzero(is_short)]:
+        preempted: list[str] = []
+        for request in [self._running[i] for i in np.flatnonzero(self._is_short())]:
             while request.seat is not None and not self.seats.allocator.num_free:
                 preempted.append(self._preempt_last())
             if request.seat is not None:
@@ -240,6 +273,8 @@ class Scheduler:
         ):
             request = self._waiting[0]
             request.seat = self.seats.take(request.prompt_token_ids, request.output_token_ids)
+            most = len(request.prompt_token_ids) + request.params.max_tokens
+            self.seats.num_at_most[request.seat] = most
             self._running.append(self._waiting.popleft())
             asked += request.num_tokens
 

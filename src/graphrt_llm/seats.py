@@ -22,7 +22,8 @@ class Seats:
 
     ``tokens`` [num_seats, max_model_len] int64: prompt and output, row ``seat``, from 0.
     ``num_tokens``, ``num_computed`` [num_seats] int64: tokens known, and those whose keys and
-    values are in the cache. ``block_tables`` [num_seats, max_blocks] int64: the blocks, in order
+    values are in the cache. ``num_at_most`` [num_seats] int64: tokens at which a request ends.
+    ``block_tables`` [num_seats, max_blocks] int64: the blocks, in order
     of position; the null block beyond ``num_blocks`` [num_seats].
     """
 
@@ -34,6 +35,7 @@ class Seats:
         self.tokens: NDArray[np.int64] = np.zeros((num_seats, limits.max_model_len), np.int64)
         self.num_tokens: NDArray[np.int64] = np.zeros(num_seats, np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(num_seats, np.int64)
+        self.num_at_most: NDArray[np.int64] = np.zeros(num_seats, np.int64)
         self.num_blocks: NDArray[np.int64] = np.zeros(num_seats, np.int64)
         self.block_tables: NDArray[np.int64] = np.zeros((num_seats, limits.max_blocks), np.int64)
         self._free = list(range(num_seats - 1, -1, -1))

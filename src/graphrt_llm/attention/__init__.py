@@ -7,14 +7,23 @@ from graphrt_llm.attention.base import (
     AttentionResource,
     attend,
 )
-from graphrt_llm.attention.registry import BACKENDS, make_attention
+from graphrt_llm.attention.registry import (
+    AUTO,
+    BACKENDS,
+    AttentionChoice,
+    choose_attention,
+    make_attention,
+)
 
 __all__ = [
+    "AUTO",
     "BACKENDS",
     "AttentionBackend",
+    "AttentionChoice",
     "AttentionInputs",
     "AttentionMetadata",
     "AttentionResource",
     "attend",
+    "choose_attention",
     "make_attention",
 ]

@@ -1,0 +1,303 @@
+"""Attention by FlashInfer: decode inside FULL graphs, anything in eager code. Half precision, CUDA.
+
+FlashInfer splits work over the GPU by a *plan*, made on the host from a batch's lengths before
+every step. What a graph's kernels read of it lies at addresses that never change: a FULL graph
+replays with the plan of its step. Its launch shape depends on the number of requests alone, so each
+captured number has a wrapper of its own; they share all memory but their plans, because one step
+runs at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graphrt import AttentionSupport, BatchDescriptor
+from graphrt_llm.attention.base import AttentionInputs, AttentionMetadata
+from graphrt_llm.blocks import NULL_BLOCK
+from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.limits import Limits
+
+WORKSPACE_BYTES = 128 * 2**20
+"""Partial results of split work. What FlashInfer's documentation recommends."""
+
+PLAN_BYTES = 2**20
+"""A decode plan: a dozen bytes for each block of threads that fits the GPU at once."""
+
+HEAD_DIMS = (64, 128, 256)
+TENSOR_CORE_GROUP = 4
+"""From so many query heads a key head on, tensor cores are faster than FlashInfer's CUDA cores."""
+CUDA_CORE_GROUPS = (1, 2, 3)
+
+
+class Obstacle(NamedTuple):
+    """Why FlashInfer cannot serve a cache; the parts of an error message."""
+
+    expected: str
+    found: str
+    do: str
+
+
+def obstacle(cache: KVCache) -> Obstacle | None:
+    """What keeps FlashInfer from serving ``cache``; None if nothing does."""
+    device, dtype, head_dim = cache.tensor.device, cache.tensor.dtype, cache.config.head_dim
+    if device.type != "cuda":
+        return Obstacle("a CUDA device", f"the cache lies on {device.type}", "use 'sdpa'.")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Obstacle("bfloat16 or float16", f"a cache of {dtype}", "use 'sdpa'.")
+    if head_dim not in HEAD_DIMS:
+        return Obstacle(f"heads of {HEAD_DIMS} elements", str(head_dim), "use 'sdpa'.")
+    if "flashinfer" not in sys.modules and importlib.util.find_spec("flashinfer") is None:
+        return Obstacle(
+            "the package flashinfer-python",
+            "it is not installed",
+            "pip install 'graphrt[flashinfer]', or use 'sdpa'.",
+        )
+    return None
+
+
+class _Staging:
+    """What the kernels read of a batch, in one block of memory: host, and its copy on the device.
+
+    For ``rows`` requests: where the blocks of each begin [rows + 1], tokens in its last block
+    [rows], then the blocks themselves. One copy moves all of it.
+    """
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        size = 2 * limits.max_num_seqs + 1 + limits.max_num_seqs * limits.max_blocks
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._array: NDArray[np.int32] = self._host.numpy()
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def host(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where blocks begin, the blocks, tokens in the last block: as plans take them."""
+        return _parts(self._host, rows, int(self._array[rows]))
+
+    def device(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, on the device; the blocks to the end of the memory."""
+        return _parts(self._device, rows)
+
+    def stage(
+        self, rows: int, seq_lens: NDArray[Any], tables: NDArray[Any], block_size: int
+    ) -> None:
+        """Fill and copy. Rows without a request stand for one token of the null block."""
+        num_reqs = len(seq_lens)
+        num_blocks = -(-seq_lens // block_size)
+        begins = self._array[: rows + 1]
+        np.cumsum(num_blocks, out=begins[1 : num_reqs + 1])
+        begins[num_reqs + 1 :] = begins[num_reqs] + np.arange(1, rows - num_reqs + 1)
+        last = self._array[rows + 1 : 2 * rows + 1]
+        last[:num_reqs] = seq_lens - (num_blocks - 1) * block_size
+        last[num_reqs:] = 1
+        blocks = self._array[2 * rows + 1 :]
+        used = tables[:, : num_blocks.max()]
+        blocks[: begins[num_reqs]] = used[np.arange(used.shape[1]) < num_blocks[:, None]]
+        blocks[begins[num_reqs] : begins[rows]] = NULL_BLOCK
+        size = 2 * rows + 1 + int(begins[rows])
+        self._device[:size].copy_(self._host[:size], non_blocking=True)
+
+
+def _parts(
+    memory: Tensor, rows: int, num_blocks: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    end = None if num_blocks is None else 2 * rows + 1 + num_blocks
+    return memory[: rows + 1], memory[2 * rows + 1 : end], memory[rows + 1 : 2 * rows + 1]
+
+
+class FlashInferAttention:
+    """``limits`` bound what is staged for a batch.
+
+    Errors: ``AttentionBackendError`` where ``obstacle`` finds one.
+    """
+
+    support: ClassVar[AttentionSupport] = AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, cache: KVCache, limits: Limits | None) -> None:
+        found = obstacle(cache)
+        if found is not None:
+            raise AttentionBackendError("attention backend 'flashinfer'", **found._asdict())
+        if limits is None:
+            raise AttentionBackendError(
+                "attention backend 'flashinfer'",
+                expected="the limits of a batch: they bound what is staged for it",
+                found="None",
+                do="pass limits to make_attention.",
+            )
+        # Here, because an extra need not be installed, and because loading it takes a second.
+        from flashinfer import decode, prefill
+
+        self._fast_decode_plan = decode.fast_decode_plan
+        self._make_decode = decode.BatchDecodeWithPagedKVCacheWrapper
+
+        self.cache = cache
+        config = cache.config
+        group = config.num_heads // config.num_kv_heads
+        self._tensor_cores = group >= TENSOR_CORE_GROUP or group not in CUDA_CORE_GROUPS
+        self._shape = (config.num_heads, config.num_kv_heads, config.head_dim, cache.block_size)
+        self._dtype = cache.tensor.dtype
+        self._layers = [(kv[:, :, 0], kv[:, :, 1]) for kv in cache.layers]
+
+        device = cache.tensor.device
+        with torch.inference_mode(False):
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._staging = _Staging(limits, device)
+        # One FlashInfer kernel family serves chunks and, on tensor cores, decode: one compilation.
+        self._prefill: Any = prefill.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, backend="fa2"
+        )
+        self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=self._tensor_cores)
+        self._static: dict[int, Any] = {}
+        """By number of requests: the wrappers that FULL graphs were captured with."""
+        self._is_planned = {id(self._decode): False}
+
+        self._wrapper: Any = None
+        """The one that this step's layers run through; None before the first step."""
+        self._num_tokens = 0
+        self._copied: Any = None
+        """Reached once the device has read the host memory of the latest plan."""
+
+    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
+        """Nothing is left to do: ``limits`` bounded it all when the backend was made."""
+
+    def prepare_for_capture(self, key: BatchDescriptor) -> None:
+        """Stand in requests of one token each, or one request that brings all, at the null block.
+
+        A number of requests seen for the first time gets its wrapper here, and its kernels are
+        compiled: before the warm-ups, hence before any window.
+        """
+        if key.num_reqs is not None:
+            if key.num_reqs != key.num_tokens:
+                raise AttentionBackendError(
+                    "attention backend 'flashinfer'",
+                    expected="FULL graphs of decode batches, one token a request",
+                    found=f"a key of {key.num_tokens} tokens of {key.num_reqs} requests",
+                    do="let the runtime resolve the mode from the backend's support.",
+                )
+            if key.num_reqs not in self._static:
+                self._static[key.num_reqs] = self._make_static(key.num_reqs)
+        num_reqs = key.num_reqs or 1
+        lengths = np.full(num_reqs, key.num_tokens // num_reqs)
+        num_blocks = -(-int(lengths[0]) // self.cache.block_size)
+        tables = np.full((num_reqs, num_blocks), NULL_BLOCK)
+        self._prepare(key, lengths, lengths, tables)
+
+    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
+        if live.block_tables is None:
+            raise AttentionBackendError(
+                "attention backend 'flashinfer'",
+                expected="AttentionMetadata.block_tables: the plan lists the blocks to read",
+                found="None",
+            )
+        self._prepare(
+            key, np.asarray(live.query_lens), np.asarray(live.seq_lens), live.block_tables
+        )
+
+    def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
+        """The plan is all that layers share."""
+        if self._wrapper is None:
+            raise AttentionBackendError(
+                "attention backend 'flashinfer'",
+                expected="to be prepared for the key of this step",
+                found="a forward pass before the first preparation",
+                do="give the runtime AttentionResource(backend), or call prepare_for_replay.",
+            )
+        return ()
+
+    def forward(
+        self,
+        layer_index: int,
+        q: Tensor,
+        kv: Tensor,
+        attn: AttentionInputs,
+        shared: tuple[Tensor, ...],
+        out: Tensor | None,
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        count = self._num_tokens
+        self._wrapper.run(q[:count], self._layers[layer_index], out=out[:count])
+        # Rows without a token would carry whatever lay in this memory, NaN included, onwards.
+        if count < len(out):
+            out[count:].zero_()
+        return out
+
+    def _prepare(
+        self,
+        key: BatchDescriptor,
+        query_lens: NDArray[Any],
+        seq_lens: NDArray[Any],
+        tables: NDArray[Any],
+    ) -> None:
+        # Host memory is filled anew below. In a loop that runs one step ahead this waits for the
+        # copies of the step before, which the device makes first of all: in practice never.
+        if self._copied is not None:
+            self._copied.synchronize()
+        static = None if key.num_reqs is None else self._static.get(key.num_reqs)
+        rows = len(seq_lens) if static is None else key.num_tokens
+        self._staging.stage(rows, seq_lens, tables, self.cache.block_size)
+        if static is not None:
+            self._wrapper, self._num_tokens = static, rows
+            self._plan_decode(static, rows)
+        else:
+            self._num_tokens = int(query_lens.sum())
+            if self._num_tokens == rows:
+                self._wrapper = self._decode
+                self._plan_decode(self._decode, rows)
+            else:
+                self._wrapper = self._prefill
+                self._plan_prefill(query_lens, rows)
+        self._copied = torch.Event(self.cache.tensor.device)
+        self._copied.record()
+
+    def _make_static(self, rows: int) -> Any:
+        begins, blocks, last = self._staging.device(rows)
+        wrapper = self._make_decode(
+            self._workspace,
+            use_cuda_graph=True,
+            use_tensor_cores=self._tensor_cores,
+            paged_kv_indptr_buffer=begins,
+            paged_kv_indices_buffer=blocks,
+            paged_kv_last_page_len_buffer=last,
+        )
+        plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._workspace.device)
+        wrapper.reset_workspace_buffer(self._workspace, plan)
+        self._is_planned[id(wrapper)] = False
+        return wrapper
+
+    def _plan_decode(self, wrapper: Any, rows: int) -> None:
+        host = self._staging.host(rows)
+        is_static = wrapper is not self._decode
+        if not self._is_planned[id(wrapper)] or (self._tensor_cores and not is_static):
+            # The first plan also compiles and loads the kernels.
+            wrapper.plan(*host, *self._shape, q_data_type=self._dtype)
+            self._is_planned[id(wrapper)] = True
+            return
+        # The same plan without copying what is staged already. A static wrapper only looks at the
+        # lengths of these; the other keeps them, so they have to be the device's.
+        given = host if is_static else self._staging.device(rows)
+        self._fast_decode_plan(
+            wrapper,
+            *given,
+            *self._shape,
+            q_data_type=self._dtype,
+            global_override_indptr_cpu=host[0],
+        )
+
+    def _plan_prefill(self, query_lens: NDArray[Any], rows: int) -> None:
+        begins = np.zeros(rows + 1, np.int32)
+        np.cumsum(query_lens, out=begins[1:])
+        self._prefill.plan(
+            torch.from_numpy(begins),
+            *self._staging.host(rows),
+            *self._shape,
+            causal=True,
+            q_data_type=self._dtype,
+            max_token_per_sequence=int(query_lens.max()),
+        )

@@ -1,0 +1,161 @@
+"""What the flashinfer backend plans and stages, held against sdpa, with a stand-in for the library.
+
+The real library runs in the GPU lane only.
+"""
+
+from __future__ import annotations
+
+import fake_flashinfer
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from llm_paged import attention, make_step, shuffled_tables
+
+from graphrt import AttentionSupport, BatchDescriptor
+from graphrt_llm.attention import AttentionMetadata, choose_attention, make_attention
+from graphrt_llm.attention.flashinfer import _Staging
+from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.limits import Limits
+from graphrt_llm.models import ModelConfig
+
+BLOCK, MAX_BLOCKS, NUM_BLOCKS = 4, 6, 40
+LIMITS = Limits(
+    max_num_seqs=6,
+    max_num_batched_tokens=24,
+    max_model_len=BLOCK * MAX_BLOCKS,
+    block_size=BLOCK,
+    num_blocks=NUM_BLOCKS,
+)
+
+
+def random_cache() -> KVCache:
+    cache = KVCache(
+        ModelConfig.tiny(), num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype=torch.float64
+    )
+    cache.tensor.normal_(generator=torch.Generator().manual_seed(1))
+    return cache
+
+
+@pytest.fixture
+def wrappers(monkeypatch):
+    return fake_flashinfer.install(monkeypatch)
+
+
+def decode_key(num_reqs: int) -> BatchDescriptor:
+    return BatchDescriptor(num_reqs, num_reqs, uniform=True)
+
+
+def compare(backend, cache: KVCache, spans, key: BatchDescriptor | None, seed: int) -> None:
+    """One layer's attention by ``backend``, as a step with ``key``, against sdpa."""
+    generator = torch.Generator().manual_seed(seed)
+    tables = shuffled_tables(len(spans), MAX_BLOCKS, NUM_BLOCKS, generator)
+    num_tokens = sum(new for _, new in spans)
+    padding = 0 if key is None else key.num_tokens - num_tokens
+    rows = 0 if key is None or key.num_reqs is None else padding
+    step = make_step(spans, tables, BLOCK, pad_tokens=padding, pad_requests=rows)
+    live = step.live._replace(block_tables=tables.numpy())
+    q = torch.randn(num_tokens + padding, 4, 16, generator=generator, dtype=torch.float64)
+    kv = torch.randn(num_tokens + padding, 2, 2, 16, generator=generator, dtype=torch.float64)
+    before = cache.tensor.clone()
+    results = []
+    for one in (make_attention("sdpa", cache), backend):
+        cache.tensor.copy_(before)
+        one.prepare_for_replay(key or BatchDescriptor(num_tokens), live)
+        out = torch.full_like(q, torch.nan)
+        shared = one.begin(step.positions, step.attn)
+        results.append(attention(one, 0, q, kv, step.attn, shared, out=out))
+        assert results[-1].isfinite().all(), "padding carries nothing onwards"
+    torch.testing.assert_close(results[1][:num_tokens], results[0][:num_tokens])
+
+
+spans = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spans=spans.filter(lambda spans: sum(new for _, new in spans) <= 24),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_a_live_batch_attends_to_its_own_tokens(spans, padding, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        fake_flashinfer.install(patch)
+        cache = random_cache()
+        backend = make_attention("flashinfer", cache, LIMITS)
+        num_tokens = sum(new for _, new in spans)
+        compare(backend, cache, spans, BatchDescriptor(num_tokens + padding), seed)
+        decodes = [(before, 1) for before, _ in spans]
+        compare(backend, cache, decodes, None, seed)
+
+
+def test_a_captured_number_of_requests_serves_growing_and_padded_batches(wrappers):
+    cache = random_cache()
+    backend = make_attention("flashinfer", cache, LIMITS)
+    for size in (4, 2):
+        backend.prepare_for_capture(decode_key(size))
+    static = [wrapper for wrapper in wrappers if wrapper.is_static]
+    assert [len(wrapper.last) for wrapper in static] == [4, 2]
+    bound = [(w.begins.data_ptr(), w.last.data_ptr(), w.blocks.data_ptr()) for w in static]
+    for length in range(20):
+        compare(backend, cache, [(length, 1), (3, 1), (19 - length, 1)], decode_key(4), length)
+        compare(backend, cache, [(length, 1)], decode_key(2), length)
+    assert [wrapper for wrapper in wrappers if wrapper.is_static] == static
+    assert bound == [(w.begins.data_ptr(), w.last.data_ptr(), w.blocks.data_ptr()) for w in static]
+    # The kernels are compiled by the first plan; from then on a plan copies nothing twice.
+    assert all(wrapper.plans[0] == "whole" for wrapper in static)
+    assert all(set(wrapper.plans[1:]) == {"fast"} for wrapper in static)
+    # Twice at capture: the second is another size, which must not disturb the first.
+    assert [len(wrapper.plans) for wrapper in static] == [21, 21]
+
+
+def test_rows_without_a_request_read_one_token_of_the_null_block():
+    staging = _Staging(LIMITS, torch.device("cpu"))
+    tables = np.array([[7, 8, 9], [3, 0, 0]])
+    staging.stage(4, np.array([9, 4]), tables, BLOCK)
+    for begins, blocks, last in (staging.host(4), staging.device(4)):
+        assert begins.tolist() == [0, 3, 4, 5, 6]
+        assert last.tolist() == [1, 4, 1, 1]
+        assert blocks[:6].tolist() == [7, 8, 9, 3, 0, 0]
+    # A smaller batch after it leaves nothing behind.
+    staging.stage(1, np.array([1]), np.array([[5, 6]]), BLOCK)
+    begins, blocks, last = staging.host(1)
+    assert (begins.tolist(), last.tolist(), blocks.tolist()) == ([0, 1], [1], [5])
+
+
+def test_a_piece_and_the_largest_batch_are_prepared_without_a_live_one(wrappers):
+    backend = make_attention("flashinfer", random_cache(), LIMITS)
+    for num_tokens in (1, 3, LIMITS.max_num_batched_tokens):
+        backend.prepare_for_capture(BatchDescriptor(num_tokens))
+        q = torch.zeros(num_tokens, 4, 16, dtype=torch.float64)
+        out = backend.forward(0, q, q, None, (), None)
+        assert out.shape == q.shape
+
+
+def test_it_serves_decode_graphs_only(wrappers):
+    backend = make_attention("flashinfer", random_cache(), LIMITS)
+    assert backend.support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    with pytest.raises(AttentionBackendError, match="decode"):
+        backend.prepare_for_capture(BatchDescriptor(8, 4, uniform=True))
+
+
+def test_an_unprepared_step_and_one_without_blocks_are_refused(wrappers):
+    backend = make_attention("flashinfer", random_cache(), LIMITS)
+    with pytest.raises(AttentionBackendError):
+        backend.begin(torch.zeros(1), None)
+    with pytest.raises(AttentionBackendError, match="block_tables"):
+        backend.prepare_for_replay(BatchDescriptor(1), AttentionMetadata((1,), (1,)))
+
+
+def test_without_limits_or_a_gpu_it_is_refused_and_auto_takes_sdpa(monkeypatch):
+    with pytest.raises(AttentionBackendError, match="CUDA"):
+        make_attention("flashinfer", random_cache(), LIMITS)
+    choice = choose_attention("auto", random_cache())
+    assert choice.name == "sdpa"
+    assert "CUDA" in choice.reason
+    assert choose_attention("flashinfer", random_cache()).name == "flashinfer"
+    fake_flashinfer.install(monkeypatch)
+    assert choose_attention("auto", random_cache()).name == "flashinfer"
+    with pytest.raises(AttentionBackendError, match="limits"):
+        make_attention("flashinfer", random_cache())
