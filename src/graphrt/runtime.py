@@ -218,9 +218,9 @@ class Runtime:
 
         A program is published to dispatch only after its first replay, on inputs other than those
         it was captured with, equalled eager execution. Steps before that run eager
-        (``NOT_CAPTURED_YET``). May be called again: after an error, an interrupt, or when programs
-        became invalid; then every key is captured anew, because graphs that share a pool go
-        together. Those that still serve go on until the new ones take their place.
+        (``NOT_CAPTURED_YET``). May be called again: after an error, an interrupt, or when tensors
+        that programs read have moved; then every key is captured anew, because graphs that share
+        a pool go together. Those that still serve go on until the new ones take their place.
 
         Aliasing: ends the validity of every output that a step returned.
         Errors:   the first failure is raised, ``VerificationError`` included, unless the config
@@ -229,6 +229,8 @@ class Runtime:
         """
         self._require_open()
         started = perf_counter()
+        # Programs over a tensor that has moved unnoticed are to be captured anew as well.
+        self.library.check_externals()
         generation, keys = self._what_to_capture()
         tell = _Ticker(progress, total=2 * len(keys))
         before_warmup = HostState(self._model) if self.config.verify_first_replay else None

@@ -303,7 +303,9 @@ def test_an_interrupt_anywhere_leaves_nothing_unverified_and_capture_goes_on(pol
         assert set(reasons(lab).values()) == {MissReason.NOT_CAPTURED_YET}
         assert_equal(lab.step(2, 2), lab.eager(2, 2))
 
-        report = lab.runtime.capture()
+        told = []
+        report = lab.runtime.capture(lambda done, total, key: told.append((done, total)))
+        assert told == [(n, len(told)) for n in range(1, len(told) + 1)]
         assert not report.missing
         assert all(graph.seconds > 0 for graph in report.graphs)
         # Nothing that was captured is captured again.
@@ -376,6 +378,15 @@ def test_what_still_serves_goes_on_until_the_new_generation_takes_its_place():
         for num_tokens in (2, 8):
             assert_equal(lab.step(num_tokens, 2), lab.eager(num_tokens, 2))
             assert lab.runtime.last_decision.mode is FULL
+
+
+def test_capturing_again_notices_a_replaced_weight_by_itself():
+    with RuntimeLab("FULL") as lab:
+        lab.runtime.capture()
+        lab.model.weight.data = torch.eye(4)
+        assert not lab.runtime.capture().missing
+        assert_equal(lab.step(8, 2), lab.eager(8, 2))
+        assert lab.runtime.last_decision.mode is FULL
 
 
 def test_a_weight_copied_into_keeps_every_graph_and_shows_at_once():

@@ -402,3 +402,18 @@ def test_two_runtimes_given_one_output_spec_keep_their_leases_apart():
 def test_outputs_without_declared_axes_are_refused_at_once():
     with pytest.raises(ConfigError, match="axes"):
         RuntimeLab("FULL", outputs=OutputSpec(None))
+
+
+def test_bug_class_7_every_captured_key_is_the_key_of_its_own_batch(labs):
+    for lab in labs.values():
+        captured = lab.runtime.library.num_cudagraph_captured
+        for mode, key in lab.runtime.plan.capture_order:
+            num_reqs = key.num_reqs or 1
+            exclude = frozenset({FULL}) if mode is PIECEWISE else frozenset()
+            lab.step(key.num_tokens, num_reqs, key.uniform, exclude=exclude)
+            decision = lab.runtime.last_decision
+            assert decision.mode is mode
+            assert decision.descriptor is key
+            assert decision.reason is MissReason.HIT
+        # Nothing is captured while serving.
+        assert lab.runtime.library.num_cudagraph_captured == captured
