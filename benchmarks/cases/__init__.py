@@ -6,6 +6,7 @@ from benchmarks.cases import (
     capture,
     compiled,
     dispatch,
+    engine,
     memory,
     never_slower,
     primitives,
@@ -29,6 +30,7 @@ MODULES = (
     never_slower,
     compiled,
     tails,
+    engine,
 )
 
 
