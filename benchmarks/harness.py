@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -298,24 +299,34 @@ def cuda_device() -> Iterator[Device]:
 
 
 def machine(commit: str | None = None) -> dict[str, str]:
-    """What a result must carry: device, driver, torch, python, commit (and if it had changes).
+    """What a result must carry: device and host, driver, torch, python, commit (and changes to it).
 
     ``commit``: what to record where the tree is a copy without its history.
     """
     import torch
 
-    if torch.cuda.is_available():
-        device, driver = torch.cuda.get_device_name(), _driver()
-    else:
-        device = f"CPU {platform.machine()}, {torch.get_num_threads()} thread(s)"
-        driver = "none"
+    has_gpu = torch.cuda.is_available()
+    host = f"{_processor()}, {torch.get_num_threads()} thread(s)"
     return {
-        "device": device,
-        "driver": driver,
+        "device": torch.cuda.get_device_name() if has_gpu else host,
+        "host": host,
+        "driver": _driver() if has_gpu else "none",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit or _commit(),
     }
+
+
+def _processor() -> str:
+    """The model and number of CPUs, where Linux tells; else their architecture."""
+    name = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    return f"CPU {name} x {os.cpu_count()}"
 
 
 def _driver() -> str:
@@ -340,9 +351,14 @@ def _commit() -> str:
 
 def as_json(rows: Sequence[Row], where: Mapping[str, str]) -> str:
     """Rows with the machine they ran on, as results are kept: samples on one line an arm."""
-    return (
-        "[" + ",".join(f"\n {_row_as_json(asdict(item) | dict(where))}" for item in rows) + "\n]\n"
-    )
+    texts = (_row_as_json(asdict(item) | dict(_place(item, where))) for item in rows)
+    return "[" + ",".join(f"\n {text}" for text in texts) + "\n]\n"
+
+
+def _place(item: Row, where: Mapping[str, str]) -> Mapping[str, str]:
+    """A CPU case ran on the host, whatever else is in the machine."""
+    is_of_cpu = item.metric.startswith("C-") and "host" in where
+    return {**where, "device": where["host"]} if is_of_cpu else where
 
 
 def _row_as_json(fields: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from graphrt_llm.models import ModelConfig
 
 SIZES = (*range(256, 0, -8), 4, 2, 1)
 CONTEXT = 32
-ROUNDS = 3
+ROUNDS = 5
 
 
 class Cost(NamedTuple):

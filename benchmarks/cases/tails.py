@@ -13,7 +13,7 @@ from graphrt import Device, Runtime, StepMetrics
 NUM_REQS = 8
 NUM_OBJECTS = 1_000_000
 NUM_STEPS = 10_000
-ROUNDS = 3
+ROUNDS = 5
 
 
 def arms_of(

@@ -86,6 +86,13 @@ def test_json_has_the_fields_of_the_contract_and_nothing_is_lost() -> None:
     }
 
 
+def test_a_cpu_case_names_the_host_whatever_else_is_in_the_machine() -> None:
+    where = {**WHERE, "host": "a CPU"}
+    rows = [row(m, [1.0], target=1, unit="us", samples={}) for m in ("C-wrapper-step", "G1")]
+    devices = [item["device"] for item in json.loads(as_json(rows, where))]
+    assert devices == ["a CPU", "a device"]
+
+
 def test_no_rows_are_an_empty_list() -> None:
     assert json.loads(as_json([], WHERE)) == []
 
