@@ -160,6 +160,10 @@ class Runtime:
             )
         # A copy: leases of two runtimes that were given one spec must not end each other.
         self._outputs = OutputSpec(outputs.axes, outputs.policy)
+        # Eager outputs have their real size where it is an axis, and may be views of static buffers
+        # as graph outputs are of graph storage. Another length or policy holds for them too.
+        lengths = [length for dims in outputs.axes.values() for length in dims.values()]
+        self._is_eager_as_is = outputs.policy == "view" and not any(map(callable, lengths))
 
         self._seconds: dict[Key, float] = {}
         self._failures: dict[Key, str] = {}
@@ -453,7 +457,8 @@ class Runtime:
             resource.prepare(key, live)
         with torch.no_grad(), ForwardContext(RuntimeMode.NONE, key, attn_metadata=live):
             outputs = self._model(**bound.views)
-        # Eager outputs may be views of static buffers: the policy on aliasing holds for them too.
+        if self._is_eager_as_is:
+            return outputs
         return self._outputs.bind(outputs).take(sizes)
 
     def _refuse_uniform(self, num_tokens: int, num_reqs: int) -> NoReturn:

@@ -417,3 +417,43 @@ def test_bug_class_7_every_captured_key_is_the_key_of_its_own_batch(labs):
             assert decision.reason is MissReason.HIT
         # Nothing is captured while serving.
         assert lab.runtime.library.num_cudagraph_captured == captured
+
+
+def test_speculation_and_adapters_reach_the_graphs_of_their_keys():
+    wishes = {
+        "num_speculative_tokens": 2,
+        "max_loras": 2,
+        "compilation": {"cudagraph_capture_sizes": [3, 6, 12]},
+    }
+    with RuntimeLab("FULL_AND_PIECEWISE", wishes=wishes) as lab:
+        report = lab.runtime.capture()
+        assert len(report.graphs) == len(lab.runtime.plan.capture_order) == 2 * 3 * 3
+        for num_loras in (0, 1, 2):
+            for batch, mode, tokens in (
+                ((9, 3, True), FULL, 12),
+                ((6, 2, True), FULL, 6),
+                ((5, 2, False), PIECEWISE, 6),
+                ((13, 4, False), NONE, 13),
+            ):
+                outputs = lab.step(*batch, num_active_loras=num_loras)
+                decision = lab.runtime.last_decision
+                assert (decision.mode, decision.descriptor.num_tokens) == (mode, tokens)
+                assert decision.descriptor.num_active_loras == num_loras
+                assert_equal(outputs, lab.eager(*batch[:2]))
+        with pytest.raises(BatchError, match="3"):
+            lab.step(9, 3, True, num_active_loras=3)
+        with pytest.raises(BatchError, match=r"num_reqs \* 3"):
+            lab.step(9, 9, True)
+
+
+@pytest.mark.parametrize("policy", ["FULL", "PIECEWISE"])
+def test_bug_class_22_captured_in_inference_mode_steps_outside_it_and_the_reverse(policy):
+    with torch.inference_mode():
+        lab = RuntimeLab(policy)
+        lab.runtime.capture()
+        inside = {name: tensor.clone() for name, tensor in lab.step(5, 2).items()}
+    with lab:
+        for _ in range(2):
+            outputs = lab.step(5, 2)
+            assert_equal(outputs, inside)
+            assert lab.runtime.last_decision.mode.name == policy
