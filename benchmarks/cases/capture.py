@@ -49,7 +49,7 @@ def eager(step: DecodeStep, sizes: Sequence[int], device: Device) -> float:
 
 
 def by_hand(step: DecodeStep, sizes: Sequence[int], device: Device) -> float:
-    """``torch.cuda.graph`` as documented, one after another; it collects and trims each time."""
+    """``torch.cuda.graph`` as documented, one after another; it waits and trims each time."""
     figures, captured = [], []
     for size in sizes:
         step.prepare(size)
