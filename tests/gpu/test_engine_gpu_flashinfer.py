@@ -1,0 +1,110 @@
+"""FlashInfer against PyTorch's attention, and over growing sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engines import LLAMA, QWEN, greedy, make_engine, needs_flashinfer, prompts
+
+from graphrt import BatchDescriptor, RuntimeMode
+from graphrt_llm.attention import make_attention
+from graphrt_llm.inputs import make_example
+from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.limits import Limits
+from graphrt_llm.models import CausalLM
+from graphrt_llm.runner import NamedInputs
+from graphrt_llm.weights import random_weights
+
+pytestmark = [needs_flashinfer, pytest.mark.filterwarnings("ignore:::flashinfer.*")]
+
+LIMITS = Limits(
+    max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512, block_size=16, num_blocks=257
+)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / expected.norm())
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES = [
+    (QWEN, BF16, "captured decode"),
+    (QWEN, BF16, "live decode"),
+    (QWEN, BF16, "chunks"),
+    (LLAMA, BF16, "captured decode"),
+    (LLAMA, BF16, "live decode"),
+    (LLAMA, BF16, "chunks"),
+    # Each dtype is compiled anew, so one case stands for the others.
+    (QWEN, FP16, "captured decode"),
+]
+"""Two query heads a key head decode on CUDA cores, four on tensor cores."""
+
+
+@pytest.mark.parametrize(("model_config", "dtype", "kind"), CASES)
+def test_logits_are_those_of_sdpa(model_config, dtype, kind):
+    cache = KVCache(model_config, num_blocks=257, block_size=16, dtype=dtype, device="cuda")
+    model = CausalLM(model_config, dtype=dtype, device="cuda")
+    random_weights(model, seed=0)
+    decode = BatchDescriptor(8, 8, uniform=True)
+    key = {"captured decode": decode, "live decode": BatchDescriptor(8)}.get(
+        kind, BatchDescriptor(96)
+    )
+    live_key = key if kind == "captured decode" else BatchDescriptor(key.num_tokens)
+    backend = make_attention("flashinfer", cache, LIMITS)
+    sdpa = make_attention("sdpa", cache)
+    if kind == "captured decode":
+        backend.prepare_for_capture(decode)
+    for seed in range(5):
+        example = make_example(
+            decode if "decode" in kind else key, seed, LIMITS, model_config.vocab_size
+        )
+        values = {name: value.cuda() for name, value in example.values.items()}
+        cache.tensor.normal_(generator=torch.Generator("cuda").manual_seed(seed))
+        before = cache.tensor.clone()
+        results = []
+        for one in (sdpa, backend):
+            cache.tensor.copy_(before)
+            model.attention = one
+            one.prepare_for_replay(live_key, example.live)
+            with torch.no_grad():
+                results.append(NamedInputs(model)(**values).logits)
+        assert results[0].isfinite().all()
+        error = relative(results[1], results[0])
+        print(f"{kind} {dtype} seed {seed}: {error:.2e}")
+        assert error < (6e-2 if dtype == torch.bfloat16 else 8e-3)
+
+
+@pytest.mark.parametrize("model_config", [QWEN, LLAMA], ids=["cuda cores", "tensor cores"])
+def test_a_growing_sequence_equals_eager_at_every_step(model_config):
+    """Bug class 4: a plan that was not renewed shows as soon as a block is added.
+
+    60 steps over 4 borders of blocks, every one of them compared with eager bit for bit.
+    """
+    with make_engine(model_config, "FULL_AND_PIECEWISE", backend="flashinfer", verify_every=1) as e:
+        e.add_request(prompts(1, model_config.vocab_size)[0], greedy(62))
+        for asked in prompts(2, model_config.vocab_size):
+            e.add_request(asked, greedy(60))
+        modes = []
+        while e.has_unfinished():
+            result = e.step()
+            if result.decision is not None:
+                modes.append(result.decision.mode)
+        assert modes.count(RuntimeMode.FULL) >= 50
+
+
+def test_without_a_plan_of_its_own_a_replay_reads_another_step_s_lengths():
+    """The test above can fail: the same replay with a stale plan gives other logits."""
+    with make_engine(QWEN, "FULL_AND_PIECEWISE", backend="flashinfer", overlap=False) as engine:
+        asked = prompts(1, QWEN.vocab_size)[0] + list(range(40))
+        expected = engine.generate([asked], greedy(40))
+        backend = engine.runtime._model.model.attention  # type: ignore[attr-defined]
+        prepare = backend._prepare
+        engine.add_request(asked, greedy(40))
+        tokens = list(engine.step().outputs[0].new_token_ids)
+        tokens += engine.step().outputs[0].new_token_ids
+        backend._prepare = lambda *args: None
+        while engine.has_unfinished():
+            tokens += engine.step().outputs[0].new_token_ids
+        backend._prepare = prepare
+        assert tokens != expected[0]
