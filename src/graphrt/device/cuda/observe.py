@@ -7,13 +7,24 @@ launched past torch's dispatcher (a raw pointer in a custom kernel, Triton calle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphrt.device.base import ExternalUse
 from graphrt.device.cuda.pool import storage_address
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types whose own pointer can be asked for: a subclass may have none."""
+
+
+class _Traits(NamedTuple):
+    """What an operator's schema says of it, read once for each window."""
+
+    written_positions: frozenset[int]
+    written_names: frozenset[str]
+    uses_rng: bool
 
 
 class Ledger:
@@ -26,46 +37,60 @@ class Ledger:
     def __init__(self, device_type: str, is_pooled: Callable[[int], bool]) -> None:
         self._device_type = device_type
         self._is_pooled = is_pooled
+        self._traits: dict[Any, _Traits] = {}
         self._made: set[int] = set()
         self._uses: dict[int, ExternalUse] = {}
+        # A storage's address is slow to ask for, and every operation of a capture asks. A tensor's
+        # own pointer is not: these remember what it led to.
+        self._pool_pointers: set[int] = set()
+        self._external_pointers: dict[int, int] = {}
         self.uses_rng = False
         self._failed_operation = ""
         self._first_error: BaseException | None = None
 
     def touch(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the tensors that go into ``operation``, and which of them it writes."""
-        schema = getattr(operation, "_schema", None)  # Higher-order operators have none.
-        declared = () if schema is None else schema.arguments
-        written_names = {
-            argument.name
-            for argument in declared
-            if argument.alias_info is not None and argument.alias_info.is_write
-        }
+        traits = self._traits.get(operation)
+        if traits is None:
+            traits = self._traits[operation] = _traits_of(operation)
+            self.uses_rng |= traits.uses_rng
         for position, value in enumerate(args):
-            name = declared[position].name if position < len(declared) else ""
-            self._touch_value(value, name in written_names)
+            if isinstance(value, torch.Tensor):
+                self._touch_tensor(value, position in traits.written_positions)
+            elif isinstance(value, list | tuple | dict):
+                for tensor in _tensors(value):
+                    self._touch_tensor(tensor, position in traits.written_positions)
         for name, value in kwargs.items():
-            self._touch_value(value, name in written_names)
-        if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
-            self.uses_rng = True
+            for tensor in _tensors(value):
+                self._touch_tensor(tensor, name in traits.written_names)
 
-    def _touch_value(self, value: Any, written: bool) -> None:
-        for tensor in _tensors(value):
-            address = storage_address(tensor)
-            if address is None or address in self._made or self._is_pooled(address):
-                continue
-            use = self._uses.get(address)
-            if use is None:
-                self._uses[address] = ExternalUse(tensor, written)
-            elif written and not use.written:
-                self._uses[address] = ExternalUse(use.tensor, True)
+    def _touch_tensor(self, tensor: torch.Tensor, written: bool) -> None:
+        pointer = tensor.data_ptr() if type(tensor) in _PLAIN else 0
+        if pointer in self._pool_pointers:
+            return
+        address = self._external_pointers.get(pointer) or storage_address(tensor)
+        if address is None:
+            return
+        use = self._uses.get(address)
+        if use is None:
+            if address in self._made or self._is_pooled(address):
+                self._remember_pooled(pointer)
+                return
+            self._uses[address] = ExternalUse(tensor, written)
+        elif written and not use.written:
+            self._uses[address] = ExternalUse(use.tensor, True)
+        if pointer:
+            self._external_pointers[pointer] = address
 
     def make(self, result: Any) -> None:
         """Note the tensors that came out: new ones lie in the pool, so nobody needs to hold them.
 
         Host tensors do not; they become externals as soon as something reads them.
         """
-        for tensor in _tensors(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors(result):
+            pointer = tensor.data_ptr() if type(tensor) in _PLAIN else 0
+            if pointer in self._pool_pointers or pointer in self._external_pointers:
+                continue
             address = storage_address(tensor)
             if (
                 address is not None
@@ -73,6 +98,11 @@ class Ledger:
                 and tensor.device.type == self._device_type
             ):
                 self._made.add(address)
+                self._remember_pooled(pointer)
+
+    def _remember_pooled(self, pointer: int) -> None:
+        if pointer:
+            self._pool_pointers.add(pointer)
 
     def fail(self, operation: Any, error: BaseException) -> None:
         """Keep the first error, with its operation: later ones are its echoes."""
@@ -94,6 +124,11 @@ class Observer(TorchDispatchMode):
     """Passes every operation on unchanged, and writes it into a ledger."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare the guard that torch puts around each dispatch: compiled code is not observed."""
+        return False
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -138,6 +173,20 @@ def _enter(mode: TorchDispatchMode) -> None:
 
 def _leave(mode: TorchDispatchMode) -> None:
     TorchDispatchMode.__exit__(mode, None, None, None)
+
+
+def _traits_of(operation: Any) -> _Traits:
+    schema = getattr(operation, "_schema", None)  # Higher-order operators have none.
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(() if schema is None else schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _Traits(
+        frozenset(position for position, _ in written),
+        frozenset(name for _, name in written),
+        torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()),
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
