@@ -253,7 +253,8 @@ class FlashInferAttention:
             else:
                 self._wrapper = self._prefill
                 self._plan_prefill(query_lens, rows)
-        self._copied = torch.Event(self.cache.tensor.device)
+        if self._copied is None:
+            self._copied = torch.Event(self.cache.tensor.device)
         self._copied.record()
 
     def _make_static(self, rows: int) -> Any:
