@@ -141,6 +141,9 @@ if TYPE_CHECKING:
         forbid_in_capture as forbid_in_capture,
         no_breaks as no_breaks,
     )
+    from graphrt.interrupts import (
+        interrupted_between_steps as interrupted_between_steps,
+    )
     from graphrt.planner.trace import (
         TraceRequest as TraceRequest,
         generate_azure_like as generate_azure_like,
@@ -234,6 +237,9 @@ _NAMES_OF_ROOM = {
         FailureRecord Generation GraphBudget GraphLibrary GraphMemory GraphSegment KEEP OutputSpec
         Padding Program ProgramBuilder Resource SENTINEL StaleCheck StateGuard TensorStateGuard
         Workspace ZERO break_at break_call break_point forbid_in_capture no_breaks
+    """,
+    "interrupts": """
+        interrupted_between_steps
     """,
     "planner.trace": """
         TraceRequest generate_azure_like read_azure_csv read_mooncake_jsonl read_trace

@@ -44,6 +44,7 @@ from graphrt.graphs import (
     StaleCheck,
     StateGuard,
 )
+from graphrt.interrupts import interrupted_between_steps
 from graphrt.verify.firstreplay import check_first_replay
 from graphrt.verify.hoststate import HostState
 
@@ -226,6 +227,8 @@ class Runtime:
         that programs read have moved; then every key is captured anew, because graphs that share
         a pool go together. Those that still serve go on until the new ones take their place.
 
+        Ctrl-C takes effect between two keys, where nothing is half recorded; a second one, at once.
+
         Aliasing: ends the validity of every output that a step returned.
         Errors:   the first failure is raised, ``VerificationError`` included, unless the config
                   says ``on_capture_error="skip"``; either way what was captured serves.
@@ -233,27 +236,30 @@ class Runtime:
         """
         self._require_open()
         started = perf_counter()
+        try:
+            with interrupted_between_steps() as check_interrupt, torch.no_grad():
+                self._capture(progress, check_interrupt)
+        finally:
+            self._capture_seconds += perf_counter() - started
+            self._publish()
+        return self.report()
+
+    def _capture(self, progress: Progress | None, check_interrupt: Callable[[], None]) -> None:
         # Programs over a tensor that has moved unnoticed are to be captured anew as well.
         self.library.check_externals()
         generation, keys = self._what_to_capture()
-        tell = _Ticker(progress, total=2 * len(keys))
+        tell = _Ticker(progress, 2 * len(keys), check_interrupt)
         before_warmup = HostState(self._model) if self.config.verify_first_replay else None
         self.library.forget_failures()
         self._failures.clear()
         self._outputs.expire()
         try:
-            with torch.no_grad():
-                try:
-                    self._capture_all(keys, generation, tell)
-                except Exception:
-                    # The others serve all the same, and none of them may hide the first failure.
-                    self._admit_all(keys, before_warmup, tell, on_error="skip")
-                    raise
-                self._admit_all(keys, before_warmup, tell, self.config.on_capture_error)
-        finally:
-            self._capture_seconds += perf_counter() - started
-            self._publish()
-        return self.report()
+            self._capture_all(keys, generation, tell)
+        except Exception:
+            # The others serve all the same, and none of them may hide the first failure.
+            self._admit_all(keys, before_warmup, tell, on_error="skip")
+            raise
+        self._admit_all(keys, before_warmup, tell, self.config.on_capture_error)
 
     def _what_to_capture(self) -> tuple[Literal["current", "new"], Sequence[Key]]:
         """Which keys to capture, and whether beside what serves or in its place.
@@ -286,6 +292,12 @@ class Runtime:
                 jobs.append(CaptureJob(self._wrappers[mode], mode, key, inputs))
         if not jobs:
             return
+
+        def before_warmup(job: CaptureJob, phase: str) -> bool:
+            if phase == "warmup":
+                tell.check_interrupt()
+            return True
+
         try:
             with self.library.capture_scope(
                 state=self._state,
@@ -296,7 +308,9 @@ class Runtime:
                 on_error=self.config.on_capture_error,
                 generation=generation,
             ) as scope:
-                scope.capture_all(jobs, progress=lambda done, total, job: tell(job.key))
+                scope.capture_all(
+                    jobs, gate=before_warmup, progress=lambda done, total, job: tell(job.key)
+                )
         finally:
             for record in self.library.failures:
                 self._failures[record.mode, record.key] = str(record.error)
@@ -653,9 +667,12 @@ class _Launch(NamedTuple):
 
 
 class _Ticker:
-    """Counts progress for a caller who may not care."""
+    """Counts progress for a caller who may not care, and lets an interrupt in between two keys."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
+    def __init__(
+        self, progress: Progress | None, total: int, check_interrupt: Callable[[], None]
+    ) -> None:
+        self.check_interrupt = check_interrupt
         self._progress = progress
         self._total = total
         self._done = 0
@@ -664,3 +681,4 @@ class _Ticker:
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total, key)
+        self.check_interrupt()

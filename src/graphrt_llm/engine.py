@@ -20,12 +20,19 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrt import BatchDescriptor, Decision, Device, Observer, Runtime, RuntimeReport
+from graphrt import (
+    BatchDescriptor,
+    Decision,
+    Device,
+    Observer,
+    Runtime,
+    RuntimeReport,
+    interrupted_between_steps,
+)
 from graphrt_llm.assembly import TINY_CONFIG, assemble
 from graphrt_llm.attention import AttentionChoice
 from graphrt_llm.config import EngineConfig
 from graphrt_llm.errors import EngineStateError, RequestError
-from graphrt_llm.interrupts import interrupted_between_steps
 from graphrt_llm.limits import Limits
 from graphrt_llm.models import ModelConfig
 from graphrt_llm.readback import Readback

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphrt import TraceRequest
+from graphrt import TraceRequest, interrupted_between_steps
 from graphrt_llm.engine import LLMEngine, StepResult
 from graphrt_llm.errors import EngineStateError, RequestError
-from graphrt_llm.interrupts import interrupted_between_steps
 from graphrt_llm.request import SamplingParams
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 from runtime_lab import (
@@ -313,6 +315,33 @@ def test_an_interrupt_anywhere_leaves_nothing_unverified_and_capture_goes_on(pol
         for num_tokens in (2, 3, 8):
             assert_equal(lab.step(num_tokens, 2), lab.eager(num_tokens, 2))
             assert lab.runtime.last_decision.mode.name == policy
+
+
+@pytest.mark.parametrize("at", [1, 5, 9, 14, 17])
+def test_ctrl_c_waits_for_the_key_at_hand_and_a_second_one_does_not(at):
+    class Signalled(Interrupted):
+        """Raises the signal itself, as a terminal would, in the middle of a forward."""
+
+        def count(self):
+            self.countdown[0][0] -= 1
+            if self.countdown[0][0] == 0:
+                signal.raise_signal(signal.SIGINT)
+                survived.append(len(lab.events))
+                if twice:
+                    signal.raise_signal(signal.SIGINT)
+
+    for twice in (False, True):
+        survived = []
+        with RuntimeLab("FULL", model=Signalled()) as lab:
+            lab.model.countdown[0][0] = at
+            with pytest.raises(KeyboardInterrupt):
+                lab.runtime.capture()
+            assert len(survived) == 1
+            # At most the key at hand was finished; the next one was not begun.
+            assert len(lab.events) - survived[0] <= (0 if twice else 1)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert not lab.runtime.capture().missing
+            assert_equal(lab.step(3, 2), lab.eager(3, 2))
 
 
 @pytest.mark.parametrize("policy", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])

@@ -1,4 +1,8 @@
-"""Ctrl-C between steps: an interrupt in the middle of one would leave it half booked."""
+"""Ctrl-C between steps: an interrupt in the middle of one would leave it half booked.
+
+In the middle of a capture it would do worse: torch's modes are pushed and popped by Python code,
+and an interrupt between the two leaves a process that records for ever, or aborts.
+"""
 
 from __future__ import annotations
 
