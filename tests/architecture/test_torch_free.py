@@ -13,6 +13,7 @@ ROOMS = [
     "graphrt.errors",
     "graphrt.events",
     "graphrt.context",
+    "graphrt.interrupts",
     "graphrt.config",
     "graphrt.dispatch",
     "graphrt.planner",
