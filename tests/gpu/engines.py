@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from graphrt import CompilationConfig, RuntimeConfig
+from graphrt import CompilationConfig, Observer, RuntimeConfig
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams, TokenComparison, compare_tokens
 from graphrt_llm.demo.comparing import TIE_TOLERANCE
 from graphrt_llm.models import ModelConfig
@@ -68,8 +68,11 @@ def engine_config(
     )
 
 
-def make_engine(model: ModelConfig, mode: str, **options: Any) -> LLMEngine:
-    engine = LLMEngine.with_random_weights(model, engine_config(mode, **options))
+def make_engine(
+    model: ModelConfig, mode: str, *, observer: Observer | None = None, **options: Any
+) -> LLMEngine:
+    config = engine_config(mode, **options)
+    engine = LLMEngine.with_random_weights(model, config, observer=observer)
     engine.capture()
     return engine
 
