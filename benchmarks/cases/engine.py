@@ -159,7 +159,8 @@ def piecewise_over_full() -> Sequence[Row]:
         for engine in engines.values():
             engine.capture()
         served = {name: serve(engine, 1, LONG, seed=0) for name, engine in engines.items()}
-        agreeing = int(np.argmin(np.equal(*(tokens[0] for tokens in served.values()))))
+        pairs = enumerate(zip(*(tokens[0] for tokens in served.values()), strict=True))
+        differing = next((index for index, (one, other) in pairs if one != other), None)
         samples: Samples = {name: [] for name in engines}
         arms: dict[str, Callable[[], object]] = {
             name: partial(step_ms, engine, 1, 1) for name, engine in engines.items()
@@ -175,8 +176,8 @@ def piecewise_over_full() -> Sequence[Row]:
                 unit="ratio",
                 samples=samples,
                 attention=cut.attention.name,
-                # Another kernel in the gaps may decide a tie otherwise; 0 is no difference.
-                first_different_token=agreeing,
+                # Another kernel in the gaps may decide a tie otherwise; None is no difference.
+                first_different_token=differing,
                 **medians(samples),
             )
         ]
