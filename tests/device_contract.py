@@ -274,7 +274,7 @@ class DeviceContract:
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         x = bench.full((4,), 1.0)
-        graph, _ = bench.record(lambda: x + 1)
+        graph, out = bench.record(lambda: x + 1)
         bench.replay(graph)
 
         def refuse(stream: Any = None) -> None:
@@ -282,7 +282,9 @@ class DeviceContract:
 
         with monkeypatch.context() as patch:
             patch.setattr(bench.device, "synchronize", refuse)
+            x.fill_(2.0)
             graph.replay()
+        assert out.tolist() == [3.0] * 4
 
     def test_a_reset_graph_refuses_to_replay_and_resets_again_without_effect(
         self, bench: Bench

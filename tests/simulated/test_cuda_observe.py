@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -88,12 +89,36 @@ def test_the_first_failure_is_kept_with_its_operation() -> None:
 
 
 def test_leaving_from_below_another_mode_keeps_that_mode_and_torchs_flags() -> None:
-    # Process-wide in torch: threads that left their modes in another order may have left it set.
-    flag = _python_dispatch.is_in_torch_dispatch_mode()
     observer, passing = Observer(Ledger("cpu", lambda address: False)), Passing()
     observer.enter()
     with passing:
         observer.leave()
         assert _python_dispatch._get_current_dispatch_mode_stack() == [passing]
     assert _python_dispatch._get_current_dispatch_mode_stack() == []
-    assert _python_dispatch.is_in_torch_dispatch_mode() == flag
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_threads_that_observe_at_once_leave_no_flag_behind(first: int) -> None:
+    """The flags of torch are the process's; each thread enters and leaves in its own order."""
+    entered, turns = threading.Barrier(3, timeout=30), [threading.Event(), threading.Event()]
+
+    def observe(number: int) -> None:
+        observer = Observer(Ledger("cpu", lambda address: False))
+        if number != first:
+            turns[first].wait(30)
+        observer.enter()
+        turns[number].set()
+        entered.wait()
+        if number != first:
+            threads[first].join(30)  # Left by who entered first, while this one still observes.
+        observer.leave()
+
+    threads = [threading.Thread(target=observe, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    entered.wait()
+    for thread in threads:
+        thread.join(30)
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+    assert torch.compile(torch.neg, backend="eager")(torch.ones(2)).tolist() == [-1.0, -1.0]

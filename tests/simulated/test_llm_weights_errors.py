@@ -139,9 +139,11 @@ def test_a_tensor_without_a_place_is_refused(
 def test_tables_that_follow_from_the_configuration_may_be_there(
     tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
 ) -> None:
-    other["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_single(tmp_path, other)
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_single(tmp_path, {**other, **inv_freq})
     load_safetensors(model, tmp_path)
+    loaded = tensors_of(model)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in other.items())
 
 
 def test_a_tied_model_ignores_a_second_copy_of_its_table(tmp_path: Path) -> None:

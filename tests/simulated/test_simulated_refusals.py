@@ -160,8 +160,9 @@ ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_what_needs_no_device_value_is_allowed(device: SimulatedDevice, name: str) -> None:
     x = torch.tensor([1.0, -2.0, 3.0, 0.0])
     pool = device.new_pool()
-    graph, _ = record(device, pool, lambda: (ALLOWED[name](x), x + 1))
+    graph, (_, out) = record(device, pool, lambda: (ALLOWED[name](x), x + 1))
     graph.replay()
+    assert torch.equal(out, x + 1)
     graph.reset()
     pool.release()
 

@@ -61,6 +61,7 @@ def test_a_workspace_born_in_inference_mode_is_written_outside_it() -> None:
     with torch.inference_mode():
         scratch = workspace.get((4,), torch.float32)
     scratch.fill_(1)
+    assert scratch.tolist() == [1.0] * 4
 
 
 def test_tensor_state_comes_back_in_place() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphrt.device import mode_stack
 from graphrt.device.base import ExternalUse
 from graphrt.device.cuda.pool import storage_address
 
@@ -149,30 +150,11 @@ class Observer(TorchDispatchMode):
 
     def enter(self) -> None:
         """Observe the calling thread from now on."""
-        _enter(self)
+        mode_stack.enter(self)
 
     def leave(self) -> None:
-        """Stop observing, also from below modes that were entered later.
-
-        A window may end deep in the caller's code (at a break point), inside a mode of its own.
-        """
-        above: list[TorchDispatchMode] = []
-        while _get_current_dispatch_mode_stack()[-1] is not self:
-            above.append(_get_current_dispatch_mode_stack()[-1])
-            _leave(above[-1])
-        _leave(self)
-        for mode in reversed(above):
-            _enter(mode)
-
-
-def _enter(mode: TorchDispatchMode) -> None:
-    # The base class's own step, whatever the mode adds: it keeps torch's flags, which say whether
-    # any mode is active, in agreement with the stack.
-    TorchDispatchMode.__enter__(mode)
-
-
-def _leave(mode: TorchDispatchMode) -> None:
-    TorchDispatchMode.__exit__(mode, None, None, None)
+        """Stop observing, also from below modes that were entered later."""
+        mode_stack.leave(self)
 
 
 def _traits_of(operation: Any) -> _Traits:

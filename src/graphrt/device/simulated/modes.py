@@ -14,13 +14,10 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from graphrt.device.mode_stack import enter, leave
 from graphrt.device.simulated import refusals
 from graphrt.device.simulated.refusals import Why, refuse, user_place
 from graphrt.device.simulated.window import Window
@@ -137,27 +134,12 @@ _JUDGES: Mapping[Any, Callable[[Window, Any, tuple[Any, ...], Any], None]] = Map
 
 @contextmanager
 def on_stack(mode: TorchDispatchMode | TorchFunctionMode) -> Iterator[None]:
-    """Enter ``mode``, and leave it again from wherever it then stands in the stack of modes.
-
-    A window may end deep in the caller's code, inside a mode of the caller's that stays.
-    """
-    kind: Any = TorchDispatchMode if isinstance(mode, TorchDispatchMode) else TorchFunctionMode
-    stack: Callable[[], list[Any]] = (
-        _get_current_dispatch_mode_stack
-        if isinstance(mode, TorchDispatchMode)
-        else _get_current_function_mode_stack
-    )
-    kind.__enter__(mode)
+    """Enter ``mode``, and leave it again from wherever it then stands in the stack of modes."""
+    enter(mode)
     try:
         yield
     finally:
-        above = []
-        while stack()[-1] is not mode:
-            above.append(stack()[-1])
-            kind.__exit__(above[-1], None, None, None)
-        kind.__exit__(mode, None, None, None)
-        for other in reversed(above):
-            kind.__enter__(other)
+        leave(mode)
 
 
 @contextmanager
