@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from llm_paged import attention, make_step, shuffled_tables
 
 from graphrt import AttentionSupport, BatchDescriptor
-from graphrt_llm.attention import AttentionMetadata, choose_attention, make_attention
+from graphrt_llm.attention import AttentionMetadata, attend, choose_attention, make_attention
 from graphrt_llm.attention.flashinfer import _Staging
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
@@ -129,7 +129,7 @@ def test_a_piece_and_the_largest_batch_are_prepared_without_a_live_one(wrappers)
     for num_tokens in (1, 3, LIMITS.max_num_batched_tokens):
         backend.prepare_for_capture(BatchDescriptor(num_tokens))
         q = torch.zeros(num_tokens, 4, 16, dtype=torch.float64)
-        out = backend.forward(0, q, q, None, (), None)
+        out = attend(backend, 0, q, q, None)
         assert out.shape == q.shape
 
 

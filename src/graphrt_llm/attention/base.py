@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -80,9 +81,9 @@ class AttentionBackend(Protocol):
         kv: Tensor,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
-        out: Tensor | None,
-    ) -> Tensor:
-        """See ``attend``."""
+        out: Tensor,
+    ) -> None:
+        """Write what ``attend`` returns into ``out``."""
 
 
 @break_point(name="attention", out="out")
@@ -106,7 +107,10 @@ def attend(
     in the graph and not in the gap. A function and not a method, so that a PIECEWISE program is cut
     here for every backend.
     """
-    return backend.forward(layer_index, q, kv, attn, shared, out)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    backend.forward(layer_index, q, kv, attn, shared, out)
+    return out
 
 
 class AttentionResource:

@@ -217,16 +217,13 @@ class FlashInferAttention:
         kv: Tensor,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
-        out: Tensor | None,
-    ) -> Tensor:
-        if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out: Tensor,
+    ) -> None:
         count = self._num_tokens
         self._wrapper.run(q[:count], self._layers[layer_index], out=out[:count])
         # Rows without a token would carry whatever lay in this memory, NaN included, onwards.
         if count < len(out):
             out[count:].zero_()
-        return out
 
     def _prepare(
         self,

@@ -102,16 +102,13 @@ class SdpaAttention:
         kv: Tensor,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
-        out: Tensor | None,
-    ) -> Tensor:
-        if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out: Tensor,
+    ) -> None:
         if shared:
             tables, mask = shared
             self._attend_together(layer_index, q, tables, mask, out)
         else:
             self._attend_live(layer_index, q, kv, attn, out)
-        return out
 
     def _attend_live(
         self, layer_index: int, q: Tensor, kv: Tensor, attn: AttentionInputs, out: Tensor
