@@ -186,8 +186,8 @@ if TYPE_CHECKING:
         Difference as Difference,
         HostState as HostState,
         Verification as Verification,
-        check_first_replay as check_first_replay,
         check_padding_unread as check_padding_unread,
+        check_replay as check_replay,
         compare as compare,
         explain as explain,
         find_unwritten as find_unwritten,
@@ -263,7 +263,7 @@ _NAMES_OF_ROOM = {
         CapturedGraph Example Runtime RuntimeReport
     """,
     "verify": """
-        Comparison Difference HostState Verification check_first_replay check_padding_unread
+        Comparison Difference HostState Verification check_replay check_padding_unread
         compare explain find_unwritten forward_hooks
     """,
 }

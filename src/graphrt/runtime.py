@@ -45,8 +45,8 @@ from graphrt.graphs import (
     StateGuard,
 )
 from graphrt.interrupts import interrupted_between_steps
-from graphrt.verify.firstreplay import check_first_replay
 from graphrt.verify.hoststate import HostState
+from graphrt.verify.replaycheck import check_replay
 
 TOKENS = "tokens"
 REQUESTS = "requests"
@@ -529,7 +529,7 @@ class Runtime:
                 wrapper(**bound.views)
             return take(sizes)
 
-        return check_first_replay(
+        return check_replay(
             mode=mode,
             key=key,
             run_eager=run_eager,

@@ -30,8 +30,8 @@ from graphrt.graphs.library import GraphLibrary
 from graphrt.graphs.outputs import OutputSpec
 from graphrt.graphs.state import TensorStateGuard, Workspace
 from graphrt.graphs.wrapper import CUDAGraphWrapper
-from graphrt.verify.firstreplay import check_first_replay
 from graphrt.verify.hoststate import HostState
+from graphrt.verify.replaycheck import check_replay
 
 FULL = RuntimeMode.FULL
 SIZES = (8, 4, 2)
@@ -311,7 +311,7 @@ def verify(
         with ForwardContext(mode, key):
             return wrapper(**bound.views)
 
-    return check_first_replay(
+    return check_replay(
         mode=FULL,
         key=key,
         run_eager=lambda: run(RuntimeMode.NONE),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from graphrt.verify.addresses import Address, Move, addresses_of, moved_inputs
 from graphrt.verify.compare import Comparison, Difference, compare
 from graphrt.verify.explain import explain
-from graphrt.verify.firstreplay import Verification, check_first_replay
 from graphrt.verify.hoststate import ForwardHook, HostState, forward_hooks
 from graphrt.verify.poison import (
     Unwritten,
@@ -14,6 +13,7 @@ from graphrt.verify.poison import (
     poison,
     poisoned_padding,
 )
+from graphrt.verify.replaycheck import Verification, check_replay
 
 __all__ = [
     "Address",
@@ -25,8 +25,8 @@ __all__ = [
     "Unwritten",
     "Verification",
     "addresses_of",
-    "check_first_replay",
     "check_padding_unread",
+    "check_replay",
     "compare",
     "explain",
     "find_unwritten",

@@ -13,8 +13,8 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.errors import VerificationError
 from graphrt.events import Event, Verified
 from graphrt.graphs.state import TensorStateGuard
-from graphrt.verify.firstreplay import Verification, check_first_replay
 from graphrt.verify.hoststate import HostState, forward_hooks
+from graphrt.verify.replaycheck import Verification, check_replay
 
 KEY = BatchDescriptor(4)
 
@@ -22,7 +22,7 @@ KEY = BatchDescriptor(4)
 def check(
     run_eager: Callable[[], Any], run_replay: Callable[[], Any], **facts: Any
 ) -> Verification:
-    return check_first_replay(
+    return check_replay(
         mode=RuntimeMode.FULL, key=KEY, run_eager=run_eager, run_replay=run_replay, **facts
     )
 

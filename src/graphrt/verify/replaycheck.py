@@ -35,7 +35,7 @@ class Verification(NamedTuple):
     """Forward hooks: they ran at the capture and run in no replay."""
 
 
-def check_first_replay(
+def check_replay(
     *,
     mode: RuntimeMode,
     key: BatchDescriptor,
