@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.errors import (
     InputMismatchError,
@@ -226,6 +229,42 @@ def test_a_value_that_does_not_fit_is_refused_and_nothing_is_written(
         assert raised.value.expected
         assert found in raised.value.found
     assert all(torch.equal(before[key], tensor) for key, tensor in buffers.tensors.items())
+
+
+class FailsAt(TorchDispatchMode):
+    """Raises at one operation of those that run while it is entered."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            raise InterruptedError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_staging_that_was_interrupted_anywhere_leaves_no_stale_row_to_a_later_step() -> None:
+    # Two groups of tails: one may have been cleaned when the other is not.
+    bonus = BufferSpec("bonus", ("tokens",), torch.float32, optional=True)
+    for number in itertools.count():
+        bound = one_axis(IDS, SLOTS, bonus).bind(8)
+        full = tokens_for(8, 5) | {"bonus": torch.full((8,), 7.0)}
+        bound.stage(8, full)
+        few = tokens_for(3) | {"bonus": torch.ones(3)}
+        try:
+            with FailsAt(number):
+                bound.stage(3, few)
+        except InterruptedError:
+            bound.stage(8, full)
+            bound.stage(3, few)
+        else:
+            assert number > 2
+            return
+        assert bound.views["ids"].tolist() == [1] * 3 + [0] * 5
+        assert bound.views["slots"].tolist() == [2] * 3 + [-1] * 5
+        assert bound.views["bonus"].tolist() == [1.0] * 3 + [0.0] * 5
 
 
 def test_a_missing_input_is_named() -> None:

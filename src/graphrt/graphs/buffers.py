@@ -90,6 +90,7 @@ class BoundBuffers:
             self._regroup(plan, sources)
 
         if owner._settled is not plan:
+            owner._settled = None  # An error between two tails leaves neither plan's sizes behind.
             for tail, real, after in plan.tails:
                 dirty = tail.dirty
                 if dirty != real and dirty is not None:
