@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,91 @@ def test_memos_in_a_dict_or_a_new_attribute_are_forgotten_and_come_back(
     with before.reinstated():
         assert owner.step(x).tolist() == [10.0, 10.0]
     assert owner.step(x).tolist() == [6.0, 6.0]
+
+
+class Worn(torch.nn.Module):
+    """Attributes of every kind that a picture keeps, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.tensor = 1, torch.ones(1)
+        self.table: dict[Any, Any] = {1: "one", "two": [2]}
+        self.row: list[Any] = [self.tensor, None]
+        self.members: set[Any] = {"a", 2.5}
+        self.deep = {"never": {"copied": 1}}
+
+
+def held(*modules: torch.nn.Module) -> list[Any]:
+    """What the modules hold, by identity, and what their containers do, in order."""
+    seen: list[Any] = []
+    for module in modules:
+        for name, value in sorted(vars(module).items()):
+            items: Any = None
+            if type(value) is dict:
+                items = [(id(key), id(item)) for key, item in value.items()]
+            elif type(value) in (list, set):
+                items = [id(item) for item in value]
+            seen.append((name, id(value), sorted(items) if type(value) is set else items))
+    return seen
+
+
+def refill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(entries)
+
+
+WEAR: list[Callable[[Worn], object]] = [
+    lambda m: setattr(m, "number", 1000),
+    lambda m: setattr(m, "memo", torch.ones(2)),
+    lambda m: setattr(m, "memos", {"of": [1]}),
+    lambda m: vars(m).pop("tensor", None),
+    lambda m: setattr(m, "training", not m.training),
+    lambda m: m.table.update(three=3),
+    lambda m: m.table.pop(1, None),
+    lambda m: m.table.update(two=None),
+    # As equal as can be, and not the same: the keys are floats where they were integers.
+    lambda m: refill(m.table, {float(k) if k == 1 else k: v for k, v in m.table.items()}),
+    lambda m: m.table.update({1: m.table.pop(1, "one")}),  # another order
+    lambda m: setattr(m, "table", {1: "one"}),
+    lambda m: m.row.append(4),
+    lambda m: m.row.reverse(),
+    lambda m: m.row.__setitem__(0, torch.ones(1)),
+    lambda m: m.members.add("b"),
+    lambda m: m.members.clear(),
+    lambda m: m.members.symmetric_difference_update({"a", "c"}),
+    lambda m: setattr(m, "same_row", m.row),  # one container under two names
+    lambda m: setattr(m, "other", m.table),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_run_from_the_picture_starts_as_the_first_did(seed: int) -> None:
+    """Whatever came before it: each of many runs is the first, and leaves what it found."""
+    draw = random.Random(seed)
+    worn = [Worn(), Worn()]
+    model = torch.nn.Sequential(worn[0], torch.nn.Linear(1, 1), worn[1])
+    before, first = HostState(model), held(*worn)
+    for _ in range(4):
+        for change in draw.choices(WEAR, k=draw.randrange(4)):
+            change(draw.choice(worn))
+        found = held(*worn)
+        with before.reinstated():
+            assert held(*worn) == first
+            for change in draw.choices(WEAR, k=draw.randrange(4)):
+                change(draw.choice(worn))
+        assert held(*worn) == found
+
+
+@pytest.mark.parametrize("change", WEAR)
+def test_each_kind_of_wear_is_undone_alone(change: Any) -> None:
+    model = Worn()
+    before, first = HostState(model), held(model)
+    change(model)
+    found = held(model)
+    assert found != first
+    with before.reinstated():
+        assert held(model) == first
+    assert held(model) == found
 
 
 def test_a_memo_that_does_not_depend_on_inputs_passes() -> None:

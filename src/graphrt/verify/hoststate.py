@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from types import CellType
 from typing import Any, NamedTuple
 
@@ -43,9 +44,20 @@ class _Value(NamedTuple):
         before, after = self.contents, now.contents
         if isinstance(before, dict):
             return before.keys() == after.keys() and all(before[k] is after[k] for k in before)
+        return self.holds_the_same()
+
+    def holds_the_same(self) -> bool:
+        """Whether the container holds the same objects now; those of a dict or list in order."""
+        before, after = self.contents, self.value
+        if before is None or not (before or after):
+            return True
+        if len(before) != len(after):
+            return False
+        if isinstance(before, dict):
+            return all(map(is_, before, after)) and all(map(is_, before.values(), after.values()))
         if isinstance(before, list):
-            return len(before) == len(after) and all(map(_is, before, after))
-        return before is None or {id(item) for item in before} == {id(item) for item in after}
+            return all(map(is_, before, after))
+        return set(map(id, before)) == set(map(id, after))
 
     def restore_contents(self) -> Any:
         """Put the contents back into the same container, and return it."""
@@ -58,6 +70,54 @@ class _Value(NamedTuple):
         return self.value
 
 
+_NOTHING = _Value(_ABSENT, None)
+
+
+class _Attributes(NamedTuple):
+    """What one object's ``__dict__`` held, and the same in the form that is compared quickest."""
+
+    own: dict[str, Any]
+    before: dict[str, _Value]
+    names: tuple[str, ...]
+    objects: tuple[Any, ...]
+    containers: tuple[_Value, ...]
+
+    @classmethod
+    def of(cls, own: dict[str, Any]) -> _Attributes:
+        before = _read(own)
+        containers = tuple(value for value in before.values() if value.contents is not None)
+        return cls(own, before, tuple(own), tuple(own.values()), containers)
+
+    def is_untouched(self) -> bool:
+        """True only if nothing differs. It runs no Python for each attribute: there are many."""
+        own = self.own
+        return (
+            len(own) == len(self.names)
+            and all(map(is_, own, self.names))
+            and all(map(is_, own.values(), self.objects))
+            and all(value.holds_the_same() for value in self.containers)
+        )
+
+    def unlike(self) -> Iterator[tuple[str, _Value]]:
+        """What there is now, by name, where it is not what was there before."""
+        if self.is_untouched():
+            return
+        for name in self.own.keys() | self.before.keys():
+            if name not in _THE_MODEL:
+                value, before = self.own.get(name, _ABSENT), self.before.get(name, _NOTHING)
+                if before.value is not value or not before.holds_the_same():
+                    yield name, _picture(value)
+
+
+class _Change(NamedTuple):
+    """One place that is not as in the picture, and what is there instead."""
+
+    owner: _Attributes | CellType
+    name: str
+    before: _Value
+    now: _Value
+
+
 class HostState:
     """A picture of what a callable's modules, closure and own object hold now.
 
@@ -66,17 +126,17 @@ class HostState:
     """
 
     def __init__(self, runnable: object) -> None:
-        self._owners = {path: vars(module) for path, module in modules_of(runnable).items()}
-        self._owners.update(_own_object(runnable))
-        self._attributes = {path: _read(own) for path, own in self._owners.items()}
+        owners = {path: vars(module) for path, module in modules_of(runnable).items()}
+        owners.update(_own_object(runnable))
+        self._owners = {path: _Attributes.of(own) for path, own in owners.items()}
         self._cells = dict(_cells(runnable))
         self._contents = {name: _contents(cell) for name, cell in self._cells.items()}
 
     def changed(self) -> tuple[str, ...]:
         """Name the attributes and closure variables that were set, replaced or removed since."""
         names = []
-        for path, own in self._owners.items():
-            before, now = self._attributes[path], _read(own)
+        for path, owner in self._owners.items():
+            before, now = owner.before, _read(owner.own)
             for attribute in dict.fromkeys([*before, *now]):
                 gone = attribute not in before or attribute not in now
                 if gone or not before[attribute].is_unchanged(now[attribute]):
@@ -92,29 +152,45 @@ class HostState:
 
         What the body sets meanwhile is dropped.
         """
-        now = {path: _read(own) for path, own in self._owners.items()}
-        cells = {name: _contents(cell) for name, cell in self._cells.items()}
-        self._install(self._attributes, self._contents)
+        on_entry = self._changes()
+        for change in on_entry:
+            _put(change, change.before)
         try:
             yield
         finally:
-            self._install(now, cells)
+            for change in self._changes():
+                _put(change, change.before)
+            for change in on_entry:
+                _put(change, change.now)
 
-    def _install(
-        self, attributes: dict[str, dict[str, _Value]], contents: dict[str, _Value]
-    ) -> None:
-        for path, own in self._owners.items():
-            # Not through setattr: a module would register what is registered already.
-            for name in _read(own).keys() - attributes[path].keys():
-                del own[name]
-            for name, value in attributes[path].items():
-                own[name] = value.restore_contents()
+    def _changes(self) -> list[_Change]:
+        """Every place that is not as in the picture now. Reads all, keeps what differs."""
+        changes = [
+            _Change(owner, name, owner.before.get(name, _NOTHING), now)
+            for owner in self._owners.values()
+            for name, now in owner.unlike()
+        ]
         for name, cell in self._cells.items():
-            value = contents[name]
-            if value.value is not _ABSENT:
-                cell.cell_contents = value.restore_contents()
-            elif _contents(cell).value is not _ABSENT:
-                del cell.cell_contents
+            before, now = self._contents[name], _contents(cell)
+            if before.value is not now.value or not before.holds_the_same():
+                changes.append(_Change(cell, name, before, now))
+        return changes
+
+
+def _put(change: _Change, value: _Value) -> None:
+    """Write ``value``, contents included, to the place that changed."""
+    owner, name = change.owner, change.name
+    is_gone = value.value is _ABSENT
+    if isinstance(owner, CellType):
+        if not is_gone:
+            owner.cell_contents = value.restore_contents()
+        elif _contents(owner).value is not _ABSENT:
+            del owner.cell_contents
+    # Not through setattr: a module would register what is registered already.
+    elif is_gone:
+        owner.own.pop(name, None)
+    else:
+        owner.own[name] = value.restore_contents()
 
 
 def forward_hooks(runnable: object) -> tuple[ForwardHook, ...]:
@@ -149,12 +225,8 @@ def _contents(cell: CellType) -> _Value:
     try:
         return _picture(cell.cell_contents)
     except ValueError:  # a variable that was not assigned yet
-        return _Value(_ABSENT, None)
+        return _NOTHING
 
 
 def _picture(value: Any) -> _Value:
     return _Value(value, value.copy() if type(value) in (dict, list, set) else None)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
