@@ -287,6 +287,45 @@ def test_the_slots_block_is_reused_once_the_model_dropped_it(lab: Lab) -> None:
     assert not generation.pool.live_blocks()
 
 
+@pytest.mark.parametrize(
+    "returns", [lambda y: y, lambda y: (y, 5), lambda y: None], ids=["tensor", "tuple", "nothing"]
+)
+def test_side_streams_are_joined_before_a_gaps_result_is_stored(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, returns: Any
+) -> None:
+    side = lab.library.stream("side")
+    ended: list[str] = []
+
+    @break_point
+    def gap(x: Tensor) -> Any:
+        ended.append("gap")
+        return returns(x * 7)
+
+    def model(x: Tensor) -> Tensor:
+        result = gap(x + 0)
+        y = result[0] if isinstance(result, tuple) else result
+        return x + 3 if y is None else y + 3
+
+    wrapper, x = lab.wrap(model, PIECEWISE), torch.ones(2)
+    program = lab.capture(wrapper, x)
+    slots = gap_of(program).slots
+    out = lab.step(wrapper, x, mode=PIECEWISE)
+    order = lab.device.order
+
+    def logged(after: Any, before: Any) -> None:
+        assert (after, before) == (lab.device.current_stream(), side)
+        ended.append(f"join over slots {[slot.tolist() for slot in slots]}")
+        order(after, before)
+
+    monkeypatch.setattr(lab.device, "order", logged)
+    ended.clear()
+    x.fill_(2)
+    lab.step(wrapper, x, mode=PIECEWISE)
+    # The slot still held the result of the step before.
+    assert ended == ["gap", f"join over slots {[[7.0, 7.0] for _ in slots]}"]
+    assert out.tolist() == [17.0 if slots else 5.0] * 2
+
+
 def test_out_passes_the_slot_under_its_keyword(lab: Lab) -> None:
     outs: list[Tensor | None] = []
 

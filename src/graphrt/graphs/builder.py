@@ -152,6 +152,7 @@ class ProgramBuilder:
                     _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
             result = (stub or fn)(*args, **kwargs)
+            self._join_side_streams()  # What it returned may still be in the making there.
             self.gap_writes += [
                 tensor
                 for tensor, version in versions
@@ -216,9 +217,12 @@ class ProgramBuilder:
         self.segments.clear()
         self.outputs = None
 
-    def _open_segment(self) -> None:
+    def _join_side_streams(self) -> None:
         for side in self._side_streams:
             self._device.order(self._stream, side)
+
+    def _open_segment(self) -> None:
+        self._join_side_streams()
         label = f"{self.owner} {self.mode.name} {self.key} segment {len(self.segments)}"
         self._recording = self._device.begin(
             self._pool, self._stream, label, self._generators, observe=self._observe
@@ -229,8 +233,7 @@ class ProgramBuilder:
             self._device.order(side, self._stream)
 
     def _close_segment(self) -> None:
-        for side in self._side_streams:
-            self._device.order(self._stream, side)
+        self._join_side_streams()
         recording, self._recording = self._recording, None
         assert recording is not None, "a segment is closed only while its window is open"
         graph = recording.end(allow_empty=True)

@@ -38,8 +38,9 @@ def generate_replay(
 ) -> FlatReplay:
     """Write and compile the replay of ``segments``.
 
-    ``after_gap`` runs after every gap (it joins side streams). ``annotate`` wraps each segment in
-    a profiler range: another function, so that the plain one carries no flag.
+    ``after_gap`` runs after every gap, before its result is stored (it joins side streams).
+    ``annotate`` wraps each segment in a profiler range: another function, so that the plain one
+    carries no flag.
     """
     # Constants are globals of the function, not default arguments: a program of 65 segments has
     # some 150 of them, and each default argument is copied at each call.
@@ -66,10 +67,10 @@ def _segment_lines(
     if isinstance(segment, GraphSegment):
         constants[f"graph_{number}"] = segment.graph.replay
         return [f"graph_{number}()"]
-    return [*_gap_lines(number, segment, constants), *(["after_gap()"] if joins else [])]
+    return _gap_lines(number, segment, constants, joins)
 
 
-def _gap_lines(number: int, gap: EagerSegment, constants: dict[str, Any]) -> list[str]:
+def _gap_lines(number: int, gap: EagerSegment, constants: dict[str, Any], joins: bool) -> list[str]:
     constants[f"gap_{number}"] = gap.fn
     constants[f"store_{number}"] = gap.store
     arguments = []
@@ -88,13 +89,17 @@ def _gap_lines(number: int, gap: EagerSegment, constants: dict[str, Any]) -> lis
         arguments.append(f"**others_{number}")
     call = f"gap_{number}({', '.join(arguments)})"
     comment = f"  # {gap.site}".replace("\n", " ")
+    # What it returned may still be in the making on a side stream: joined before it is looked at.
+    joined = [f"result = {call}{comment}", "after_gap()"] if joins else []
     only = gap.returned[0] if len(gap.returned) == 1 and not gap.returned[0].path else None
     if only is None or only.kind == "opaque" or (only.kind == "host" and only.value is not None):
-        return [f"store_{number}({call}){comment}"]
-    if only.kind == "host":
-        return [f"if (result := {call}) is not None:{comment}", f"    store_{number}(result)"]
-    constants[f"kept_{number}"] = only.value
-    return [f"if (result := {call}) is not kept_{number}:{comment}", f"    store_{number}(result)"]
+        return [*joined, f"store_{number}({'result' if joins else call}){comment}"]
+    expected = "None"
+    if only.kind != "host":
+        expected = f"kept_{number}"
+        constants[expected] = only.value
+    result = "result" if joins else f"(result := {call})"
+    return [*joined, f"if {result} is not {expected}:{comment}", f"    store_{number}(result)"]
 
 
 def _free_filename(title: str) -> str:
