@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 from device_contract import LARGE, Bench
-from graphrt.device.cuda import CUDADevice
+from graphrt.device.cuda import CUDADevice, private
 from graphrt.errors import GraphMemoryError
 
 # The allocator's own granule for small blocks; the driver hands memory out in no smaller pieces.
@@ -187,3 +188,12 @@ def test_a_foreign_pool_handle_is_captured_into(device: CUDADevice) -> None:
     bench.retire()
     bench.pool.release()
     foreign.reset()
+
+
+def test_looking_into_a_pool_takes_no_reference_of_its_id(device: CUDADevice) -> None:
+    """A number above 256 would be freed while the pool still holds it."""
+    number = int("987654321")
+    before = sys.getrefcount(number)
+    for _ in range(5):
+        assert private.segments_of((0, number), device.index) == []
+    assert sys.getrefcount(number) == before

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,12 +50,35 @@ def segments_of(pool: PoolId, device_index: int) -> list[dict[str, Any]]:
     The arguments of ``memory_snapshot`` grew over the releases; the filter makes all of them agree.
     """
     arguments = supported(torch.cuda.memory_snapshot, mempool_id=pool, include_traces=False)
+    if "mempool_id" in arguments and snapshot_takes_references():
+        _give_references(pool)
     segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(**arguments)
     return [
         segment
         for segment in segments
         if segment["device"] == device_index and tuple(segment["segment_pool_id"]) == pool
     ]
+
+
+@cache
+def snapshot_takes_references() -> bool:
+    """Whether a snapshot of one pool drops a reference of each number of its id that is not its.
+
+    torch 2.11 does. Numbers above 256 are then freed under whoever holds the id, and the process
+    dies in its next garbage collection.
+    """
+    number = int("1234567890123")  # Of its own: a literal would be shared with the code object.
+    probe = (0, number)
+    _give_references(probe)
+    before = sys.getrefcount(number)
+    torch.cuda.memory_snapshot(mempool_id=probe)
+    after = sys.getrefcount(number)
+    return after < before
+
+
+def _give_references(pool: PoolId) -> None:
+    for number in pool:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
 
 
 def retain_pool(pool: PoolId, device_index: int) -> None:
