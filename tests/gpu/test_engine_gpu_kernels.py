@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
-from graphrt_llm.kernels import EAGER, choose_kernels
+from graphrt_llm.kernels import EAGER, choose_kernels, few_rows
+from graphrt_llm.kernels.few_rows import MAX_ROWS
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To one rounding of the dtype at the size of each element."""
-    eps = torch.finfo(found.dtype).eps
-    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps)
 
 
 def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -26,22 +23,82 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+# Rows on both sides of few_rows.MAX_ROWS; widths and outputs that no tile divides; real shapes.
+ROWS = [1, 2, 3, MAX_ROWS, MAX_ROWS + 1, 70]
+MATRICES = [(1024, 4096), (3072, 1024), (96, 40), (1536, 21)]
+
+
+class Layer(NamedTuple):
+    """What a product reads, and the same in float64."""
+
+    x: torch.Tensor
+    norm: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def exact(self) -> Layer:
+        return Layer(*(None if part is None else part.double() for part in self))  # type: ignore[arg-type]
+
+
+def layer(rows: int, width: int, outputs: int, has_bias: bool, dtype: torch.dtype) -> Layer:
+    return Layer(
+        normal(rows, width, dtype=dtype),
+        normal(width, dtype=dtype),
+        normal(outputs, width, dtype=dtype) / width**0.5,
+        normal(outputs, dtype=dtype) if has_bias else None,
+    )
+
+
+def product_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """To the roundings of a norm, a product and a sum: cuBLAS's way rounds after each of them."""
+    eps = 4 * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 1024), (200, 1024), (3, 4096), (5, 96)])
-def test_rms_norm(dtype, rows, width):
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("width", "outputs"), MATRICES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, rows):
     kernels = choose_kernels(dtype, CUDA)
     assert kernels.name == "triton"
-    x, weight = normal(rows, width, dtype=dtype), normal(width, dtype=dtype)
-    expected = EAGER.rms_norm(x.double(), weight.double(), 1e-6)
-    close(kernels.rms_norm(x, weight, 1e-6), expected)
+    x, norm, weight, bias = part = layer(rows, width, outputs, has_bias, dtype)
+    exact = part.exact()
+    found = kernels.norm_linear(x, norm, 1e-6, weight, bias)
+    product_close(found, EAGER.norm_linear(exact.x, exact.norm, 1e-6, exact.weight, exact.bias))
+
+    residual = normal(rows, outputs, dtype=dtype)
+    expected = residual.double()
+    kernels.add_linear(residual, x, weight, bias)
+    EAGER.add_linear(expected, exact.x, exact.weight, exact.bias)
+    product_close(residual, expected)
+
+    x, norm, weight, bias = part = layer(rows, width, 2 * outputs, has_bias, dtype)
+    exact = part.exact()
+    found = kernels.norm_gate(x, norm, 1e-6, weight, bias)
+    product_close(found, EAGER.norm_gate(exact.x, exact.norm, 1e-6, exact.weight, exact.bias))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 3072), (200, 3072), (2, 14336), (5, 96)])
-def test_silu_mul(dtype, rows, width):
-    gate_up = normal(rows, 2 * width, dtype=dtype)
-    found = choose_kernels(dtype, CUDA).silu_mul(gate_up)
-    close(found, EAGER.silu_mul(gate_up.double()))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_product_writes_only_its_own_rows(rows):
+    weight = normal(40, 96, dtype=torch.bfloat16)
+    wide = torch.full((rows + 2, 64), 7.0, device=CUDA, dtype=torch.bfloat16)
+    out = wide[1 : rows + 1, :40]
+    x = normal(rows, 200, dtype=torch.bfloat16)[:, :96]
+    few_rows.product(x, weight, None, out)
+    product_close(out, x.double() @ weight.double().t())
+    wide[1 : rows + 1, :40] = 7.0
+    assert wide.eq(7.0).all()
+
+
+def test_a_row_s_result_does_not_depend_on_the_padding_of_its_tile():
+    """Three rows in eager code and four in a graph, one of them padding: bit for bit the same."""
+    x, norm, weight, _ = layer(4, 1024, 512, False, torch.bfloat16)
+    kernels = choose_kernels(torch.bfloat16, CUDA)
+    padded = kernels.norm_linear(x, norm, 1e-6, weight, None)
+    x[3] = float("nan")
+    assert torch.equal(kernels.norm_linear(x[:3], norm, 1e-6, weight, None), padded[:3])
+    assert torch.equal(kernels.norm_linear(x, norm, 1e-6, weight, None)[:3], padded[:3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,8 @@
-"""What a decoder layer does between its matrix products, in one of two implementations.
+"""What a decoder layer computes beside attention, in one of two implementations.
 
 ``eager``: PyTorch's own operations, any device and dtype. ``triton``: the same in fewer launches,
 for a GPU in half precision, where a decode step is as long as its list of kernels. They differ in
-rounding only: Triton's compute in float32 and round once.
+rounding only: Triton's compute in float32 and round less often.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from graphrt_llm.kernels import eager
 
 
 class Kernels(NamedTuple):
-    """One implementation. A model picks it once, when it is made."""
+    """One implementation. A model picks it once, when it is made.
+
+    Matrices are stored as ``F.linear`` takes them: ``weight`` [out, in], ``bias`` [out] or None.
+    """
 
     name: str
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    """(x [rows, width], weight [width], eps) -> like x: each row over its root mean square."""
-    silu_mul: Callable[[Tensor], Tensor]
-    """(gate and up [rows, 2 * width]) -> silu(gate) * up [rows, width]."""
+    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
+    """(x [rows, in], norm [in], eps, weight, bias) -> [rows, out].
+
+    Each row over its root mean square, times ``norm``, through the matrix."""
+    norm_gate: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
+    """(x [rows, in], norm [in], eps, weight [2 * out, in], bias) -> silu(gate) * up [rows, out].
+
+    Gate and up are the halves of ``norm_linear``'s result."""
+    add_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
+    """(residual [rows, out], x [rows, in], weight, bias): add to ``residual``, in place."""
     turn_and_store: Callable[[Tensor, Tensor | None, float, Tensor, Tensor, Tensor], None]
     """(heads, qk_norm, eps, rotation, slots, slot_mapping): prepare the heads for attention.
 
@@ -35,7 +44,7 @@ class Kernels(NamedTuple):
     """
 
 
-EAGER = Kernels("eager", eager.rms_norm, eager.silu_mul, eager.turn_and_store)
+EAGER = Kernels("eager", eager.norm_linear, eager.norm_gate, eager.add_linear, eager.turn_and_store)
 
 
 def choose_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
@@ -45,4 +54,6 @@ def choose_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         return EAGER
     from graphrt_llm.kernels import fused
 
-    return Kernels("triton", fused.rms_norm, fused.silu_mul, fused.turn_and_store)
+    return Kernels(
+        "triton", fused.norm_linear, fused.norm_gate, fused.add_linear, fused.turn_and_store
+    )

@@ -8,13 +8,20 @@ from torch import Tensor
 from graphrt_llm.models.rotary import rotate
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
+def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    gate, up = norm_linear(x, norm, eps, weight, bias).chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    # The product adds to its own result: no addition is a launch of its own.
+    residual.addmm_(x, weight.t())
+    if bias is not None:
+        residual.add_(bias)
 
 
 def turn_and_store(

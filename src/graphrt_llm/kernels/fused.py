@@ -1,7 +1,8 @@
-"""The kernels in Triton: one launch each. See ``Kernels`` for what each does.
+"""The kernels in Triton, but for products of many rows. See ``Kernels`` for what each does.
 
-Rows are computed in float32 and rounded once. A row is one program, because a decode step has few
-rows and each is short: what counts there is the number of launches, not their bandwidth.
+Few rows through a matrix cost the reading of the matrix: one launch does so once, and whatever
+stands before and behind the product (norm, gate, residual) is free in it. Many rows are cuBLAS's,
+with launches of their own before and behind it. All of it is computed in float32.
 """
 
 # Triton reads the annotations of a kernel itself and knows only its own.
@@ -12,12 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphrt_llm.kernels import few_rows
+
 MAX_BLOCK = 1024
-"""Elements that one program of ``silu_mul`` computes."""
+"""Elements that one program of ``_silu_mul`` computes."""
 
 
 def _rms_norm(
@@ -106,20 +110,41 @@ _silu_mul_kernel: Any = triton.jit(_silu_mul)
 _turn_and_store_kernel: Any = triton.jit(_turn_and_store)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if few_rows.serves(x, weight):
+        out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+        few_rows.product(x, weight, bias, out, norm=norm, eps=eps)
+        return out
+    return F.linear(_normed(x, norm, eps), weight, bias)
+
+
+def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+    if few_rows.serves(x, weight, is_gated=True):
+        few_rows.product(x, weight, bias, out, norm=norm, eps=eps, is_gated=True)
+        return out
+    gate_up = F.linear(_normed(x, norm, eps), weight, bias)
+    rows, width = out.shape
+    block = min(MAX_BLOCK, _power_of_2(width))
+    _silu_mul_kernel[(rows, -(-width // block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    return out
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if few_rows.serves(x, weight):
+        few_rows.product(x, weight, bias, residual, adds=True)
+        return
+    residual.addmm_(x, weight.t())
+    if bias is not None:
+        residual.add_(bias)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     _rms_norm_kernel[(rows,)](
         x, weight, out, x.stride(0), width, eps, BLOCK=_power_of_2(width), num_warps=_warps(width)
     )
-    return out
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(MAX_BLOCK, _power_of_2(width))
-    _silu_mul_kernel[(rows, -(-width // block))](gate_up, out, width, BLOCK=block, num_warps=4)
     return out
 
 

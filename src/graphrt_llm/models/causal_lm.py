@@ -35,6 +35,8 @@ class CheckpointTensor(NamedTuple):
 class Projection(nn.Module):
     """Several linear maps of one input, stacked by rows: one matrix product instead of several.
 
+    The matrix alone; the model's kernels say what stands before and behind its product.
+
     Parameters are undefined until weights are loaded.
     """
 
@@ -47,14 +49,10 @@ class Projection(nn.Module):
         self.weight = _parameter((rows, in_features), dtype, device)
         self.bias = _parameter((rows,), dtype, device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Add the projection of ``x`` to ``residual``, in place."""
-        residual.addmm_(x, self.weight.t())
-        if self.bias is not None:
-            residual.add_(self.bias)
+    @property
+    def matrix(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [out, in] and bias [out]."""
+        return self.weight, self.bias
 
     def checkpoint_tensors(self, *names: str) -> Iterator[CheckpointTensor]:
         """The parts, in order of rows, as ``name.weight`` and ``name.bias``."""
@@ -110,17 +108,17 @@ class DecoderLayer(nn.Module):
         """Update ``residual`` [tokens, hidden_size] in place."""
         num_tokens = len(residual)
         kernels = self.kernels
-        x = kernels.rms_norm(residual, self.attention_norm, self.eps)
+        heads = kernels.norm_linear(residual, self.attention_norm, self.eps, *self.qkv.matrix)
         # Queries, keys and values lie side by side in every token, so parts of it are views.
-        heads = self.qkv(x).view(num_tokens, -1, rotation.shape[-1])
+        heads = heads.view(num_tokens, -1, rotation.shape[-1])
         slots = backend.cache.slots[self.index]
         kernels.turn_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         kv = heads[:, self.num_heads :].view(num_tokens, 2, -1, rotation.shape[-1])
         attended = attend(backend, self.index, heads[:, : self.num_heads], kv, attn, shared)
-        self.attention_out.add_to(residual, attended.view(num_tokens, -1))
+        kernels.add_linear(residual, attended.view(num_tokens, -1), *self.attention_out.matrix)
 
-        x = kernels.rms_norm(residual, self.mlp_norm, self.eps)
-        self.down.add_to(residual, kernels.silu_mul(self.gate_up(x)))
+        gated = kernels.norm_gate(residual, self.mlp_norm, self.eps, *self.gate_up.matrix)
+        kernels.add_linear(residual, gated, *self.down.matrix)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -200,8 +198,8 @@ class CausalLM(nn.Module):
         for layer in self.layers:
             layer(residual, rotation, backend, attn, shared)
         last = residual.index_select(0, logits_indices)
-        last = self.kernels.rms_norm(last, self.norm, self.config.rms_norm_eps)
-        return F.linear(last, self.lm_head)
+        eps = self.config.rms_norm_eps
+        return self.kernels.norm_linear(last, self.norm, eps, self.lm_head, None)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the model under its name in a HF checkpoint, tied ones once."""
