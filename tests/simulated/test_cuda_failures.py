@@ -71,8 +71,11 @@ def test_a_capture_code_becomes_its_type(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", TYPES)
-def test_an_error_without_its_code_is_known_by_the_text(code: int) -> None:
-    assert error_code(RuntimeError(f"CUDA error: {TEXTS[code]}\n...")) == code
+@pytest.mark.parametrize("prefix", ["CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: "])
+def test_an_error_without_its_code_is_known_by_the_text(code: int, prefix: str) -> None:
+    error = raised(RuntimeError(f"{prefix}{TEXTS[code]}\n..."))
+    assert error_code(error) == code
+    assert prefix not in str(translate(error))
 
 
 def test_out_of_memory_becomes_a_graph_memory_error() -> None:
@@ -80,7 +83,11 @@ def test_out_of_memory_becomes_a_graph_memory_error() -> None:
     translated = translate(error)
     assert isinstance(translated, GraphMemoryError)
     assert isinstance(translated, MemoryError)
-    assert isinstance(translate(raised(CodedError(2, "out of memory"))), GraphMemoryError)
+    for other in (
+        CodedError(2, "out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ):
+        assert isinstance(translate(raised(other)), GraphMemoryError)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +105,14 @@ def test_what_torch_itself_refuses_in_a_capture_is_forbidden(text: str) -> None:
 
 
 def test_another_device_error_is_a_capture_error_that_keeps_its_text() -> None:
-    for text in ("CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`", "CUDA error: eek"):
-        translated = translate(raised(RuntimeError(text)))
+    for prefix, text in (
+        ("", "CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`"),
+        ("CUDA error: ", "eek"),
+        ("Triton Error [CUDA]: ", "invalid argument"),
+    ):
+        translated = translate(raised(RuntimeError(prefix + text)))
         assert type(translated) is CaptureError
-        assert text.removeprefix("CUDA error: ") in str(translated)
+        assert text in str(translated)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,11 @@ _UNDECLARED_GENERATOR = _Meaning(
 # torch's own refusals come as plain RuntimeErrors.
 _REFUSED_BY_TORCH = re.compile(r"during CUDA graph capture")
 _REFUSED_GENERATOR = re.compile(r"CUDA generator (used during capture|not in capture mode)")
-_LIBRARY_STATUS = re.compile(r"\bCU[A-Z]+_STATUS_[A-Z_]+|\bCUDA error: ")
+# How torch quotes runtime and driver, and how Triton does, which launches past torch.
+_DRIVER_PREFIXES = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")
+_LIBRARY_STATUS = re.compile(
+    "|".join((r"\bCU[A-Z]+_STATUS_[A-Z_]+", *map(re.escape, _DRIVER_PREFIXES)))
+)
 
 
 def error_code(error: BaseException) -> int | None:
@@ -132,7 +136,7 @@ def error_code(error: BaseException) -> int | None:
     if isinstance(code, int):
         return code
     text = str(error)
-    if "CUDA error" in text:
+    if any(prefix in text for prefix in _DRIVER_PREFIXES):
         for known, meaning in _BY_CODE.items():
             if meaning.text in text:
                 return known
@@ -159,7 +163,9 @@ def translate(error: BaseException, operation: str = "") -> BaseException:
     meaning = _UNDECLARED_GENERATOR if undeclared else _BY_CODE.get(code or 0)
     kind = meaning.kind if meaning else CaptureError
     source = user_source(error)
-    reason = text.strip().partition("\n")[0].removeprefix("CUDA error: ")
+    reason = text.strip().partition("\n")[0]
+    for prefix in _DRIVER_PREFIXES:
+        reason = reason.removeprefix(prefix)
     what = operation or source.line
     where = f", at {source.place}" if source.place else ""
     if kind is ForbiddenOperationError:
