@@ -22,6 +22,7 @@ from graphrt.errors import (
 )
 from graphrt.events import Invalidated
 from graphrt.graphs import BufferSet, BufferSpec, TensorStateGuard, break_point
+from graphrt.graphs.externals import modules_of
 
 
 @pytest.fixture
@@ -356,3 +357,82 @@ def test_bug_class_19_replays_draw_what_eager_would(lab: Lab) -> None:
     assert all(torch.equal(one, draws(x)) for one in ours)
     torch.manual_seed(3)
     assert torch.equal(lab.step(wrapper, x), ours[0])
+
+
+def test_a_model_that_changes_between_two_captures_of_a_scope_is_seen_as_it_is(lab: Lab) -> None:
+    model, x = torch.nn.Sequential(Layer(), torch.nn.ReLU()), torch.randn(2, 4)
+    first, second = lab.wrap(model, name="first"), lab.wrap(model, name="second")
+    with lab.library.capture_scope() as scope:
+        with scope.step(FULL, KEY):
+            first(x)
+        layer = model[0]
+        layer.used.bias = torch.nn.Parameter(torch.ones(4))
+        layer.table = torch.zeros(4)
+        layer.late = torch.ones(3)
+        model[1] = torch.nn.Linear(4, 4)
+        model[1].register_forward_hook(lambda *_: None)
+        with scope.step(FULL, KEY):
+            second(x)
+    old, new = (each.concrete_cudagraph_entries[KEY] for each in (first, second))
+    assert (old.hooked_modules, new.hooked_modules) == ((), ("1",))
+    held = {item.name: item for item in new.externals}
+    for name in ("0.used.bias", "0.table", "0.late", "1.weight"):
+        place = model.get_submodule(name.rpartition(".")[0])
+        assert held[name].tensor is getattr(place, name.rpartition(".")[2])
+    assert (held["0.used.bias"].touched, held["0.late"].touched) == (True, False)
+    assert not any(item.name.startswith(("0.late", "1.")) for item in old.externals)
+    report = lab.library.check_externals()
+    assert set(report.moved) == {"0.used.bias", "0.table"}
+    assert [owner for owner, _, _ in report.invalidated] == ["first"]
+
+
+def test_externals_are_merged_by_storage_and_know_all_that_was_seen(lab: Lab) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layer()
+            self.embedding = self.head = torch.nn.Parameter(torch.ones(4))
+            self.scale, self.view = torch.ones(4), self.inner.scale[1:]
+            self.sparse = torch.ones(2, 2).to_sparse()
+
+        def forward(self, x: Tensor, *, extra: Tensor) -> Tensor:
+            self.scale.add_(0)
+            return x + self.embedding + self.view.sum() + extra
+
+    model, x, extra = Tied(), torch.ones(4), torch.zeros(4)
+    program = lab.capture(lab.wrap(model), x, extra=extra)
+    facts = {item.name: (item.touched, item.written) for item in program.externals}
+    assert facts == {
+        "embedding": (True, False),
+        "head": (True, False),
+        "scale": (True, True),
+        "view": (True, False),
+        "sparse": (False, False),
+        "inner.used.weight": (False, False),
+        "inner.used.bias": (False, False),
+        "inner.unused.weight": (False, False),
+        "inner.unused.bias": (False, False),
+        "inner.scale": (True, False),
+        "inner.table": (False, False),
+        "args[0]": (True, False),
+        "kwargs['extra']": (True, False),
+    }
+
+
+def test_modules_are_named_where_they_are_met_first() -> None:
+    class Nest(torch.nn.Module):
+        def __init__(self, depth: int, shared: torch.nn.Module) -> None:
+            super().__init__()
+            self.absent = None
+            self.register_module("none", None)
+            self.one = Nest(depth - 1, shared) if depth else shared
+            self.two = shared
+            self.three = torch.nn.ModuleList([shared, torch.nn.Identity()])
+
+    model = Nest(3, torch.nn.Linear(1, 1))
+    assert modules_of(model) == dict(model.named_modules())
+    assert list(modules_of(model)) == [path for path, _ in model.named_modules()]
+    model.three.append(model)  # a cycle
+    assert list(modules_of(lambda: model)) == [
+        f"model.{path}" if path else "model" for path, _ in model.named_modules()
+    ]

@@ -15,7 +15,13 @@ import torch
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.device.base import Device, DeviceGraph, Pool, Recording, Stream
 from graphrt.errors import BreakError, CaptureError, EmptyCaptureError
-from graphrt.graphs.externals import External, external, hold, modules_of, tensors_of_modules
+from graphrt.graphs.externals import (
+    External,
+    Sighting,
+    hold,
+    modules_of,
+    tensors_of_modules,
+)
 from graphrt.graphs.leaves import (
     HOST_TYPES,
     format_call_path,
@@ -145,7 +151,7 @@ class ProgramBuilder:
         try:
             self._close_segment()
             site = f"segment {len(self.segments)}: {name}"
-            given = list(tensors_of((args, kwargs)))
+            given = tensors_of((args, kwargs))
             for tensor in given:
                 if self._owns(tensor):
                     # The kernels before it have not run: zero keeps index-like values in range.
@@ -183,32 +189,37 @@ class ProgramBuilder:
 
     def externals(
         self,
-        runnable: Callable[..., Any],
+        modules: Mapping[str, torch.nn.Module],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         holds: Sequence[torch.Tensor],
     ) -> list[External]:
-        """Return everything outside the pool that the program must keep: see ``externals.hold``."""
-        inputs = [
-            external(format_call_path(node.path), node.value)
-            for node in walk_call(args, kwargs)
-            if node.kind == "tensor"
+        """Return everything outside the pool that the program must keep: see ``externals.hold``.
+
+        ``modules``: those behind the callable, as they are now.
+        """
+        sightings = [
+            *tensors_of_modules(modules),
+            *(
+                Sighting(format_call_path(node.path), node.value)
+                for node in walk_call(args, kwargs)
+                if node.kind == "tensor"
+            ),
+            *(
+                Sighting(segment.site, tensor)
+                for segment in self.segments
+                if isinstance(segment, EagerSegment)
+                for tensor in tensors_of((segment.args, segment.kwargs))
+            ),
+            *(Sighting(f"holds[{index}]", tensor) for index, tensor in enumerate(holds)),
+            *(
+                Sighting("", use.tensor, written=use.written)
+                for graph in self.graphs
+                for use in graph.externals
+            ),
+            *(Sighting("", tensor, written=True) for tensor in self.gap_writes),
         ]
-        gaps = [
-            external(segment.site, tensor)
-            for segment in self.segments
-            if isinstance(segment, EagerSegment)
-            for tensor in tensors_of((segment.args, segment.kwargs))
-        ]
-        observed = [
-            external(_describe(use.tensor), use.tensor, written=use.written)
-            for graph in self.graphs
-            for use in graph.externals
-        ]
-        written = [external(_describe(t), t, written=True) for t in self.gap_writes]
-        held = [external(f"holds[{index}]", tensor) for index, tensor in enumerate(holds)]
-        named = tensors_of_modules(modules_of(runnable))
-        return hold([*named, *inputs, *gaps, *held, *observed, *written], self._device.owns)
+        return hold(sightings, self._device.owns)
 
     def reset(self) -> None:
         """Destroy what was recorded, newest first."""
@@ -351,7 +362,3 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"

@@ -35,7 +35,13 @@ from graphrt.events import Captured
 from graphrt.graphs.ambient import Ambient, compare_ambient, read_ambient, refuse_grad_mode
 from graphrt.graphs.builder import ProgramBuilder
 from graphrt.graphs.collection import CollectorPause
-from graphrt.graphs.externals import External, bytes_of, find_holder, hooked_modules
+from graphrt.graphs.externals import (
+    External,
+    bytes_of,
+    find_holder,
+    hooked_modules,
+    modules_of,
+)
 from graphrt.graphs.failures import FailureRecord
 from graphrt.graphs.generation import Generation
 from graphrt.graphs.leaves import tensors_of
@@ -375,7 +381,8 @@ class CaptureScope:
         builder.record(runnable, args, kwargs, weak_outputs=options.weak_ref_output)
         try:
             self._refuse_escapes(builder, live_before, generation, runnable)
-            externals = builder.externals(runnable, args, kwargs, self._holds)
+            modules = modules_of(runnable)
+            externals = builder.externals(modules, args, kwargs, self._holds)
             self._refuse_mutations(builder, externals)
             memory_after = device.memory(pool)
             pool_growth = memory_after.pool_bytes - memory_before.pool_bytes
@@ -403,7 +410,7 @@ class CaptureScope:
                 stale_check=library.stale_check,
                 after_gap=_joining(device, library.side_streams),
                 knows_externals=self._observes and device.name == "simulated",
-                hooked_modules=hooked_modules(runnable),
+                hooked_modules=hooked_modules(modules),
             )
             # Only now is it known how many graphs the program needs.
             generation.programs.append(program)

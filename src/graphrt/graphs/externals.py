@@ -8,14 +8,25 @@ identity, never an address, decides whether something moved.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import FunctionType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.graphs.leaves import walk
+
+# What most attributes of a module are. By the exact type: asking torch whether a value is a tensor
+# costs several times as much, and there are thousands.
+_NO_TENSORS = frozenset(
+    (NoneType, bool, int, float, str, dict, list, tuple, set, OrderedDict, FunctionType)
+)
+_REGISTERS = frozenset(("_parameters", "_buffers", "_modules"))
+_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Made of no other tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +58,18 @@ class External:
         return current.untyped_storage() is not self.storage
 
 
+class Sighting(NamedTuple):
+    """A tensor that a program touches or could touch; several may lie in one storage."""
+
+    name: str
+    """Empty: what it is called if nothing names its storage better is made up where needed."""
+    tensor: torch.Tensor
+    holder: object | None = None
+    attributes: tuple[str, ...] = ()
+    touched: bool = True
+    written: bool = False
+
+
 class ExternalsReport(NamedTuple):
     """What ``check_externals`` found."""
 
@@ -62,80 +85,113 @@ class ExternalsReport(NamedTuple):
         return not self.moved
 
 
-def external(name: str, tensor: torch.Tensor, **facts: Any) -> External:
-    """Hold ``tensor`` and its storage under ``name``."""
-    storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-    return External(name, tensor, storage, **facts)
-
-
 def modules_of(target: object) -> dict[str, torch.nn.Module]:
     """Return every module reachable from a callable, by path.
 
     Followed: modules, wrappers (``runnable``), bound methods, partials, closures, default
     arguments, and the globals a function names.
     """
-    found: dict[int, torch.nn.Module] = {}
     names: dict[str, torch.nn.Module] = {}
+    seen: set[int] = set()
     for prefix, root in _roots(target, "", set()):
-        for path, module in root.named_modules():
-            if id(module) not in found:
-                found[id(module)] = module
-                names[".".join(part for part in (prefix, path) if part)] = module
+        # As ``named_modules``, whose nested generators cost as much as the rest of a capture's
+        # bookkeeping: a parent before its children, each module where it is met first.
+        pending = [(prefix, root)]
+        while pending:
+            path, module = pending.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            names[path] = module
+            inner = f"{path}." if path else ""
+            children = [
+                (inner + name, child)
+                for name, child in module._modules.items()
+                if child is not None
+            ]
+            pending += reversed(children)
     return names
 
 
-def tensors_of_modules(modules: Mapping[str, torch.nn.Module]) -> Iterator[External]:
+def tensors_of_modules(modules: Mapping[str, torch.nn.Module]) -> Iterator[Sighting]:
     """Yield parameters, buffers and plain tensor attributes of ``modules``, by name."""
     for path, module in modules.items():
-        for attribute, value in attributes_of(module):
-            if isinstance(value, torch.Tensor):
-                name = ".".join(part for part in (path, attribute) if part)
-                yield from _plain_externals(name, value, module, (attribute,))
+        for attributes in _attributes(module):
+            for attribute, value in attributes.items():
+                if type(value) in _NO_TENSORS or not isinstance(value, torch.Tensor):
+                    continue
+                name = f"{path}.{attribute}" if path else attribute
+                if type(value) in _PLAIN_TENSORS:
+                    yield Sighting(name, value, module, (attribute,), touched=False)
+                else:
+                    yield from _plain_sightings(name, value, module, (attribute,))
 
 
 def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what ``getattr`` finds on a module beside its submodules and its class."""
-    yield from module._parameters.items()
-    yield from module._buffers.items()
-    for attribute, value in vars(module).items():
-        if attribute not in ("_parameters", "_buffers", "_modules"):
-            yield attribute, value
+    for attributes in _attributes(module):
+        for attribute, value in attributes.items():
+            if attribute not in _REGISTERS:
+                yield attribute, value
 
 
-def hooked_modules(target: object) -> tuple[str, ...]:
-    """Name the modules behind a callable that have forward hooks: their Python is not replayed."""
+def _attributes(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
+    return module._parameters, module._buffers, vars(module)
+
+
+def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
+    """Name those of ``modules`` that have forward hooks: their Python is not replayed."""
     return tuple(
         path or type(module).__name__
-        for path, module in modules_of(target).items()
+        for path, module in modules.items()
         if module._forward_hooks or module._forward_pre_hooks
     )
 
 
-def hold(externals: Iterable[External], owns: Callable[[torch.Tensor], bool]) -> list[External]:
-    """Merge ``externals`` by storage; pool-owned ones are left out. Names come before the others.
+def hold(sightings: Iterable[Sighting], owns: Callable[[torch.Tensor], bool]) -> list[External]:
+    """Merge ``sightings`` by storage; pool-owned ones are left out. Names come before the others.
 
-    The first entry of a storage gives it its name; every later one adds what it knows. Two names
-    of one storage (tied weights) are both kept: either may be replaced.
+    The first one of a storage gives it its name; every later one adds what it knows. Two names of
+    one storage (tied weights) are both kept: either may be replaced.
     """
-    kept: list[External] = []
-    by_storage: dict[int, list[int]] = {}
-    for item in externals:
-        if item.storage is None:
-            kept.append(item)
+    kept: list[_Merged] = []
+    by_storage: dict[int, list[_Merged]] = {}
+    for item in sightings:
+        if item.tensor.layout is not torch.strided:
+            kept.append(_Merged(item, None))
             continue
-        if owns(item.tensor):
-            continue
-        known = by_storage.setdefault(id(item.storage), [])
-        if not known or (item.holder is not None and kept[known[0]].holder is not None):
-            known.append(len(kept))
-            kept.append(item)
-        for index in known:
-            kept[index] = replace(
-                kept[index],
-                touched=kept[index].touched or item.touched,
-                written=kept[index].written or item.written,
-            )
-    return kept
+        storage = item.tensor.untyped_storage()
+        # Kept storages live as long as this table, so their ids are theirs.
+        known = by_storage.get(id(storage))
+        if known is None:
+            if owns(item.tensor):
+                continue
+            known = by_storage[id(storage)] = []
+        if not known or (item.holder is not None and known[0].first.holder is not None):
+            merged = _Merged(item, storage)
+            known.append(merged)
+            kept.append(merged)
+        for merged in known:
+            merged.touched |= item.touched
+            merged.written |= item.written
+    return [merged.settle() for merged in kept]
+
+
+class _Merged:
+    """An external while sightings of its storage are still coming in."""
+
+    __slots__ = ("first", "storage", "touched", "written")
+
+    def __init__(self, first: Sighting, storage: torch.UntypedStorage | None) -> None:
+        self.first = first
+        self.storage = storage
+        self.touched = first.touched
+        self.written = first.written
+
+    def settle(self) -> External:
+        name, tensor, holder, attributes, _, _ = self.first
+        name = name or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+        return External(name, tensor, self.storage, holder, attributes, self.touched, self.written)
 
 
 def bytes_of(externals: Iterable[External]) -> int:
@@ -159,17 +215,17 @@ def find_holder(address: int, num_bytes: int, target: object) -> str:
     return ""
 
 
-def _plain_externals(
+def _plain_sightings(
     name: str, tensor: torch.Tensor, holder: object, attributes: tuple[str, ...]
-) -> Iterator[External]:
+) -> Iterator[Sighting]:
     """A packed tensor (a subclass made of others) stands for the tensors it is made of."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        yield external(name, tensor, holder=holder, attributes=attributes, touched=False)
+        yield Sighting(name, tensor, holder, attributes, touched=False)
         return
     inner_names, _ = flatten()
     for inner in inner_names:
-        yield from _plain_externals(
+        yield from _plain_sightings(
             f"{name}.{inner}", getattr(tensor, inner), holder, (*attributes, inner)
         )
 

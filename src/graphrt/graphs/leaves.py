@@ -33,6 +33,11 @@ HOST_TYPES = (
 )
 
 _LEAF_TYPES = (torch.Tensor, *HOST_TYPES)
+_PLAIN_LEAVES = frozenset(
+    (torch.Tensor, torch.nn.Parameter, bool, int, float, complex, str, bytes, type(None))
+)
+_PLAIN_CONTAINERS = frozenset((tuple, list, dict))
+"""Known by their exact type: sooner than by asking each of the types above, and most values are."""
 
 
 class Step(NamedTuple):
@@ -80,9 +85,11 @@ def format_call_path(path: Path) -> str:
     return format_path(path[1:], root=path[0].name)
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the leaves of ``value``."""
-    return (node.value for node in walk(value) if node.kind == "tensor")
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of ``value``, in the order of ``walk``."""
+    found: list[torch.Tensor] = []
+    _collect(value, (), found)
+    return found
 
 
 def rebuild(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
@@ -95,17 +102,41 @@ def rebuild(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> An
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a copy of the containers of ``value`` with ``change`` applied to each tensor."""
-    return rebuild(value, lambda _, item: change(item) if isinstance(item, torch.Tensor) else item)
+    return _map(value, change, ())
 
 
 def _walk(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[Node]:
-    children = None if id(value) in above else _children(value)
-    if children is None:
+    parts = None if id(value) in above else _parts(value)
+    if parts is None:
         yield Node(path, _leaf_kind(value), value)
         return
+    kind, names, children = parts
     yield Node(path, "container", value, len(children))
-    for step, child in children:
-        yield from _walk(child, (*path, step), (*above, id(value)))
+    for name, child in zip(names, children, strict=True):
+        yield from _walk(child, (*path, Step(kind, name)), (*above, id(value)))
+
+
+# The next two walk without paths: a capture asks for the tensors of every argument of every gap.
+
+
+def _collect(value: Any, above: tuple[int, ...], found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return
+    parts = None if id(value) in above else _parts(value)
+    if parts is not None:
+        for child in parts.children:
+            _collect(child, (*above, id(value)), found)
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor], above: tuple[int, ...]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    parts = None if id(value) in above else _parts(value)
+    if parts is None:
+        return value
+    below = (*above, id(value))
+    return _twin(value, parts.names, [_map(child, change, below) for child in parts.children])
 
 
 def _leaf_kind(value: Any) -> Kind:
@@ -114,43 +145,62 @@ def _leaf_kind(value: Any) -> Kind:
     return "host" if isinstance(value, HOST_TYPES) else "opaque"
 
 
-def _children(value: Any) -> Sequence[tuple[Step, Any]] | None:
-    """Return the children of a container in their order, None for a leaf."""
-    if isinstance(value, _LEAF_TYPES):
+class _Parts(NamedTuple):
+    """The children of a container in their order, and the names of the steps to them."""
+
+    kind: Literal["item", "attribute"]
+    names: Sequence[Any]
+    children: Sequence[Any]
+
+
+def _parts(value: Any) -> _Parts | None:
+    """Return what a container is made of, None for a leaf."""
+    kind = type(value)
+    if kind in _PLAIN_LEAVES or (kind not in _PLAIN_CONTAINERS and isinstance(value, _LEAF_TYPES)):
         return None
     if isinstance(value, dict):
-        return [(Step("item", key), child) for key, child in value.items()]
+        return _Parts("item", list(value), list(value.values()))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(Step("attribute", name), getattr(value, name)) for name in value._fields]
+        names = value._fields
+        return _Parts("attribute", names, [getattr(value, name) for name in names])
     if isinstance(value, tuple | list):
-        return [(Step("item", index), child) for index, child in enumerate(value)]
+        return _Parts("item", range(len(value)), list(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return [(Step("attribute", name), getattr(value, name)) for name in names]
+        return _Parts("attribute", names, [getattr(value, name) for name in names])
     return None
 
 
 def _rebuild(
     value: Any, leaf: Callable[[Path, Any], Any], path: Path, above: tuple[int, ...]
 ) -> Any:
-    children = None if id(value) in above else _children(value)
-    if children is None:
+    parts = None if id(value) in above else _parts(value)
+    if parts is None:
         return leaf(path, value)
+    kind, names, children = parts
     below = (*above, id(value))
-    rebuilt = [_rebuild(child, leaf, (*path, step), below) for step, child in children]
+    rebuilt = [
+        _rebuild(child, leaf, (*path, Step(kind, name)), below)
+        for name, child in zip(names, children, strict=True)
+    ]
+    return _twin(value, names, rebuilt)
+
+
+def _twin(value: Any, names: Sequence[Any], children: list[Any]) -> Any:
+    """Return a container like ``value`` with these children."""
     if isinstance(value, dict):
         # A copy keeps what a subclass adds (order, default factory); its entries are replaced.
         entries = copy.copy(value)
-        for (step, _), child in zip(children, rebuilt, strict=True):
-            entries[step.name] = child
+        for name, child in zip(names, children, strict=True):
+            entries[name] = child
         return entries
     if isinstance(value, tuple):
         make = getattr(value, "_make", type(value))
-        return make(rebuilt)
+        return make(children)
     if isinstance(value, list):
-        return rebuilt
+        return children
     twin = copy.copy(value)
-    for (step, _), child in zip(children, rebuilt, strict=True):
+    for name, child in zip(names, children, strict=True):
         # Frozen dataclasses too: the copy is ours, nobody has seen it yet.
-        object.__setattr__(twin, step.name, child)
+        object.__setattr__(twin, name, child)
     return twin
