@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
+from graphrt.graphs.generated import make_function
 from graphrt.graphs.segments import EagerSegment, GraphSegment, Segment
 
 Replay = Callable[[], None]
@@ -54,11 +55,9 @@ def generate_replay(
         lines += [f"    {line}" for line in body]
     source = "\n".join([*lines, ""])
     filename = _free_filename(f"{title} annotated" if annotate else title)
-    exec(compile(source, filename, "exec"), constants)
     # No modification time: linecache keeps such an entry when it checks its files.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    # Taken out of its own globals: a function in there would be a cycle that keeps tensors alive.
-    return FlatReplay(constants.pop("replay"), source, filename)
+    return FlatReplay(make_function(source, filename, constants), source, filename)
 
 
 def _segment_lines(

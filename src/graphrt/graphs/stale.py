@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphrt.errors import StaleInputError, UnkeyedValueError
+from graphrt.graphs.generated import make_function
 from graphrt.graphs.leaves import Kind, Node, Path, format_call_path, walk_call
 
 Checker = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
@@ -108,11 +109,10 @@ def generate_checker(
     tests = []
     for node in walk_call(args, kwargs)[1:]:
         tests.extend(_leaf_test(node, by_address, constants))
-    defaults = ", ".join(f"{name}={name}" for name in constants)
     # Unpacking is the quickest look-up there is, and it counts the arguments too.
     unpacking = "".join(f"a{number}, " for number in range(len(args)))
     source = (
-        f"def check(args, kwargs, {defaults}):\n"
+        f"def check(args, kwargs, {', '.join(constants)}):\n"
         f"    try:\n"
         f"        {unpacking or '()'} = args\n"
         f"        if {' and '.join(tests)}:\n"
@@ -121,10 +121,7 @@ def generate_checker(
         f"        pass  # another structure: the full check names the place\n"
         f"    full_check(args, kwargs)\n"
     )
-    namespace = dict(constants)
-    exec(compile(source, "<graphrt stale check>", "exec"), namespace)
-    checker: Checker = namespace.pop("check")
-    return checker
+    return make_function(source, "<graphrt stale check>", {}, tuple(constants.values()))
 
 
 def _no_check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -152,7 +149,8 @@ def _leaf_test(
         return []
     if node.kind == "tensor" and by_address(value):
         return [
-            f"{place}.data_ptr() == {value.data_ptr()}",
+            # A constant, not a literal: the text is then the same for every program.
+            f"{place}.data_ptr() == {constant(value.data_ptr())}",
             f"{place}.shape == {constant(value.shape)}",
         ]
     if node.kind == "tensor" or isinstance(value, float | complex | type(None) | bool):

@@ -1,0 +1,73 @@
+"""Functions made from text: one text, many functions that share nothing but it."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Iterator
+
+import pytest
+import torch
+from graph_lab import PIECEWISE, Lab
+
+from graphrt.batch import BatchDescriptor
+from graphrt.errors import StaleInputError
+from graphrt.graphs import break_point, generated
+from graphrt.graphs.generated import make_function
+
+TEXT = "def answer(x, step):\n    return base + step * x\n"
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The texts that are compiled while the test runs."""
+    texts: list[str] = []
+
+    def counting(source: str, filename: str, mode: str) -> object:
+        texts.append(source)
+        return compile(source, filename, mode)
+
+    generated._code_of.cache_clear()
+    monkeypatch.setattr(generated, "compile", counting, raising=False)
+    yield texts
+    generated._code_of.cache_clear()
+
+
+def test_functions_of_one_text_have_globals_defaults_file_and_code_of_their_own(
+    compilations: list[str],
+) -> None:
+    first = make_function(TEXT, "<first>", {"base": 1}, (10,))
+    second = make_function(TEXT, "<second>", {"base": 2}, (20,))
+    assert [first(1), second(1), first(1)] == [11, 22, 11]
+    assert compilations == [TEXT]
+    # What the interpreter learns of one's globals must not be unlearnt by the other.
+    assert first.__code__ is not second.__code__
+    assert [f.__code__.co_filename for f in (first, second)] == ["<first>", "<second>"]
+    linecache.cache["<second>"] = (len(TEXT), None, TEXT.splitlines(keepends=True), "<second>")
+    try:
+        with pytest.raises(TypeError) as caught:
+            second(None)
+        assert "base + step * x" in "".join(traceback.format_exception(caught.value))
+    finally:
+        del linecache.cache["<second>"]
+
+
+def test_programs_of_one_model_are_compiled_once_and_check_their_own_inputs(
+    compilations: list[str],
+) -> None:
+    gap = break_point(lambda x: x * 2)
+    with Lab() as lab:
+        wrapper = lab.wrap(lambda x: gap(x + 1) + 1, PIECEWISE)
+        steps = {BatchDescriptor(size): torch.randn(size) for size in (8, 4, 2, 1)}
+        for key, x in steps.items():
+            lab.capture(wrapper, x, key=key)
+        for _ in range(2):
+            for key, x in steps.items():
+                found = lab.step(wrapper, x, mode=PIECEWISE, key=key)
+                assert torch.equal(found, (x + 1) * 2 + 1)
+        for key, x in steps.items():
+            with pytest.raises(StaleInputError):
+                lab.step(wrapper, x.clone(), mode=PIECEWISE, key=key)
+        replays = [text for text in compilations if "def replay" in text]
+        checks = [text for text in compilations if "def check" in text]
+        assert (len(replays), len(checks), len(compilations)) == (1, 1, 2)
