@@ -10,6 +10,7 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bug_classes import Packed
 from graphrt.device.cuda.observe import Ledger, Observer
 
 
@@ -64,6 +65,13 @@ def test_what_the_pool_owns_is_left_out() -> None:
     x, pooled = torch.ones(2), torch.ones(2)
     ledger = observed(lambda: x + pooled, lambda address: address == pooled.data_ptr())
     assert [use.tensor is x for use in ledger.externals()] == [True]
+
+
+def test_the_parts_of_a_packed_tensor_are_external_not_the_tensor_that_has_no_storage() -> None:
+    x, codes, scale = torch.ones(2, 4), torch.ones(4, 4, dtype=torch.int8), torch.ones(4)
+    packed = Packed(codes, scale)
+    ledger = observed(lambda: x @ packed)
+    assert {id(use.tensor) for use in ledger.externals()} == {id(x), id(codes), id(scale)}
 
 
 def test_random_operations_are_noticed() -> None:

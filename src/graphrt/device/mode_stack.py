@@ -6,7 +6,7 @@ stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -45,6 +45,15 @@ def leave(mode: Mode) -> None:
     _base(mode).__exit__(mode, None, None, None)
     for other in reversed(above):
         enter(other)
+
+
+def is_for_parts(types: Collection[type]) -> bool:
+    """Whether an operation takes tensors that are made of others, such as packed weights.
+
+    A mode that answers ``NotImplemented`` sees what they do with their parts; otherwise it would
+    see a tensor without storage, and never the parts.
+    """
+    return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def _forget_other_threads(mode: Mode) -> None:

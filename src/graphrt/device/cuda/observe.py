@@ -138,6 +138,8 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if mode_stack.is_for_parts(types):
+            return NotImplemented
         kwargs = kwargs or {}
         self._ledger.touch(func, args, kwargs)
         try:

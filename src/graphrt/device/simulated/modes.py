@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphrt.device.mode_stack import enter, leave
+from graphrt.device.mode_stack import enter, is_for_parts, leave
 from graphrt.device.simulated import refusals
 from graphrt.device.simulated.refusals import Why, refuse, user_place
 from graphrt.device.simulated.window import Window
@@ -34,6 +34,8 @@ class DispatchRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if is_for_parts(types):
+            return NotImplemented
         window = self.window
         try:
             with torch._C.DisableTorchFunction():
