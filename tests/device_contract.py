@@ -551,6 +551,35 @@ class DeviceContract:
         bench.replay(graph)
         assert out.tolist() == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
 
+    def test_every_slot_is_owned_at_once_by_the_pool_and_by_views_of_it(self, bench: Bench) -> None:
+        """Whether it lies in memory that the pool had, or made the pool take more."""
+        device, views = bench.device, [bench.device.new_pool(bench.pool.handle)]
+        slots = []
+        with device.use(device.stream("capture")):
+            for number, size in enumerate((8, 8, LARGE, 8, 8 * LARGE, LARGE)):
+                slots.append(device.alloc(bench.pool, (size,), (1,), torch.float32))
+                if number == 2:
+                    views.append(device.new_pool(bench.pool.handle))
+                for pool in (bench.pool, *views):
+                    assert all(pool.owns(slot) for slot in slots)
+                    assert all(pool.owns(slot[-1:]) for slot in slots)
+        slots.clear()
+        for view in views:
+            view.release()
+
+    def test_slots_and_aliases_made_in_inference_mode_can_be_written_outside(
+        self, bench: Bench
+    ) -> None:
+        device, x = bench.device, bench.full((4,), 1.0)
+        with torch.inference_mode():
+            _, out = bench.record(lambda: x + 1)
+            alias = device.weak_alias(out)
+            with device.use(device.stream("capture")):
+                slot = device.alloc(bench.pool, (4,), (1,), torch.float32)
+        for tensor in (alias, slot):
+            assert not tensor.is_inference()
+            assert tensor.fill_(3.0).tolist() == [3.0] * 4
+
     def test_a_pool_may_be_viewed_by_its_handle(self, bench: Bench) -> None:
         view = bench.device.new_pool(bench.pool.handle)
         assert view.handle == bench.pool.handle

@@ -198,12 +198,12 @@ class Device(Protocol):
     def alloc(
         self, pool: Pool, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A pool tensor, allocated outside a window."""
+        """A pool tensor, allocated outside a window. As any other to inference mode: writable."""
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor over the same bytes that keeps nothing allocated, if ``tensor`` is pool-owned.
 
-        Any other tensor is returned itself.
+        Any other tensor is returned itself. Never born in inference mode: gaps write it outside.
         """
 
     def owns(self, tensor: torch.Tensor) -> bool:

@@ -263,11 +263,7 @@ class ProgramBuilder:
         return tensor.layout is torch.strided and self._device.owns(tensor)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._owns(tensor):
-            return tensor
-        # A tensor born in inference mode could not be written by a gap that runs outside it.
-        with torch.inference_mode(False):
-            return self._device.weak_alias(tensor)
+        return self._device.weak_alias(tensor) if tensor.layout is torch.strided else tensor
 
     def _keep_leaf(
         self, given: Sequence[torch.Tensor], returned: list[Returned]
@@ -292,8 +288,7 @@ class ProgramBuilder:
     def _slot(self, value: torch.Tensor) -> torch.Tensor:
         # A broadcast result has fewer bytes than elements; a slot must have room for each.
         stride = value.contiguous().stride() if 0 in value.stride() else value.stride()
-        with torch.inference_mode(False):
-            slot = self._device.alloc(self._pool, value.shape, stride, value.dtype)
+        slot = self._device.alloc(self._pool, value.shape, stride, value.dtype)
         with torch.no_grad():
             slot.copy_(value)
         self.slot_bytes += slot.untyped_storage().nbytes()

@@ -182,7 +182,10 @@ class CUDADevice:
             tensor = torch.empty_strided(
                 tuple(size), tuple(stride), dtype=dtype, device=self._torch_device
             )
-        self.refresh_pools()
+        # A pool that lives gives no segment back, so only a segment it has just taken is unknown.
+        address = tensor.untyped_storage().data_ptr()
+        if not all(known.holds(address) for known in self._pools if known.id == own.id):
+            self.refresh_pools()
         return tensor
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -202,8 +205,10 @@ class CUDADevice:
             return alias._neg_view() if tensor.is_neg() else alias
 
     def owns(self, tensor: torch.Tensor) -> bool:
+        if not tensor.is_cuda:
+            return False
         address = storage_address(tensor)
-        return tensor.is_cuda and address is not None and self.holds(address)
+        return address is not None and self.holds(address)
 
     def holds(self, address: int) -> bool:
         """Whether ``address`` lies in a pool of this device."""

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -23,8 +23,14 @@ _THREAD_LOCAL = 1
 
 def supported(function: Callable[..., Any], **optional: Any) -> dict[str, Any]:
     """Those of ``optional`` that ``function`` has a parameter for, by its signature."""
-    known = inspect.signature(function).parameters
+    # A bound method is made anew at each access; what it is bound to is not.
+    known = _parameters(getattr(function, "__func__", function))
     return {name: value for name, value in optional.items() if name in known}
+
+
+@lru_cache(maxsize=16)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def is_stream_capturing() -> bool:
