@@ -22,7 +22,7 @@ if HAS_FLASHINFER:
         import flashinfer  # noqa: F401
 
 needs_flashinfer = pytest.mark.skipif(not HAS_FLASHINFER, reason="flashinfer is not installed")
-BACKENDS = ["sdpa", pytest.param("flashinfer", marks=needs_flashinfer)]
+BACKENDS = ["paged", "sdpa", pytest.param("flashinfer", marks=needs_flashinfer)]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 2048,

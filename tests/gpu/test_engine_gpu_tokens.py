@@ -6,7 +6,17 @@ import random
 
 import pytest
 import torch
-from engines import BACKENDS, LLAMA, QWEN, compare, engine_config, greedy, make_engine, prompts
+from engines import (
+    BACKENDS,
+    HAS_FLASHINFER,
+    LLAMA,
+    QWEN,
+    compare,
+    engine_config,
+    greedy,
+    make_engine,
+    prompts,
+)
 
 from graphrt import CUDAGraphMode
 from graphrt_llm import LLMEngine, SamplingParams
@@ -130,6 +140,7 @@ def test_padding_and_requests_write_no_block_that_is_not_theirs(backend):
 
 def test_the_choice_of_attention_is_visible():
     with LLMEngine.with_random_weights(QWEN, engine_config("NONE")) as engine:
-        assert engine.attention.name in ("flashinfer", "sdpa")
+        assert engine.attention.name == "paged"
+        assert ("flashinfer" if HAS_FLASHINFER else "sdpa") in engine.attention.reason
         assert engine.attention.reason
         assert engine.overlap

@@ -47,6 +47,14 @@ class AttentionMetadata(NamedTuple):
     which blocks to read."""
 
 
+class Obstacle(NamedTuple):
+    """Why a backend cannot serve a cache; the parts of an error message."""
+
+    expected: str
+    found: str
+    do: str
+
+
 class AttentionBackend(Protocol):
     """Computes causal attention of new tokens over the paged cache that it was made with.
 

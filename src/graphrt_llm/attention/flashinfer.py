@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphrt import AttentionSupport, BatchDescriptor
-from graphrt_llm.attention.base import AttentionInputs, AttentionMetadata
+from graphrt_llm.attention.base import AttentionInputs, AttentionMetadata, Obstacle
 from graphrt_llm.blocks import NULL_BLOCK
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
@@ -35,14 +35,6 @@ HEAD_DIMS = (64, 128, 256)
 TENSOR_CORE_GROUP = 4
 """From so many query heads a key head on, tensor cores are faster than FlashInfer's CUDA cores."""
 CUDA_CORE_GROUPS = (1, 2, 3)
-
-
-class Obstacle(NamedTuple):
-    """Why FlashInfer cannot serve a cache; the parts of an error message."""
-
-    expected: str
-    found: str
-    do: str
 
 
 def obstacle(cache: KVCache) -> Obstacle | None:

@@ -9,11 +9,13 @@ tensor cores in it: they want at least 8 rows, and the time is that of reading t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from graphrt_llm.kernels.launching import Launcher
 
 MAX_ROWS = 4
 
@@ -104,7 +106,7 @@ def _product(
 
 
 # One compilation for every number of rows that a tile holds.
-_product_kernel: Any = triton.jit(_product, do_not_specialize=["num_rows"])
+_launch_product = Launcher(triton.jit(_product, do_not_specialize=["num_rows"]))
 
 
 class Tiling(NamedTuple):
@@ -158,26 +160,21 @@ def product(
     num_outputs = out.shape[1]
     rows = triton.next_power_of_2(num_rows)
     tiling = (_GATED if is_gated else _NARROW if num_outputs <= NARROW else _WIDE)[rows]
-    _product_kernel[(triton.cdiv(num_outputs, tiling.outputs),)](
-        x,
+    _launch_product(
+        (triton.cdiv(num_outputs, tiling.outputs), 1, 1),
         # Never read where they are not given, but they have to be some pointer.
-        x if norm is None else norm,
-        weight,
-        x if bias is None else bias,
-        out,
-        num_rows,
-        num_outputs,
-        x.stride(0),
-        out.stride(0),
-        eps,
-        WIDTH=width,
-        ROWS=rows,
-        OUTPUTS=tiling.outputs,
-        BLOCK=min(tiling.block, triton.next_power_of_2(width)),
-        NUM_STAGES=NUM_STAGES,
-        HAS_NORM=norm is not None,
-        HAS_BIAS=bias is not None,
-        IS_GATED=is_gated,
-        ADDS=adds,
-        num_warps=tiling.num_warps,
+        (x, x if norm is None else norm, weight, x if bias is None else bias, out),
+        (num_rows, num_outputs, x.stride(0), out.stride(0), eps),
+        (
+            width,
+            rows,
+            tiling.outputs,
+            min(tiling.block, triton.next_power_of_2(width)),
+            NUM_STAGES,
+            norm is not None,
+            bias is not None,
+            is_gated,
+            adds,
+        ),
+        tiling.num_warps,
     )

@@ -10,8 +10,6 @@ with launches of their own before and behind it. All of it is computed in float3
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 import triton
@@ -19,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphrt_llm.kernels import few_rows
+from graphrt_llm.kernels.launching import Launcher
 
 MAX_BLOCK = 1024
 """Elements that one program of ``_silu_mul`` computes."""
@@ -105,9 +104,9 @@ def _turn_and_store(
         tl.store(target + HALF, second, mask=inside)
 
 
-_rms_norm_kernel: Any = triton.jit(_rms_norm)
-_silu_mul_kernel: Any = triton.jit(_silu_mul)
-_turn_and_store_kernel: Any = triton.jit(_turn_and_store)
+_launch_rms_norm = Launcher(triton.jit(_rms_norm))
+_launch_silu_mul = Launcher(triton.jit(_silu_mul))
+_launch_turn_and_store = Launcher(triton.jit(_turn_and_store))
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,7 +125,7 @@ def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor 
     gate_up = F.linear(_normed(x, norm, eps), weight, bias)
     rows, width = out.shape
     block = min(MAX_BLOCK, _power_of_2(width))
-    _silu_mul_kernel[(rows, -(-width // block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    _launch_silu_mul((rows, -(-width // block), 1), (gate_up, out), (width,), (block,), 4)
     return out
 
 
@@ -142,9 +141,8 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    _rms_norm_kernel[(rows,)](
-        x, weight, out, x.stride(0), width, eps, BLOCK=_power_of_2(width), num_warps=_warps(width)
-    )
+    numbers = (x.stride(0), width, eps)
+    _launch_rms_norm((rows, 1, 1), (x, weight, out), numbers, (_power_of_2(width),), _warps(width))
     return out
 
 
@@ -158,20 +156,13 @@ def turn_and_store(
 ) -> None:
     num_tokens, num_rows, width = heads.shape
     num_kv_heads = slots.shape[2]
-    _turn_and_store_kernel[(num_tokens, num_rows)](
-        heads,
+    _launch_turn_and_store(
+        (num_tokens, num_rows, 1),
         # Never read without a norm, but it has to be some pointer.
-        heads if qk_norm is None else qk_norm,
-        rotation,
-        slots,
-        slot_mapping,
-        eps,
-        num_rows - 2 * num_kv_heads,
-        num_kv_heads,
-        HAS_NORM=qk_norm is not None,
-        HALF=width // 2,
-        BLOCK=_power_of_2(width // 2),
-        num_warps=1,
+        (heads, heads if qk_norm is None else qk_norm, rotation, slots, slot_mapping),
+        (eps, num_rows - 2 * num_kv_heads, num_kv_heads),
+        (qk_norm is not None, width // 2, _power_of_2(width // 2)),
+        1,
     )
 
 

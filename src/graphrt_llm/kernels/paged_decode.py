@@ -1,0 +1,182 @@
+"""Attention of one new token a request over the paged cache, in one Triton launch.
+
+A request's context is split among programs, which read it at the same time; the last of them to
+finish adds the parts up. How it is split depends on its length alone: a graph needs no plan, and a
+row's result is the same bits in whatever batch and padding it stands.
+
+Source: online softmax and its split over the keys, Dao 2023 (FlashAttention-2, Flash-Decoding).
+"""
+
+# Triton reads the annotations of a kernel itself and knows only its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphrt_llm.kernels.launching import Launcher
+
+TILE = 32
+"""Tokens that a program reads at a time."""
+NUM_SPLITS = 16
+"""Programs that share one request's context of one key head; a short context leaves some idle."""
+NUM_WARPS = 4
+MIN_DOT = 16
+"""Rows that a tensor core product has at least; the heads of a group are padded to it."""
+
+
+def _decode(
+    q,
+    cache,
+    block_tables,
+    seq_lens,
+    out,
+    parts,
+    weights,
+    finished,
+    q_stride,
+    table_stride,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    PADDED_GROUP: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    NUM_SPLITS: tl.constexpr,  # noqa: N803
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(seq_lens + row).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), TILE) * TILE
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+
+    member = tl.arange(0, PADDED_GROUP)
+    element = tl.arange(0, HEAD_DIM)
+    is_member = member < GROUP
+    head = kv_head * GROUP + member
+    target = out + (row * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + element[None, :]
+    if begin < end:
+        source = q + row * q_stride + head[:, None] * HEAD_DIM + element[None, :]
+        query = tl.load(source, mask=is_member[:, None], other=0.0)
+        largest = tl.full((PADDED_GROUP,), float("-inf"), tl.float32)
+        total = tl.zeros((PADDED_GROUP,), tl.float32)
+        values = tl.zeros((PADDED_GROUP, HEAD_DIM), tl.float32)
+        for start in range(begin, end, TILE):
+            token = start + tl.arange(0, TILE)
+            is_token = token < end
+            place = block_tables + row * table_stride + token // BLOCK_SIZE
+            block = tl.load(place, mask=is_token, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + token % BLOCK_SIZE
+            offset = (slot * 2 * NUM_KV_HEADS + kv_head) * HEAD_DIM
+            keys = cache + offset[:, None] + element[None, :]
+            k = tl.load(keys, mask=is_token[:, None], other=0.0)
+            v = tl.load(keys + NUM_KV_HEADS * HEAD_DIM, mask=is_token[:, None], other=0.0)
+            # Powers of two are what the hardware has; ``scale`` carries the change of base.
+            scores = tl.dot(query, tl.trans(k)) * scale
+            scores = tl.where(is_token[None, :], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            shrink = tl.exp2(largest - new_largest)
+            exponentials = tl.exp2(scores - new_largest[:, None])
+            total = total * shrink + tl.sum(exponentials, 1)
+            values = values * shrink[:, None] + tl.dot(exponentials.to(v.dtype), v)
+            largest = new_largest
+
+        num_used = tl.cdiv(length, share)
+        if num_used == 1:
+            result = values / total[:, None]
+            tl.store(target, result.to(out.dtype.element_ty), mask=is_member[:, None])
+        else:
+            first = (row * NUM_KV_HEADS + kv_head) * NUM_SPLITS
+            mine = parts + ((first + split) * GROUP + member)[:, None] * HEAD_DIM + element[None, :]
+            tl.store(mine, values, mask=is_member[:, None])
+            my_weight = weights + (first + split) * 2 * GROUP + member
+            tl.store(my_weight, largest, mask=is_member)
+            tl.store(my_weight + GROUP, total, mask=is_member)
+            # Every thread has stored before one of them says so.
+            tl.debug_barrier()
+            counter = finished + row * NUM_KV_HEADS + kv_head
+            num_before = tl.atomic_add(counter, 1, sem="acq_rel")
+            if num_before == num_used - 1:
+                each = tl.arange(0, NUM_SPLITS)
+                is_used = each < num_used
+                for number in tl.static_range(GROUP):
+                    place = weights + (first + each) * 2 * GROUP + number
+                    maxima = tl.load(place, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+                    sums = tl.load(place + GROUP, mask=is_used, other=0.0, cache_modifier=".cg")
+                    factors = tl.exp2(maxima - tl.max(maxima, 0))
+                    their = parts + ((first + each) * GROUP + number)[:, None] * HEAD_DIM
+                    loaded = tl.load(
+                        their + element[None, :],
+                        mask=is_used[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    merged = tl.sum(loaded * factors[:, None], 0) / tl.sum(sums * factors, 0)
+                    place_out = row * NUM_KV_HEADS * GROUP + kv_head * GROUP + number
+                    tl.store(out + place_out * HEAD_DIM + element, merged.to(out.dtype.element_ty))
+                tl.store(counter, 0)
+    elif split == 0 and length == 0:
+        # A row without a token would carry whatever lay in this memory, NaN included, onwards.
+        nothing = tl.zeros((PADDED_GROUP, HEAD_DIM), out.dtype.element_ty)
+        tl.store(target, nothing, mask=is_member[:, None])
+
+
+_launch_decode = Launcher(triton.jit(_decode))
+
+
+class PagedDecode:
+    """The kernel for up to ``max_rows`` rows over caches of one shape, with what it writes between.
+
+    ``cache``: [num_blocks, block_size, 2, num_kv_heads, head_dim] of one layer, as an example.
+    Calls share scratch memory: they belong on one stream, or into graphs that replay on one.
+    """
+
+    def __init__(self, cache: Tensor, num_heads: int, max_rows: int) -> None:
+        _, block_size, _, num_kv_heads, head_dim = cache.shape
+        group = num_heads // num_kv_heads
+        self.max_rows = max_rows
+        self._num_kv_heads = num_kv_heads
+        self._scale = math.log2(math.e) / math.sqrt(head_dim)
+        padded_group = max(MIN_DOT, triton.next_power_of_2(group))
+        self._constants = (
+            num_kv_heads,
+            group,
+            padded_group,
+            head_dim,
+            block_size,
+            TILE,
+            NUM_SPLITS,
+        )
+        shape = (max_rows, num_kv_heads, NUM_SPLITS)
+        with torch.inference_mode(False):
+            # Values of each split, weighted; then its largest score and the sum of its weights.
+            self._parts = torch.zeros(*shape, group, head_dim, device=cache.device)
+            self._weights = torch.zeros(*shape, 2, group, device=cache.device)
+            # Splits that are done; 0 again at the end of every launch.
+            self._finished = torch.zeros(shape[:2], dtype=torch.int32, device=cache.device)
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor
+    ) -> None:
+        """Write to ``out`` the attention of each query over its row's first ``seq_lens`` tokens.
+
+        Shapes: ``q`` [rows, num_heads, head_dim], rows may be apart; ``cache`` as at construction;
+                ``block_tables`` [>= rows, max_blocks]; ``seq_lens`` [>= rows]; ``out`` as ``q``,
+                contiguous. A length of 0 gives zeros.
+        """
+        scratch = (self._parts, self._weights, self._finished)
+        _launch_decode(
+            (len(q), self._num_kv_heads, NUM_SPLITS),
+            (q, cache, block_tables, seq_lens, out, *scratch),
+            (q.stride(0), block_tables.stride(0), self._scale),
+            self._constants,
+            NUM_WARPS,
+        )

@@ -1,0 +1,141 @@
+"""The kernel for few decoding requests: against the formula in float64, and inside graphs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from engines import LLAMA, QWEN
+
+from graphrt_llm.attention.paged import MAX_REQUESTS, triton_decode
+from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.kernels.paged_decode import PagedDecode
+from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.models import ModelConfig
+
+CUDA = torch.device("cuda")
+NUM_BLOCKS, BLOCK_SIZE = 600, 16
+LENGTHS = [1, 16, 31, 32, 33, 200, 512, 513, 2000, 0, 17, 100]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random_cache(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> KVCache:
+    cache = KVCache(config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype, device=CUDA)
+    cache.tensor.normal_()
+    return cache
+
+
+def random_tables(lengths: list[int]) -> torch.Tensor:
+    """Blocks of each row, all different, scattered over the cache; rows end in the null block."""
+    blocks = (torch.randperm(NUM_BLOCKS - 1) + 1).tolist()
+    most = max(-(-length // BLOCK_SIZE) for length in lengths)
+    tables = torch.zeros(len(lengths), most + 1, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        count = -(-length // BLOCK_SIZE)
+        tables[row, :count] = torch.tensor([blocks.pop() for _ in range(count)], dtype=torch.int64)
+    return tables.to(CUDA)
+
+
+def expected(
+    q: torch.Tensor, layer: torch.Tensor, tables: torch.Tensor, lengths: list[int]
+) -> torch.Tensor:
+    group = q.shape[1] // layer.shape[3]
+    rows = []
+    for row, length in enumerate(lengths):
+        keys, values = layer[tables[row]].flatten(0, 1)[:length].double().unbind(1)
+        keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
+        scores = torch.einsum("hd,thd->ht", q[row].double(), keys) / math.sqrt(q.shape[-1])
+        rows.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
+    return torch.stack(rows)
+
+
+def queries(config: ModelConfig, rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """As the model hands them over: a part of every token's heads, so rows are apart."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    drawn = torch.randn(rows, heads, config.head_dim, device=CUDA, dtype=torch.float32)
+    return drawn.to(dtype)[:, : config.num_heads]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["group of 2", "group of 4"])
+def test_every_length_gives_the_formula_s_result(config, dtype):
+    cache, tables = random_cache(config, dtype), random_tables(LENGTHS)
+    decode = triton_decode(cache)
+    q = queries(config, len(LENGTHS), dtype)
+    lengths = torch.tensor(LENGTHS, device=CUDA)
+    out = torch.full(q.shape, float("nan"), dtype=dtype, device=CUDA)
+    for layer in cache.layers[:2]:
+        decode(q, layer, tables, lengths, out)
+        wanted = expected(q, layer, tables, LENGTHS)
+        torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1e-2)
+        assert out[LENGTHS.index(0)].eq(0).all()
+
+
+def test_a_row_is_the_same_bits_in_every_batch_and_at_every_call():
+    cache, tables = random_cache(QWEN), random_tables(LENGTHS)
+    decode = triton_decode(cache)
+    q, lengths = queries(QWEN, len(LENGTHS)), torch.tensor(LENGTHS, device=CUDA)
+    together = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
+    decode(q, cache.layers[0], tables, lengths, together)
+    for _ in range(200):
+        again = torch.empty_like(together)
+        decode(q, cache.layers[0], tables, lengths, again)
+        assert torch.equal(again, together)
+    for row in range(len(LENGTHS)):
+        alone = torch.empty_like(together[:1])
+        decode(q[row : row + 1], cache.layers[0], tables[row:], lengths[row:], alone)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_a_graph_follows_lengths_that_grow():
+    cache, tables = random_cache(QWEN), random_tables([600] * 3)
+    decode = triton_decode(cache)
+    q, lengths = queries(QWEN, 3), torch.tensor([1, 30, 250], device=CUDA)
+    out = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
+    decode(q, cache.layers[0], tables, lengths, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(q, cache.layers[0], tables, lengths, out)
+    for _ in range(60):
+        lengths.add_(5)
+        graph.replay()
+        eager = torch.empty_like(out)
+        decode(q, cache.layers[0], tables, lengths, eager)
+        assert torch.equal(out, eager)
+    wanted = expected(q, cache.layers[0], tables, lengths.tolist())
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1e-2)
+
+
+def test_scores_far_apart_stay_finite():
+    cache, tables = random_cache(QWEN), random_tables([200])
+    cache.tensor.mul_(50)
+    q, lengths = queries(QWEN, 1) * 50, torch.tensor([200], device=CUDA)
+    out = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
+    triton_decode(cache)(q, cache.layers[0], tables, lengths, out)
+    wanted = expected(q, cache.layers[0], tables, [200])
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1.0)
+
+
+def test_there_is_scratch_for_as_many_requests_as_the_backend_takes():
+    decode = triton_decode(random_cache(QWEN))
+    assert isinstance(decode, PagedDecode)
+    assert decode.max_rows == MAX_REQUESTS
+    lengths = [600] * MAX_REQUESTS
+    cache = KVCache(QWEN, num_blocks=700, block_size=16, dtype=torch.bfloat16, device=CUDA)
+    cache.tensor.normal_()
+    tables = torch.arange(MAX_REQUESTS * 38, device=CUDA).view(MAX_REQUESTS, 38) + 1
+    q = queries(QWEN, MAX_REQUESTS)
+    out = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
+    decode(q, cache.layers[0], tables, torch.tensor(lengths, device=CUDA), out)
+    wanted = expected(q, cache.layers[0], tables, lengths)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1e-2)
+
+
+def test_a_cache_in_another_dtype_is_refused():
+    with pytest.raises(AttentionBackendError, match="float32"):
+        triton_decode(random_cache(QWEN, torch.float32))

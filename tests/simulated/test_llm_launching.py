@@ -1,0 +1,86 @@
+"""Which launches share a compiled variant of a Triton kernel, and which must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt_llm.kernels.launching import ALIGNMENT, Launcher
+
+GRID = (2, 3, 1)
+
+
+class Kernel:
+    """Stands in for a ``triton.jit`` function and for what it compiles."""
+
+    def __init__(self) -> None:
+        self.compilations: list[tuple[Any, ...]] = []
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def compile_and_launch(*args: Any, num_warps: int) -> Any:
+            self.compilations.append((grid, args, num_warps))
+            return Compiled(self)
+
+        return compile_and_launch
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: self.kernel.launches.append((grid, args))
+
+
+def tensor(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(64, dtype=dtype)
+
+
+def test_the_second_launch_of_a_variant_compiles_nothing():
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    first, second = tensor(), tensor()
+    launch(GRID, (first,), (5, 0.5), (8, True), 4)
+    launch((7, 1, 1), (second,), (5, 0.5), (8, True), 4)
+    assert [(grid, args[1:], warps) for grid, args, warps in kernel.compilations] == [
+        (GRID, (5, 0.5, 8, True), 4)
+    ]
+    ((grid, args),) = kernel.launches
+    assert grid == (7, 1, 1)
+    assert args[0] is second
+    assert args[1:] == (5, 0.5, 8, True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "numbers", "constants", "num_warps"),
+    [
+        ((tensor(torch.float16), tensor()), (5,), (8,), 4),
+        ((tensor(), tensor(torch.float16)), (5,), (8,), 4),
+        ((tensor(), tensor()), (16,), (8,), 4),
+        ((tensor(), tensor()), (5,), (9,), 4),
+        ((tensor(), tensor()), (5,), (8,), 8),
+    ],
+    ids=["dtype", "another dtype", "number", "constant", "warps"],
+)
+def test_whatever_triton_specialises_on_is_another_variant(tensors, numbers, constants, num_warps):
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    launch(GRID, (tensor(), tensor()), (5,), (8,), 4)
+    launch(GRID, tensors, numbers, constants, num_warps)
+    assert len(kernel.compilations) == 2
+    assert not kernel.launches
+
+
+def test_a_pointer_that_is_not_aligned_is_left_to_triton():
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    aligned = tensor()
+    assert aligned.data_ptr() % ALIGNMENT == 0
+    for _ in range(2):
+        launch(GRID, (aligned,), (5,), (8,), 4)
+        launch(GRID, (aligned[1:],), (5,), (8,), 4)
+    assert len(kernel.compilations) == 3
+    assert len(kernel.launches) == 1
