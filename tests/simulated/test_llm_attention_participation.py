@@ -54,8 +54,8 @@ def test_the_resource_makes_the_three_calls() -> None:
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(AttentionBackendError) as caught:
-        make_attention("paged", tiny_cache())
-    assert caught.value.found == "'paged'"
+        make_attention("quantum", tiny_cache())
+    assert caught.value.found == "'quantum'"
     assert all(name in caught.value.expected for name in BACKENDS)
 
 
