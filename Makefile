@@ -37,10 +37,8 @@ check: $(DEV_ENV)
 
 # Runs in the interpreter that sees the GPU: the active one, unless BIN_GPU names another.
 PYTHON_GPU ?= $(PYTHON)
-# Two processes: the device's tests break captures on purpose, the engine's start from a clean one.
 test-gpu:
-	$(PYTHON_GPU) -m pytest tests/gpu --ignore-glob='*test_engine_gpu_*'
-	$(PYTHON_GPU) -m pytest $(wildcard tests/gpu/test_engine_gpu_*.py)
+	$(PYTHON_GPU) -m pytest tests/gpu
 
 bench: $(DEV_ENV)
 	$(BIN)/python -m benchmarks --save benchmarks/results

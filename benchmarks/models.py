@@ -24,7 +24,13 @@ from graphrt import (
     RuntimeConfig,
     break_point,
 )
-from graphrt_llm.attention import AttentionInputs, AttentionMetadata, make_attention
+from graphrt_llm.attention import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionMetadata,
+    make_attention,
+    paged,
+)
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import CausalLM, ModelConfig
 
@@ -38,8 +44,9 @@ def decode_key(num_reqs: int) -> BatchDescriptor:
 class DecodeStep:
     """One token for each of up to ``max_reqs`` requests of ``context`` tokens: 8 inputs, logits.
 
-    The decoder of graphrt_llm over its paged cache, with PyTorch's own attention, on random
-    weights. Running a step twice writes the same keys and values to the same slots.
+    The decoder of graphrt_llm over its paged cache, with the attention that the engine chooses for
+    few decoding requests (PyTorch's own for many), on random weights. Running a step twice writes
+    the same keys and values to the same slots.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class DecodeStep:
             dtype=dtype,
             device=device,
         )
-        self.attention = make_attention("sdpa", self.cache)
+        self.attention = decode_attention(self.cache)
         self.model = CausalLM(config, dtype=dtype, device=device)
         self.model.attention = self.attention
         fill(self.model)
@@ -116,6 +123,14 @@ class DecodeStep:
             "temperature": torch.full((num_reqs,), 0.7),
         }
         return {name: tensor.to(self.device) for name, tensor in host.items()}
+
+
+def decode_attention(cache: KVCache) -> AttentionBackend:
+    """What the engine chooses for few decoding requests; for more of them PyTorch's own."""
+    rest = make_attention("sdpa", cache)
+    if paged.obstacle(cache) is not None:
+        return rest
+    return paged.PagedAttention(rest, paged.triton_decode(cache))
 
 
 @torch.no_grad()

@@ -216,7 +216,7 @@ def engine_model(
     """graphrt_llm's decoder with the same weights, captured FULL for one request.
 
     ``first``: the HF module's logits of token 1 over an empty cache, to compare with. When timed,
-    the position stays where it is: the work does not depend on it, whole block tables are read.
+    the position stays in the middle of the cache, which is as long as the HF module's.
     """
     step = DecodeStep(shape, max_reqs=1, context=CACHE, dtype=dtype, device=device.torch_device)
     state = weights.state_dict()
