@@ -6,7 +6,8 @@ An engine hands over a model, the tensors it reads, and facts; it gets back ``ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter, perf_counter_ns
 from types import MappingProxyType, TracebackType
@@ -19,7 +20,7 @@ from graphrt.config import Facts, Resolved, RuntimeConfig, resolve
 from graphrt.context import ForwardContext
 from graphrt.device import DeviceName, make_device
 from graphrt.device.base import Device
-from graphrt.dispatch import CUDAGraphDispatcher
+from graphrt.dispatch import CapturePriority, CUDAGraphDispatcher
 from graphrt.errors import (
     BatchError,
     ConfigError,
@@ -44,6 +45,7 @@ from graphrt.graphs import (
     StaleCheck,
     StateGuard,
 )
+from graphrt.graphs.collection import old_heap_aside
 from graphrt.interrupts import interrupted_between_steps
 from graphrt.verify.hoststate import HostState
 from graphrt.verify.replaycheck import check_replay
@@ -170,6 +172,8 @@ class Runtime:
         self._failures: dict[Key, str] = {}
         self._missing: dict[Key, MissReason] = {}
         self._admitted: dict[Key, Program] = {}
+        self._priority = CapturePriority(self.plan)
+        self._parts: _Parts | None = None
         self._launches: dict[RuntimeMode, dict[BatchDescriptor, _Launch]] = {}
         self._capture_seconds = 0.0
         self._is_closed = False
@@ -218,8 +222,13 @@ class Runtime:
 
     # -- start ---------------------------------------------------------------------------------
 
-    def capture(self, progress: Progress | None = None) -> RuntimeReport:
+    def capture(
+        self, progress: Progress | None = None, *, keys: Iterable[Key] | None = None
+    ) -> RuntimeReport:
         """Capture every key of the plan that no graph serves yet, and verify each first replay.
+
+        ``keys``: capture no others now, in capture order. A small key captured before a large one
+        costs pool memory, as the report shows, and changes no result.
 
         A program is published to dispatch only after its first replay, on inputs other than those
         it was captured with, equalled eager execution. Steps before that run eager
@@ -232,53 +241,146 @@ class Runtime:
         Aliasing: ends the validity of every output that a step returned.
         Errors:   the first failure is raised, ``VerificationError`` included, unless the config
                   says ``on_capture_error="skip"``; either way what was captured serves.
-                  ``LibraryClosedError`` after ``close()``.
+                  ``ConfigError`` for what is no key of the plan; ``LibraryClosedError`` after
+                  ``close()``.
         """
         self._require_open()
+        wanted = frozenset(self.plan.capture_order if keys is None else self._priority.own(keys))
+        with self._capturing() as check_interrupt:
+            # Programs over a tensor that has moved unnoticed are to be captured anew as well.
+            self.library.check_externals()
+            generation, chosen = self._what_to_capture(wanted)
+            self.library.forget_failures()
+            for item in wanted:
+                self._failures.pop(item, None)
+            self._capture(chosen, generation, _Ticker(progress, 2 * len(chosen), check_interrupt))
+        return self.report()
+
+    def capture_next(
+        self,
+        at_most: int = 1,
+        *,
+        first: Key | None = None,
+        allow: Callable[[BatchDescriptor], bool] | None = None,
+    ) -> int:
+        """Capture the next ``at_most`` keys, between two steps; return how many are left.
+
+        Left are the keys of the plan that are ``NOT_CAPTURED_YET``. What failed or was invalidated
+        comes again with ``capture()`` alone. Priority: ``first`` (see ``key_for``), then what
+        steps missed, most often before less often, then capture order. ``allow(key)`` False
+        leaves a key to a later call, and its steps eager.
+
+        Programs that serve go on, and nobody asks here whether a tensor they read has moved. As in
+        ``capture()``, a key serves only after its first replay was right; outputs of steps end;
+        errors are raised or, with ``on_capture_error="skip"``, kept, and after three in a row no
+        other key is tried.
+
+        Errors: as ``capture()``; ``ConfigError`` for an ``at_most`` below 1.
+        """
+        self._require_open()
+        if type(at_most) is not int or at_most < 1:
+            raise ConfigError(
+                "at_most", expected="an integer >= 1", found=repr(at_most), do="correct it"
+            )
+        keys = self._priority.order(first)
+        chosen = [item for item in keys if allow is None or allow(item[1])][:at_most]
+        if chosen:
+            in_order = [item for item in self.plan.capture_order if item in chosen]
+            try:
+                with old_heap_aside(), self._capturing() as check_interrupt:
+                    ticker = _Ticker(None, 2 * len(in_order), check_interrupt)
+                    self._capture(in_order, "current", ticker)
+            finally:
+                self._refuse_after_fuse()
+        return len(self._priority.left)
+
+    def key_for(
+        self,
+        num_tokens: int,
+        *,
+        uniform: bool = False,
+        num_active_loras: int = 0,
+        exclude: frozenset[RuntimeMode] = _NOTHING,
+    ) -> Key | None:
+        """The key whose graph such a step takes, or would take if none were left to capture.
+
+        None: it runs eager for another reason. Errors: ``BatchError`` for what is no batch.
+        """
+        return self._priority.key_for(num_tokens, uniform, num_active_loras, exclude)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[Callable[[], None]]:
+        """Around every capture: time it, hold Ctrl-C back, publish what came of it."""
         started = perf_counter()
         try:
             with interrupted_between_steps() as check_interrupt, torch.no_grad():
-                self._capture(progress, check_interrupt)
+                yield check_interrupt
         finally:
             self._capture_seconds += perf_counter() - started
             self._publish()
-        return self.report()
 
-    def _capture(self, progress: Progress | None, check_interrupt: Callable[[], None]) -> None:
-        # Programs over a tensor that has moved unnoticed are to be captured anew as well.
-        self.library.check_externals()
-        generation, keys = self._what_to_capture()
-        tell = _Ticker(progress, 2 * len(keys), check_interrupt)
-        before_warmup = HostState(self._model) if self.config.verify_first_replay else None
-        self.library.forget_failures()
-        self._failures.clear()
+    def _capture(
+        self, keys: Sequence[Key], generation: Literal["current", "new"], tell: _Ticker
+    ) -> None:
+        before_warmup = self._state_before_warmup()
         self._outputs.expire()
         try:
-            self._capture_all(keys, generation, tell)
-        except Exception:
-            # The others serve all the same, and none of them may hide the first failure.
-            self._admit_all(keys, before_warmup, tell, on_error="skip")
-            raise
-        self._admit_all(keys, before_warmup, tell, self.config.on_capture_error)
+            try:
+                self._capture_all(keys, generation, tell)
+            except Exception:
+                # The others serve all the same, and none of them may hide the first failure.
+                self._admit_all(keys, before_warmup, tell, on_error="skip")
+                raise
+            self._admit_all(keys, before_warmup, tell, self.config.on_capture_error)
+        finally:
+            if before_warmup is not None:
+                self._parts = _Parts(before_warmup, HostState(self._model))
 
-    def _what_to_capture(self) -> tuple[Literal["current", "new"], Sequence[Key]]:
-        """Which keys to capture, and whether beside what serves or in its place.
+    def _state_before_warmup(self) -> HostState | None:
+        """What the model remembered before the first warm-up, be it of an earlier part.
+
+        Where something else has changed it since, only a new picture tells that from a warm-up.
+        """
+        if not self.config.verify_first_replay:
+            return None
+        if self._parts is not None and not self._parts.after.changed():
+            return self._parts.before
+        return HostState(self._model)
+
+    def _refuse_after_fuse(self) -> None:
+        """Where three captures in a row have failed, the keys that are left fail untried."""
+        book, left = self.library.failure_book, self._priority.left
+        if book.fuse_is_open and left:
+            for mode, key in left:
+                owner = self._wrappers[mode].owner
+                record = book.add(owner, mode, key, book.fuse_error(owner, mode, key))
+                self._failures[mode, key] = str(record.error)
+            self._publish()
+
+    def _what_to_capture(
+        self, wanted: frozenset[Key]
+    ) -> tuple[Literal["current", "new"], Sequence[Key]]:
+        """Which of the keys to capture, and whether beside what serves or in its place.
 
         No program is freed alone, so one that can never serve again costs its memory until its
         whole generation goes. Memory comes first where none serves, service where one does.
         """
-        programs = [
-            program
-            for wrapper in self._wrappers.values()
-            for program in wrapper.concrete_cudagraph_entries.values()
-        ]
-        if all(program.is_valid for program in programs):
-            return "current", [item for item in self.plan.capture_order if item in self._missing]
+        programs = {
+            (mode, key): program
+            for mode, wrapper in self._wrappers.items()
+            for key, program in wrapper.concrete_cudagraph_entries.items()
+        }
+        in_order = self.plan.capture_order
+        if all(program.is_valid for item, program in programs.items() if item in wanted):
+            missing = wanted & self._missing.keys()
+            return "current", [item for item in in_order if item in missing]
         if self._launches:
-            return "new", self.plan.capture_order
-        for generation in {program.generation for program in programs}:
+            # What takes the place of the old generation has to serve what that one serves.
+            valid = {item for item, program in programs.items() if program.is_valid}
+            return "new", [item for item in in_order if item in wanted or item in valid]
+        for generation in {program.generation for program in programs.values()}:
             self.library.retire(generation)
-        return "current", self.plan.capture_order
+        return "current", [item for item in in_order if item in wanted]
 
     def _capture_all(
         self, keys: Sequence[Key], generation: Literal["current", "new"], tell: _Ticker
@@ -309,7 +411,10 @@ class Runtime:
                 generation=generation,
             ) as scope:
                 scope.capture_all(
-                    jobs, gate=before_warmup, progress=lambda done, total, job: tell(job.key)
+                    jobs,
+                    gate=before_warmup,
+                    progress=lambda done, total, job: tell(job.key),
+                    later=[key for _, key in self.plan.capture_order],
                 )
         finally:
             for record in self.library.failures:
@@ -413,6 +518,8 @@ class Runtime:
         mode, key, reason = decision
         sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
         if mode is RuntimeMode.NONE:
+            if reason is MissReason.NOT_CAPTURED_YET:
+                self._priority.note_miss(num_tokens, uniform, num_active_loras, exclude)
             outputs = self._step_eager(decision, sizes, values, live)
             if self._observer is not None:
                 host_us = (perf_counter_ns() - started) / 1000
@@ -566,6 +673,9 @@ class Runtime:
                 missing[mode, key] = MissReason.INVALIDATED
         self._launches = launches
         self._missing = missing
+        self._priority.publish(missing)
+        if not self._priority.left:
+            self._parts = None
         self.dispatcher = CUDAGraphDispatcher(self.plan, unpublished=missing)
         self._dispatch: Callable[..., Decision] = self.dispatcher.dispatch
 
@@ -627,6 +737,7 @@ class Runtime:
         self._outputs.expire()
         self._launches = {}
         self._admitted = {}
+        self._parts = None
         self._dispatch = self._dispatch_closed
         if self._owns_device:
             self.device.close()
@@ -664,6 +775,13 @@ class _Launch(NamedTuple):
     bound: BoundBuffers
     take: Callable[[Mapping[str, int]], Any]
     wrapper: CUDAGraphWrapper
+
+
+class _Parts(NamedTuple):
+    """What the model remembered before and after the parts of a capture so far."""
+
+    before: HostState
+    after: HostState
 
 
 class _Ticker:

@@ -2,5 +2,6 @@
 
 from graphrt.dispatch.buckets import BucketDispatcher, BucketKey
 from graphrt.dispatch.dispatcher import CUDAGraphDispatcher
+from graphrt.dispatch.priority import CapturePriority
 
-__all__ = ["BucketDispatcher", "BucketKey", "CUDAGraphDispatcher"]
+__all__ = ["BucketDispatcher", "BucketKey", "CUDAGraphDispatcher", "CapturePriority"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -206,20 +206,24 @@ class CaptureScope:
         jobs: Sequence[CaptureJob],
         gate: Gate | None = None,
         progress: Progress | None = None,
+        later: Iterable[BatchDescriptor] = (),
     ) -> CaptureReport:
         """Warm every job up, freeze resources and workspaces, capture every job in order.
 
         Order PIECEWISE before FULL, then by tokens, micro-batches and adapters, descending: the
         first capture sets the pool's high-water mark. Another order costs memory.
 
-        ``progress(done, total, job)`` is called as each job is done with.
+        ``progress(done, total, job)`` is called as each job is done with. ``later``: keys that
+        other calls capture. Resources are reserved for the largest of these and the jobs' keys,
+        because none may grow once a graph holds its address.
         Errors: the first failure, unless the scope skips failures.
         """
         jobs = tuple(jobs)
         run = _Run(self, gate)
-        for resource in self._resources:
-            if jobs:
-                resource.reserve(max((job.key for job in jobs), key=_extent))
+        if jobs:
+            largest = max((*later, *(job.key for job in jobs)), key=_extent)
+            for resource in self._resources:
+                self.library.reserve(resource, largest)
         for job in jobs:
             run.attempt(job, "warmup", self._warm_up)
         self._freeze()

@@ -87,6 +87,7 @@ class GraphLibrary:
         self._tables: dict[tuple[str, RuntimeMode], ProgramTable] = {}
         self._streams: list[Stream] = []
         self._buffers: list[BufferSet] = []
+        self._reserved: list[tuple[Resource, BatchDescriptor]] = []
         self._failures = FailureBook(self._report_failure)
         # One permit: taking it is one atomic list operation, so two threads cannot both have it.
         self._permits = [object()]
@@ -219,6 +220,17 @@ class GraphLibrary:
         ``close()`` drops them.
         """
         self._buffers.append(buffers)
+
+    def reserve(self, resource: Resource, largest: BatchDescriptor) -> None:
+        """Let a resource allocate for its largest key, once: graphs hold the addresses.
+
+        Called by scopes.
+        """
+        for known, key in self._reserved:
+            if known is resource and key == largest:
+                return
+        resource.reserve(largest)
+        self._reserved.append((resource, largest))
 
     @property
     def static_buffers(self) -> tuple[BufferSet, ...]:
@@ -457,6 +469,7 @@ class GraphLibrary:
         for buffers in self._buffers:
             buffers.close()
         self._buffers.clear()
+        self._reserved.clear()
         self._is_closed = True
 
     def __enter__(self) -> Self:
