@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bug_classes import Packed
 from graphrt.device.cuda.observe import Ledger, Observer
+from graphrt.device.cuda.pool import storage_address
 
 
 class Passing(TorchDispatchMode):
@@ -19,8 +23,8 @@ class Passing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def observed(fn: Any, pooled: Any = lambda address: False) -> Ledger:
-    ledger = Ledger("cpu", pooled)
+def observed(fn: Any, pooled: Any = lambda address: False, plans: Any = None) -> Ledger:
+    ledger = Ledger("cpu", pooled, plans)
     observer = Observer(ledger)
     observer.enter()
     try:
@@ -74,9 +78,142 @@ def test_the_parts_of_a_packed_tensor_are_external_not_the_tensor_that_has_no_st
     assert {id(use.tensor) for use in ledger.externals()} == {id(x), id(codes), id(scale)}
 
 
-def test_random_operations_are_noticed() -> None:
-    x = torch.ones(8)
-    assert observed(lambda: torch.bernoulli(x)).uses_rng
+def test_random_operations_are_noticed_in_every_window_that_has_one() -> None:
+    x, plans = torch.ones(8), {}
+    drawing, calm = (lambda: torch.bernoulli(x)), (lambda: x + 1)
+    windows = [observed(fn, plans=plans) for fn in (drawing, calm, drawing)]
+    assert [window.uses_rng for window in windows] == [True, False, True]
+
+
+def kinds_of(argument: Any) -> str:
+    return f"{argument.type} {argument.real_type}"
+
+
+def test_no_argument_that_may_hold_tensors_is_passed_over() -> None:
+    """Of every operator of torch's own: by position and by name, writes included."""
+    num_seen = 0
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads() if hasattr(packet, "overloads") else ():
+            operator = getattr(packet, overload)
+            ledger = Ledger("cpu", lambda address: False)
+            ledger.touch(operator, (), None)
+            (plan,) = ledger._plans.values()
+            for position, argument in enumerate(operator._schema.arguments):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                may_hold = any(word in kinds_of(argument) for word in ("Tensor", "Dict", "Any"))
+                if may_hold:
+                    assert (position, written) in plan.positions, (operator, argument.name)
+                    assert plan.is_written[argument.name] == written
+                    num_seen += 1
+    assert num_seen > 3000
+
+
+class Plain(TorchDispatchMode):
+    """What a ledger should hold, found anew for each operation from storages alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()
+        self.uses: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        given |= kwargs or {}
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(given.get(argument.name)):
+                address = isinstance(tensor, torch.Tensor) and storage_address(tensor)
+                if address and address not in self.made:
+                    first, was_written = self.uses.get(address, (tensor, False))
+                    self.uses[address] = (first, was_written or written)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            address = isinstance(tensor, torch.Tensor) and storage_address(tensor)
+            if address and address not in self.uses:
+                self.made.add(address)
+        return result
+
+
+class Sub(torch.Tensor):
+    """A tensor whose type is not torch's own, and whose storage is."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def draw_operations(draw: random.Random, tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """Some operations on ``tensors`` and on what came out, the same each time it is called."""
+    seed = draw.random()
+
+    def run() -> object:
+        pick = random.Random(seed)
+        pool = list(tensors)
+        moves: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+            lambda a, b: a + b,
+            lambda a, b: a[1:].add_(b[:1].sum()),
+            lambda a, b: torch.add(a, b, out=b),
+            lambda a, b: a.select(0, 1).mul_(2),
+            lambda a, b: torch._foreach_add_([a, b[1:]], 1.0),
+            lambda a, b: a.t().copy_(b.clone()),
+            lambda a, b: a.detach()[:0] + b[:0],
+            lambda a, b: torch.nn.functional.linear(a, b, b[0]),
+            lambda a, b: torch.where(a > 0, b, a),
+            lambda a, b: a[torch.arange(2), None],
+            lambda a, b: torch.cat([a, b])[2:],
+            lambda a, b: a.to_sparse() @ b,
+            lambda a, b: torch.max(a, 0),
+            lambda a, b: a.resize_as_(b).zero_(),
+        ]
+        for _ in range(12):
+            found = pick.choice(moves)(pick.choice(pool), pick.choice(pool))
+            pool += [
+                leaf
+                for leaf in tree_leaves(found)
+                if isinstance(leaf, torch.Tensor)
+                and leaf.shape == (2, 2)
+                and leaf.dtype == torch.float32
+                and leaf.layout is torch.strided
+            ]
+        return pool
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_remembered_of_pointers_changes_nothing_that_is_learned(seed: int) -> None:
+    draw = random.Random(seed)
+    base = torch.rand(4, 2)
+    tensors = [
+        torch.rand(2, 2),
+        torch.nn.Parameter(torch.rand(2, 2), requires_grad=False),
+        torch.rand(2, 2).as_subclass(Sub),
+        base[:2],
+        base[2:],  # two tensors of one storage, of which one alone may be written
+    ]
+    run = draw_operations(draw, tensors)
+    plain = Plain()
+    with torch.no_grad(), plain:
+        kept = run()
+    ledger = observed(run)
+    assert kept
+    found = [(use.tensor.data_ptr(), use.tensor.shape, use.written) for use in ledger.externals()]
+    assert found == [(t.data_ptr(), t.shape, written) for t, written in plain.uses.values()]
+    assert found
+
+
+def test_an_operator_without_a_schema_is_searched_for_tensors_everywhere() -> None:
+    tensors = [torch.ones(1) for _ in range(4)]
+    ledger = Ledger("cpu", lambda address: False)
+    ledger.touch(
+        object(), (1, tensors[0], [(tensors[1],)], None), {"rest": {"a": tensors[2:]}, "b": "c"}
+    )
+    assert [use.tensor for use in ledger.externals()] == tensors
+
+
+def test_a_tensor_without_storage_is_no_obstacle() -> None:
+    sparse, dense = torch.ones(2, 2).to_sparse(), torch.ones(2, 2)
+    ledger = observed(lambda: (sparse @ dense, torch.empty(0) + torch.ones(0)))
+    assert dense.data_ptr() in {use.tensor.data_ptr() for use in ledger.externals()}
 
 
 def test_the_first_failure_is_kept_with_its_operation() -> None:

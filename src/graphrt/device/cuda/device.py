@@ -18,6 +18,7 @@ from graphrt.device.base import (
 )
 from graphrt.device.cuda import private
 from graphrt.device.cuda.failures import translate, user_source
+from graphrt.device.cuda.observe import OperatorPlan
 from graphrt.device.cuda.pool import CUDAPool, storage_address
 from graphrt.device.cuda.recording import CUDADeviceGraph, CUDARecording
 from graphrt.device.cuda.streams import NUM_RING_STREAMS, CUDAMark, CUDAStream, StreamTable
@@ -62,6 +63,8 @@ class CUDADevice:
         self._pools: list[CUDAPool] = []
         # Strong on purpose: see CUDADeviceGraph.
         self._graphs: dict[int, CUDADeviceGraph] = {}
+        # What schemas say: each window meets the same few operators.
+        self._plans: dict[int, OperatorPlan] = {}
         self._num_open = 0
         self._window: ContextVar[CUDARecording | None] = ContextVar("window", default=None)
         self._answers: ContextVar[bool] = ContextVar("answers", default=False)

@@ -134,7 +134,7 @@ class CUDARecording:
         self._label = label
         default = torch.cuda.default_generators[device.index]
         self._generators = (default, *(each for each in generators if each is not default))
-        self._ledger = Ledger(device.torch_device.type, device.holds)
+        self._ledger = Ledger(device.torch_device.type, device.holds, device._plans)
         self._observer = Observer(self._ledger) if observe else None
         self._observes = observe
         self._num_uses = pool.use_count()
