@@ -104,6 +104,7 @@ class FakeDevice:
         self.index = 0
         self.debug = False
         self.torch_device = torch.device("cuda", 0)
+        self._plans: dict[int, Any] = {}
         self._graphs: dict[int, Any] = {}
         self.num_open = 0
 
