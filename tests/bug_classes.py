@@ -252,6 +252,19 @@ class Recurrent:
 
 
 @contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Scopes collect, and torch's own heap takes a fifth of a second; frozen, it is skipped."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_frozen:
+            gc.freeze()
+
+
+@contextmanager
 def float64_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
@@ -292,14 +305,9 @@ AMBIENTS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
 
 class BugClasses:
     @pytest.fixture(autouse=True)
-    def _quick_collections(self, device: Device) -> Iterator[None]:
-        """Scopes collect, and torch's own heap takes a fifth of a second; frozen, it is skipped."""
-        was_frozen = gc.get_freeze_count() > 0
-        gc.freeze()
-        yield
-        gc.unfreeze()
-        if was_frozen:
-            gc.freeze()
+    def _frozen_heap(self, device: Device) -> Iterator[None]:
+        with frozen_heap():
+            yield
 
     @pytest.fixture
     def make_bench(self, device: Device) -> Iterator[Callable[..., Bench]]:

@@ -10,8 +10,8 @@ import torch
 
 from graphrt.device.cuda import CUDADevice
 
-# Before its first import, or a failing case would not show its values.
-pytest.register_assert_rewrite("device_contract")
+# Before their first import, or a failing case would not show its values.
+pytest.register_assert_rewrite("bug_classes", "device_contract", "runtime_interrupts")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.register_assert_rewrite("bug_classes")
-
-from bug_classes import BugClasses  # noqa: E402
+from bug_classes import BugClasses
 
 
 class TestBugClassesCUDA(BugClasses):

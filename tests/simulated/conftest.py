@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# Before their first import, or a failing case would not show its values.
+pytest.register_assert_rewrite("bug_classes", "device_contract", "runtime_interrupts")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.register_assert_rewrite("bug_classes")
-
-from bug_classes import BugClasses  # noqa: E402
-from graphrt import SimulatedDevice  # noqa: E402
+from bug_classes import BugClasses
+from graphrt import SimulatedDevice
 
 
 @pytest.fixture

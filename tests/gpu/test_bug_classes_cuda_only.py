@@ -1,0 +1,212 @@
+"""The part of the known bug classes that only CUDA has: raw pointers, cuBLAS, a driver, a fork."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from bug_classes import FULL, KEY, PIECEWISE, Bench, frozen_heap
+from device_contract import LARGE, Bench as WindowBench
+from graphrt import (
+    BatchDescriptor,
+    CaptureJob,
+    DeviceReplayError,
+    GraphBudget,
+    RuntimeMode,
+    break_point,
+)
+from graphrt.device.cuda import CUDADevice
+
+# The driver hands device memory out in no smaller pieces.
+GRANULE_BYTES = 2 << 20
+BLOCK = 1024
+
+
+@pytest.fixture(autouse=True)
+def _no_grad(device: CUDADevice) -> Iterator[None]:
+    with frozen_heap(), torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def bench(device: CUDADevice) -> Iterator[Bench]:
+    bench = Bench(device)
+    yield bench
+    bench.library.close()
+
+
+def _add_hidden(x, hidden_address, out, BLOCK: tl.constexpr):  # noqa: N803
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    hidden = hidden_address.to(tl.pointer_type(tl.float32))
+    tl.store(out + at, tl.load(x + at) + tl.load(hidden + at))
+
+
+_add_hidden_kernel: Any = triton.jit(_add_hidden)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_bug_class_1_a_tensor_known_by_its_pointer_alone_needs_holds(
+    bench: Bench, is_held: bool
+) -> None:
+    x, hidden = bench.full((LARGE,), 1.0), bench.full((LARGE,), 3.0)
+    address = hidden.data_ptr()
+
+    def add_hidden(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        _add_hidden_kernel[(LARGE // BLOCK,)](x, address, out, BLOCK=BLOCK)
+        return out
+
+    wrapper = bench.capture(add_hidden, x, scope={"holds": [hidden] if is_held else []})
+    assert bench.step(wrapper, x).eq(4).all()
+    del hidden
+    others = [bench.full((LARGE,), -9.0) for _ in range(16)]
+    # No recording can see it, so without the word its memory soon is somebody else's.
+    assert (address in {other.data_ptr() for other in others}) is not is_held
+    assert bench.step(wrapper, x).eq(4 if is_held else -8).all()
+
+
+@pytest.mark.skipif(
+    "check_input_liveness" not in inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters,
+    reason="this torch does not check whether inputs live",
+)
+def test_bug_class_1_where_torch_checks_inputs_for_life_a_debug_device_lets_it() -> None:
+    device = CUDADevice(debug=True)
+    bench = WindowBench(device, device.new_pool())
+    owner = {"x": bench.full((LARGE,), 1.0)}
+    # Unobserved, so that nothing of ours keeps it.
+    graph, out = bench.record(lambda: owner["x"] * 2, observe=False)
+    bench.replay(graph)
+    assert out.eq(2).all()
+    owner.clear()
+    with pytest.raises(DeviceReplayError, match="dead tensor"):
+        bench.replay(graph)
+    device.close()
+
+
+def test_bug_class_8_a_survivor_uses_nothing_that_a_retired_graph_gave_back(
+    device: CUDADevice,
+) -> None:
+    """Graphs of one stream share cuBLAS's workspace unless each recording makes its own."""
+    bench = Bench(device, budget=GraphBudget(max_graphs=2), generation_size=1)
+    depth, width = 8192, 64
+    weight = (bench.random(depth, width) / depth**0.5).to(torch.bfloat16)
+    inputs = {n: bench.random(n, depth, seed=n).to(torch.bfloat16) for n in (8, 16, 32)}
+    wrapper = bench.wrap(lambda x: x @ weight)
+    for n, x in inputs.items():
+        bench.capture(wrapper, x, key=BatchDescriptor(n), scope={"generation": "lazy"})
+    survivors = [key.num_tokens for key in wrapper.concrete_cudagraph_entries]
+    assert survivors == [16, 32]
+    device.trim()
+    ballast = [bench.full((LARGE,), float("nan")) for _ in range(32)]
+    for _ in range(3):
+        for n in survivors:
+            x = inputs[n].normal_()
+            assert torch.equal(bench.step(wrapper, x, key=BatchDescriptor(n)), x @ weight)
+    assert all(block.isnan().all() for block in ballast), "a replay wrote into freed memory"
+    bench.library.close()
+
+
+@pytest.mark.parametrize(("mode", "num_nodes"), [(FULL, 3), (PIECEWISE, 2)])
+def test_bug_class_15_programs_of_a_debug_device_have_nodes(
+    mode: RuntimeMode, num_nodes: int
+) -> None:
+    device = CUDADevice(debug=True)
+    bench = Bench(device)
+    gap = break_point(lambda x: x.neg())
+    x = bench.full((64,), 1.0)
+    wrapper = bench.capture(lambda x: gap(x + 1) * 2, x, mode=mode)
+    found = wrapper.concrete_cudagraph_entries[KEY].memory.num_nodes
+    try:
+        import cuda.bindings.runtime  # noqa: F401
+    except ImportError:
+        assert found is None
+    else:
+        assert found == num_nodes
+    assert bench.step(wrapper, x).eq(-4).all()
+    bench.library.close()
+    device.close()
+
+
+FORK = """
+import os, warnings
+import torch
+from graphrt import BatchDescriptor, CUDAGraphWrapper, ForkedProcessError, ForwardContext
+from graphrt import GraphLibrary, RuntimeMode
+from graphrt.device.cuda import CUDADevice
+
+device = CUDADevice()
+library = GraphLibrary(device)
+wrapper = CUDAGraphWrapper(lambda x: x + 1, library, RuntimeMode.FULL)
+key, x = BatchDescriptor(8), torch.ones(8, device="cuda")
+
+def step():
+    with ForwardContext(RuntimeMode.FULL, key):
+        return wrapper(x)
+
+def capture():
+    with library.capture_scope() as scope, scope.step(RuntimeMode.FULL, key):
+        wrapper(x)
+
+with torch.no_grad():
+    capture()
+    program = wrapper.concrete_cudagraph_entries[key]
+    step()
+    reader, writer = os.pipe()
+    warnings.simplefilter("ignore")  # That other threads exist is not this test's worry.
+    child = os.fork()
+    if child == 0:
+        for use in (step, program.replay, lambda: program(x), capture):
+            try:
+                use()
+            except ForkedProcessError:
+                os.write(writer, b"refused ")
+            except BaseException as error:
+                os.write(writer, repr(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        print(answers.read())
+    x.fill_(5)
+    assert step().eq(6).all()
+library.close()
+device.close()
+"""
+
+
+def test_bug_class_15_a_forked_child_is_refused_and_the_parent_replays_on() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused"] * 4
+
+
+def test_bug_class_20_captures_and_retirements_show_no_trend_in_the_drivers_memory(
+    bench: Bench,
+) -> None:
+    device, weight = bench.device, bench.random(256, 256)
+    inputs = {n: bench.random(n, 256, seed=n) for n in (256, 128, 64)}
+    readings = []
+    for _ in range(20):
+        wrapper = bench.wrap(lambda x: torch.relu(x @ weight) + 1)
+        jobs = [
+            CaptureJob(wrapper, wrapper.runtime_mode, BatchDescriptor(n), lambda x=x: ((x,), {}))
+            for n, x in inputs.items()
+        ]
+        with bench.library.capture_scope() as scope:
+            scope.capture_all(jobs)
+        for n, x in inputs.items():
+            bench.step(wrapper, x, key=BatchDescriptor(n))
+        bench.library.retire()
+        device.trim()
+        readings.append(device.memory())
+    late = readings[3:]  # The first rounds load kernels.
+    assert {reading.reserved_bytes for reading in late} == {late[0].reserved_bytes}
+    assert late[0].free_bytes - late[-1].free_bytes <= GRANULE_BYTES
