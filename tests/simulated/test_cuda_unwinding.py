@@ -6,6 +6,7 @@ one. The same rules run on the real thing in the GPU lane.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from graphrt.device.cuda import private, recording
+from graphrt.device.cuda.labels import torch_annotations
 from graphrt.errors import EmptyCaptureError, ForbiddenOperationError, UnjoinedStreamError
 
 STREAM = 7
@@ -35,6 +37,7 @@ class FakeTorch:
         self.release = release
         self.capturing = False
         self.invalid_code: int | None = None
+        self.log: list[str] = []
         self.routes: list[Any] = []
         self.host_routes: list[Any] = []
         self.uses = {POOL: 1}
@@ -70,6 +73,7 @@ class FakeGraph:
 
     def capture_end(self) -> None:
         state = self.torch
+        state.log.append("capture_end")
         code, state.invalid_code = state.invalid_code, None
         if not state.capturing:
             code = 401
@@ -87,6 +91,12 @@ class FakeGraph:
         if not state.num_kernels:
             warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
         state.num_kernels = 0
+
+    def instantiate(self) -> None:
+        self.torch.log.append("instantiate")
+
+    def raw_cuda_graph(self) -> int:
+        return 1
 
     def replay(self) -> None:
         if not self._ended:
@@ -254,3 +264,81 @@ def test_an_echo_is_explained_by_the_error_that_the_callable_swallowed(fake: Fak
         window.end()
     assert caught.value.operation == "aten._local_scalar_dense.default"
     check_undone(fake, device)
+
+
+class FakeAnnotations:
+    """``torch.cuda._graph_annotations``: one switch, scopes, and a log of what was called when."""
+
+    def __init__(self, state: FakeTorch, enabled: bool) -> None:
+        self._state = state
+        self._annotations_enabled = enabled
+
+    def enable_annotations(self) -> None:
+        self._annotations_enabled = True
+
+    def disable_annotations(self) -> None:
+        self._annotations_enabled = False
+
+    @contextmanager
+    def mark_kernels(self, label: str) -> Iterator[None]:
+        assert self._annotations_enabled
+        assert self._state.capturing
+        self._state.log.append(f"mark {label}")
+        yield
+        assert self._state.capturing, "the nodes are read while the window is open"
+        self._state.log.append("marked")
+
+    def resolve_pending_annotations(self) -> None:
+        self._state.log.append("resolve")
+
+    def remap_to_exec_graph(self, graph: Any) -> None:
+        self._state.log.append("remap")
+
+
+@pytest.fixture(params=[False, True], ids=["switched off", "switched on"])
+def annotations(
+    request: pytest.FixtureRequest, fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> FakeAnnotations:
+    fakes = FakeAnnotations(fake, request.param)
+    monkeypatch.setattr(recording, "torch_annotations", lambda: fakes)
+    monkeypatch.setattr(private, "count_nodes", lambda graph: 3)
+    return fakes
+
+
+def debug_device() -> FakeDevice:
+    device = FakeDevice()
+    device.debug = True
+    return device
+
+
+def test_a_debug_window_s_kernels_carry_its_label(fake, annotations):
+    was_enabled = annotations._annotations_enabled
+    window = open_window(fake, debug_device())
+    assert annotations._annotations_enabled is was_enabled, "the switch is everybody's"
+    fake.num_kernels = 3
+    window.end()
+    order = ["mark case", "marked", "resolve", "capture_end", "instantiate", "remap"]
+    assert fake.log == order
+
+
+def test_an_aborted_or_empty_window_labels_nothing(fake, annotations):
+    device = debug_device()
+    fake_window = open_window(fake, device)
+    fake.invalid_code = 900
+    fake_window.abort(RefusedError(900))
+    with pytest.raises(EmptyCaptureError):
+        open_window(fake, device).end()
+    assert "remap" not in fake.log
+    assert device.num_open == 0
+
+
+def test_a_window_is_labelled_on_a_debug_device_alone(fake, annotations):
+    window = open_window(fake, FakeDevice())
+    fake.num_kernels = 3
+    window.end()
+    assert fake.log == ["capture_end"]
+
+
+def test_annotations_are_found_where_torch_has_them():
+    has_them = importlib.util.find_spec("torch.cuda._graph_annotations") is not None
+    assert (torch_annotations() is not None) is has_them

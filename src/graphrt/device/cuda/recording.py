@@ -16,6 +16,7 @@ import torch
 from graphrt.device.base import ExternalUse
 from graphrt.device.cuda import private
 from graphrt.device.cuda.failures import ECHO, error_code, replay_failure, translate
+from graphrt.device.cuda.labels import KernelLabels, torch_annotations
 from graphrt.device.cuda.observe import Ledger, Observer
 from graphrt.device.cuda.pool import CUDAPool
 from graphrt.device.cuda.streams import CUDAStream
@@ -139,6 +140,7 @@ class CUDARecording:
         self._observes = observe
         self._num_uses = pool.use_count()
         self._graph = torch.cuda.CUDAGraph(keep_graph=device.debug)
+        self._labels: KernelLabels | None = None
         self.is_open = False
         self._begin()
 
@@ -158,6 +160,9 @@ class CUDARecording:
         self.is_open = True
         self._pool.is_recording = True
         self._device._opened(self)
+        annotations = torch_annotations() if self._device.debug else None
+        if annotations is not None:
+            self._labels = KernelLabels(annotations, self._label)
         if self._observer is not None:
             self._observer.enter()
 
@@ -166,6 +171,8 @@ class CUDARecording:
         assert self.is_open, "a window is ended once"
         self._close()
         try:
+            if self._labels is not None:
+                self._labels.close()
             is_empty = self._capture_end()
         except RuntimeError as error:
             raise self._refused(error)  # noqa: B904  It has its cause.
@@ -179,6 +186,8 @@ class CUDARecording:
                 found="an empty graph",
                 do="launch on the capture stream and device, and capture something that computes",
             )
+        if self._labels is not None and not is_empty:
+            self._labels.follow(self._graph)
         num_nodes = 0 if is_empty else None
         if self._device.debug and not is_empty:
             num_nodes = private.count_nodes(self._graph.raw_cuda_graph())
