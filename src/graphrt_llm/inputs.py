@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphrt import SENTINEL, BatchDescriptor, BufferSpec, Example
 from graphrt_llm.attention import AttentionMetadata
-from graphrt_llm.blocks import NULL_BLOCK, blocks_for
+from graphrt_llm.blocks import NULL_BLOCK
 from graphrt_llm.limits import Limits
 from graphrt_llm.scheduler import ScheduledBatch
 from graphrt_llm.seats import Seats
@@ -141,12 +141,14 @@ def make_example(key: BatchDescriptor, seed: int, limits: Limits, vocab_size: in
     inside = rng.integers(0, size, num_reqs)
     starts += np.where((query_lens == 1) & (starts + inside < longest), inside, 0)
 
-    tables = rng.integers(1, limits.num_blocks, (num_reqs, limits.max_blocks))
-    own = iter(rng.permutation(np.arange(1, limits.num_blocks)).tolist())
-    for row, start, length in zip(tables, starts, query_lens, strict=True):
-        row[blocks_for(int(start + length), size) :] = NULL_BLOCK
-        for i in range(start // size, blocks_for(int(start + length), size)):
-            row[i] = next(own)
+    blocks = np.arange(1, limits.num_blocks)
+    tables = rng.choice(blocks, (num_reqs, limits.max_blocks))
+    # In place of what was drawn: own blocks, of which no two tokens share a slot; then none.
+    columns, ends = np.arange(limits.max_blocks), starts + query_lens
+    num_used = -(-ends // size)[:, None]
+    tables[columns >= num_used] = NULL_BLOCK
+    is_own = (columns >= starts[:, None] // size) & (columns < num_used)
+    tables[is_own] = rng.choice(blocks, is_own.sum(), replace=False)
 
     owners, positions = expand(starts, query_lens)
     input_ids = rng.integers(0, vocab_size, num_tokens)
