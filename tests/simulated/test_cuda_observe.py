@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bug_classes import Packed
+from graphrt.device.cuda import private
 from graphrt.device.cuda.observe import Ledger, Observer
 from graphrt.device.cuda.pool import storage_address
 
@@ -208,6 +209,20 @@ def test_an_operator_without_a_schema_is_searched_for_tensors_everywhere() -> No
         object(), (1, tensors[0], [(tensors[1],)], None), {"rest": {"a": tensors[2:]}, "b": "c"}
     )
     assert [use.tensor for use in ledger.externals()] == tensors
+
+
+def test_an_operator_that_does_more_than_to_call_torch_is_called_as_it_is() -> None:
+    class Counting(type(torch.ops.aten.add.Tensor)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.num_calls, self._op = 0, None
+
+        def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+            self.num_calls += 1
+
+    x, counting, higher = torch.ones(2), Counting(), torch.ops.higher_order.cond
+    assert private.bare_operator(torch.ops.aten.add.Tensor)(x, x, alpha=2).tolist() == [3.0, 3.0]
+    assert private.bare_operator(counting) is counting
+    assert private.bare_operator(higher) is higher
 
 
 def test_a_tensor_without_storage_is_no_obstacle() -> None:

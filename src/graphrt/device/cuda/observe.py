@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.device import mode_stack
 from graphrt.device.base import ExternalUse
+from graphrt.device.cuda import private
 from graphrt.device.cuda.pool import storage_address
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -25,6 +26,8 @@ class OperatorPlan(NamedTuple):
 
     operator: Any
     """Kept, because plans are found by its id: its hash is Python, and slow."""
+    call: Callable[..., Any]
+    """Runs it."""
     positions: tuple[tuple[int, bool], ...] | None
     """Arguments that can hold tensors, and whether each is written. None: any, and none is."""
     is_written: Mapping[str, bool]
@@ -60,8 +63,10 @@ class Ledger:
         self._failed_operation = ""
         self._first_error: BaseException | None = None
 
-    def touch(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Note the tensors that go into ``operation``, and which of them it writes."""
+    def touch(
+        self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Callable[..., Any]:
+        """Note the tensors that go into ``operation``, and which it writes; return what runs it."""
         plan = self._plans.get(id(operation))
         if plan is None:
             plan = self._plans[id(operation)] = _plan_of(operation)
@@ -81,6 +86,7 @@ class Ledger:
                 written = plan.is_written.get(name, False)
                 if positions is None or name in plan.is_written:
                     self._touch(value, written)
+        return plan.call
 
     def _touch(self, value: Any, written: bool) -> None:
         pointer = _pointer_of(value)
@@ -178,9 +184,9 @@ class Observer(TorchDispatchMode):
         if types and mode_stack.is_for_parts(types):
             return NotImplemented
         ledger = self._ledger
-        ledger.touch(func, args, kwargs)
+        call = ledger.touch(func, args, kwargs)
         try:
-            result = func(*args, **kwargs) if kwargs else func(*args)
+            result = call(*args, **kwargs) if kwargs else call(*args)
         except BaseException as error:
             ledger.fail(func, error)
             raise
@@ -218,7 +224,7 @@ def _plan_of(operation: Any) -> OperatorPlan:
     uses_rng = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
     schema = getattr(operation, "_schema", None)
     if schema is None:  # Higher-order operators have none.
-        return OperatorPlan(operation, None, {}, uses_rng)
+        return OperatorPlan(operation, operation, None, {}, uses_rng)
     holding = [
         (position, argument.name, _is_written(argument))
         for position, argument in enumerate(schema.arguments)
@@ -226,6 +232,7 @@ def _plan_of(operation: Any) -> OperatorPlan:
     ]
     return OperatorPlan(
         operation,
+        private.bare_operator(operation),
         tuple((position, written) for position, _, written in holding),
         {name: written for _, name, written in holding},
         uses_rng,

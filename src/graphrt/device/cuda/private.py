@@ -33,6 +33,14 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
+def bare_operator(operator: Any) -> Callable[..., Any]:
+    """What a call of ``operator`` comes down to, or itself where torch does more than that."""
+    plain = torch._ops.OpOverload
+    is_plain = type(operator).__call__ is plain.__call__ and hasattr(operator, "_op")
+    bare: Callable[..., Any] = operator._op if is_plain else operator
+    return bare
+
+
 def is_stream_capturing() -> bool:
     """Whether the current stream captures, past whatever ``answering_capture`` has put before it.
 
