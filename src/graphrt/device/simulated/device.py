@@ -119,6 +119,8 @@ class SimulatedDevice:
         self._traits: dict[Any, Traits] = {}
         self._pools: list[PoolMemory] = []
         self._graphs: list[SimulatedGraph] = []
+        self._node_counts: dict[int, int] = {}
+        """By graph. Every operation of a window asks for their sum."""
         self._default_stream = SimulatedStream("default")
         self._streams: dict[str, SimulatedStream] = {}
         self._is_closed = False
@@ -286,6 +288,7 @@ class SimulatedDevice:
         self._thread.set(self._thread.get()._replace(window=None))
         if graph is not None:
             self._graphs.append(graph)
+            self._node_counts[id(graph)] = graph.num_nodes
         window.pool.close_window(keep=graph is not None)
 
     def traits(self, func: Any) -> Traits:
@@ -370,7 +373,7 @@ class SimulatedDevice:
     def _used_bytes(self) -> int:
         """Of the driver's memory. Looks at no block: another thread may be recording."""
         reserved = sum(arena.top for pool in self._pools for arena in pool.arenas)
-        return reserved + sum(graph.num_nodes for graph in self._graphs) * NODE_BYTES
+        return reserved + sum(list(self._node_counts.values())) * NODE_BYTES
 
     def check_graph(self, label: str, num_nodes: int) -> None:
         """Errors: ``GraphMemoryError`` if one more graph of ``num_nodes`` does not fit."""
@@ -393,6 +396,7 @@ class SimulatedDevice:
     def forget(self, graph: SimulatedGraph) -> None:
         """A graph was reset: it counts no more."""
         self._graphs = [one for one in self._graphs if one is not graph]
+        self._node_counts.pop(id(graph), None)
 
     def close(self) -> None:
         if self._is_closed:
