@@ -6,7 +6,6 @@ graph reads exists before the runtime does: weights first, then the cache in wha
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -29,11 +28,12 @@ from graphrt_llm.attention import (
 )
 from graphrt_llm.config import DType, EngineConfig
 from graphrt_llm.errors import EngineConfigError
-from graphrt_llm.inputs import input_specs, make_example
+from graphrt_llm.inputs import Examples, input_specs
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.limits import Limits
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.runner import NamedInputs
+from graphrt_llm.scheduler import Scheduler
 from graphrt_llm.weights import load_safetensors, random_weights
 
 TINY_CONFIG = EngineConfig(
@@ -49,13 +49,15 @@ class EngineParts(NamedTuple):
     """What an ``LLMEngine`` is made of; see its constructor."""
 
     runtime: Runtime
-    limits: Limits
+    scheduler: Scheduler
+    examples: Examples
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     seed: int
     device: Device
     attention: AttentionChoice
     overlap: bool
+    captures_by_priority: bool
 
 
 def assemble(
@@ -84,6 +86,8 @@ def assemble(
         attention = choose_attention(config.attention_backend, cache)
         backend = make_attention(attention.name, cache, limits)
         model.attention = backend
+        scheduler = Scheduler(limits)
+        examples = Examples(limits, model_config.vocab_size, scheduler.seats.allocator)
         runtime = Runtime(
             NamedInputs(model),
             config=config.runtime,
@@ -91,9 +95,9 @@ def assemble(
             outputs=OutputSpec({"logits": "requests", "tokens": "requests"}),
             device=device,
             facts=Facts(attention_groups={attention.name: backend.support}),
-            examples=partial(make_example, limits=limits, vocab_size=model_config.vocab_size),
+            examples=examples,
             resources=[AttentionResource(backend)],
-            # Nothing is served while graphs are captured, so the whole cache may be written over.
+            # Examples lie in blocks that no request holds, so these may be written over.
             sinks=[cache.tensor],
             observer=observer,
         )
@@ -103,13 +107,15 @@ def assemble(
     is_cuda = device.torch_device.type == "cuda"
     return EngineParts(
         runtime,
-        limits,
+        scheduler,
+        examples,
         model_config.vocab_size,
         model_config.eos_token_ids,
         config.seed,
         device,
         attention,
         is_cuda if config.overlap is None else config.overlap,
+        config.capture == "by_priority",
     )
 
 

@@ -45,6 +45,11 @@ class BlockAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def free_blocks(self) -> list[int]:
+        """The blocks that nobody holds, ascending."""
+        return sorted(self._free)
+
     def allocate(self, count: int = 1) -> list[int]:
         """Take ``count`` blocks, or none at all and raise ``OutOfBlocksError``."""
         if count < 0:

@@ -11,6 +11,7 @@ from graphrt_llm.errors import EngineConfigError
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["safetensors", "dummy"]
 DeviceName = Literal["auto", "cuda", "simulated"]
+CaptureWhen = Literal["before_serving", "by_priority"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,10 @@ class EngineConfig:
     overlap: bool | None = None
     """Prepare a step while the device runs the one before: a step's tokens are then returned by the
     call after it, and a request that stops at a token runs one step too many. None: on a GPU."""
+    capture: CaptureWhen = "before_serving"
+    """``before_serving``: by ``LLMEngine.capture`` alone. ``by_priority``: every step captures at
+    most one missing graph first, that of its own batch before others, until none is missing; what
+    has none yet runs eager. Tokens are the same."""
     device: DeviceName = "auto"
     """``auto``: a GPU if there is one, else the simulated device."""
     seed: int = 0
@@ -69,4 +74,9 @@ class EngineConfig:
             self.load_format in get_args(LoadFormat),
             "load_format",
             f"one of {', '.join(get_args(LoadFormat))}",
+        )
+        check(
+            self.capture in get_args(CaptureWhen),
+            "capture",
+            f"one of {', '.join(get_args(CaptureWhen))}",
         )

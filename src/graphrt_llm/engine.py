@@ -6,6 +6,9 @@ tokens. What fails in between leaves the requests as they were, and the next ste
 With ``overlap`` a call launches one step and books the tokens of the one before, so that the host
 prepares a step while the device runs another. A request that stops at a token then computes one
 token too many, which nobody sees; what it is given does not change.
+
+An engine that captures by priority captures between schedule and run, where a batch's blocks are
+its own already: the graph that this batch wants, if it is missing, else another one.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from graphrt_llm.assembly import TINY_CONFIG, assemble
 from graphrt_llm.attention import AttentionChoice
 from graphrt_llm.config import EngineConfig
 from graphrt_llm.errors import EngineStateError, RequestError
-from graphrt_llm.limits import Limits
+from graphrt_llm.inputs import Examples
 from graphrt_llm.models import ModelConfig
 from graphrt_llm.readback import Readback
 from graphrt_llm.request import Request, RequestOutput, SamplingParams
@@ -75,20 +78,25 @@ class LLMEngine:
         self,
         runtime: Runtime,
         *,
-        limits: Limits,
+        scheduler: Scheduler,
+        examples: Examples,
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         device: Device,
         attention: AttentionChoice,
         overlap: bool = False,
+        captures_by_priority: bool = False,
     ) -> None:
         self.runtime = runtime
         self.attention = attention
         self.overlap = overlap
-        self.limits = limits
+        self.limits = limits = scheduler.limits
         self.vocab_size = vocab_size
-        self.scheduler = Scheduler(limits)
+        self.scheduler = scheduler
+        self._examples = examples
+        # Graphs that steps may still capture.
+        self._num_missing = len(runtime.plan.capture_order) if captures_by_priority else 0
         self._device = device
         place = device.torch_device
         self._runner = Runner(runtime, limits, pinned=place.type == "cuda")
@@ -153,7 +161,7 @@ class LLMEngine:
     def capture(
         self, progress: Callable[[int, int, BatchDescriptor], None] | None = None
     ) -> RuntimeReport:
-        """Capture every graph of the plan. It writes over the whole cache, so nobody may use it.
+        """Capture every graph of the plan. The largest ones need the whole cache to themselves.
 
         Errors: ``EngineStateError`` while requests are unfinished; those of ``Runtime.capture``.
         """
@@ -196,12 +204,17 @@ class LLMEngine:
     def step(self) -> StepResult:
         """Advance the batch by one step: one token for each request that decodes, and prompts.
 
-        Errors: ``OutOfBlocksError``; those of ``Runtime.step``. The requests are then as they were.
+        An engine that captures by priority captures one missing graph before, also where it has
+        nothing to launch; such a call returns the tokens of its own step, with ``overlap`` too.
+
+        Errors: ``OutOfBlocksError``; those of ``Runtime.step``, and of ``Runtime.capture`` for the
+        one graph. The requests are then as they were.
         """
         self._require_open()
         if self._flights and self.scheduler.would_preempt():
             self._land()
         batch = self.scheduler.schedule()
+        has_captured = self._num_missing > 0 and self._capture_next(batch)
         if batch is not None and not self.overlap:
             token_ids = self._launch(batch).readback.wait()
             self._landed += self.scheduler.update(batch, token_ids)
@@ -209,7 +222,8 @@ class LLMEngine:
             if batch is not None:
                 self._flights.append(self._launch(batch))
                 self.scheduler.advance(batch)
-            while len(self._flights) > (batch is not None):
+            # A capture is a long time to keep tokens back.
+            while len(self._flights) > (batch is not None and not has_captured):
                 self._land()
         outputs, self._landed = tuple(self._landed), []
         if batch is None:
@@ -222,6 +236,23 @@ class LLMEngine:
             decision=self.runtime.last_decision,
             num_preempted=len(batch.preempted),
         )
+
+    def _capture_next(self, batch: ScheduledBatch | None) -> bool:
+        """Capture what ``batch`` wants, or else another graph; True if one was tried.
+
+        Whatever needs more blocks than are free waits.
+        """
+        if self._flights:
+            # The capture may write over the graph storage that the next step's input lies in.
+            flight = self._flights[-1]
+            tokens = flight.unread.tokens.clone()
+            self._flights[-1] = flight._replace(unread=flight.unread._replace(tokens=tokens))
+        wanted = None
+        if batch is not None:
+            wanted = self.runtime.key_for(batch.num_tokens, uniform=batch.uniform)
+        before = self._num_missing
+        self._num_missing = self.runtime.capture_next(first=wanted, allow=self._examples.can_fill)
+        return self._num_missing < before
 
     def _launch(self, batch: ScheduledBatch) -> _Flight:
         """Run and sample ``batch``; nothing here waits for the device."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from graphrt import SENTINEL, BatchDescriptor, BufferSpec, Example
 from graphrt_llm.attention import AttentionMetadata
-from graphrt_llm.blocks import NULL_BLOCK
+from graphrt_llm.blocks import NULL_BLOCK, BlockAllocator
+from graphrt_llm.errors import OutOfBlocksError
 from graphrt_llm.limits import Limits
 from graphrt_llm.scheduler import ScheduledBatch
 from graphrt_llm.seats import Seats
@@ -120,16 +121,59 @@ def expand(starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
     return owners, np.arange(len(owners)) + (starts - first)[owners]
 
 
-def make_example(key: BatchDescriptor, seed: int, limits: Limits, vocab_size: int) -> Example:
+class Examples:
+    """Makes examples over the blocks that no request holds when one is asked for.
+
+    They stay free until its capture is done with: nothing is scheduled meanwhile. So a capture
+    between two steps writes over nothing that a request will read.
+    """
+
+    def __init__(self, limits: Limits, vocab_size: int, allocator: BlockAllocator) -> None:
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._allocator = allocator
+        self._num_needed: dict[BatchDescriptor, int] = {}
+
+    def __call__(self, key: BatchDescriptor, seed: int) -> Example:
+        """Errors: ``OutOfBlocksError`` where ``can_fill`` says no."""
+        if not self.can_fill(key):
+            raise OutOfBlocksError(
+                f"an example of {key}",
+                expected=f"{self._num_needed[key]} free blocks",
+                found=str(self._allocator.num_free),
+                do="capture it when fewer requests run.",
+            )
+        blocks = self._allocator.free_blocks
+        return make_example(key, seed, self._limits, self._vocab_size, blocks)
+
+    def can_fill(self, key: BatchDescriptor) -> bool:
+        """True if enough blocks are free for an example of ``key``."""
+        needed = self._num_needed.get(key)
+        if needed is None:
+            num_reqs = _requests_of(key, self._limits)
+            needed = self._limits.blocks_to_bring(key.num_tokens, num_reqs)
+            self._num_needed[key] = needed
+        return needed <= self._allocator.num_free
+
+
+def make_example(
+    key: BatchDescriptor,
+    seed: int,
+    limits: Limits,
+    vocab_size: int,
+    free_blocks: Sequence[int] | None = None,
+) -> Example:
     """Random valid inputs that fill ``key``; another ``seed`` gives other lengths and contents.
 
     No two tokens are written to one slot, so the result does not depend on the order of writes.
-    What a request reads before its own tokens is whatever the cache holds.
+    What a request reads before its own tokens is whatever the cache holds. ``free_blocks``: those
+    that may be written and read; None: all.
     """
     rng = np.random.default_rng((seed, key.num_tokens))
     num_tokens = key.num_tokens
-    num_reqs = key.num_reqs or min(num_tokens, limits.max_num_seqs)
-    spare = limits.room(num_reqs) - 1
+    num_reqs = _requests_of(key, limits)
+    blocks = np.arange(1, limits.num_blocks) if free_blocks is None else np.array(free_blocks)
+    spare = limits.room(num_reqs, len(blocks)) - 1
     query_lens = 1 + rng.multivariate_hypergeometric(
         spare, num_tokens - num_reqs, method="marginals"
     )
@@ -141,7 +185,6 @@ def make_example(key: BatchDescriptor, seed: int, limits: Limits, vocab_size: in
     inside = rng.integers(0, size, num_reqs)
     starts += np.where((query_lens == 1) & (starts + inside < longest), inside, 0)
 
-    blocks = np.arange(1, limits.num_blocks)
     tables = rng.choice(blocks, (num_reqs, limits.max_blocks))
     # In place of what was drawn: own blocks, of which no two tokens share a slot; then none.
     columns, ends = np.arange(limits.max_blocks), starts + query_lens
@@ -158,3 +201,8 @@ def make_example(key: BatchDescriptor, seed: int, limits: Limits, vocab_size: in
     )
     live = AttentionMetadata(query_lens, starts + query_lens, tables)
     return Example(values, num_tokens, num_reqs, live)
+
+
+def _requests_of(key: BatchDescriptor, limits: Limits) -> int:
+    """How many requests fill ``key``."""
+    return key.num_reqs or min(key.num_tokens, limits.max_num_seqs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,12 +49,27 @@ class Limits:
         """Blocks of the longest request."""
         return blocks_for(self.max_model_len, self.block_size)
 
-    def room(self, num_reqs: int) -> NDArray[np.int64]:
-        """Tokens that each of ``num_reqs`` requests can bring if they share the blocks evenly."""
-        usable = self.num_blocks - 1
+    def room(self, num_reqs: int, num_blocks: int | None = None) -> NDArray[np.int64]:
+        """Tokens that each of ``num_reqs`` requests can bring if they share the blocks evenly.
+
+        ``num_blocks``: how many they share; None: all but the null block.
+        """
+        usable = self.num_blocks - 1 if num_blocks is None else num_blocks
         blocks = usable // num_reqs + (np.arange(num_reqs) < usable % num_reqs)
         room: NDArray[np.int64] = np.minimum(blocks * self.block_size, self.max_model_len)
         return room
+
+    def blocks_to_bring(self, num_tokens: int, num_reqs: int) -> int:
+        """The fewest blocks that let ``num_reqs`` requests bring ``num_tokens`` tokens.
+
+        Each brings one at least, in a block of its own.
+        """
+        return bisect_left(
+            range(self.num_blocks),
+            num_tokens,
+            lo=num_reqs,
+            key=lambda count: int(self.room(num_reqs, count).sum()),
+        )
 
     def largest_batch(self) -> int:
         """Tokens that fit one step of ``max_num_seqs`` requests. Sharing evenly is best."""
