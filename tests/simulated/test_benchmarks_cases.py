@@ -22,6 +22,7 @@ from benchmarks.cases import (
     all_cases,
     capture,
     compiled,
+    engine,
     memory,
     never_slower,
     primitives,
@@ -33,6 +34,8 @@ from benchmarks.models import DecodeStep, small_runtime
 from benchmarks.table import number_of
 
 from graphrt import Runtime, RuntimeMode, SimulatedDevice
+from graphrt_llm import LLMEngine
+from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.models import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +142,19 @@ def test_an_hf_module_is_captured_equals_eager_and_the_engine_s_model(
         with compiled.engine_model(shape, decoder.model, torch.float32, device, first) as engine:
             compiled.greedy(engine, 1, place)()
         assert compiled.captures_when_shapes_vary(runtime, decoder, 6) == 0
+
+
+def test_the_first_graphed_token_comes_before_all_but_a_few_captures() -> None:
+    config = replace(TINY_CONFIG, device="simulated", capture="by_priority")
+    with LLMEngine.tiny(config) as served:
+        engine.first_graphed_token(served, seed=0)
+        assert not served.has_unfinished()
+        # Two chunks of the prompt are larger than any graph; the step after them has its own.
+        graphs = [(graph.mode, graph.key.num_tokens) for graph in served.runtime.report().graphs]
+        assert len(graphs) == 3
+        assert (RuntimeMode.FULL, 1) in graphs
+        while served.runtime.report().missing:
+            served.step()
 
 
 def test_logits_that_are_another_model_s_are_not_close() -> None:
