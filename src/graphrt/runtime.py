@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from time import perf_counter, perf_counter_ns
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple, NoReturn, Self
@@ -110,10 +111,10 @@ class Runtime:
     ``examples(key, seed)`` gives valid inputs that fill the key, different for each seed: seed 0 is
     captured, seed 1 verified. ``resources`` are prepared once before every step, a compared one
     (``verify_every``) too: its eager run and its replay are one step. ``state`` guards what a
-    warm-up or verification would advance; ``sinks`` are tensors that both may overwrite (a KV cache
-    before serving). Without a guard, a compared step runs the model twice on the same state.
-    ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
-    kernels that sum in another order inside a graph.
+    warm-up or verification would advance; ``sinks`` are tensors that both may overwrite where the
+    examples point (a KV cache). Without a guard, a compared step runs the model twice on the same
+    state. ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is
+    for kernels that sum in another order inside a graph.
 
     A ``device`` given by name is made and closed by the runtime; one given as an object is not.
     Not thread-safe; two runtimes never share anything.
@@ -273,7 +274,8 @@ class Runtime:
         Programs that serve go on, and nobody asks here whether a tensor they read has moved. As in
         ``capture()``, a key serves only after its first replay was right; outputs of steps end;
         errors are raised or, with ``on_capture_error="skip"``, kept, and after three in a row no
-        other key is tried.
+        other key is tried. A scope's collections leave out what lives already, so that the call
+        takes about as long as a warm-up, a capture and a comparison with eager.
 
         Errors: as ``capture()``; ``ConfigError`` for an ``at_most`` below 1.
         """
@@ -283,7 +285,8 @@ class Runtime:
                 "at_most", expected="an integer >= 1", found=repr(at_most), do="correct it"
             )
         keys = self._priority.order(first)
-        chosen = [item for item in keys if allow is None or allow(item[1])][:at_most]
+        allowed = (item for item in keys if allow is None or allow(item[1]))
+        chosen = list(islice(allowed, at_most))
         if chosen:
             in_order = [item for item in self.plan.capture_order if item in chosen]
             try:
