@@ -116,7 +116,8 @@ def _walk(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[Node]:
         yield from _walk(child, (*path, Step(kind, name)), (*above, id(value)))
 
 
-# The next two walk without paths: a capture asks for the tensors of every argument of every gap.
+# The next two walk without paths: a capture asks for the tensors of every argument of every gap,
+# and outputs that are cloned or leased are rebuilt at every step.
 
 
 def _collect(value: Any, above: tuple[int, ...], found: list[torch.Tensor]) -> None:
@@ -125,7 +126,7 @@ def _collect(value: Any, above: tuple[int, ...], found: list[torch.Tensor]) -> N
         return
     parts = None if id(value) in above else _parts(value)
     if parts is not None:
-        for child in parts.children:
+        for child in parts[2]:
             _collect(child, (*above, id(value)), found)
 
 
@@ -135,8 +136,9 @@ def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor], above: tupl
     parts = None if id(value) in above else _parts(value)
     if parts is None:
         return value
+    _, names, children = parts
     below = (*above, id(value))
-    return _twin(value, parts.names, [_map(child, change, below) for child in parts.children])
+    return _twin(value, names, [_map(child, change, below) for child in children])
 
 
 def _leaf_kind(value: Any) -> Kind:
@@ -145,12 +147,9 @@ def _leaf_kind(value: Any) -> Kind:
     return "host" if isinstance(value, HOST_TYPES) else "opaque"
 
 
-class _Parts(NamedTuple):
-    """The children of a container in their order, and the names of the steps to them."""
-
-    kind: Literal["item", "attribute"]
-    names: Sequence[Any]
-    children: Sequence[Any]
+# How a container's children are reached, the names of the steps to them, and they, in order. A
+# plain tuple, because it is made for every container at every step that clones its outputs.
+_Parts = tuple[Literal["item", "attribute"], Sequence[Any], Sequence[Any]]
 
 
 def _parts(value: Any) -> _Parts | None:
@@ -159,15 +158,15 @@ def _parts(value: Any) -> _Parts | None:
     if kind in _PLAIN_LEAVES or (kind not in _PLAIN_CONTAINERS and isinstance(value, _LEAF_TYPES)):
         return None
     if isinstance(value, dict):
-        return _Parts("item", list(value), list(value.values()))
+        return "item", list(value), list(value.values())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         names = value._fields
-        return _Parts("attribute", names, [getattr(value, name) for name in names])
+        return "attribute", names, [getattr(value, name) for name in names]
     if isinstance(value, tuple | list):
-        return _Parts("item", range(len(value)), list(value))
+        return "item", range(len(value)), list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return _Parts("attribute", names, [getattr(value, name) for name in names])
+        return "attribute", names, [getattr(value, name) for name in names]
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 
 from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError
 from graphrt.graphs.buffers import Sizes
-from graphrt.graphs.leaves import Node, Path, rebuild, walk
+from graphrt.graphs.leaves import Node, Path, map_tensors, rebuild, walk
 from graphrt.graphs.program import Program
 
 Length = str | Callable[[Any], int]
@@ -121,11 +121,11 @@ class BoundOutputs:
         if self._policy == "view":
             return self._hand_out(cut)
         if self._policy == "clone":
-            return rebuild(cut, _cloned)
+            return map_tensors(cut, lambda leaf: leaf.clone())
         term = self._term
         term.number += 1
         number = term.number
-        return rebuild(cut, lambda _, leaf: _leased(leaf, term, number))
+        return map_tensors(cut, lambda leaf: _leased(leaf, term, number))
 
     def _cut(self, n: Sizes) -> Any:
         def cut_leaf(path: Path, leaf: Any) -> Any:
@@ -184,10 +184,6 @@ def _same(value: Any) -> Any:
 
 def _with_own_containers(value: Any) -> Any:
     return rebuild(value, lambda _, leaf: leaf)
-
-
-def _cloned(_: Path, leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _dotted(path: Path) -> str:
