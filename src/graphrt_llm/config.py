@@ -38,8 +38,9 @@ class EngineConfig:
     load_format: LoadFormat = "safetensors"
     """``dummy``: random weights, seeded by ``seed``."""
     attention_backend: str = "auto"
-    """``auto``: FlashInfer where it is installed and can serve dtype, heads and device, else
-    ``sdpa``. The engine's ``attention`` says which, and why."""
+    """``auto``: on a GPU in half precision ``paged``, our kernel for few decoding requests, over
+    FlashInfer where it is installed and can serve dtype, heads and device, else over ``sdpa``;
+    elsewhere ``sdpa``. The engine's ``attention`` says which, and why."""
     overlap: bool | None = None
     """Prepare a step while the device runs the one before: a step's tokens are then returned by the
     call after it, and a request that stops at a token runs one step too many. None: on a GPU."""
