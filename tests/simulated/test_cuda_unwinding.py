@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.device.cuda import private, recording
 from graphrt.device.cuda.labels import torch_annotations
@@ -59,6 +60,7 @@ class FakeGraph:
 
     def capture_begin(self, pool: Any = (9, 0), capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local"
+        torch.zeros(1).fill_(1)  # As torch makes and fills the seed and the offset of a generator.
         state = self.torch
         if pool in state.routes or pool in state.host_routes:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
@@ -72,6 +74,7 @@ class FakeGraph:
         state.capturing = True
 
     def capture_end(self) -> None:
+        torch.zeros(1).fill_(1)  # Bookkeeping, as in capture_begin.
         state = self.torch
         state.log.append("capture_end")
         code, state.invalid_code = state.invalid_code, None
@@ -342,3 +345,26 @@ def test_a_window_is_labelled_on_a_debug_device_alone(fake, annotations):
 def test_annotations_are_found_where_torch_has_them():
     has_them = importlib.util.find_spec("torch.cuda._graph_annotations") is not None
     assert (torch_annotations() is not None) is has_them
+
+
+class Refuses(TorchDispatchMode):
+    """A mode of the caller's that lets no operation pass."""
+
+    def __torch_dispatch__(self, func: Any, *_: Any) -> Any:
+        raise InterruptedError(str(func))
+
+
+def test_a_mode_that_raises_never_meets_torch_s_own_bookkeeping(fake):
+    """Half registered with a generator, a graph would end the process when it goes."""
+    device = FakeDevice()
+    with Refuses():
+        window = open_window(fake, device)
+        fake.num_kernels = 1
+        window.end().reset()
+        refused = open_window(fake, device)
+        fake.invalid_code = 900
+        failure = refused.abort(InterruptedError("in the window"))
+        with pytest.raises(InterruptedError):
+            torch.ones(1)
+    assert not hasattr(failure, "__notes__"), failure.__notes__
+    check_undone(fake, device)

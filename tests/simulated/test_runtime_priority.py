@@ -39,6 +39,7 @@ from graphrt import (
     Verified,
     Workspace,
 )
+from graphrt.graphs.collection import MOST_IMMORTAL, is_heap_frozen
 
 PIECES = [(PIECEWISE, 8), (PIECEWISE, 4), (PIECEWISE, 2)]
 WHOLE = [(FULL, 4), (FULL, 2)]
@@ -538,11 +539,11 @@ def test_bug_class_17_a_part_collects_what_it_made_and_not_the_old_heap(monkeypa
         lab.runtime.capture_next()
         gc.enable()
         # To count objects is to visit them all.
-        assert set(counts) == {0}
+        assert max(counts) <= MOST_IMMORTAL
         warmed_up, captured, *_ = made
         assert warmed_up() is captured() is None, "garbage of the capture stayed"
         assert old() is not None, "the whole heap was collected"
-        assert gc.get_freeze_count() == 0
+        assert not is_heap_frozen()
         gc.collect()
         assert old() is None
 
@@ -565,9 +566,7 @@ def test_bug_class_17_the_collector_is_left_as_it_was(fails):
                 assert gc.isenabled() is is_enabled
                 gc.enable()
                 # Frozen objects may die, none may be thawed.
-                assert (
-                    gc.get_freeze_count() > 0.9 * kept if is_frozen else not gc.get_freeze_count()
-                )
+                assert gc.get_freeze_count() > 0.9 * kept if is_frozen else not is_heap_frozen()
                 gc.unfreeze()
                 assert gc.callbacks == callbacks
 

@@ -68,7 +68,7 @@ class CUDAPool:
         if self._keeper is not None:
             return
         keeper = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), private.past_modes():
             warnings.simplefilter("ignore")  # It is empty, and shall be.
             keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             keeper.capture_end()

@@ -9,7 +9,7 @@ import ctypes
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache
 from typing import Any
 
@@ -39,6 +39,17 @@ def bare_operator(operator: Any) -> Callable[..., Any]:
     is_plain = type(operator).__call__ is plain.__call__ and hasattr(operator, "_op")
     bare: Callable[..., Any] = operator._op if is_plain else operator
     return bare
+
+
+def past_modes() -> AbstractContextManager[Any]:
+    """While entered, no dispatch mode sees an operation.
+
+    torch's own bookkeeping around a capture is made of operations too: it makes and fills the seed
+    and the offset of every generator. A mode of the caller's that raised in one of them would leave
+    a graph half registered, which its destructor does not survive: it ends the process.
+    """
+    guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+    return guard
 
 
 def is_stream_capturing() -> bool:

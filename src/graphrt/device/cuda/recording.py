@@ -145,16 +145,17 @@ class CUDARecording:
         self._begin()
 
     def _begin(self) -> None:
-        for generator in self._generators[1:]:  # torch registers the default one itself.
-            self._graph.register_generator_state(generator)
         private.clear_blas_workspaces()
         optional = private.supported(
             self._graph.capture_begin, check_input_liveness=self._device.debug
         )
         try:
-            self._graph.capture_begin(
-                self._pool.handle, capture_error_mode="thread_local", **optional
-            )
+            with private.past_modes():
+                for generator in self._generators[1:]:  # torch registers the default one itself.
+                    self._graph.register_generator_state(generator)
+                self._graph.capture_begin(
+                    self._pool.handle, capture_error_mode="thread_local", **optional
+                )
         except RuntimeError as error:
             raise self._refused(error)  # noqa: B904  It has its cause.
         self.is_open = True
@@ -247,7 +248,11 @@ class CUDARecording:
     def _capture_end(self) -> bool:
         """End torch's capture; True if nothing was recorded, of which torch only warns."""
         is_empty = False
-        with self._on_stream(), warnings.catch_warnings(record=True) as heard:
+        with (
+            self._on_stream(),
+            private.past_modes(),
+            warnings.catch_warnings(record=True) as heard,
+        ):
             warnings.simplefilter("always")
             self._graph.capture_end()
             if self._device.debug:  # A graph that is kept is not instantiated by itself.
@@ -326,9 +331,9 @@ class CUDARecording:
     def _free_generators(self) -> None:
         """Take the generators out of capture mode, by an empty capture that succeeds."""
         graph = torch.cuda.CUDAGraph()
-        for generator in self._generators[1:]:
-            graph.register_generator_state(generator)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), private.past_modes():
+            for generator in self._generators[1:]:
+                graph.register_generator_state(generator)
             warnings.simplefilter("ignore")  # It is empty.
             graph.capture_begin(capture_error_mode="thread_local")
             graph.capture_end()
