@@ -644,6 +644,21 @@ class DeviceContract:
         assert device.current_stream() is outside
         assert outside not in (one, other)
 
+    def test_a_forgotten_stream_leaves_its_place_to_another(self, bench: Bench) -> None:
+        """*both*. Whoever comes and goes on one device, each with a stream, never runs out."""
+        device, kept = bench.device, bench.device.stream("kept")
+        for number in range(100):
+            stream = device.stream(f"number {number}")
+            assert stream is not kept
+            with device.use(stream):
+                assert device.current_stream() is stream
+            device.forget_stream(stream)
+            device.forget_stream(stream)
+        assert device.stream("kept") is kept
+        again = device.stream("number 0")
+        device.forget_stream(stream)
+        assert device.stream("number 0") is again
+
     def test_a_side_stream_that_forks_and_joins_is_replayed(self, bench: Bench) -> None:
         device, v = bench.device, bench.full((16,), 2.0)
         capture, side = device.stream("capture"), device.stream("side")

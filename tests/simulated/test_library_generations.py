@@ -16,6 +16,7 @@ from graph_lab import FULL, KEY, PIECEWISE, Lab
 from torch import Tensor
 
 from graphrt.batch import BatchDescriptor
+from graphrt.context import ForwardContext
 from graphrt.device.simulated import SimulatedDevice
 from graphrt.errors import (
     CaptureOutsideScopeError,
@@ -29,7 +30,14 @@ from graphrt.errors import (
     SuspendedError,
 )
 from graphrt.events import Retired
-from graphrt.graphs import BufferSet, BufferSpec, GraphBudget, GraphLibrary, break_point
+from graphrt.graphs import (
+    BufferSet,
+    BufferSpec,
+    CUDAGraphWrapper,
+    GraphBudget,
+    GraphLibrary,
+    break_point,
+)
 
 
 @pytest.fixture
@@ -226,6 +234,24 @@ def test_close_drops_everything_and_says_so_afterwards(lab: Lab) -> None:
     with pytest.raises(LibraryClosedError):
         buffers.bind(KEY)
     assert torch.equal(wrapper(x), x + 1)
+
+
+def test_libraries_that_come_and_go_on_one_device_never_use_up_its_streams() -> None:
+    device = SimulatedDevice(max_streams=2)
+    with GraphLibrary(device) as kept:
+        for _ in range(5):
+            with GraphLibrary(device) as library:
+                wrapper = CUDAGraphWrapper(lambda x: x + 1, library, FULL, name="one more")
+                x = torch.ones(2)
+                with (
+                    torch.no_grad(),
+                    library.capture_scope() as scope,
+                    scope.step(FULL, KEY),
+                ):
+                    wrapper(x)
+                with ForwardContext(FULL, KEY):
+                    assert wrapper(x).tolist() == [2, 2]
+        assert not kept.num_graphs
 
 
 def test_an_unclosed_library_only_warns() -> None:

@@ -155,7 +155,16 @@ class Device(Protocol):
         """A fresh pool, or a view of the pool that ``handle`` names."""
 
     def stream(self, name: str) -> Stream:
-        """The persistent, non-default stream of this name."""
+        """The persistent, non-default stream of this name, made on first use.
+
+        Errors: ``ConfigError`` where the device has no more streams.
+        """
+
+    def forget_stream(self, stream: Stream) -> None:
+        """Let others have what a named stream occupies; its name makes another from now on.
+
+        Nobody may use ``stream`` any longer. What was issued on it still runs. Idempotent.
+        """
 
     def current_stream(self) -> Stream:
         """The stream that is current for the calling thread. Same stream, same object."""

@@ -470,6 +470,7 @@ class GraphLibrary:
             buffers.close()
         self._buffers.clear()
         self._reserved.clear()
+        self.device.forget_stream(self._stream)
         self._is_closed = True
 
     def __enter__(self) -> Self:

@@ -100,9 +100,12 @@ class CUDADevice:
                 f"stream {name!r}",
                 expected=f"at most {NUM_RING_STREAMS} named streams",
                 found="as many, all in use",
-                do="reuse a name: a stream lives as long as its device",
+                do="reuse a name, or close libraries that are done with: each has a stream",
             )
         return stream
+
+    def forget_stream(self, stream: Stream) -> None:
+        self._streams.forget(_own(stream))
 
     def current_stream(self) -> CUDAStream:
         return self._streams.current()

@@ -55,6 +55,11 @@ class StreamTable:
             self._by_name[name] = self._by_handle[drawn.cuda_stream] = CUDAStream(name, drawn)
         return self._by_name[name]
 
+    def forget(self, stream: CUDAStream) -> None:
+        """Take the name of ``stream`` away, if it has one; the ring may hand it out again."""
+        if self._by_name.get(stream.name) is stream:
+            del self._by_name[stream.name]
+
     def current(self) -> CUDAStream:
         """The calling thread's current stream; a stream of somebody else's is named by handle."""
         stream = torch.cuda.current_stream(self._device_index)

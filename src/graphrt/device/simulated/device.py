@@ -156,6 +156,10 @@ class SimulatedDevice:
             known = self._streams[name] = SimulatedStream(name)
         return known
 
+    def forget_stream(self, stream: Stream) -> None:
+        if self._streams.get(stream.name) is stream:
+            del self._streams[stream.name]
+
     def current_stream(self) -> SimulatedStream:
         return self._thread.get().stream
 
