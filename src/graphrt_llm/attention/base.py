@@ -8,7 +8,7 @@ lengths on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -53,6 +53,18 @@ class Obstacle(NamedTuple):
     expected: str
     found: str
     do: str
+
+
+def gpu_obstacle(cache: KVCache, head_dims: Collection[int]) -> Obstacle | None:
+    """What keeps a kernel for GPUs in half precision from serving ``cache``; None if nothing."""
+    device, dtype, head_dim = cache.tensor.device, cache.tensor.dtype, cache.config.head_dim
+    if device.type != "cuda":
+        return Obstacle("a CUDA device", f"the cache lies on {device.type}", "use 'sdpa'.")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Obstacle("bfloat16 or float16", f"a cache of {dtype}", "use 'sdpa'.")
+    if head_dim not in head_dims:
+        return Obstacle(f"heads of {head_dims} elements", str(head_dim), "use 'sdpa'.")
+    return None
 
 
 class AttentionBackend(Protocol):

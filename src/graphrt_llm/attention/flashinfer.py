@@ -19,7 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphrt import AttentionSupport, BatchDescriptor
-from graphrt_llm.attention.base import AttentionInputs, AttentionMetadata, Obstacle
+from graphrt_llm.attention.base import (
+    AttentionInputs,
+    AttentionMetadata,
+    Obstacle,
+    gpu_obstacle,
+)
 from graphrt_llm.blocks import NULL_BLOCK
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
@@ -39,13 +44,9 @@ CUDA_CORE_GROUPS = (1, 2, 3)
 
 def obstacle(cache: KVCache) -> Obstacle | None:
     """What keeps FlashInfer from serving ``cache``; None if nothing does."""
-    device, dtype, head_dim = cache.tensor.device, cache.tensor.dtype, cache.config.head_dim
-    if device.type != "cuda":
-        return Obstacle("a CUDA device", f"the cache lies on {device.type}", "use 'sdpa'.")
-    if dtype not in (torch.bfloat16, torch.float16):
-        return Obstacle("bfloat16 or float16", f"a cache of {dtype}", "use 'sdpa'.")
-    if head_dim not in HEAD_DIMS:
-        return Obstacle(f"heads of {HEAD_DIMS} elements", str(head_dim), "use 'sdpa'.")
+    found = gpu_obstacle(cache, HEAD_DIMS)
+    if found is not None:
+        return found
     if "flashinfer" not in sys.modules and importlib.util.find_spec("flashinfer") is None:
         return Obstacle(
             "the package flashinfer-python",

@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graphrt import AttentionSupport, BatchDescriptor
@@ -20,6 +19,7 @@ from graphrt_llm.attention.base import (
     AttentionInputs,
     AttentionMetadata,
     Obstacle,
+    gpu_obstacle,
 )
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
@@ -35,13 +35,9 @@ Decode = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 def obstacle(cache: KVCache) -> Obstacle | None:
     """What keeps the kernel from serving ``cache``; None if nothing does."""
-    device, dtype, head_dim = cache.tensor.device, cache.tensor.dtype, cache.config.head_dim
-    if device.type != "cuda":
-        return Obstacle("a CUDA device", f"the cache lies on {device.type}", "use 'sdpa'.")
-    if dtype not in (torch.bfloat16, torch.float16):
-        return Obstacle("bfloat16 or float16", f"a cache of {dtype}", "use 'sdpa'.")
-    if head_dim not in HEAD_DIMS:
-        return Obstacle(f"heads of {HEAD_DIMS} elements", str(head_dim), "use 'sdpa'.")
+    found = gpu_obstacle(cache, HEAD_DIMS)
+    if found is not None:
+        return found
     if importlib.util.find_spec("triton") is None:
         return Obstacle("the package triton", "it is not installed", "install it, or use 'sdpa'.")
     return None
