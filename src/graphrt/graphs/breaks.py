@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -156,12 +156,7 @@ def forbid_in_capture(what: str) -> None:
 
 def _cutting_builder(label: str) -> ProgramBuilder | None:
     if torch.compiler.is_compiling():
-        raise BreakError(
-            f"break point {label}",
-            expected="plain Python",
-            found="a function that Dynamo traces",
-            do="name the operation a splitting op of the compiler instead",
-        )
+        _refuse_dynamo(label)
     context = current_forward_context()
     if context is None or context.capture_scope is None or not context.breaks:
         return None
@@ -169,6 +164,20 @@ def _cutting_builder(label: str) -> ProgramBuilder | None:
     if builder is None or context.cudagraph_runtime_mode is not builder.mode or not builder.cuts:
         return None
     return builder
+
+
+def _refuse_dynamo(label: str) -> NoReturn:
+    raise BreakError(
+        f"break point {label}",
+        expected="plain Python",
+        found="a function that Dynamo traces",
+        do="name the operation a splitting op of the compiler instead",
+    )
+
+
+# What ``torch.compiler.disable`` sets, without its import of the whole compiler: Dynamo runs the
+# function instead of tracing it. It cannot trace a raise of an error like ours in every release.
+_refuse_dynamo._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _bind_self(
