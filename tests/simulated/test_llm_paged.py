@@ -66,6 +66,8 @@ def run(backend: PagedAttention, num_rows: int, num_requests: int) -> torch.Tens
 DECODE = BatchDescriptor(8, num_reqs=8, uniform=True)
 LARGEST = BatchDescriptor(MAX_REQUESTS, num_reqs=MAX_REQUESTS, uniform=True)
 TOO_LARGE = BatchDescriptor(MAX_REQUESTS + 1, num_reqs=MAX_REQUESTS + 1, uniform=True)
+MIXED = BatchDescriptor(8, num_reqs=8)
+"""A FULL graph of any batch of up to 8 tokens: of as many requests, or of one."""
 PIECE = BatchDescriptor(64)
 
 
@@ -85,6 +87,8 @@ def test_full_decode_graphs_of_few_requests_are_ours_and_need_no_plan(key):
     [
         (TOO_LARGE, live(*[1] * MAX_REQUESTS)),
         (BatchDescriptor(8, num_reqs=4, uniform=True), live(2, 2)),
+        (MIXED, live(7, 1)),
+        (MIXED, live(*[1] * 8)),
         (PIECE, live(1, 1, 9)),
         (PIECE, live(*[1] * (MAX_REQUESTS + 1))),
     ],

@@ -78,7 +78,7 @@ class PagedAttention:
 
     def prepare_for_capture(self, key: BatchDescriptor) -> None:
         # Gaps are not captured: what stands in for a PIECEWISE batch is for the others to say.
-        self._is_decode = key.num_reqs == key.num_tokens <= MAX_REQUESTS
+        self._is_decode = _is_decode_graph(key)
         if not self._is_decode:
             self._others.prepare_for_capture(key)
 
@@ -87,7 +87,7 @@ class PagedAttention:
             num_reqs = len(live.query_lens)
             self._is_decode = num_reqs <= MAX_REQUESTS and max(live.query_lens) == 1
         else:
-            self._is_decode = key.num_reqs == key.num_tokens <= MAX_REQUESTS
+            self._is_decode = _is_decode_graph(key)
         if not self._is_decode:
             self._others.prepare_for_replay(key, live)
 
@@ -115,3 +115,9 @@ class PagedAttention:
         else:
             self._decode(q[:rows], layer, tables, lengths, out[:rows])
             out[rows:].zero_()
+
+
+def _is_decode_graph(key: BatchDescriptor) -> bool:
+    # A FULL graph of mixed batches has room for as many requests as tokens, and one request may
+    # bring all of them.
+    return key.uniform and key.num_reqs == key.num_tokens <= MAX_REQUESTS
