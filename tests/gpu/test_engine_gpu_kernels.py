@@ -23,8 +23,9 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-# Rows on both sides of few_rows.MAX_ROWS; widths and outputs that no tile divides; real shapes.
-ROWS = [1, 2, 3, MAX_ROWS, MAX_ROWS + 1, 70]
+# No row, and rows on both sides of few_rows.MAX_ROWS; widths and outputs that no tile divides; real
+# shapes.
+ROWS = [0, 1, 2, 3, MAX_ROWS, MAX_ROWS + 1, 70]
 MATRICES = [(1024, 4096), (3072, 1024), (96, 40), (1536, 21)]
 
 

@@ -131,7 +131,7 @@ _WIDE = {1: Tiling(8, 512, 2), 2: Tiling(8, 512, 4), 4: Tiling(4, 256, 2)}
 
 def serves(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
     """Whether this is the faster way to put ``x`` [rows, width] through ``weight``."""
-    if len(x) > MAX_ROWS:
+    if not 0 < len(x) <= MAX_ROWS:
         return False
     rows = triton.next_power_of_2(len(x))
     share = GATED_SHARE if is_gated and rows > 1 else 1
