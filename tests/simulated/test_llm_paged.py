@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from graphrt import AttentionSupport, BatchDescriptor
+from graphrt import AttentionSupport, BatchDescriptor, CUDAGraphMode
+from graphrt_llm import LLMEngine, SamplingParams, assembly
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata, choose_attention
 from graphrt_llm.attention.paged import MAX_REQUESTS, PagedAttention, obstacle, triton_decode
 from graphrt_llm.attention.sdpa import SdpaAttention
@@ -140,3 +143,47 @@ def test_without_a_gpu_it_is_refused_and_not_chosen():
         triton_decode(cache)
     assert choose_attention("auto", cache).name == "sdpa"
     assert SdpaAttention(cache).support is AttentionSupport.ALWAYS
+
+
+def by_formula(
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """What the kernel computes, in shapes that a graph can hold."""
+    keys, values = layer[tables[: len(q)]].flatten(1, 2).unbind(2)
+    group = q.shape[1] // keys.shape[2]
+    keys, values = (part.repeat_interleave(group, 2) for part in (keys, values))
+    is_token = torch.arange(keys.shape[1]) < lengths[: len(q), None, None]
+    scores = torch.einsum("nhd,nthd->nht", q, keys) / math.sqrt(q.shape[-1])
+    weights = scores.masked_fill(~is_token, -1e9).softmax(-1) * is_token
+    out.copy_(torch.einsum("nht,nthd->nhd", weights, values))
+
+
+@pytest.mark.parametrize("mode", list(CUDAGraphMode))
+def test_under_every_policy_an_engine_gives_the_other_backend_s_tokens(mode, monkeypatch):
+    wish = assembly.TINY_CONFIG
+    compilation = replace(wish.runtime.compilation, cudagraph_mode=mode)
+    wish = replace(wish, runtime=replace(wish.runtime, compilation=compilation))
+    decoded: list[int] = []
+
+    def decode(q: torch.Tensor, *others: torch.Tensor) -> None:
+        decoded.append(len(q))
+        by_formula(q, *others)
+
+    def served() -> list[list[int]]:
+        with LLMEngine.tiny(wish) as engine:
+            engine.capture()
+            return engine.generate([[1, 2, 3, 4, 5], [7, 8], [3]], SamplingParams(max_tokens=6))
+
+    expected = served()
+    monkeypatch.setattr(
+        assembly,
+        "make_attention",
+        lambda name, cache, limits: PagedAttention(SdpaAttention(cache), decode),
+    )
+    assert served() == expected
+    # FULL graphs of mixed batches are all that this policy has.
+    assert bool(decoded) is (mode is not CUDAGraphMode.FULL)
