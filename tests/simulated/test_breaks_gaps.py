@@ -326,6 +326,34 @@ def test_side_streams_are_joined_before_a_gaps_result_is_stored(
     assert out.tolist() == [17.0 if slots else 5.0] * 2
 
 
+def test_side_streams_are_joined_before_a_capture_copies_a_gaps_result(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = lab.library.stream("side")
+    log: list[str] = []
+    order, alloc = lab.device.order, lab.device.alloc
+
+    @break_point
+    def gap(x: Tensor) -> Tensor:
+        log.append("gap")
+        return x * 7
+
+    def logged_order(after: Any, before: Any) -> None:
+        log.append("join" if before is side else "fork")
+        order(after, before)
+
+    def logged_alloc(*args: Any) -> Tensor:
+        log.append("slot")
+        return alloc(*args)
+
+    wrapper = lab.wrap(lambda x: gap(x + 0) + 3, PIECEWISE)
+    monkeypatch.setattr(lab.device, "order", logged_order)
+    monkeypatch.setattr(lab.device, "alloc", logged_alloc)
+    lab.capture(wrapper, torch.ones(2))
+    at_capture = len(log) - log[::-1].index("gap")  # A warm-up runs the gap too.
+    assert log[at_capture : at_capture + 2] == ["join", "slot"]
+
+
 def test_out_passes_the_slot_under_its_keyword(lab: Lab) -> None:
     outs: list[Tensor | None] = []
 
