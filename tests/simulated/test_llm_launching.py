@@ -62,8 +62,9 @@ def test_the_second_launch_of_a_variant_compiles_nothing():
         ((tensor(), tensor()), (16,), (8,), 4),
         ((tensor(), tensor()), (5,), (9,), 4),
         ((tensor(), tensor()), (5,), (8,), 8),
+        ((tensor().to("meta"), tensor().to("meta")), (5,), (8,), 4),
     ],
-    ids=["dtype", "another dtype", "number", "constant", "warps"],
+    ids=["dtype", "another dtype", "number", "constant", "warps", "device"],
 )
 def test_whatever_triton_specialises_on_is_another_variant(tensors, numbers, constants, num_warps):
     kernel = Kernel()

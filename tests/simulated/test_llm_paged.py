@@ -116,6 +116,15 @@ def test_gaps_and_eager_steps_of_few_decoding_requests_are_ours():
     assert out[MAX_REQUESTS:].eq(0).all(), "rows of no request are finite"
 
 
+def test_rows_beyond_the_requests_of_a_graph_have_no_length_to_read():
+    others = Recorded()
+    backend = PagedAttention(others, others.decode)
+    backend.prepare_for_replay(PIECE, live(1, 1, 1))
+    out = run(backend, 64, 4)
+    assert others.calls == ["decode 4"]
+    assert out[4:].eq(0).all()
+
+
 def test_a_step_that_is_not_ours_follows_one_that_is():
     others = Recorded()
     backend = PagedAttention(others, others.decode)

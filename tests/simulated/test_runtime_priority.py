@@ -213,6 +213,14 @@ def test_what_steps_missed_most_comes_first_and_of_equals_the_latest():
         assert captured(lab) == [*missed, (PIECEWISE, 4)]
 
 
+def test_of_keys_missed_equally_often_the_one_missed_last_comes_first():
+    with RuntimeLab() as lab:
+        for num_reqs in (4, 2, 2, 4):
+            lab.step(num_reqs, num_reqs, True)
+        lab.runtime.capture_next()
+        assert captured(lab) == [(FULL, 4)]
+
+
 def test_a_step_that_a_lower_mode_serves_misses_nothing():
     with RuntimeLab() as lab:
         lab.runtime.capture(keys=named(lab, (PIECEWISE, 4)))
