@@ -579,6 +579,24 @@ def test_bug_class_17_the_collector_is_left_as_it_was(fails):
                 assert gc.callbacks == callbacks
 
 
+@pytest.mark.usefixtures("thawed")
+def test_bug_class_17_an_interrupt_while_the_heap_is_put_aside_leaves_it_thawed(monkeypatch):
+    freeze, callbacks = gc.freeze, list(gc.callbacks)
+
+    def interrupted():
+        freeze()
+        raise KeyboardInterrupt
+
+    with RuntimeLab("FULL") as lab:
+        monkeypatch.setattr(gc, "freeze", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lab.runtime.capture_next()
+        assert not is_heap_frozen()
+        assert gc.callbacks == callbacks
+        monkeypatch.undo()
+        assert lab.runtime.capture_next() == len(lab.runtime.plan.capture_order) - 1
+
+
 # -- anything
 
 

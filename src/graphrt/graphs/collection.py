@@ -37,9 +37,9 @@ def old_heap_aside() -> Iterator[None]:
         yield
         return
     aside = _Aside()
-    gc.freeze()
     gc.callbacks.append(aside)
     try:
+        gc.freeze()  # Inside, so that a Ctrl-C that comes in it leaves no frozen heap behind.
         yield
     finally:
         gc.callbacks.remove(aside)
