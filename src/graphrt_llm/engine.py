@@ -166,7 +166,9 @@ class LLMEngine:
         Errors: ``EngineStateError`` while requests are unfinished; those of ``Runtime.capture``.
         """
         self._require_idle("capture")
-        return self.runtime.capture(progress)
+        report = self.runtime.capture(progress)
+        self._num_missing = 0  # What failed comes again by a call of this method alone.
+        return report
 
     def add_request(
         self,

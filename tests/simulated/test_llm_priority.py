@@ -190,6 +190,13 @@ def test_capture_takes_what_is_left_at_once():
         assert num_captured == len(engine.runtime.plan.capture_order)
 
 
+def test_after_a_whole_capture_steps_overlap_from_the_first():
+    with LLMEngine.tiny(by_priority(overlap=True)) as engine:
+        engine.capture()
+        engine.add_request(prompt(0, 3), SamplingParams(max_tokens=20))
+        assert [len(engine.step().outputs) for _ in range(3)] == [0, 1, 1]
+
+
 def test_another_wish_is_refused():
     with pytest.raises(EngineConfigError, match="by_priority"):
         replace(config(overlap=False), capture="sometimes")

@@ -1,8 +1,8 @@
 """Attention of few decoding requests by our own kernel; everything else by another backend.
 
 With few requests a decode step's attention is as long as its launches: a kernel that needs no plan
-of the host and no second launch to add up its parts takes 6 us on an H200, FlashInfer's two 10. With
-many requests, or several new tokens, another backend has the better kernels.
+of the host and no second launch to add up its parts takes 6 us on an H200, FlashInfer's two 10.
+With many requests, or several new tokens, another backend has the better kernels.
 """
 
 from __future__ import annotations
