@@ -324,6 +324,23 @@ def test_a_debug_window_s_kernels_carry_its_label(fake, annotations):
     assert fake.log == order
 
 
+def test_a_window_whose_kernels_cannot_be_labelled_is_closed_again(fake, annotations, monkeypatch):
+    device, was_enabled = debug_device(), annotations._annotations_enabled
+
+    def mark_kernels(label: str) -> Any:
+        raise RuntimeError("the bindings are of another release")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(annotations, "mark_kernels", mark_kernels)
+        with pytest.raises(RuntimeError, match="another release"):
+            open_window(fake, device)
+    assert annotations._annotations_enabled is was_enabled
+    assert (device.num_open, fake.capturing, fake.routes) == (0, False, [])
+    window = open_window(fake, device)
+    fake.num_kernels = 3
+    window.end()
+
+
 def test_an_aborted_or_empty_window_labels_nothing(fake, annotations):
     device = debug_device()
     fake_window = open_window(fake, device)

@@ -33,10 +33,12 @@ class KernelLabels:
         # torch has one switch for all, and asks it only when a scope begins.
         was_enabled = annotations._annotations_enabled
         annotations.enable_annotations()
-        self._scope = annotations.mark_kernels(label)
-        self._scope.__enter__()
-        if not was_enabled:
-            annotations.disable_annotations()
+        try:
+            self._scope = annotations.mark_kernels(label)
+            self._scope.__enter__()
+        finally:
+            if not was_enabled:
+                annotations.disable_annotations()
 
     def close(self) -> None:
         """Label the nodes. The window has to be open still."""

@@ -161,11 +161,15 @@ class CUDARecording:
         self.is_open = True
         self._pool.is_recording = True
         self._device._opened(self)
-        annotations = torch_annotations() if self._device.debug else None
-        if annotations is not None:
-            self._labels = KernelLabels(annotations, self._label)
         if self._observer is not None:
             self._observer.enter()
+        annotations = torch_annotations() if self._device.debug else None
+        if annotations is None:
+            return
+        try:
+            self._labels = KernelLabels(annotations, self._label)
+        except Exception as error:  # noqa: BLE001  Nobody else has this window to close it.
+            raise self.abort(error)  # noqa: B904  It is the same error, or has it as its cause.
 
     def end(self, allow_empty: bool = False) -> CUDADeviceGraph:
         """Close the window and instantiate what it recorded."""
