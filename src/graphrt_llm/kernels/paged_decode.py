@@ -172,6 +172,7 @@ class PagedDecode:
                 ``block_tables`` [>= rows, max_blocks]; ``seq_lens`` [>= rows]; ``out`` as ``q``,
                 contiguous. A length of 0 gives zeros.
         """
+        assert len(q) <= self.max_rows, "the scratch memory has room for no more rows"
         scratch = (self._parts, self._weights, self._finished)
         _launch_decode(
             (len(q), self._num_kv_heads, NUM_SPLITS),
