@@ -19,6 +19,7 @@ from engines import (
 )
 
 from graphrt import CUDAGraphMode
+from graphrt.events import Event, Replayed, Verified
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.models import ModelConfig
 
@@ -67,9 +68,16 @@ def test_bfloat16_gives_equal_tokens_in_every_mode_but_for_ties(model, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_replay_of_a_mixed_traffic_equals_eager(backend):
     """Verification of every step: staging, plan, padding and aliasing of both sides agree."""
-    with make_engine(QWEN, "FULL_AND_PIECEWISE", backend=backend, verify_every=1) as engine:
+    seen: list[Event] = []
+    with make_engine(
+        QWEN, "FULL_AND_PIECEWISE", backend=backend, verify_every=1, observer=seen.append
+    ) as engine:
+        seen.clear()  # The first replays, which a capture compares as well.
         drawn = [greedy(20 + i, temperature=float(i % 2), seed=i) for i in range(12)]
         engine.generate(prompts(12, QWEN.vocab_size), drawn)
+    compared = [event.equal for event in seen if isinstance(event, Verified)]
+    assert all(compared)
+    assert len(compared) == sum(isinstance(event, Replayed) for event in seen) > 20
 
 
 def test_nothing_is_captured_while_serving_and_nothing_moves():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -66,7 +65,7 @@ class PagedAttention:
     def __init__(self, others: AttentionBackend, decode: Decode) -> None:
         self.cache = others.cache
         self._others = others
-        self._decode: Any = decode
+        self._decode = decode
         self._is_decode = False
         """Whether the step that was prepared last is ours."""
 
