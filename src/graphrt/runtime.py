@@ -290,7 +290,8 @@ class Runtime:
         if chosen:
             in_order = [item for item in self.plan.capture_order if item in chosen]
             try:
-                with old_heap_aside(), self._capturing() as check_interrupt:
+                # In this order, Ctrl-C is held back where the heap is put aside and thawed.
+                with self._capturing() as check_interrupt, old_heap_aside():
                     ticker = _Ticker(None, 2 * len(in_order), check_interrupt)
                     self._capture(in_order, "current", ticker)
             finally:
