@@ -341,6 +341,28 @@ def test_a_window_whose_kernels_cannot_be_labelled_is_closed_again(fake, annotat
     window.end()
 
 
+@pytest.mark.parametrize(
+    "step", ["resolve_pending_annotations", "remap_to_exec_graph", "count_nodes"]
+)
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError, KeyboardInterrupt])
+def test_a_debug_window_that_cannot_be_looked_at_leaves_nothing_behind(
+    fake, annotations, monkeypatch, step, kind
+):
+    device = debug_device()
+
+    def fails(*graph: Any) -> Any:
+        raise kind("the bindings are of another release")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private if step == "count_nodes" else annotations, step, fails)
+        window = open_window(fake, device)
+        fake.num_kernels = 3
+        with pytest.raises(kind, match="another release") as caught:
+            window.end()
+    assert not hasattr(caught.value, "__notes__"), caught.value.__notes__
+    check_undone(fake, device)
+
+
 def test_an_aborted_or_empty_window_labels_nothing(fake, annotations):
     device = debug_device()
     fake_window = open_window(fake, device)

@@ -174,10 +174,13 @@ class CUDARecording:
     def end(self, allow_empty: bool = False) -> CUDADeviceGraph:
         """Close the window and instantiate what it recorded."""
         assert self.is_open, "a window is ended once"
+        if self._labels is not None:
+            try:
+                self._labels.close()
+            except BaseException as error:  # noqa: BLE001  Nobody else closes this window now.
+                raise self.abort(error)  # noqa: B904  It is the same error, or has it as its cause.
         self._close()
         try:
-            if self._labels is not None:
-                self._labels.close()
             is_empty = self._capture_end()
         except RuntimeError as error:
             raise self._refused(error)  # noqa: B904  It has its cause.
@@ -191,11 +194,15 @@ class CUDARecording:
                 found="an empty graph",
                 do="launch on the capture stream and device, and capture something that computes",
             )
-        if self._labels is not None and not is_empty:
-            self._labels.follow(self._graph)
         num_nodes = 0 if is_empty else None
-        if self._device.debug and not is_empty:
-            num_nodes = private.count_nodes(self._graph.raw_cuda_graph())
+        try:
+            if self._labels is not None and not is_empty:
+                self._labels.follow(self._graph)
+            if self._device.debug and not is_empty:
+                num_nodes = private.count_nodes(self._graph.raw_cuda_graph())
+        except BaseException as error:  # noqa: BLE001  Nobody else has this graph to reset it.
+            self._graph.reset()
+            raise translate(error)  # noqa: B904  It is the same error, or has it as its cause.
         return CUDADeviceGraph(
             self._device,
             self._graph,
