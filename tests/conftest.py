@@ -1,8 +1,10 @@
-"""What every lane shares: where the reference vectors and traces lie."""
+"""What every lane shares: where reference vectors and traces lie, and a Ctrl-C that arrives."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,18 @@ def shared() -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_arrive() -> Iterator[None]:
+    """A shell without job control starts what runs in the background with Ctrl-C ignored.
+
+    Python then installs no handler of its own, and the tests that send themselves one wait for a
+    ``KeyboardInterrupt`` in vain.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
