@@ -59,6 +59,8 @@ class StreamTable:
         """Take the name of ``stream`` away, if it has one; the ring may hand it out again."""
         if self._by_name.get(stream.name) is stream:
             del self._by_name[stream.name]
+            # The ring gives the handle to others too, who are not to be known by this name.
+            del self._by_handle[stream.torch_stream.cuda_stream]
 
     def current(self) -> CUDAStream:
         """The calling thread's current stream; a stream of somebody else's is named by handle."""
