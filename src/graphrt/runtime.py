@@ -274,8 +274,10 @@ class Runtime:
         Programs that serve go on, and nobody asks here whether a tensor they read has moved. As in
         ``capture()``, a key serves only after its first replay was right; outputs of steps end;
         errors are raised or, with ``on_capture_error="skip"``, kept, and after three in a row no
-        other key is tried. A scope's collections leave out what lives already, so that the call
-        takes about as long as a warm-up, a capture and a comparison with eager.
+        other key is tried. A scope's collections leave the old heap out, so that the call
+        takes about as long as a warm-up, a capture and a comparison with eager. If the model's host
+        state changes between two parts, later verifications start from a new picture of it, in
+        which a memo of an earlier warm-up counts as state.
 
         Errors: as ``capture()``; ``ConfigError`` for an ``at_most`` below 1.
         """

@@ -557,6 +557,23 @@ def test_bug_class_17_a_part_collects_what_it_made_and_not_the_old_heap(monkeypa
 
 
 @pytest.mark.usefixtures("thawed")
+def test_bug_class_17_what_dies_between_parts_goes_while_it_is_young():
+    """One part ages all that lives, so garbage that it met would outlive the whole series."""
+    with RuntimeLab() as lab:
+        kept = Cycle()
+        gc.collect()
+        old, kept = weakref.ref(kept), None
+        left = len(lab.runtime.plan.capture_order)
+        while left:
+            died = [weakref.ref(Cycle()) for _ in range(5)]
+            left = lab.runtime.capture_next()
+            assert not any(ref() for ref in died)
+        assert old() is not None, "the whole heap was collected"
+        gc.collect()
+        assert old() is None
+
+
+@pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize("fails", [False, True])
 def test_bug_class_17_the_collector_is_left_as_it_was(fails):
     model = FailsAt(8) if fails else Toy()

@@ -36,6 +36,10 @@ def old_heap_aside() -> Iterator[None]:
     if is_heap_frozen():
         yield
         return
+    if gc.isenabled():  # Else the process chooses when to collect.
+        # To thaw is to make old, and the old are seldom looked at: what has died since the last
+        # time goes while it is young, or a series of calls would pile it up.
+        gc.collect(1)
     aside = _Aside()
     gc.callbacks.append(aside)
     try:
