@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from flashinfer_builds import FlashInferBuilds
 
 from graphrt.device.cuda import CUDADevice
 
@@ -20,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"tests/gpu needs a CUDA device; torch {torch.__version__} sees none. "
             "Without a GPU run tests/pure, tests/simulated and tests/architecture."
         )
+    config.pluginmanager.register(FlashInferBuilds())
 
 
 @pytest.fixture(scope="session", autouse=True)
