@@ -45,7 +45,7 @@ def layer(rows: int, width: int, outputs: int, has_bias: bool, dtype: torch.dtyp
     return Layer(
         normal(rows, width, dtype=dtype),
         normal(width, dtype=dtype),
-        normal(outputs, width, dtype=dtype) / width**0.5,
+        (normal(outputs, width, dtype=dtype) / width**0.5).t(),
         normal(outputs, dtype=dtype) if has_bias else None,
     )
 
@@ -82,12 +82,12 @@ def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_product_writes_only_its_own_rows(rows):
-    weight = normal(40, 96, dtype=torch.bfloat16)
+    weight = normal(40, 96, dtype=torch.bfloat16).t()
     wide = torch.full((rows + 2, 64), 7.0, device=CUDA, dtype=torch.bfloat16)
     out = wide[1 : rows + 1, :40]
     x = normal(rows, 200, dtype=torch.bfloat16)[:, :96]
     few_rows.product(x, weight, None, out)
-    product_close(out, x.double() @ weight.double().t())
+    product_close(out, x.double() @ weight.double())
     wide[1 : rows + 1, :40] = 7.0
     assert wide.eq(7.0).all()
 

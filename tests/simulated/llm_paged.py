@@ -92,4 +92,5 @@ def attention(
 ) -> Tensor:
     """Store keys and values, as a model does, then attend."""
     backend.cache.slots[layer_index].index_copy_(0, attn.slot_mapping, kv)
-    return attend(backend, layer_index, q, kv, attn, shared, out=out)
+    heads = torch.cat((q, kv.flatten(1, 2)), 1)
+    return attend(backend, layer_index, heads, attn, shared, out=out)

@@ -128,9 +128,9 @@ def test_a_piece_and_the_largest_batch_are_prepared_without_a_live_one(wrappers)
     backend = make_attention("flashinfer", random_cache(), LIMITS)
     for num_tokens in (1, 3, LIMITS.max_num_batched_tokens):
         backend.prepare_for_capture(BatchDescriptor(num_tokens))
-        q = torch.zeros(num_tokens, 4, 16, dtype=torch.float64)
-        out = attend(backend, 0, q, q, None)
-        assert out.shape == q.shape
+        heads = torch.zeros(num_tokens, 4 + 2 * 2, 16, dtype=torch.float64)
+        out = attend(backend, 0, heads, None)
+        assert out.shape == (num_tokens, 4, 16)
 
 
 def test_it_serves_decode_graphs_only(wrappers):

@@ -12,6 +12,13 @@ from graphrt_llm.kernels.launching import ALIGNMENT, Launcher
 GRID = (2, 3, 1)
 
 
+STREAM = 77
+
+
+def stream_of(device_index: int | None) -> int:
+    return STREAM
+
+
 class Kernel:
     """Stands in for a ``triton.jit`` function and for what it compiles."""
 
@@ -28,11 +35,18 @@ class Kernel:
 
 
 class Compiled:
+    function = "function"
+    packed_metadata = "metadata"
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *args: self.kernel.launches.append((grid, args))
+    def run(self, x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        assert (stream, function) == (STREAM, self.function)
+        metadata, launch_metadata, enter_hook, exit_hook, *arguments = args
+        assert metadata == self.packed_metadata
+        assert launch_metadata is enter_hook is exit_hook is None
+        self.kernel.launches.append(((x, y, z), arguments))
 
 
 def tensor(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,7 +55,7 @@ def tensor(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_the_second_launch_of_a_variant_compiles_nothing():
     kernel = Kernel()
-    launch = Launcher(kernel)
+    launch = Launcher(kernel, stream_of)
     first, second = tensor(), tensor()
     launch(GRID, (first,), (5, 0.5), (8, True), 4)
     launch((7, 1, 1), (second,), (5, 0.5), (8, True), 4)
@@ -50,8 +64,7 @@ def test_the_second_launch_of_a_variant_compiles_nothing():
     ]
     ((grid, args),) = kernel.launches
     assert grid == (7, 1, 1)
-    assert args[0] is second
-    assert args[1:] == (5, 0.5, 8, True)
+    assert args == [second.data_ptr(), 5, 0.5, 8, True]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,7 @@ def test_the_second_launch_of_a_variant_compiles_nothing():
 )
 def test_whatever_triton_specialises_on_is_another_variant(tensors, numbers, constants, num_warps):
     kernel = Kernel()
-    launch = Launcher(kernel)
+    launch = Launcher(kernel, stream_of)
     launch(GRID, (tensor(), tensor()), (5,), (8,), 4)
     launch(GRID, tensors, numbers, constants, num_warps)
     assert len(kernel.compilations) == 2
@@ -77,7 +90,7 @@ def test_whatever_triton_specialises_on_is_another_variant(tensors, numbers, con
 
 def test_a_pointer_that_is_not_aligned_is_left_to_triton():
     kernel = Kernel()
-    launch = Launcher(kernel)
+    launch = Launcher(kernel, stream_of)
     aligned = tensor()
     assert aligned.data_ptr() % ALIGNMENT == 0
     for _ in range(2):
@@ -85,3 +98,20 @@ def test_a_pointer_that_is_not_aligned_is_left_to_triton():
         launch(GRID, (aligned[1:],), (5,), (8,), 4)
     assert len(kernel.compilations) == 3
     assert len(kernel.launches) == 1
+
+
+def test_what_triton_interprets_is_asked_for_anew_each_time():
+    class Interpreted:
+        num_launches = 0
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self.launch
+
+        def launch(self, *args: Any, num_warps: int) -> None:
+            self.num_launches += 1
+
+    kernel = Interpreted()
+    launch = Launcher(kernel, stream_of)
+    for _ in range(2):
+        launch(GRID, (tensor(),), (), (8,), 4)
+    assert kernel.num_launches == 2

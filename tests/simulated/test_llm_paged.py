@@ -44,12 +44,12 @@ class Recorded:
         self.calls.append("begin")
         return ()
 
-    def forward(self, layer: int, q: Any, kv: Any, attn: Any, shared: Any, out: Any) -> None:
+    def forward(self, layer: int, heads: Any, attn: Any, shared: Any, out: Any) -> None:
         self.calls.append("forward")
         out.fill_(2)
 
-    def decode(self, q: Any, layer: Any, tables: Any, lengths: Any, out: Any) -> None:
-        self.calls.append(f"decode {len(q)}")
+    def decode(self, heads: Any, layer: Any, tables: Any, lengths: Any, out: Any) -> None:
+        self.calls.append(f"decode {len(heads)}")
         out.fill_(1)
 
 
@@ -58,11 +58,12 @@ def live(*query_lens: int) -> AttentionMetadata:
 
 
 def run(backend: PagedAttention, num_rows: int, num_requests: int) -> torch.Tensor:
-    q = torch.zeros(num_rows, CONFIG.num_heads, CONFIG.head_dim)
+    num_heads = CONFIG.num_heads + 2 * CONFIG.num_kv_heads
+    heads = torch.zeros(num_rows, num_heads, CONFIG.head_dim)
     attn = AttentionInputs(*(torch.zeros(num_requests, dtype=torch.int64) for _ in range(4)))
-    out = torch.full(q.shape, torch.nan)
+    out = torch.full((num_rows, CONFIG.num_heads, CONFIG.head_dim), torch.nan)
     shared = backend.begin(attn.seq_lens, attn)
-    backend.forward(0, q, q, attn, shared, out)
+    backend.forward(0, heads, attn, shared, out)
     return out
 
 
@@ -155,13 +156,14 @@ def test_without_a_gpu_it_is_refused_and_not_chosen():
 
 
 def by_formula(
-    q: torch.Tensor,
+    heads: torch.Tensor,
     layer: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """What the kernel computes, in shapes that a graph can hold."""
+    q = heads[:, : out.shape[1]]
     keys, values = layer[tables[: len(q)]].flatten(1, 2).unbind(2)
     group = q.shape[1] // keys.shape[2]
     keys, values = (part.repeat_interleave(group, 2) for part in (keys, values))
@@ -178,9 +180,9 @@ def test_under_every_policy_an_engine_gives_the_other_backend_s_tokens(mode, mon
     wish = replace(wish, runtime=replace(wish.runtime, compilation=compilation))
     decoded: list[int] = []
 
-    def decode(q: torch.Tensor, *others: torch.Tensor) -> None:
-        decoded.append(len(q))
-        by_formula(q, *others)
+    def decode(heads: torch.Tensor, *others: torch.Tensor) -> None:
+        decoded.append(len(heads))
+        by_formula(heads, *others)
 
     def served() -> list[list[int]]:
         with LLMEngine.tiny(wish) as engine:

@@ -97,8 +97,7 @@ class AttentionBackend(Protocol):
     def forward(
         self,
         layer_index: int,
-        q: Tensor,
-        kv: Tensor,
+        heads: Tensor,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
         out: Tensor,
@@ -110,26 +109,28 @@ class AttentionBackend(Protocol):
 def attend(
     backend: AttentionBackend,
     layer_index: int,
-    q: Tensor,
-    kv: Tensor,
+    heads: Tensor,
     attn: AttentionInputs,
     shared: tuple[Tensor, ...] = (),
     out: Tensor | None = None,
 ) -> Tensor:
     """One layer's attention of new tokens, each over its request up to its own position.
 
-    Shapes:   ``q`` [tokens, num_heads, head_dim]; ``kv`` [tokens, 2, num_kv_heads, head_dim], keys
-              then values; ``shared`` what ``begin`` returned; result as ``q``, contiguous.
+    Shapes:   ``heads`` [tokens, num_heads + 2 * num_kv_heads, head_dim]: a token's queries, keys
+              and values; ``shared`` what ``begin`` returned; result [tokens, num_heads, head_dim].
     Aliasing: the result is ``out`` where given. Rows beyond the real tokens are finite and mean
               nothing.
 
-    ``kv`` is in the cache already, at ``attn.slot_mapping``: storing it needs no plan, so it stands
-    in the graph and not in the gap. A function and not a method, so that a PIECEWISE program is cut
-    here for every backend.
+    Keys and values are in the cache already, at ``attn.slot_mapping``: storing them needs no plan,
+    so it stands in the graph and not in the gap. What they lie in is handed over whole, because
+    each part of it would be an operation, also for a backend that takes none. A function and not a
+    method, so that a PIECEWISE program is cut here for every backend.
     """
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    backend.forward(layer_index, q, kv, attn, shared, out)
+        num_heads = backend.cache.config.num_heads
+        shape = (heads.shape[0], num_heads, heads.shape[2])
+        out = torch.empty(shape, dtype=heads.dtype, device=heads.device)
+    backend.forward(layer_index, heads, attn, shared, out)
     return out
 
 

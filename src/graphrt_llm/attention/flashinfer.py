@@ -206,17 +206,18 @@ class FlashInferAttention:
     def forward(
         self,
         layer_index: int,
-        q: Tensor,
-        kv: Tensor,
+        heads: Tensor,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
         out: Tensor,
     ) -> None:
-        count = self._num_tokens
+        count, q = self._num_tokens, heads[:, : self.cache.config.num_heads]
+        if count == out.shape[0]:
+            self._wrapper.run(q, self._layers[layer_index], out=out)
+            return
         self._wrapper.run(q[:count], self._layers[layer_index], out=out[:count])
         # Rows without a token would carry whatever lay in this memory, NaN included, onwards.
-        if count < len(out):
-            out[count:].zero_()
+        out[count:].zero_()
 
     def _prepare(
         self,

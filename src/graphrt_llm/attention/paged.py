@@ -30,7 +30,7 @@ is as fast, and has to be planned."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 Decode = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""(q, cache of a layer, block tables, lengths, out): see ``kernels.paged_decode.PagedDecode``."""
+"""(heads, cache of a layer, block tables, lengths, out): see ``kernels.paged_decode``."""
 
 
 def obstacle(cache: KVCache) -> Obstacle | None:
@@ -97,23 +97,23 @@ class PagedAttention:
     def forward(
         self,
         layer_index: int,
-        q: Tensor,
-        kv: Tensor,
+        heads: Tensor,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
         out: Tensor,
     ) -> None:
         if not self._is_decode:
-            self._others.forward(layer_index, q, kv, attn, shared, out)
+            self._others.forward(layer_index, heads, attn, shared, out)
             return
         # One token a request: row i of the batch is request i. Padded rows have no length; rows
         # that are no request's are padding of a PIECEWISE graph, and have to be finite.
         layer, (_, _, tables, lengths) = self.cache.layers[layer_index], attn
-        rows = min(len(q), len(lengths), MAX_REQUESTS)
-        if rows == len(q):
-            self._decode(q, layer, tables, lengths, out)
+        num_tokens = heads.shape[0]
+        rows = min(num_tokens, lengths.shape[0], MAX_REQUESTS)
+        if rows == num_tokens:
+            self._decode(heads, layer, tables, lengths, out)
         else:
-            self._decode(q[:rows], layer, tables, lengths, out[:rows])
+            self._decode(heads[:rows], layer, tables, lengths, out[:rows])
             out[rows:].zero_()
 
 

@@ -98,16 +98,18 @@ class SdpaAttention:
     def forward(
         self,
         layer_index: int,
-        q: Tensor,
-        kv: Tensor,
+        heads: Tensor,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
         out: Tensor,
     ) -> None:
+        num_heads = self.cache.config.num_heads
+        q = heads[:, :num_heads]
         if shared:
             tables, mask = shared
             self._attend_together(layer_index, q, tables, mask, out)
         else:
+            kv = heads[:, num_heads:].unflatten(1, self._kv_shape[:2])
             self._attend_live(layer_index, q, kv, attn, out)
 
     def _attend_live(

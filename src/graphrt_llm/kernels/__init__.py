@@ -20,7 +20,9 @@ from graphrt_llm.kernels import eager
 class Kernels(NamedTuple):
     """One implementation. A model picks it once, when it is made.
 
-    Matrices are stored as ``F.linear`` takes them: ``weight`` [out, in], ``bias`` [out] or None.
+    Matrices are ``weight`` [in, out], in memory the transpose of that, so that what belongs to an
+    output is contiguous; ``bias`` [out] or None. As a parameter of this shape a matrix needs no
+    view of its own at each product.
     """
 
     name: str
@@ -29,7 +31,7 @@ class Kernels(NamedTuple):
 
     Each row over its root mean square, times ``norm``, through the matrix."""
     norm_gate: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    """(x [rows, in], norm [in], eps, weight [2 * out, in], bias) -> silu(gate) * up [rows, out].
+    """(x [rows, in], norm [in], eps, weight [in, 2 * out], bias) -> silu(gate) * up [rows, out].
 
     Gate and up are the halves of ``norm_linear``'s result."""
     add_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from graphrt_llm.models.rotary import rotate
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias)
+    return linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias)
 
 
 def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -19,7 +24,7 @@ def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor 
 
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     # The product adds to its own result: no addition is a launch of its own.
-    residual.addmm_(x, weight.t())
+    residual.addmm_(x, weight)
     if bias is not None:
         residual.add_(bias)
 

@@ -131,9 +131,10 @@ _WIDE = {1: Tiling(8, 512, 2), 2: Tiling(8, 512, 4), 4: Tiling(4, 256, 2)}
 
 def serves(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
     """Whether this is the faster way to put ``x`` [rows, width] through ``weight``."""
-    if not 0 < len(x) <= MAX_ROWS:
+    num_rows = x.shape[0]
+    if not 0 < num_rows <= MAX_ROWS:
         return False
-    rows = triton.next_power_of_2(len(x))
+    rows = triton.next_power_of_2(num_rows)
     share = GATED_SHARE if is_gated and rows > 1 else 1
     return weight.numel() <= MAX_ELEMENTS[rows] // share
 
@@ -152,9 +153,9 @@ def product(
     """Write to ``out`` [rows, outputs], or add to it, ``x`` [rows, width] through ``weight``.
 
     ``norm`` [width]: each row of ``x`` is first divided by its root mean square and multiplied by
-    it. ``is_gated``: ``weight`` [2 * outputs, width] holds gate, then up; the result is
-    silu(gate) * up. At most ``MAX_ROWS`` rows. Matrices are contiguous; rows of ``x`` and ``out``
-    may be apart.
+    it. ``is_gated``: ``weight`` [width, 2 * outputs] holds gate, then up; the result is
+    silu(gate) * up. At most ``MAX_ROWS`` rows. Matrices are as ``Kernels`` says; rows of ``x`` and
+    ``out`` may be apart.
     """
     num_rows, width = x.shape
     num_outputs = out.shape[1]

@@ -11,12 +11,12 @@ with launches of their own before and behind it. All of it is computed in float3
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphrt_llm.kernels import few_rows
+from graphrt_llm.kernels import eager, few_rows
+from graphrt_llm.kernels.eager import linear
 from graphrt_llm.kernels.launching import Launcher
 
 MAX_BLOCK = 1024
@@ -111,18 +111,18 @@ _launch_turn_and_store = Launcher(triton.jit(_turn_and_store))
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
     if few_rows.serves(x, weight):
-        out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+        out = torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
         few_rows.product(x, weight, bias, out, norm=norm, eps=eps)
         return out
-    return F.linear(_normed(x, norm, eps), weight, bias)
+    return linear(_normed(x, norm, eps), weight, bias)
 
 
 def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+    out = torch.empty((x.shape[0], weight.shape[1] // 2), dtype=x.dtype, device=x.device)
     if few_rows.serves(x, weight, is_gated=True):
         few_rows.product(x, weight, bias, out, norm=norm, eps=eps, is_gated=True)
         return out
-    gate_up = F.linear(_normed(x, norm, eps), weight, bias)
+    gate_up = linear(_normed(x, norm, eps), weight, bias)
     rows, width = out.shape
     block = min(MAX_BLOCK, _power_of_2(width))
     _launch_silu_mul((rows, -(-width // block), 1), (gate_up, out), (width,), (block,), 4)
@@ -133,9 +133,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
     if few_rows.serves(x, weight):
         few_rows.product(x, weight, bias, residual, adds=True)
         return
-    residual.addmm_(x, weight.t())
-    if bias is not None:
-        residual.add_(bias)
+    eager.add_linear(residual, x, weight, bias)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,8 +6,10 @@ decode step run. A model asks for the same few variants all the time: they are l
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,16 +19,29 @@ ALIGNMENT = 16
 Grid = tuple[int, int, int]
 
 
+class _Variant(NamedTuple):
+    """A compiled kernel, as Triton's own launch of it takes it apart."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+
+
 class Launcher:
     """Launches ``kernel``, a ``triton.jit`` function: tensors first, then numbers, then constants.
 
     What Triton specialises on is in the look-up: dtypes, alignment, device, and the value of every
-    number and constant. Its global knobs are not: they are read at a variant's first launch.
+    number and constant. So numbers are those of a model and not of a batch, or marked
+    ``do_not_specialize`` and few. Triton's knobs are read at a variant's first launch, and its
+    launch hooks hear of that one only.
+
+    ``stream_of(device_index)``: the handle of a device's current stream. None: Triton's own.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, stream_of: Callable[[int | None], int] | None = None) -> None:
         self._kernel = kernel
-        self._variants: dict[Hashable, Any] = {}
+        self._stream_of = stream_of
+        self._variants: dict[Hashable, _Variant] = {}
 
     def __call__(
         self,
@@ -37,18 +52,40 @@ class Launcher:
         num_warps: int,
     ) -> None:
         """Launch on the current stream of the current device, where ``tensors`` lie."""
-        addresses = 0
-        for tensor in tensors:
-            addresses |= tensor.data_ptr()
-        if addresses % ALIGNMENT:
-            self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps)
-            return
-        dtypes = [tensor.dtype for tensor in tensors]
-        variant = (numbers, constants, num_warps, tensors[0].device, *dtypes)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        device = tensors[0].device
+        variant = (numbers, constants, num_warps, device, *[tensor.dtype for tensor in tensors])
         compiled = self._variants.get(variant)
-        if compiled is None:
-            # Compiles, launches, and returns what was compiled.
-            launched = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps)
-            self._variants[variant] = launched
-        else:
-            compiled[grid](*tensors, *numbers, *constants)
+        if compiled is None or reduce(or_, addresses) % ALIGNMENT:
+            self._launch_by_triton(variant, grid, addresses, tensors)
+            return
+        # Addresses instead of tensors: Triton would ask each for it, and the driver for its kind.
+        compiled.run(
+            *grid,
+            self._stream_of(device.index),  # type: ignore[misc]  # set with the first variant
+            compiled.function,
+            compiled.metadata,
+            None,
+            None,
+            None,
+            *addresses,
+            *numbers,
+            *constants,
+        )
+
+    def _launch_by_triton(
+        self, variant: Any, grid: Grid, addresses: list[int], tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Compile if need be, launch, and keep what was compiled if others may take it."""
+        numbers, constants, num_warps, *_ = variant
+        compiled = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps)
+        # What is not aligned is another variant; and Triton's interpreter compiles nothing.
+        if compiled is None or reduce(or_, addresses) % ALIGNMENT:
+            return
+        if self._stream_of is None:
+            from triton.runtime import driver
+
+            self._stream_of = driver.active.get_current_stream
+        self._variants[variant] = _Variant(
+            compiled.run, compiled.function, compiled.packed_metadata
+        )

@@ -164,20 +164,22 @@ class PagedDecode:
             self._finished = torch.zeros(shape[:2], dtype=torch.int32, device=cache.device)
 
     def __call__(
-        self, q: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor
+        self, heads: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor
     ) -> None:
         """Write to ``out`` the attention of each query over its row's first ``seq_lens`` tokens.
 
-        Shapes: ``q`` [rows, num_heads, head_dim], rows may be apart; ``cache`` as at construction;
-                ``block_tables`` [>= rows, max_blocks]; ``seq_lens`` [>= rows]; ``out`` as ``q``,
-                contiguous. A length of 0 gives zeros.
+        Shapes: ``heads`` [rows, >= num_heads, head_dim], a row's queries first, rows may be apart;
+                ``cache`` as at construction; ``block_tables`` [>= rows, max_blocks]; ``seq_lens``
+                [>= rows]; ``out`` [rows, num_heads, head_dim], contiguous. A length of 0 gives
+                zeros.
         """
-        assert len(q) <= self.max_rows, "the scratch memory has room for no more rows"
+        num_rows = heads.shape[0]
+        assert num_rows <= self.max_rows, "the scratch memory has room for no more rows"
         scratch = (self._parts, self._weights, self._finished)
         _launch_decode(
-            (len(q), self._num_kv_heads, NUM_SPLITS),
-            (q, cache, block_tables, seq_lens, out, *scratch),
-            (q.stride(0), block_tables.stride(0), self._scale),
+            (num_rows, self._num_kv_heads, NUM_SPLITS),
+            (heads, cache, block_tables, seq_lens, out, *scratch),
+            (heads.stride(0), block_tables.stride(0), self._scale),
             self._constants,
             NUM_WARPS,
         )

@@ -45,18 +45,18 @@ class Projection(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features = out_features
-        rows = sum(out_features)
-        self.weight = _parameter((rows, in_features), dtype, device)
-        self.bias = _parameter((rows,), dtype, device) if bias else None
+        outputs = sum(out_features)
+        self.weight = _matrix(in_features, outputs, dtype, device)
+        self.bias = _parameter((outputs,), dtype, device) if bias else None
 
     @property
     def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Weight [out, in] and bias [out]."""
+        """Weight [in, out] and bias [out], as the kernels take them."""
         return self.weight, self.bias
 
     def checkpoint_tensors(self, *names: str) -> Iterator[CheckpointTensor]:
         """The parts, in order of rows, as ``name.weight`` and ``name.bias``."""
-        yield from _rows([f"{name}.weight" for name in names], self.out_features, self.weight)
+        yield from _rows([f"{name}.weight" for name in names], self.out_features, self.weight.t())
         if self.bias is not None:
             yield from _rows([f"{name}.bias" for name in names], self.out_features, self.bias)
 
@@ -106,15 +106,13 @@ class DecoderLayer(nn.Module):
         shared: tuple[Tensor, ...],
     ) -> None:
         """Update ``residual`` [tokens, hidden_size] in place."""
-        num_tokens = len(residual)
+        num_tokens = residual.shape[0]
         kernels = self.kernels
         heads = kernels.norm_linear(residual, self.attention_norm, self.eps, *self.qkv.matrix)
-        # Queries, keys and values lie side by side in every token, so parts of it are views.
         heads = heads.view(num_tokens, -1, rotation.shape[-1])
         slots = backend.cache.slots[self.index]
         kernels.turn_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
-        kv = heads[:, self.num_heads :].view(num_tokens, 2, -1, rotation.shape[-1])
-        attended = attend(backend, self.index, heads[:, : self.num_heads], kv, attn, shared)
+        attended = attend(backend, self.index, heads, attn, shared)
         kernels.add_linear(residual, attended.view(num_tokens, -1), *self.attention_out.matrix)
 
         gated = kernels.norm_gate(residual, self.mlp_norm, self.eps, *self.gate_up.matrix)
@@ -199,7 +197,7 @@ class CausalLM(nn.Module):
             layer(residual, rotation, backend, attn, shared)
         last = residual.index_select(0, logits_indices)
         eps = self.config.rms_norm_eps
-        return self.kernels.norm_linear(last, self.norm, eps, self.lm_head, None)
+        return self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the model under its name in a HF checkpoint, tied ones once."""
@@ -214,6 +212,14 @@ class CausalLM(nn.Module):
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def _matrix(
+    in_features: int, out_features: int, dtype: torch.dtype, device: Device
+) -> nn.Parameter:
+    """[in, out], of which each column is contiguous: a checkpoint's [out, in] is its transpose."""
+    stored = torch.empty((out_features, in_features), dtype=dtype, device=device)
+    return nn.Parameter(stored.t(), requires_grad=False)
 
 
 def _whole(name: str, parameter: Tensor) -> CheckpointTensor:
