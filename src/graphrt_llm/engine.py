@@ -244,17 +244,27 @@ class LLMEngine:
 
         Whatever needs more blocks than are free waits.
         """
-        if self._flights:
-            # The capture may write over the graph storage that the next step's input lies in.
-            flight = self._flights[-1]
-            tokens = flight.unread.tokens.clone()
-            self._flights[-1] = flight._replace(unread=flight.unread._replace(tokens=tokens))
         wanted = None
         if batch is not None:
             wanted = self.runtime.key_for(batch.num_tokens, uniform=batch.uniform)
-        before = self._num_missing
-        self._num_missing = self.runtime.capture_next(first=wanted, allow=self._examples.can_fill)
-        return self._num_missing < before
+        is_tried = False
+
+        def allow(key: BatchDescriptor) -> bool:
+            nonlocal is_tried
+            is_tried = self._examples.can_fill(key)
+            if is_tried:  # It is captured next, and no other one in this call.
+                self._keep_tokens()
+            return is_tried
+
+        self._num_missing = self.runtime.capture_next(first=wanted, allow=allow)
+        return is_tried
+
+    def _keep_tokens(self) -> None:
+        """Take the next step's input out of graph storage, which a capture may write over."""
+        if self._flights:
+            flight = self._flights[-1]
+            tokens = flight.unread.tokens.clone()
+            self._flights[-1] = flight._replace(unread=flight.unread._replace(tokens=tokens))
 
     def _launch(self, batch: ScheduledBatch) -> _Flight:
         """Run and sample ``batch``; nothing here waits for the device."""

@@ -149,6 +149,34 @@ def test_a_launched_step_outlives_the_capture_that_comes_after_it(mode):
         assert True in was_overwritten
 
 
+def test_a_launched_step_s_tokens_are_copied_for_a_capture_alone():
+    with LLMEngine.tiny(by_priority("FULL_DECODE_ONLY", overlap=True)) as engine:
+        launch, launched, are_its_own = engine._launch, [], []
+
+        def watched(batch):
+            if engine._flights:
+                tokens = engine._flights[-1].unread.tokens
+                are_its_own.append(tokens is launched[-1].unread.tokens)
+            launched.append(launch(batch))
+            return launched[-1]
+
+        engine._launch = watched
+        allocator = engine.scheduler.seats.allocator
+        held = allocator.allocate(allocator.num_free - 1)
+        engine.add_request(prompt(0, 1), SamplingParams(max_tokens=30))
+        for _ in range(4):
+            engine.step()
+        # The request has the one free block, so no graph could be captured.
+        assert are_its_own == [True] * 3
+        assert len(engine.runtime.report().graphs) == 0
+        allocator.free(held)
+        while engine.has_unfinished():
+            engine.step()
+        num_graphs = len(engine.runtime.report().graphs)
+        assert are_its_own.count(False) > 0
+        assert are_its_own.count(False) <= num_graphs
+
+
 def test_a_batch_s_own_graph_comes_first_and_serves_it():
     with LLMEngine.tiny(by_priority()) as engine:
         engine.add_request(prompt(0, 3), SamplingParams(max_tokens=4))
