@@ -106,8 +106,10 @@ class LLMEngine:
         self._arrivals = itertools.count()
         # Launched, oldest first, their tokens not read: at most one between two calls of step.
         self._flights: deque[_Flight] = deque()
-        # Not returned yet: a step may fail after it has booked the tokens of another.
+        # Not returned yet: a step may fail after it has booked the tokens of another, or after
+        # requests have lost their blocks to it.
         self._landed: list[RequestOutput] = []
+        self._num_preempted = 0
         self._is_closed = False
 
     @property
@@ -197,11 +199,14 @@ class LLMEngine:
         return request_id
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished()
+        """Whether ``step`` has tokens to compute, or to return that a failed one left behind."""
+        return self.scheduler.has_unfinished() or bool(self._landed)
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now; its tokens so far stay valid. Errors: ``UnknownRequestError``."""
-        return self.scheduler.abort(request_id)
+        output = self.scheduler.abort(request_id)
+        self._landed = [landed for landed in self._landed if landed.request_id != request_id]
+        return output
 
     def step(self) -> StepResult:
         """Advance the batch by one step: one token for each request that decodes, and prompts.
@@ -216,6 +221,8 @@ class LLMEngine:
         if self._flights and self.scheduler.would_preempt():
             self._land()
         batch = self.scheduler.schedule()
+        if batch is not None:
+            self._num_preempted += len(batch.preempted)
         has_captured = self._num_missing > 0 and self._capture_next(batch)
         if batch is not None and not self.overlap:
             token_ids = self._launch(batch).readback.wait()
@@ -228,15 +235,16 @@ class LLMEngine:
             while len(self._flights) > (batch is not None and not has_captured):
                 self._land()
         outputs, self._landed = tuple(self._landed), []
+        num_preempted, self._num_preempted = self._num_preempted, 0
         if batch is None:
-            return StepResult(outputs, 0, 0, False, None, 0)
+            return StepResult(outputs, 0, 0, False, None, num_preempted)
         return StepResult(
             outputs=outputs,
             num_tokens=batch.num_tokens,
             num_reqs=batch.num_reqs,
             uniform=batch.uniform,
             decision=self.runtime.last_decision,
-            num_preempted=len(batch.preempted),
+            num_preempted=num_preempted,
         )
 
     def _capture_next(self, batch: ScheduledBatch | None) -> bool:
@@ -319,9 +327,11 @@ class LLMEngine:
         return list(tokens.values())
 
     def abort_all(self) -> None:
-        """End every unfinished request now."""
+        """End every unfinished request now. What no step has returned yet is dropped."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.abort(request.request_id)
+        self._landed = []
+        self._num_preempted = 0
 
     def top2_gap(self, token_ids: Sequence[int]) -> float:
         """How far apart the two largest logits after ``token_ids`` are, computed without graphs.

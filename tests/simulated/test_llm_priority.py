@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import replace
 
@@ -260,6 +260,92 @@ def test_a_capture_that_fails_changes_no_token(expected, overlap, skips):
         assert engine.runtime.report().missing == dict.fromkeys(failed, MissReason.CAPTURE_FAILED)
         assert not engine.capture().missing
         assert serve(engine, TRAFFIC)[:2] == expected
+
+
+@BOTH
+def test_preemptions_of_a_step_whose_capture_failed_are_told_by_the_next(overlap):
+    with LLMEngine.tiny(by_priority(overlap=overlap)) as engine:
+        add, step, requests = engine.scheduler.add, engine.step, []
+        engine.scheduler.add = lambda request: requests.append(request) or add(request)
+
+        def faulty():
+            with suppress(OSError), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine, "_capture_next", fails)
+                return step()
+            return step()
+
+        def fails(batch):
+            raise OSError("no capture")
+
+        engine.step = faulty
+        num_preempted = serve(engine, TRAFFIC)[2]
+        assert num_preempted == sum(request.num_preemptions for request in requests) > 0
+
+
+PREEMPTING = [prompt(index, 3) for index in range(4)], SamplingParams(max_tokens=20)
+"""Prompts and parameters of requests that the cache is too small for, all together."""
+
+
+def fail_once_landed(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the step fail that has booked, but not returned, the tokens of the one before."""
+    step = engine.runtime.step
+
+    def fails(*args, **options):
+        if engine._landed:
+            raise OSError("lost")
+        return step(*args, **options)
+
+    monkeypatch.setattr(engine.runtime, "step", fails)
+
+
+def test_tokens_that_a_failed_step_did_not_return_reach_no_later_request(monkeypatch):
+    with LLMEngine.tiny(config(overlap=True)) as engine:
+        served = engine.generate(*PREEMPTING)
+        with monkeypatch.context() as patch:
+            fail_once_landed(engine, patch)
+            with pytest.raises(OSError, match="lost"):
+                engine.generate(*PREEMPTING)
+        assert not engine.has_unfinished()
+        assert engine.generate(*PREEMPTING) == served
+
+
+def test_a_request_that_is_aborted_after_a_failed_step_has_no_token_to_come(monkeypatch):
+    with LLMEngine.tiny(config(overlap=True)) as engine:
+        names = [engine.add_request(tokens, PREEMPTING[1]) for tokens in PREEMPTING[0]]
+        with monkeypatch.context() as patch:
+            fail_once_landed(engine, patch)
+            with pytest.raises(OSError, match="lost"):
+                deque(iter(engine.step, None), 0)
+        engine.abort(names[0])
+        outputs = [output for _ in range(3) for output in engine.step().outputs]
+        assert {output.request_id for output in outputs} == {*names[1:]}
+
+
+def test_a_last_token_that_a_failed_step_did_not_return_is_still_to_come(monkeypatch):
+    [tokens] = [prompt(0, 3)]
+    with LLMEngine.tiny(config(overlap=False)) as engine:
+        [served] = engine.generate([tokens], SamplingParams(max_tokens=12))
+    stop = served[1]
+    assert stop != served[0]
+    with LLMEngine.tiny(by_priority(overlap=True)) as engine:
+        # Its second token finds no block free, so it has to be known before the next step.
+        allocator = engine.scheduler.seats.allocator
+        allocator.allocate(allocator.num_free - 1)
+        engine.add_request(tokens, SamplingParams(max_tokens=12, stop_token_ids=(stop,)))
+        outputs = [output for _ in range(2) for output in engine.step().outputs]
+
+        def fails(**options):
+            raise OSError("no capture")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runtime, "capture_next", fails)
+            with pytest.raises(OSError, match="no capture"):
+                engine.step()
+        assert not engine.scheduler.has_unfinished(), "the stop token was meant to end it"
+        while engine.has_unfinished():
+            outputs += engine.step().outputs
+        assert [token for output in outputs for token in output.new_token_ids] == served[:2]
+        assert outputs[-1].finish_reason is FinishReason.STOP
 
 
 # -- anything
