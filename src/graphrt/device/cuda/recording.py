@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -352,4 +352,6 @@ class CUDARecording:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # A window may end where a side stream is current; torch ends it on its own stream only.
+        if self._device.current_stream() is self._stream:
+            return nullcontext()
         return torch.cuda.stream(self._stream.torch_stream)
