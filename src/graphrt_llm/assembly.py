@@ -99,6 +99,8 @@ def assemble(
             resources=[AttentionResource(backend)],
             # Examples lie in blocks that no request holds, so these may be written over.
             sinks=[cache.tensor],
+            # Kernels of our own are launched past torch, which sees no use of what they are given.
+            holds=[cache.tensor, *backend.holds],
             observer=observer,
         )
     except BaseException:

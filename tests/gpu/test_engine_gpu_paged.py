@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from engines import LLAMA, QWEN
+from engines import LLAMA, QWEN, make_engine
 
 from graphrt_llm.attention.paged import MAX_REQUESTS, triton_decode
 from graphrt_llm.errors import AttentionBackendError
@@ -134,6 +134,17 @@ def test_there_is_scratch_for_as_many_requests_as_the_backend_takes():
     decode(q, cache.layers[0], tables, torch.tensor(lengths, device=CUDA), out)
     wanted = expected(q, cache.layers[0], tables, lengths)
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1e-2)
+
+
+def test_every_graph_keeps_the_kernel_s_scratch_and_the_cache():
+    """Torch sees no use of either: the kernels over them are launched by address."""
+    with make_engine(QWEN, "FULL_AND_PIECEWISE", backend="paged", sizes=(1, 8)) as engine:
+        attention = engine.runtime._model.model.attention
+        held = (attention.cache.tensor, *attention.holds)
+        assert len(held) >= 4
+        for program in engine.runtime.library.programs:
+            kept = {id(item.storage) for item in program.externals}
+            assert kept >= {id(tensor.untyped_storage()) for tensor in held}
 
 
 def test_a_cache_in_another_dtype_is_refused():

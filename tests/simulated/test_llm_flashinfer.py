@@ -70,6 +70,20 @@ def compare(backend, cache: KVCache, spans, key: BatchDescriptor | None, seed: i
     torch.testing.assert_close(results[1][:num_tokens], results[0][:num_tokens])
 
 
+def test_the_memory_that_kernels_read_by_address_is_held_and_never_replaced(wrappers):
+    backend = make_attention("flashinfer", random_cache(), LIMITS)
+    before = [held.data_ptr() for held in backend.holds]
+    assert len(set(before)) == 2
+    tables = np.full((2, MAX_BLOCKS), 1)
+    for key, lengths in ((decode_key(2), [1, 1]), (BatchDescriptor(9), [4, 5])):
+        backend.prepare_for_capture(key)
+        live = AttentionMetadata(np.array(lengths), np.array(lengths) + 1, tables)
+        backend.prepare_for_replay(key, live)
+    assert [held.data_ptr() for held in backend.holds] == before
+    staged = backend._staging.device(2)[0]
+    assert staged.untyped_storage() is backend.holds[1].untyped_storage()
+
+
 spans = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8)), min_size=1, max_size=4)
 
 

@@ -173,16 +173,33 @@ def by_formula(
     out.copy_(torch.einsum("nht,nthd->nhd", weights, values))
 
 
+class Formula:
+    """As the kernel, with scratch memory that no operation of torch ever touches."""
+
+    def __init__(self) -> None:
+        self.holds = (torch.zeros(3), torch.zeros(5))
+        self.decoded: list[int] = []
+
+    def __call__(self, heads: torch.Tensor, *others: torch.Tensor) -> None:
+        self.decoded.append(len(heads))
+        by_formula(heads, *others)
+
+
+def use_paged(monkeypatch: pytest.MonkeyPatch, decode: Formula) -> None:
+    """Let engines be made with ``decode``, where they would find no kernel without a GPU."""
+    monkeypatch.setattr(
+        assembly,
+        "make_attention",
+        lambda name, cache, limits: PagedAttention(SdpaAttention(cache), decode),
+    )
+
+
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
 def test_under_every_policy_an_engine_gives_the_other_backend_s_tokens(mode, monkeypatch):
     wish = assembly.TINY_CONFIG
     compilation = replace(wish.runtime.compilation, cudagraph_mode=mode)
     wish = replace(wish, runtime=replace(wish.runtime, compilation=compilation))
-    decoded: list[int] = []
-
-    def decode(heads: torch.Tensor, *others: torch.Tensor) -> None:
-        decoded.append(len(heads))
-        by_formula(heads, *others)
+    decode = Formula()
 
     def served() -> list[list[int]]:
         with LLMEngine.tiny(wish) as engine:
@@ -190,11 +207,26 @@ def test_under_every_policy_an_engine_gives_the_other_backend_s_tokens(mode, mon
             return engine.generate([[1, 2, 3, 4, 5], [7, 8], [3]], SamplingParams(max_tokens=6))
 
     expected = served()
-    monkeypatch.setattr(
-        assembly,
-        "make_attention",
-        lambda name, cache, limits: PagedAttention(SdpaAttention(cache), decode),
-    )
+    use_paged(monkeypatch, decode)
     assert served() == expected
     # FULL graphs of mixed batches are all that this policy has.
-    assert bool(decoded) is (mode is not CUDAGraphMode.FULL)
+    assert bool(decode.decoded) is (mode is not CUDAGraphMode.FULL)
+
+
+def test_every_graph_keeps_what_kernels_know_by_address_alone(monkeypatch):
+    decode = Formula()
+    use_paged(monkeypatch, decode)
+    with LLMEngine.tiny() as engine:
+        engine.capture()
+        cache = engine.runtime._model.model.attention.cache.tensor
+        for program in engine.runtime.library.programs:
+            kept = {id(item.storage) for item in program.externals}
+            assert kept >= {id(held.untyped_storage()) for held in (cache, *decode.holds)}
+
+
+def test_what_a_backend_holds_is_its_own_and_the_other_s():
+    others = Recorded()
+    others.holds = (torch.zeros(1),)
+    decode = Formula()
+    assert [*PagedAttention(others, decode).holds] == [*decode.holds, *others.holds]
+    assert not SdpaAttention(others.cache).holds

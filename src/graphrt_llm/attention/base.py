@@ -82,6 +82,13 @@ class AttentionBackend(Protocol):
     def cache(self) -> KVCache:
         """Where the model stores keys and values before it asks for attention."""
 
+    @property
+    def holds(self) -> Sequence[Tensor]:
+        """Memory of its own, from its construction on, that kernels know by address alone.
+
+        Torch does not see that a graph uses it, so somebody has to give it to the runtime to hold.
+        """
+
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
         """Allocate what the largest key needs. Nothing may grow or move afterwards."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -67,7 +68,7 @@ class _Staging:
         size = 2 * limits.max_num_seqs + 1 + limits.max_num_seqs * limits.max_blocks
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._array: NDArray[np.int32] = self._host.numpy()
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self.memory = torch.zeros(size, dtype=torch.int32, device=device)
 
     def host(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Where blocks begin, the blocks, tokens in the last block: as plans take them."""
@@ -75,7 +76,7 @@ class _Staging:
 
     def device(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """The same, on the device; the blocks to the end of the memory."""
-        return _parts(self._device, rows)
+        return _parts(self.memory, rows)
 
     def stage(
         self, rows: int, seq_lens: NDArray[Any], tables: NDArray[Any], block_size: int
@@ -94,7 +95,7 @@ class _Staging:
         blocks[: begins[num_reqs]] = used[np.arange(used.shape[1]) < num_blocks[:, None]]
         blocks[begins[num_reqs] : begins[rows]] = NULL_BLOCK
         size = 2 * rows + 1 + int(begins[rows])
-        self._device[:size].copy_(self._host[:size], non_blocking=True)
+        self.memory[:size].copy_(self._host[:size], non_blocking=True)
 
 
 def _parts(
@@ -155,6 +156,11 @@ class FlashInferAttention:
         self._num_tokens = 0
         self._copied: Any = None
         """Reached once the device has read the host memory of the latest plan."""
+
+    @property
+    def holds(self) -> Sequence[Tensor]:
+        # The plan of a static wrapper comes later and stays in the wrapper, as long as we live.
+        return self._workspace, self._staging.memory
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
         """Nothing is left to do: ``limits`` bounded it all when the backend was made."""

@@ -8,7 +8,8 @@ With many requests, or several new tokens, another backend has the better kernel
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,8 +30,17 @@ is as fast, and has to be planned."""
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
-Decode = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""(heads, cache of a layer, block tables, lengths, out): see ``kernels.paged_decode``."""
+
+class Decode(Protocol):
+    """What ``kernels.paged_decode.PagedDecode`` is."""
+
+    @property
+    def holds(self) -> Sequence[Tensor]:
+        """As ``AttentionBackend.holds``."""
+
+    def __call__(
+        self, heads: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor, /
+    ) -> None: ...
 
 
 def obstacle(cache: KVCache) -> Obstacle | None:
@@ -72,6 +82,10 @@ class PagedAttention:
     @property
     def support(self) -> AttentionSupport:
         return self._others.support
+
+    @property
+    def holds(self) -> Sequence[Tensor]:
+        return *self._decode.holds, *self._others.holds
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
         self._others.reserve_for_capture(max_key)

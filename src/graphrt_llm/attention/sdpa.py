@@ -7,6 +7,7 @@ one, for eager code, reads as far as the step's lengths reach.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -50,6 +51,7 @@ class SdpaAttention:
     """
 
     support: ClassVar[AttentionSupport] = AttentionSupport.ALWAYS
+    holds: ClassVar[Sequence[Tensor]] = ()
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache

@@ -163,6 +163,11 @@ class PagedDecode:
             # Splits that are done; 0 again at the end of every launch.
             self._finished = torch.zeros(shape[:2], dtype=torch.int32, device=cache.device)
 
+    @property
+    def holds(self) -> tuple[Tensor, ...]:
+        """The scratch memory. Launches are given its addresses, so torch sees no use of it."""
+        return self._parts, self._weights, self._finished
+
     def __call__(
         self, heads: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor
     ) -> None:
