@@ -86,15 +86,10 @@ class HostInputs:
     ) -> Mapping[str, Tensor]:
         """As ``fill_from_seats``, from arrays: per request, then per token, then the tables."""
         num_reqs, num_tokens = len(query_lens), len(owners)
-        to, size = self._arrays, self._block_size
-        to["input_ids"][:num_tokens] = input_ids
-        to["positions"][:num_tokens] = positions
-        to["token_requests"][:num_tokens] = owners
-        blocks = block_tables[owners, positions // size]
-        to["slot_mapping"][:num_tokens] = blocks * size + positions % size
-        to["block_tables"][:num_reqs] = block_tables
-        to["seq_lens"][:num_reqs] = starts + query_lens
-        to["logits_indices"][:num_reqs] = np.cumsum(query_lens) - 1
+        ends, size = starts + query_lens, self._block_size
+        values = _values(query_lens, ends, owners, positions, input_ids, block_tables, size)
+        for name, array in values.items():
+            self._arrays[name][: len(array)] = array
         if num_tokens != num_reqs:
             return self._views(num_tokens, num_reqs)
         if num_reqs not in self._uniform_views:
@@ -112,6 +107,28 @@ class HostInputs:
     def _views(self, num_tokens: int, num_reqs: int) -> Mapping[str, Tensor]:
         size = {"tokens": num_tokens, "requests": num_reqs}
         return {name: t[: size[self._axis[name]]] for name, t in self._tensors.items()}
+
+
+def _values(
+    query_lens: Ints,
+    ends: Ints,
+    owners: Ints,
+    positions: Ints,
+    input_ids: Ints,
+    block_tables: Ints,
+    block_size: int,
+) -> dict[str, Ints]:
+    """One step's inputs by name, in the order of ``input_specs``."""
+    blocks = block_tables[owners, positions // block_size]
+    return {
+        "input_ids": input_ids,
+        "positions": positions,
+        "slot_mapping": blocks * block_size + positions % block_size,
+        "token_requests": owners,
+        "block_tables": block_tables,
+        "seq_lens": ends,
+        "logits_indices": query_lens.cumsum() - 1,
+    }
 
 
 def expand(starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
@@ -143,7 +160,10 @@ class Examples:
                 found=str(self._allocator.num_free),
                 do="capture it when fewer requests run.",
             )
-        blocks = self._allocator.free_blocks
+        allocator = self._allocator
+        # At the start of an engine all are free, and need not be listed for each key.
+        are_all_free = allocator.num_free == allocator.num_usable
+        blocks = None if are_all_free else allocator.free_blocks
         return make_example(key, seed, self._limits, self._vocab_size, blocks)
 
     def can_fill(self, key: BatchDescriptor) -> bool:
@@ -185,22 +205,23 @@ def make_example(
     inside = rng.integers(0, size, num_reqs)
     starts += np.where((query_lens == 1) & (starts + inside < longest), inside, 0)
 
-    tables = rng.choice(blocks, (num_reqs, limits.max_blocks))
-    # In place of what was drawn: own blocks, of which no two tokens share a slot; then none.
-    columns, ends = np.arange(limits.max_blocks), starts + query_lens
-    num_used = -(-ends // size)[:, None]
-    tables[columns >= num_used] = NULL_BLOCK
-    is_own = (columns >= starts[:, None] // size) & (columns < num_used)
-    tables[is_own] = rng.choice(blocks, is_own.sum(), replace=False)
+    tables = np.full((num_reqs, limits.max_blocks), NULL_BLOCK)
+    ends = starts + query_lens
+    num_used = -(-ends // size)
+    used = tables[:, : num_used.max()]  # The context may allow many more.
+    columns = np.arange(used.shape[1])
+    is_used = columns < num_used[:, None]
+    used[is_used] = rng.choice(blocks, is_used.sum())
+    # In place of what was drawn: own blocks, of which no two tokens share a slot.
+    is_own = is_used & (columns >= starts[:, None] // size)
+    used[is_own] = rng.choice(blocks, is_own.sum(), replace=False)
 
     owners, positions = expand(starts, query_lens)
     input_ids = rng.integers(0, vocab_size, num_tokens)
+    values = _values(query_lens, ends, owners, positions, input_ids, tables, size)
     # Storage of its own: an example outlives the next one.
-    values = HostInputs(limits, pinned=False).fill(
-        starts, query_lens, owners, positions, input_ids, tables
-    )
-    live = AttentionMetadata(query_lens, starts + query_lens, tables)
-    return Example(values, num_tokens, num_reqs, live)
+    tensors = {name: torch.from_numpy(array) for name, array in values.items()}
+    return Example(tensors, num_tokens, num_reqs, AttentionMetadata(query_lens, ends, tables))
 
 
 def _requests_of(key: BatchDescriptor, limits: Limits) -> int:

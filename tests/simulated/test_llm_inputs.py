@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 
 from graphrt import BatchDescriptor
-from graphrt_llm.blocks import blocks_for
-from graphrt_llm.inputs import HostInputs, input_specs, make_example
+from graphrt_llm.blocks import BlockAllocator, blocks_for
+from graphrt_llm.inputs import Examples, HostInputs, input_specs, make_example
 from graphrt_llm.limits import Limits
 from graphrt_llm.request import Request, SamplingParams
 from graphrt_llm.scheduler import Scheduler
@@ -109,6 +109,35 @@ def test_another_seed_gives_another_example_and_examples_own_their_storage():
         assert torch.equal(value, again.values[name])
     changed = {n for n, v in first.values.items() if not torch.equal(v, second.values[n])}
     assert changed >= {"input_ids", "positions", "slot_mapping", "block_tables", "seq_lens"}
+
+
+def test_an_engine_that_serves_nobody_makes_the_examples_of_all_blocks():
+    bounds = Limits(
+        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=4, num_blocks=65
+    )
+    allocator, key = BlockAllocator(bounds.num_blocks), BatchDescriptor(12)
+    examples = Examples(bounds, VOCAB, allocator)
+    listed = make_example(key, 0, bounds, VOCAB, allocator.free_blocks)
+    held = allocator.allocate(1)
+    fewer = examples(key, 0)
+    allocator.free(held)
+    found = examples(key, 0)
+    for name, value in found.values.items():
+        assert torch.equal(value, listed.values[name])
+    assert not torch.equal(fewer.values["block_tables"], found.values["block_tables"])
+
+
+def test_examples_outlive_the_next_one():
+    bounds = Limits(
+        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=4, num_blocks=65
+    )
+    examples = Examples(bounds, VOCAB, BlockAllocator(bounds.num_blocks))
+    first = examples(BatchDescriptor(12), 0)
+    before = {name: value.clone() for name, value in first.values.items()}
+    second = examples(BatchDescriptor(12), 1)
+    for value in second.values.values():
+        value.fill_(-1)
+    assert all(torch.equal(value, before[name]) for name, value in first.values.items())
 
 
 def test_uniform_keys_get_one_token_for_each_request():
