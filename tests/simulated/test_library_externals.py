@@ -419,6 +419,32 @@ def test_externals_are_merged_by_storage_and_know_all_that_was_seen(lab: Lab) ->
     }
 
 
+def test_what_gaps_are_given_is_held_once_and_named_by_the_first_of_them(lab: Lab) -> None:
+    shared, own, static = torch.ones(4), torch.ones(4), torch.ones(4)
+    sparse = torch.ones(2, 2).to_sparse()
+
+    @break_point(name="first")
+    def first(x: Tensor, inner: dict[str, Any]) -> Tensor:
+        return x + inner["shared"]
+
+    @break_point(name="second", out="out")
+    def second(x: Tensor, inner: dict[str, Any], *, own: Tensor, out: Tensor | None = None) -> Any:
+        return torch.add(x, own, out=out)
+
+    def model(x: Tensor) -> Tensor:
+        inner = {"shared": shared, "sparse": sparse, "n": 3}
+        y = first(x * 2, inner)
+        return second(y + x, inner, own=own) + 0
+
+    program = lab.capture(lab.wrap(model, PIECEWISE), static)
+    found: dict[str, set[int]] = {}
+    for item in program.externals:
+        gap = item.name.partition(": ")[2].partition(" ")[0]
+        found.setdefault(gap, set()).add(id(item.tensor))
+    assert found == {"": {id(static)}, "first": {id(shared), id(sparse)}, "second": {id(own)}}
+    assert len(program.externals) == 4
+
+
 def test_modules_are_named_where_they_are_met_first() -> None:
     class Nest(torch.nn.Module):
         def __init__(self, depth: int, shared: torch.nn.Module) -> None:

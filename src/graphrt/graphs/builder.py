@@ -68,6 +68,9 @@ class ProgramBuilder:
         self._observe = observe
         # A worker in a copy of the caller's context finds this builder too, and must not cut.
         self._thread = get_ident()
+        self._label = f"{owner} {mode.name} {key}"
+        self._gap_inputs: dict[int, Sighting] = {}
+        """Tensors outside the pool that gaps are bound to, by id: layers share most of theirs."""
         self._recording: Recording | None = None
         self._gap_failure: BaseException | None = None
 
@@ -166,13 +169,14 @@ class ProgramBuilder:
             ]
             returned: list[Returned] = []
             value = rebuild(result, self._keep_leaf(given, returned))
-            bound = {key: map_tensors(item, self._alias) for key, item in kwargs.items()}
+            bind = self._bind(site)
+            bound = {key: map_tensors(item, bind) for key, item in kwargs.items()}
             if out is not None and out not in kwargs:
                 bound.update(self._slot_for(out, returned, site))
             self.segments.append(
                 EagerSegment(
                     fn,
-                    map_tensors(args, self._alias),
+                    map_tensors(args, bind),
                     bound,
                     tuple(returned),
                     site,
@@ -205,12 +209,7 @@ class ProgramBuilder:
                 for node in walk_call(args, kwargs)
                 if node.kind == "tensor"
             ),
-            *(
-                Sighting(segment.site, tensor)
-                for segment in self.segments
-                if isinstance(segment, EagerSegment)
-                for tensor in tensors_of((segment.args, segment.kwargs))
-            ),
+            *self._gap_inputs.values(),
             *(Sighting(f"holds[{index}]", tensor) for index, tensor in enumerate(holds)),
             *(
                 Sighting("", use.tensor, written=use.written)
@@ -234,7 +233,7 @@ class ProgramBuilder:
 
     def _open_segment(self) -> None:
         self._join_side_streams()
-        label = f"{self.owner} {self.mode.name} {self.key} segment {len(self.segments)}"
+        label = f"{self._label} segment {len(self.segments)}"
         self._recording = self._device.begin(
             self._pool, self._stream, label, self._generators, observe=self._observe
         )
@@ -265,6 +264,17 @@ class ProgramBuilder:
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._device.weak_alias(tensor) if tensor.layout is torch.strided else tensor
 
+    def _bind(self, site: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function that says what a gap is bound to in place of a tensor given to it."""
+
+        def bind(tensor: torch.Tensor) -> torch.Tensor:
+            alias = self._alias(tensor)
+            if alias is tensor:
+                self._gap_inputs.setdefault(id(tensor), Sighting(site, tensor))
+            return alias
+
+        return bind
+
     def _keep_leaf(
         self, given: Sequence[torch.Tensor], returned: list[Returned]
     ) -> Callable[[Any, Any], Any]:
@@ -291,8 +301,9 @@ class ProgramBuilder:
         slot = self._device.alloc(self._pool, value.shape, stride, value.dtype)
         with torch.no_grad():
             slot.copy_(value)
-        self.slot_bytes += slot.untyped_storage().nbytes()
-        self.slot_addresses.add(slot.untyped_storage().data_ptr())
+        storage = slot.untyped_storage()
+        self.slot_bytes += storage.nbytes()
+        self.slot_addresses.add(storage.data_ptr())
         return slot
 
     def _slot_for(
@@ -344,10 +355,11 @@ def _place_in(trace: TracebackType | None, runnable: Callable[..., Any]) -> tupl
 
 def _zero(tensor: torch.Tensor) -> None:
     """Zero every element; of a broadcast tensor, each byte once."""
-    shape = [
-        1 if step == 0 else size for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-    tensor.as_strided(shape, tensor.stride(), tensor.storage_offset()).zero_()
+    steps = tensor.stride()
+    if 0 in steps:
+        shape = [1 if step == 0 else size for size, step in zip(tensor.shape, steps, strict=True)]
+        tensor = tensor.as_strided(shape, steps, tensor.storage_offset())
+    tensor.zero_()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -103,6 +103,8 @@ def modules_of(target: object) -> dict[str, torch.nn.Module]:
                 continue
             seen.add(id(module))
             names[path] = module
+            if not module._modules:
+                continue
             inner = f"{path}." if path else ""
             children = [
                 (inner + name, child)
@@ -118,11 +120,12 @@ def tensors_of_modules(modules: Mapping[str, torch.nn.Module]) -> Iterator[Sight
     for path, module in modules.items():
         for attributes in _attributes(module):
             for attribute, value in attributes.items():
-                if type(value) in _NO_TENSORS or not isinstance(value, torch.Tensor):
+                kind = type(value)
+                if kind in _NO_TENSORS or not isinstance(value, torch.Tensor):
                     continue
                 name = f"{path}.{attribute}" if path else attribute
-                if type(value) in _PLAIN_TENSORS:
-                    yield Sighting(name, value, module, (attribute,), touched=False)
+                if kind in _PLAIN_TENSORS:
+                    yield Sighting(name, value, module, (attribute,), False)
                 else:
                     yield from _plain_sightings(name, value, module, (attribute,))
 
@@ -154,44 +157,36 @@ def hold(sightings: Iterable[Sighting], owns: Callable[[torch.Tensor], bool]) ->
     The first one of a storage gives it its name; every later one adds what it knows. Two names of
     one storage (tied weights) are both kept: either may be replaced.
     """
-    kept: list[_Merged] = []
-    by_storage: dict[int, list[_Merged]] = {}
+    kept: list[tuple[Sighting, torch.UntypedStorage | None]] = []
+    # By the id of a storage that is kept: it lives as long as these, so the id is its own.
+    is_named: dict[int, bool] = {}
+    touched: set[int] = set()
+    written: set[int] = set()
     for item in sightings:
-        if item.tensor.layout is not torch.strided:
-            kept.append(_Merged(item, None))
+        tensor = item.tensor
+        if tensor.layout is not torch.strided:
+            kept.append((item, None))
             continue
-        storage = item.tensor.untyped_storage()
-        # Kept storages live as long as this table, so their ids are theirs.
-        known = by_storage.get(id(storage))
-        if known is None:
-            if owns(item.tensor):
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        has_name = is_named.get(key)
+        if has_name is None:
+            if owns(tensor):
                 continue
-            known = by_storage[id(storage)] = []
-        if not known or (item.holder is not None and known[0].first.holder is not None):
-            merged = _Merged(item, storage)
-            known.append(merged)
-            kept.append(merged)
-        for merged in known:
-            merged.touched |= item.touched
-            merged.written |= item.written
-    return [merged.settle() for merged in kept]
-
-
-class _Merged:
-    """An external while sightings of its storage are still coming in."""
-
-    __slots__ = ("first", "storage", "touched", "written")
-
-    def __init__(self, first: Sighting, storage: torch.UntypedStorage | None) -> None:
-        self.first = first
-        self.storage = storage
-        self.touched = first.touched
-        self.written = first.written
-
-    def settle(self) -> External:
-        name, tensor, holder, attributes, _, _ = self.first
+            is_named[key] = item.holder is not None
+        if has_name is None or (has_name and item.holder is not None):
+            kept.append((item, storage))
+        if item.touched:
+            touched.add(key)
+        if item.written:
+            written.add(key)
+    externals = []
+    for (name, tensor, holder, attributes, is_touched, is_written), place in kept:
+        if place is not None:
+            is_touched, is_written = id(place) in touched, id(place) in written
         name = name or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-        return External(name, tensor, self.storage, holder, attributes, self.touched, self.written)
+        externals.append(External(name, tensor, place, holder, attributes, is_touched, is_written))
+    return externals
 
 
 def bytes_of(externals: Iterable[External]) -> int:

@@ -88,7 +88,7 @@ def format_call_path(path: Path) -> str:
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves of ``value``, in the order of ``walk``."""
     found: list[torch.Tensor] = []
-    _collect(value, (), found)
+    _collect((value,), (), found)
     return found
 
 
@@ -112,22 +112,23 @@ def _walk(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[Node]:
         return
     kind, names, children = parts
     yield Node(path, "container", value, len(children))
+    below = (*above, id(value))
     for name, child in zip(names, children, strict=True):
-        yield from _walk(child, (*path, Step(kind, name)), (*above, id(value)))
+        yield from _walk(child, (*path, Step(kind, name)), below)
 
 
 # The next two walk without paths: a capture asks for the tensors of every argument of every gap,
 # and outputs that are cloned or leased are rebuilt at every step.
 
 
-def _collect(value: Any, above: tuple[int, ...], found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return
-    parts = None if id(value) in above else _parts(value)
-    if parts is not None:
-        for child in parts[2]:
-            _collect(child, (*above, id(value)), found)
+def _collect(values: Sequence[Any], above: tuple[int, ...], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) not in _PLAIN_LEAVES and id(value) not in above:
+            parts = _parts(value)
+            if parts is not None:
+                _collect(parts[2], (*above, id(value)), found)
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor], above: tuple[int, ...]) -> Any:
@@ -155,8 +156,14 @@ _Parts = tuple[Literal["item", "attribute"], Sequence[Any], Sequence[Any]]
 def _parts(value: Any) -> _Parts | None:
     """Return what a container is made of, None for a leaf."""
     kind = type(value)
-    if kind in _PLAIN_LEAVES or (kind not in _PLAIN_CONTAINERS and isinstance(value, _LEAF_TYPES)):
+    if kind in _PLAIN_LEAVES:
         return None
+    if kind not in _PLAIN_CONTAINERS:
+        # Most other values are opaque: these few types tell, sooner than the many of leaves.
+        if not (isinstance(value, (dict, tuple, list)) or dataclasses.is_dataclass(value)):
+            return None
+        if isinstance(value, _LEAF_TYPES):
+            return None
     if isinstance(value, dict):
         return "item", list(value), list(value.values())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
