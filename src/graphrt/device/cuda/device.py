@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -184,14 +184,16 @@ class CUDADevice:
         own = _own_pool(pool)
         self._refuse_in_window("alloc")
         # A tensor born in inference mode cannot be written outside it.
-        with torch.cuda.use_mem_pool(cast(Any, own), self.index), torch.inference_mode(False):
+        with torch.cuda.use_mem_pool(cast(Any, own), self.index), _outside_inference_mode():
             tensor = torch.empty_strided(
                 tuple(size), tuple(stride), dtype=dtype, device=self._torch_device
             )
         # A pool that lives gives no segment back, so only a segment it has just taken is unknown.
         address = tensor.untyped_storage().data_ptr()
-        if not all(known.holds(address) for known in self._pools if known.id == own.id):
-            self.refresh_pools()
+        for known in self._pools:
+            if known.id == own.id and not known.holds(address):
+                self.refresh_pools()
+                break
         return tensor
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +203,8 @@ class CUDADevice:
         storage = tensor.untyped_storage()
         # Neither the observer nor a mode of the caller's shall take this for an operation; and a
         # tensor born in inference mode cannot be written outside it.
-        with torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
+        # Grad mode is asked for last: to leave inference mode turns it on.
+        with private.past_modes(), _outside_inference_mode(), _without_grad():
             bare = private.aliasing_storage(storage.data_ptr(), storage.nbytes(), tensor.device)
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 cast(Any, bare), tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -218,7 +221,11 @@ class CUDADevice:
 
     def holds(self, address: int) -> bool:
         """Whether ``address`` lies in a pool of this device."""
-        return any(pool.holds(address) for pool in self._pools)
+        # Asked for every operation of a capture: a generator would cost more than the look-up.
+        for pool in self._pools:  # noqa: SIM110
+            if pool.holds(address):
+                return True
+        return False
 
     def refresh_pools(self) -> None:
         """Learn the address ranges anew, of views as well: another may have made the pool grow."""
@@ -284,6 +291,18 @@ class CUDADevice:
                 found=f"{self._num_open} open",
                 do="do it after the window has ended",
             )
+
+
+# A mode is entered only where it changes something: a capture asks for thousands of aliases, and
+# three modes cost a third of each.
+
+
+def _outside_inference_mode() -> AbstractContextManager[Any]:
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _without_grad() -> AbstractContextManager[Any]:
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _own(stream: Stream) -> CUDAStream:
