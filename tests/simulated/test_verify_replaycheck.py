@@ -184,6 +184,9 @@ class Worn(torch.nn.Module):
         self.row: list[Any] = [self.tensor, None]
         self.members: set[Any] = {"a", 2.5}
         self.deep = {"never": {"copied": 1}}
+        self.no_table: dict[Any, Any] = {}
+        self.no_row: list[Any] = []
+        self.no_members: set[Any] = set()
 
 
 def held(*modules: torch.nn.Module) -> list[Any]:
@@ -224,6 +227,10 @@ WEAR: list[Callable[[Worn], object]] = [
     lambda m: m.members.add("b"),
     lambda m: m.members.clear(),
     lambda m: m.members.symmetric_difference_update({"a", "c"}),
+    lambda m: m.no_table.update(first=1),
+    lambda m: m.no_row.append(1),
+    lambda m: m.no_members.add(1),
+    lambda m: setattr(m, "no_row", []),  # as empty, and not the same
     lambda m: setattr(m, "same_row", m.row),  # one container under two names
     lambda m: setattr(m, "other", m.table),
 ]

@@ -80,22 +80,27 @@ class _Attributes(NamedTuple):
     before: dict[str, _Value]
     names: tuple[str, ...]
     objects: tuple[Any, ...]
-    containers: tuple[_Value, ...]
+    filled: tuple[_Value, ...]
+    """The containers that held something."""
+    empty: tuple[Any, ...]
+    """The containers that held nothing: most of a module's."""
 
     @classmethod
     def of(cls, own: dict[str, Any]) -> _Attributes:
         before = _read(own)
-        containers = tuple(value for value in before.values() if value.contents is not None)
-        return cls(own, before, tuple(own), tuple(own.values()), containers)
+        containers = [value for value in before.values() if value.contents is not None]
+        filled = tuple(value for value in containers if value.contents)
+        empty = tuple(value.value for value in containers if not value.contents)
+        return cls(own, before, tuple(own), tuple(own.values()), filled, empty)
 
     def is_untouched(self) -> bool:
         """True only if nothing differs. It runs no Python for each attribute: there are many."""
         own = self.own
         return (
-            len(own) == len(self.names)
-            and all(map(is_, own, self.names))
+            tuple(own) == self.names
             and all(map(is_, own.values(), self.objects))
-            and all(value.holds_the_same() for value in self.containers)
+            and not any(self.empty)
+            and all(value.holds_the_same() for value in self.filled)
         )
 
     def unlike(self) -> Iterator[tuple[str, _Value]]:
