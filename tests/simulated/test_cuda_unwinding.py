@@ -124,6 +124,9 @@ class FakeDevice:
     def holds(self, address: int) -> bool:
         return False
 
+    def current_stream(self) -> None:
+        """None of the table's: a window has to make its own current to end."""
+
     def refresh_pools(self) -> None: ...
 
     def _opened(self, window: Any) -> None:
