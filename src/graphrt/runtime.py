@@ -113,8 +113,9 @@ class Runtime:
     (``verify_every``) too: its eager run and its replay are one step. ``state`` guards what a
     warm-up or verification would advance; ``sinks`` are tensors that both may overwrite where the
     examples point (a KV cache). Without a guard, a compared step runs the model twice on the same
-    state. ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is
-    for kernels that sum in another order inside a graph.
+    state. ``holds``: tensors that kernels know by address alone, which every graph keeps alive.
+    ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
+    kernels that sum in another order inside a graph.
 
     A ``device`` given by name is made and closed by the runtime; one given as an object is not.
     Not thread-safe; two runtimes never share anything.
