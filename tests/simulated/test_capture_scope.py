@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -119,6 +120,36 @@ def test_bug_class_17_the_collector_is_left_exactly_as_it_was(
         assert is_heap_frozen() is frozen
         gc.enable()
         gc.unfreeze()
+
+
+class Node:
+    """Refers to itself, so that only the collector can free it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.usefixtures("thawed")
+def test_a_scope_collects_what_it_made_and_does_not_walk_the_old_heap_again() -> None:
+    was_aside: list[bool] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            was_aside.append(is_heap_frozen())
+
+    with Lab() as lab:
+        old = weakref.ref(Node())
+        gc.callbacks.append(note)
+        try:
+            with lab.library.capture_scope():
+                assert old() is None, "collected on entry"
+                made = weakref.ref(Node())
+                assert made() is not None
+                was_aside.clear()
+        finally:
+            gc.callbacks.remove(note)
+        assert made() is None
+        assert was_aside == [True]
 
 
 @pytest.mark.usefixtures("thawed")

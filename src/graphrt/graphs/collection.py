@@ -93,10 +93,22 @@ class CollectorPause:
                 return first
 
     def leave(self, scope: object) -> None:
-        """Undo ``enter``; the last scope out restores the collector's state and collects."""
+        """Undo ``enter``; the last scope out collects and restores the collector's state.
+
+        Collected is what the scopes made: what lived before was collected on entry, and to walk
+        over a large heap once more takes longer than some captures. What of it died in a scope
+        goes with the process's own collections.
+        """
         self._scopes.remove(scope)
         if self._scopes or self not in gc.callbacks:
             return
+        try:
+            gc.collect()
+        finally:
+            if not self._scopes:  # Else a scope of another thread has joined meanwhile.
+                self._end()
+
+    def _end(self) -> None:
         if self._froze:
             gc.unfreeze()
         if self._was_enabled:
@@ -104,7 +116,6 @@ class CollectorPause:
         # Last, so that the next pause finds the state restored.
         with suppress(ValueError):  # the other scope left in the same moment, and was quicker
             gc.callbacks.remove(self)
-        gc.collect()
 
     def _begin(self) -> None:
         gc.collect()
