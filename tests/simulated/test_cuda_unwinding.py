@@ -44,6 +44,7 @@ class FakeTorch:
         self.uses = {POOL: 1}
         self.generator_captured = False
         self.num_kernels = 0
+        self.warning = ""
 
 
 class FakeGraph:
@@ -94,6 +95,8 @@ class FakeGraph:
         if not state.num_kernels:
             warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
         state.num_kernels = 0
+        if state.warning:
+            warnings.warn(state.warning, stacklevel=1)
 
     def instantiate(self) -> None:
         self.torch.log.append("instantiate")
@@ -243,6 +246,16 @@ def test_an_empty_graph_that_was_asked_for_has_no_nodes(fake: FakeTorch) -> None
     graph = open_window(fake, device).end(allow_empty=True)
     assert graph.num_nodes == 0
     graph.reset()
+    check_undone(fake, device)
+
+
+def test_a_warning_of_torch_s_that_a_filter_makes_an_error_leaves_no_graph(fake: FakeTorch) -> None:
+    device = FakeDevice()
+    window = open_window(fake, device)
+    fake.num_kernels, fake.warning = 1, "deprecated"
+    with pytest.raises(UserWarning, match="deprecated"):
+        window.end()
+    fake.warning = ""
     check_undone(fake, device)
 
 

@@ -184,6 +184,10 @@ class CUDARecording:
             is_empty = self._capture_end()
         except RuntimeError as error:
             raise self._refused(error)  # noqa: B904  It has its cause.
+        except Warning:  # Torch has ended it; a filter of the caller's made its warning an error.
+            self._graph.reset()
+            self._settle()
+            raise
         self._ledger.take_failure()  # The callable coped with it; its traceback holds tensors.
         self._settle()
         if is_empty and not allow_empty:
