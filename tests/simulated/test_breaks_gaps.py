@@ -265,6 +265,31 @@ def test_returned_tensors_go_through_slots(lab: Lab) -> None:
         assert torch.equal(lab.step(wrapper, x, mode=PIECEWISE), model(x))
 
 
+def test_a_gap_that_returns_the_out_it_was_given_needs_no_slot_and_no_look(lab: Lab) -> None:
+    @break_point(out="out")
+    def gap(x: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, 2, out=out)
+
+    def model(x: Tensor) -> Tensor:
+        buffer = torch.empty_like(x)
+        total = x
+        for number in range(3):
+            total = total + gap(x + number, out=buffer)
+        return total
+
+    wrapper, x = lab.wrap(model, PIECEWISE), torch.randn(4)
+    program = lab.capture(wrapper, x)
+    gaps = [segment for segment in program.segments if isinstance(segment, EagerSegment)]
+    for segment in gaps:
+        assert not segment.slots
+        # By identity: what the replay's generated text asks before it looks any further.
+        assert segment.returned[0].value is segment.kwargs["out"]
+    assert program.memory.slot_bytes == 0
+    for seed in range(3):
+        x.copy_(torch.randn(4, generator=torch.Generator().manual_seed(seed)))
+        assert torch.equal(lab.step(wrapper, x, mode=PIECEWISE), model(x))
+
+
 def test_slots_keep_strides_and_give_room_to_broadcast_results(lab: Lab) -> None:
     @break_point
     def gap(x: Tensor) -> tuple[Tensor, Tensor]:

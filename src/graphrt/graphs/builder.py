@@ -168,8 +168,8 @@ class ProgramBuilder:
                 if _version(tensor) != version and not self._owns(tensor)
             ]
             returned: list[Returned] = []
-            value = rebuild(result, self._keep_leaf(given, returned))
             bind = self._bind(site)
+            value = rebuild(result, self._keep_leaf(given, returned, bind))
             bound = {key: map_tensors(item, bind) for key, item in kwargs.items()}
             if out is not None and out not in kwargs:
                 bound.update(self._slot_for(out, returned, site))
@@ -265,26 +265,38 @@ class ProgramBuilder:
         return self._device.weak_alias(tensor) if tensor.layout is torch.strided else tensor
 
     def _bind(self, site: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the function that says what a gap is bound to in place of a tensor given to it."""
+        """Return the function that says what a gap is bound to in place of a tensor given to it.
+
+        One tensor is bound to one object wherever it stands: a gap that returns an argument is then
+        seen to do so by identity.
+        """
+        bound: dict[int, torch.Tensor] = {}
 
         def bind(tensor: torch.Tensor) -> torch.Tensor:
-            alias = self._alias(tensor)
-            if alias is tensor:
-                self._gap_inputs.setdefault(id(tensor), Sighting(site, tensor))
+            alias = bound.get(id(tensor))
+            if alias is None:
+                alias = bound[id(tensor)] = self._alias(tensor)
+                if alias is tensor:
+                    self._gap_inputs.setdefault(id(tensor), Sighting(site, tensor))
             return alias
 
         return bind
 
     def _keep_leaf(
-        self, given: Sequence[torch.Tensor], returned: list[Returned]
+        self,
+        given: Sequence[torch.Tensor],
+        returned: list[Returned],
+        bind: Callable[[torch.Tensor], torch.Tensor],
     ) -> Callable[[Any, Any], Any]:
         """Return the function that says, leaf by leaf, what becomes of a gap's result."""
+        given_ids = set(map(id, given))
         addresses = {_storage_address(tensor) for tensor in given} - {0}
 
         def keep(path: Any, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 if _storage_address(value) in addresses:
-                    returned.append(Returned(path, "passed", self._alias(value)))
+                    alias = bind if id(value) in given_ids else self._alias
+                    returned.append(Returned(path, "passed", alias(value)))
                     return value
                 slot = self._slot(value)
                 returned.append(Returned(path, "slot", self._alias(slot)))
