@@ -195,6 +195,13 @@ class LLMEngine:
             seed=derive_seed(self._seed, index) if params.seed is None else params.seed,
             stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
         )
+        if any(landed.request_id == request_id for landed in self._landed):
+            raise RequestError(
+                f"request {request_id!r}",
+                expected="an id of its own",
+                found="one whose last tokens no step has returned yet",
+                do="step, or abort it, first.",
+            )
         self.scheduler.add(request)
         return request_id
 
@@ -203,10 +210,17 @@ class LLMEngine:
         return self.scheduler.has_unfinished() or bool(self._landed)
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request now; its tokens so far stay valid. Errors: ``UnknownRequestError``."""
-        output = self.scheduler.abort(request_id)
+        """End a request now; returned are the tokens of it that a failed step left behind.
+
+        One that has ended and is known only by such tokens keeps its reason.
+        Errors: ``UnknownRequestError``.
+        """
+        owed = [landed for landed in self._landed if landed.request_id == request_id]
+        is_over = bool(owed) and owed[-1].finish_reason is not None
+        output = owed[-1] if is_over else self.scheduler.abort(request_id)
         self._landed = [landed for landed in self._landed if landed.request_id != request_id]
-        return output
+        tokens = tuple(token for landed in owed for token in landed.new_token_ids)
+        return output._replace(new_token_ids=tokens)
 
     def step(self) -> StepResult:
         """Advance the batch by one step: one token for each request that decodes, and prompts.

@@ -186,6 +186,7 @@ def make_example(
     """Random valid inputs that fill ``key``; another ``seed`` gives other lengths and contents.
 
     No two tokens are written to one slot, so the result does not depend on the order of writes.
+    Two of its values are the memory of its ``live`` arrays.
     What a request reads before its own tokens is whatever the cache holds. ``free_blocks``: those
     that may be written and read; None: all.
     """

@@ -88,6 +88,17 @@ def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, 
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+def test_a_matrix_that_lies_otherwise_in_memory_gives_the_same_result(rows):
+    x, norm, weight, bias = part = layer(rows, 96, 40, True, torch.bfloat16)
+    exact, normed = part.exact(), torch.empty_like(x)
+    assert few_rows.serves(x, weight)
+    weight = weight.contiguous()  # As a checkpoint of its own, assigned, may leave it.
+    assert not few_rows.serves(x, weight)
+    found = choose_kernels(torch.bfloat16, CUDA).norm_linear(x, norm, 1e-6, weight, bias, normed)
+    product_close(found, EAGER.norm_linear(*exact.with_norm(), torch.empty_like(exact.x)))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
 def test_a_product_writes_only_its_own_rows(rows):
     weight = normal(40, 96, dtype=torch.bfloat16).t()
     wide = torch.full((rows + 2, 64), 7.0, device=CUDA, dtype=torch.bfloat16)

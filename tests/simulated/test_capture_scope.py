@@ -166,6 +166,36 @@ def test_two_overlapping_scopes_of_two_libraries_share_one_pause() -> None:
     assert not is_heap_frozen()
 
 
+@pytest.mark.usefixtures("thawed")
+def test_a_pause_that_another_thread_ended_is_not_ended_again() -> None:
+    """A scope enters and leaves while the last one out collects, and a third one follows it."""
+    with Lab() as one, Lab() as two, Lab() as three:
+        third, elsewhere = three.library.capture_scope(), contextvars.Context()
+
+        class Meets:
+            """Dies in the collection of the scope that made it."""
+
+            def __init__(self) -> None:
+                self.itself = self
+
+            def __del__(self) -> None:
+                def others() -> None:
+                    with two.library.capture_scope():
+                        pass
+                    third.__enter__()
+
+                elsewhere.run(others)
+
+        with one.library.capture_scope():
+            Meets()
+        assert three.library.has_open_scope
+        assert not gc.isenabled()
+        assert is_heap_frozen()
+        elsewhere.run(third.__exit__, None, None, None)
+    assert gc.isenabled()
+    assert not is_heap_frozen()
+
+
 def test_the_capture_stream_comes_after_the_caller_and_the_caller_after_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

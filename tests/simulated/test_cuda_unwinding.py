@@ -259,6 +259,17 @@ def test_a_warning_of_torch_s_that_a_filter_makes_an_error_leaves_no_graph(fake:
     check_undone(fake, device)
 
 
+def test_a_warning_of_torch_s_keeps_no_abort_from_its_clean_up(fake: FakeTorch) -> None:
+    device, mistake = FakeDevice(), ValueError("the caller's")
+    for code in (None, 904):
+        window = open_window(fake, device)
+        fake.num_kernels, fake.warning, fake.invalid_code = 1, "deprecated", code
+        assert window.abort(mistake) is mistake
+        assert not hasattr(mistake, "__notes__"), mistake.__notes__
+        fake.warning = ""
+        check_undone(fake, device)
+
+
 def test_a_clean_up_that_fails_is_a_note_on_the_first_error(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,12 @@ from test_llm_overlap import MODES, TRAFFIC, config, prompt, serve
 from graphrt import BatchDescriptor, Captured, GraphrtError, MissReason, RuntimeMode
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.blocks import BlockAllocator
-from graphrt_llm.errors import EngineConfigError, OutOfBlocksError, UnknownRequestError
+from graphrt_llm.errors import (
+    EngineConfigError,
+    OutOfBlocksError,
+    RequestError,
+    UnknownRequestError,
+)
 from graphrt_llm.inputs import Examples
 from graphrt_llm.limits import Limits
 from graphrt_llm.request import FinishReason
@@ -309,19 +314,29 @@ def test_tokens_that_a_failed_step_did_not_return_reach_no_later_request(monkeyp
         assert engine.generate(*PREEMPTING) == served
 
 
-def test_a_request_that_is_aborted_after_a_failed_step_has_no_token_to_come(monkeypatch):
+def test_an_abort_after_a_failed_step_returns_the_tokens_that_step_did_not(monkeypatch):
     with LLMEngine.tiny(config(overlap=True)) as engine:
+        add, requests = engine.scheduler.add, []
+        engine.scheduler.add = lambda request: requests.append(request) or add(request)
         names = [engine.add_request(tokens, PREEMPTING[1]) for tokens in PREEMPTING[0]]
+        outputs = []
         with monkeypatch.context() as patch:
             fail_once_landed(engine, patch)
             with pytest.raises(OSError, match="lost"):
-                deque(iter(engine.step, None), 0)
-        engine.abort(names[0])
-        outputs = [output for _ in range(3) for output in engine.step().outputs]
-        assert {output.request_id for output in outputs} == {*names[1:]}
+                deque(map(outputs.append, iter(engine.step, None)), 0)
+        returned = [o for result in outputs for o in result.outputs if o.request_id == names[0]]
+        last = engine.abort(names[0])
+        assert last.finish_reason is FinishReason.ABORTED
+        assert last.new_token_ids
+        tokens = [token for output in (*returned, last) for token in output.new_token_ids]
+        assert tokens == requests[0].output_token_ids
+        later = [output for _ in range(3) for output in engine.step().outputs]
+        assert {output.request_id for output in later} == {*names[1:]}
 
 
-def test_a_last_token_that_a_failed_step_did_not_return_is_still_to_come(monkeypatch):
+@pytest.fixture
+def ended_unseen(monkeypatch):
+    """An engine whose only request "a" ended in a step that failed, its tokens, and those seen."""
     [tokens] = [prompt(0, 3)]
     with LLMEngine.tiny(config(overlap=False)) as engine:
         [served] = engine.generate([tokens], SamplingParams(max_tokens=12))
@@ -330,8 +345,8 @@ def test_a_last_token_that_a_failed_step_did_not_return_is_still_to_come(monkeyp
     with LLMEngine.tiny(by_priority(overlap=True)) as engine:
         # Its second token finds no block free, so it has to be known before the next step.
         allocator = engine.scheduler.seats.allocator
-        allocator.allocate(allocator.num_free - 1)
-        engine.add_request(tokens, SamplingParams(max_tokens=12, stop_token_ids=(stop,)))
+        taken = allocator.allocate(allocator.num_free - 1)
+        engine.add_request(tokens, SamplingParams(max_tokens=12, stop_token_ids=(stop,)), "a")
         outputs = [output for _ in range(2) for output in engine.step().outputs]
 
         def fails(**options):
@@ -342,10 +357,29 @@ def test_a_last_token_that_a_failed_step_did_not_return_is_still_to_come(monkeyp
             with pytest.raises(OSError, match="no capture"):
                 engine.step()
         assert not engine.scheduler.has_unfinished(), "the stop token was meant to end it"
-        while engine.has_unfinished():
-            outputs += engine.step().outputs
-        assert [token for output in outputs for token in output.new_token_ids] == served[:2]
-        assert outputs[-1].finish_reason is FinishReason.STOP
+        allocator.free(taken)
+        yield engine, served[:2], outputs
+
+
+def test_a_last_token_that_a_failed_step_did_not_return_is_still_to_come(ended_unseen):
+    engine, expected, outputs = ended_unseen
+    while engine.has_unfinished():
+        outputs += engine.step().outputs
+    assert [token for output in outputs for token in output.new_token_ids] == expected
+    assert outputs[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_request_that_ended_unseen_can_be_aborted_and_its_id_taken_then(ended_unseen):
+    engine, expected, outputs = ended_unseen
+    with pytest.raises(RequestError, match="no step has returned"):
+        engine.add_request([1, 2], request_id="a")
+    outputs.append(engine.abort("a"))
+    assert [token for output in outputs for token in output.new_token_ids] == expected
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert not engine.has_unfinished()
+    with pytest.raises(UnknownRequestError):
+        engine.abort("a")
+    assert engine.add_request([1, 2], request_id="a") == "a"
 
 
 # -- anything

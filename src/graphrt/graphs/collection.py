@@ -73,6 +73,8 @@ class CollectorPause:
         self._scopes: list[object] = []
         self._was_enabled = False
         self._froze = False
+        # Taken by whoever ends the pause, so that nobody ends it twice: the next may have begun.
+        self._ends = [object()]
 
     def __call__(self, phase: str, info: dict[str, Any]) -> None:
         return None
@@ -105,10 +107,15 @@ class CollectorPause:
         try:
             gc.collect()
         finally:
-            if not self._scopes:  # Else a scope of another thread has joined meanwhile.
+            # Another thread's scope may have joined meanwhile, or joined and left.
+            if not self._scopes:
                 self._end()
 
     def _end(self) -> None:
+        try:
+            self._ends.pop()
+        except IndexError:
+            return
         if self._froze:
             gc.unfreeze()
         if self._was_enabled:

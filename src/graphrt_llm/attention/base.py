@@ -112,23 +112,7 @@ class AttentionBackend(Protocol):
         """Write what ``attend`` returns into ``out``."""
 
 
-def _empty_result(
-    backend: AttentionBackend,
-    layer_index: int,
-    heads: Tensor,
-    attn: AttentionInputs,
-    shared: tuple[Tensor, ...] = (),
-    out: Tensor | None = None,
-) -> Tensor:
-    """What ``attend`` returns, before anything is computed."""
-    if out is not None:
-        return out
-    shape = (heads.shape[0], backend.cache.config.num_heads, heads.shape[2])
-    return torch.empty(shape, dtype=heads.dtype, device=heads.device)
-
-
-# A capture of pieces has nothing to attend to: the kernels before a gap have not run.
-@break_point(name="attention", out="out", capture_stub=_empty_result)
+@break_point(name="attention", out="out")
 def attend(
     backend: AttentionBackend,
     layer_index: int,
@@ -149,7 +133,9 @@ def attend(
     each part of it would be an operation, also for a backend that takes none. A function and not a
     method, so that a PIECEWISE program is cut here for every backend.
     """
-    out = _empty_result(backend, layer_index, heads, attn, shared, out)
+    if out is None:
+        shape = (heads.shape[0], backend.cache.config.num_heads, heads.shape[2])
+        out = torch.empty(shape, dtype=heads.dtype, device=heads.device)
     backend.forward(layer_index, heads, attn, shared, out)
     return out
 

@@ -130,9 +130,12 @@ _WIDE = {1: Tiling(8, 512, 2), 2: Tiling(8, 512, 4), 4: Tiling(4, 256, 2)}
 
 
 def serves(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
-    """Whether this is the faster way to put ``x`` [rows, width] through ``weight``."""
+    """Whether this is the faster way to put ``x`` [rows, width] through ``weight``.
+
+    Never where ``weight`` is laid out otherwise than ``Kernels`` says, as a loaded one may be.
+    """
     num_rows = x.shape[0]
-    if not 0 < num_rows <= MAX_ROWS:
+    if not 0 < num_rows <= MAX_ROWS or weight.stride() != (1, weight.shape[0]):
         return False
     rows = triton.next_power_of_2(num_rows)
     share = GATED_SHARE if is_gated and rows > 1 else 1

@@ -22,6 +22,8 @@ Grid = tuple[int, int, int]
 class _Variant(NamedTuple):
     """A compiled kernel, as Triton's own launch of it takes it apart."""
 
+    kernel: Any
+    """Kept: with it goes its code on the device, in some releases."""
     run: Callable[..., None]
     function: Any
     metadata: Any
@@ -32,8 +34,8 @@ class Launcher:
 
     What Triton specialises on is in the look-up: dtypes, alignment, device, and the value of every
     number and constant. So numbers are those of a model and not of a batch, or marked
-    ``do_not_specialize`` and few. Triton's knobs are read at a variant's first launch, and its
-    launch hooks hear of that one only.
+    ``do_not_specialize`` and few, and each is of one type at all calls. Triton's knobs are read at
+    a variant's first launch, and its launch hooks hear of that one only.
 
     ``stream_of(device_index)``: the handle of a device's current stream. None: Triton's own.
     """
@@ -87,5 +89,5 @@ class Launcher:
 
             self._stream_of = driver.active.get_current_stream
         self._variants[variant] = _Variant(
-            compiled.run, compiled.function, compiled.packed_metadata
+            compiled, compiled.run, compiled.function, compiled.packed_metadata
         )

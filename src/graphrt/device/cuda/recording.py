@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,15 +181,13 @@ class CUDARecording:
                 raise self.abort(error)  # noqa: B904  It is the same error, or has it as its cause.
         self._close()
         try:
-            is_empty = self._capture_end()
+            heard = self._capture_end()
         except RuntimeError as error:
             raise self._refused(error)  # noqa: B904  It has its cause.
-        except Warning:  # Torch has ended it; a filter of the caller's made its warning an error.
-            self._graph.reset()
-            self._settle()
-            raise
         self._ledger.take_failure()  # The callable coped with it; its traceback holds tensors.
         self._settle()
+        others = [each for each in heard if "graph is empty" not in str(each.message).lower()]
+        is_empty = len(others) < len(heard)
         if is_empty and not allow_empty:
             self._graph.reset()
             raise EmptyCaptureError(
@@ -200,6 +198,8 @@ class CUDARecording:
             )
         num_nodes = 0 if is_empty else None
         try:
+            for each in others:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             if self._labels is not None and not is_empty:
                 self._labels.follow(self._graph)
             if self._device.debug and not is_empty:
@@ -260,9 +260,8 @@ class CUDARecording:
         if self._observer is not None:
             self._observer.leave()
 
-    def _capture_end(self) -> bool:
-        """End torch's capture; True if nothing was recorded, of which torch only warns."""
-        is_empty = False
+    def _capture_end(self) -> list[warnings.WarningMessage]:
+        """End torch's capture; return what it warned of, an empty graph for one."""
         with (
             self._on_stream(),
             private.past_modes(),
@@ -272,14 +271,7 @@ class CUDARecording:
             self._graph.capture_end()
             if self._device.debug:  # A graph that is kept is not instantiated by itself.
                 self._graph.instantiate()
-        for warning in heard:
-            if "graph is empty" in str(warning.message).lower():
-                is_empty = True
-            else:
-                warnings.warn_explicit(
-                    warning.message, warning.category, warning.filename, warning.lineno
-                )
-        return is_empty
+        return heard
 
     def _explain(self, error: BaseException) -> BaseException:
         """The first device error of the window, translated; an echo is never the first."""
@@ -356,6 +348,4 @@ class CUDARecording:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # A window may end where a side stream is current; torch ends it on its own stream only.
-        if self._device.current_stream() is self._stream:
-            return nullcontext()
         return torch.cuda.stream(self._stream.torch_stream)
