@@ -838,6 +838,7 @@ class BugClasses:
             wrapper(x)
             thread.join()
         assert len(errors) == 1
+        assert len(wrapper.concrete_cudagraph_entries) == 1
         assert bench.library.num_cudagraph_captured == 1
         assert bench.step(wrapper, x).tolist() == [2.0] * 8
 

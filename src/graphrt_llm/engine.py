@@ -216,8 +216,8 @@ class LLMEngine:
         Errors: ``UnknownRequestError``.
         """
         owed = [landed for landed in self._landed if landed.request_id == request_id]
-        is_over = bool(owed) and owed[-1].finish_reason is not None
-        output = owed[-1] if is_over else self.scheduler.abort(request_id)
+        has_ended = bool(owed) and owed[-1].finish_reason is not None
+        output = owed[-1] if has_ended else self.scheduler.abort(request_id)
         self._landed = [landed for landed in self._landed if landed.request_id != request_id]
         tokens = tuple(token for landed in owed for token in landed.new_token_ids)
         return output._replace(new_token_ids=tokens)

@@ -186,9 +186,11 @@ def make_example(
     """Random valid inputs that fill ``key``; another ``seed`` gives other lengths and contents.
 
     No two tokens are written to one slot, so the result does not depend on the order of writes.
-    Two of its values are the memory of its ``live`` arrays.
     What a request reads before its own tokens is whatever the cache holds. ``free_blocks``: those
     that may be written and read; None: all.
+
+    Aliasing: lengths and block tables are the memory of its ``live`` arrays, and of no other
+              example.
     """
     rng = np.random.default_rng((seed, key.num_tokens))
     num_tokens = key.num_tokens
@@ -220,7 +222,6 @@ def make_example(
     owners, positions = expand(starts, query_lens)
     input_ids = rng.integers(0, vocab_size, num_tokens)
     values = _values(query_lens, ends, owners, positions, input_ids, tables, size)
-    # Storage of its own: an example outlives the next one.
     tensors = {name: torch.from_numpy(array) for name, array in values.items()}
     return Example(tensors, num_tokens, num_reqs, AttentionMetadata(query_lens, ends, tables))
 

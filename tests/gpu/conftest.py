@@ -12,7 +12,7 @@ from flashinfer_builds import FlashInferBuilds
 from graphrt.device.cuda import CUDADevice
 
 # Before their first import, or a failing case would not show its values.
-pytest.register_assert_rewrite("bug_classes", "device_contract", "runtime_interrupts")
+pytest.register_assert_rewrite("bug_classes", "device_contract", "runtime_interrupts", "trends")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -469,36 +469,6 @@ def test_bug_class_10_a_workspace_may_not_grow_between_warm_up_and_capture(lab: 
     assert not workspace.is_frozen
 
 
-def test_bug_class_15_two_threads_one_unseen_key_one_capture(lab: Lab) -> None:
-    inside, refused = threading.Event(), threading.Event()
-    errors: list[BaseException] = []
-
-    def model(x: Tensor) -> Tensor:
-        inside.set()
-        assert refused.wait(20)
-        return x + 1
-
-    wrapper, x = lab.wrap(model), torch.ones(2)
-
-    def second() -> None:
-        assert inside.wait(20)
-        try:
-            wrapper(x)
-        except CaptureInProgressError as error:
-            errors.append(error)
-        finally:
-            refused.set()
-
-    with lab.library.capture_scope() as scope, scope.step(FULL, KEY):
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(second,))
-        thread.start()
-        wrapper(x)
-        thread.join()
-    assert len(errors) == 1
-    assert len(wrapper.concrete_cudagraph_entries) == 1
-    assert lab.library.num_cudagraph_captured == 1
-
-
 def test_two_threads_each_with_its_own_library_do_not_meet() -> None:
     failures: list[BaseException] = []
     barrier = threading.Barrier(2, timeout=30)

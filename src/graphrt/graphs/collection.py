@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Self
 
 # CPython 3.12 alone moves what is immortal (some 400 objects of the interpreter's own) to where
@@ -121,8 +121,7 @@ class CollectorPause:
         if self._was_enabled:
             gc.enable()
         # Last, so that the next pause finds the state restored.
-        with suppress(ValueError):  # the other scope left in the same moment, and was quicker
-            gc.callbacks.remove(self)
+        gc.callbacks.remove(self)
 
     def _begin(self) -> None:
         gc.collect()

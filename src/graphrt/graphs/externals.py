@@ -125,7 +125,7 @@ def tensors_of_modules(modules: Mapping[str, torch.nn.Module]) -> Iterator[Sight
                     continue
                 name = f"{path}.{attribute}" if path else attribute
                 if kind in _PLAIN_TENSORS:
-                    yield Sighting(name, value, module, (attribute,), False)
+                    yield Sighting(name, value, module, (attribute,), touched=False)
                 else:
                     yield from _plain_sightings(name, value, module, (attribute,))
 

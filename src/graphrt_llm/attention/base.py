@@ -124,7 +124,8 @@ def attend(
     """One layer's attention of new tokens, each over its request up to its own position.
 
     Shapes:   ``heads`` [tokens, num_heads + 2 * num_kv_heads, head_dim]: a token's queries, keys
-              and values; ``shared`` what ``begin`` returned; result [tokens, num_heads, head_dim].
+              and values; ``shared`` what ``begin`` returned; result [tokens, num_heads, head_dim],
+              contiguous.
     Aliasing: the result is ``out`` where given. Rows beyond the real tokens are finite and mean
               nothing.
 

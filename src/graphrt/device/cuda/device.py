@@ -183,7 +183,6 @@ class CUDADevice:
         """An uninitialised pool tensor, belonging to the stream that is current."""
         own = _own_pool(pool)
         self._refuse_in_window("alloc")
-        # A tensor born in inference mode cannot be written outside it.
         with torch.cuda.use_mem_pool(cast(Any, own), self.index), _outside_inference_mode():
             tensor = torch.empty_strided(
                 tuple(size), tuple(stride), dtype=dtype, device=self._torch_device
@@ -201,8 +200,7 @@ class CUDADevice:
         if not self.owns(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        # Neither the observer nor a mode of the caller's shall take this for an operation; and a
-        # tensor born in inference mode cannot be written outside it.
+        # Neither the observer nor a mode of the caller's shall take this for an operation.
         # Grad mode is asked for last: to leave inference mode turns it on.
         with private.past_modes(), _outside_inference_mode(), _without_grad():
             bare = private.aliasing_storage(storage.data_ptr(), storage.nbytes(), tensor.device)
@@ -298,6 +296,7 @@ class CUDADevice:
 
 
 def _outside_inference_mode() -> AbstractContextManager[Any]:
+    """A tensor born in inference mode could not be written outside it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
