@@ -40,6 +40,11 @@ class Layer(NamedTuple):
     def exact(self) -> Layer:
         return Layer(*(None if part is None else part.double() for part in self))  # type: ignore[arg-type]
 
+    def with_norm(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None]:
+        return self.x, self.norm, 1e-6, self.weight, self.bias
+
 
 def layer(rows: int, width: int, outputs: int, has_bias: bool, dtype: torch.dtype) -> Layer:
     return Layer(
@@ -65,8 +70,8 @@ def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, 
     assert kernels.name == "triton"
     x, norm, weight, bias = part = layer(rows, width, outputs, has_bias, dtype)
     exact = part.exact()
-    found = kernels.norm_linear(x, norm, 1e-6, weight, bias)
-    product_close(found, EAGER.norm_linear(exact.x, exact.norm, 1e-6, exact.weight, exact.bias))
+    found = kernels.norm_linear(x, norm, 1e-6, weight, bias, torch.empty_like(x))
+    product_close(found, EAGER.norm_linear(*exact.with_norm(), torch.empty_like(exact.x)))
 
     residual = normal(rows, outputs, dtype=dtype)
     expected = residual.double()
@@ -76,8 +81,10 @@ def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, 
 
     x, norm, weight, bias = part = layer(rows, width, 2 * outputs, has_bias, dtype)
     exact = part.exact()
-    found = kernels.norm_gate(x, norm, 1e-6, weight, bias)
-    product_close(found, EAGER.norm_gate(exact.x, exact.norm, 1e-6, exact.weight, exact.bias))
+    found, expected = x.new_empty(rows, outputs), exact.x.new_empty(rows, outputs)
+    kernels.norm_gate(x, norm, 1e-6, weight, bias, torch.empty_like(x), found)
+    EAGER.norm_gate(*exact.with_norm(), torch.empty_like(exact.x), expected)
+    product_close(found, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -107,10 +114,11 @@ def test_a_row_s_result_does_not_depend_on_the_padding_of_its_tile():
     """Three rows in eager code and four in a graph, one of them padding: bit for bit the same."""
     x, norm, weight, _ = layer(4, 1024, 512, False, torch.bfloat16)
     kernels = choose_kernels(torch.bfloat16, CUDA)
-    padded = kernels.norm_linear(x, norm, 1e-6, weight, None)
+    normed = torch.empty_like(x)
+    padded = kernels.norm_linear(x, norm, 1e-6, weight, None, normed)
     x[3] = float("nan")
-    assert torch.equal(kernels.norm_linear(x[:3], norm, 1e-6, weight, None), padded[:3])
-    assert torch.equal(kernels.norm_linear(x, norm, 1e-6, weight, None)[:3], padded[:3])
+    assert torch.equal(kernels.norm_linear(x[:3], norm, 1e-6, weight, None, normed), padded[:3])
+    assert torch.equal(kernels.norm_linear(x, norm, 1e-6, weight, None, normed)[:3], padded[:3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,18 +22,20 @@ class Kernels(NamedTuple):
 
     Matrices are ``weight`` [in, out], in memory the transpose of that, so that what belongs to an
     output is contiguous; ``bias`` [out] or None. As a parameter of this shape a matrix needs no
-    view of its own at each product.
+    view of its own at each product. Rows of ``x`` and ``residual`` may be apart; all else is
+    contiguous.
     """
 
     name: str
-    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    """(x [rows, in], norm [in], eps, weight, bias) -> [rows, out].
+    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None, Tensor], Tensor]
+    """(x [rows, in], norm [in], eps, weight, bias, normed) -> [rows, out].
 
-    Each row over its root mean square, times ``norm``, through the matrix."""
-    norm_gate: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    """(x [rows, in], norm [in], eps, weight [in, 2 * out], bias) -> silu(gate) * up [rows, out].
+    Each row over its root mean square, times ``norm``, through the matrix. ``normed`` [rows, in]:
+    memory that may be written on the way."""
+    norm_gate: Callable[[Tensor, Tensor, float, Tensor, Tensor | None, Tensor, Tensor], None]
+    """(x [rows, in], norm [in], eps, weight [in, 2 * out], bias, normed, gated [rows, out]).
 
-    Gate and up are the halves of ``norm_linear``'s result."""
+    Gate and up are the halves of ``norm_linear``'s result; silu(gate) * up goes to ``gated``."""
     add_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
     """(residual [rows, out], x [rows, in], weight, bias): add to ``residual``, in place."""
     turn_and_store: Callable[[Tensor, Tensor | None, float, Tensor, Tensor, Tensor], None]

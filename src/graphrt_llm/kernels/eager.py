@@ -13,13 +13,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, normed: Tensor
+) -> Tensor:
+    # PyTorch's norm makes its own result.
     return linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias)
 
 
-def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    gate, up = norm_linear(x, norm, eps, weight, bias).chunk(2, -1)
-    return F.silu(gate).mul_(up)
+def norm_gate(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    normed: Tensor,
+    gated: Tensor,
+) -> None:
+    gate, up = norm_linear(x, norm, eps, weight, bias, normed).chunk(2, -1)
+    torch.mul(F.silu(gate), up, out=gated)
 
 
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

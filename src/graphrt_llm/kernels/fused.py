@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from graphrt_llm.kernels import eager, few_rows
-from graphrt_llm.kernels.eager import linear
 from graphrt_llm.kernels.launching import Launcher
 
 MAX_BLOCK = 1024
@@ -109,24 +108,34 @@ _launch_silu_mul = Launcher(triton.jit(_silu_mul))
 _launch_turn_and_store = Launcher(triton.jit(_turn_and_store))
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, normed: Tensor
+) -> Tensor:
     if few_rows.serves(x, weight):
         out = torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
         few_rows.product(x, weight, bias, out, norm=norm, eps=eps)
         return out
-    return linear(_normed(x, norm, eps), weight, bias)
+    _norm(x, norm, eps, normed)
+    return eager.linear(normed, weight, bias)
 
 
-def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = torch.empty((x.shape[0], weight.shape[1] // 2), dtype=x.dtype, device=x.device)
+def norm_gate(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    normed: Tensor,
+    gated: Tensor,
+) -> None:
     if few_rows.serves(x, weight, is_gated=True):
-        few_rows.product(x, weight, bias, out, norm=norm, eps=eps, is_gated=True)
-        return out
-    gate_up = linear(_normed(x, norm, eps), weight, bias)
-    rows, width = out.shape
+        few_rows.product(x, weight, bias, gated, norm=norm, eps=eps, is_gated=True)
+        return
+    _norm(x, norm, eps, normed)
+    gate_up = eager.linear(normed, weight, bias)
+    rows, width = gated.shape
     block = min(MAX_BLOCK, _power_of_2(width))
-    _launch_silu_mul((rows, -(-width // block), 1), (gate_up, out), (width,), (block,), 4)
-    return out
+    _launch_silu_mul((rows, -(-width // block), 1), (gate_up, gated), (width,), (block,), 4)
 
 
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -136,12 +145,10 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
     eager.add_linear(residual, x, weight, bias)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     rows, width = x.shape
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     numbers = (x.stride(0), width, eps)
     _launch_rms_norm((rows, 1, 1), (x, weight, out), numbers, (_power_of_2(width),), _warps(width))
-    return out
 
 
 def turn_and_store(

@@ -61,6 +61,27 @@ class Projection(nn.Module):
             yield from _rows([f"{name}.bias" for name in names], self.out_features, self.bias)
 
 
+class Scratch(NamedTuple):
+    """What every layer writes in its turn. Made once a step: an allocation is an operation too."""
+
+    normed: Tensor
+    """[tokens, hidden_size]"""
+    attended: Tensor
+    """[tokens, num_heads, head_dim]"""
+    gated: Tensor
+    """[tokens, intermediate_size]"""
+
+    @classmethod
+    def like(cls, residual: Tensor, config: ModelConfig) -> Scratch:
+        num_tokens = residual.shape[0]
+        heads = (num_tokens, config.num_heads, config.head_dim)
+        return cls(
+            torch.empty_like(residual),
+            residual.new_empty(heads),
+            residual.new_empty((num_tokens, config.intermediate_size)),
+        )
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward network, each behind a norm, both added to the residual stream."""
 
@@ -104,18 +125,21 @@ class DecoderLayer(nn.Module):
         backend: AttentionBackend,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
+        scratch: Scratch,
     ) -> None:
         """Update ``residual`` [tokens, hidden_size] in place."""
         num_tokens = residual.shape[0]
-        kernels = self.kernels
-        heads = kernels.norm_linear(residual, self.attention_norm, self.eps, *self.qkv.matrix)
+        kernels, (normed, attended, gated) = self.kernels, scratch
+        norm = self.attention_norm
+        heads = kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed)
         heads = heads.view(num_tokens, -1, rotation.shape[-1])
         slots = backend.cache.slots[self.index]
         kernels.turn_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
-        attended = attend(backend, self.index, heads, attn, shared)
+        attend(backend, self.index, heads, attn, shared, out=attended)
         kernels.add_linear(residual, attended.view(num_tokens, -1), *self.attention_out.matrix)
 
-        gated = kernels.norm_gate(residual, self.mlp_norm, self.eps, *self.gate_up.matrix)
+        norm = self.mlp_norm
+        kernels.norm_gate(residual, norm, self.eps, *self.gate_up.matrix, normed, gated)
         kernels.add_linear(residual, gated, *self.down.matrix)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
@@ -193,11 +217,12 @@ class CausalLM(nn.Module):
         residual = F.embedding(input_ids, self.embedding)
         rotation = self.rotary.index_select(0, positions)
         shared = backend.begin(positions, attn)
+        scratch = Scratch.like(residual, self.config)
         for layer in self.layers:
-            layer(residual, rotation, backend, attn, shared)
+            layer(residual, rotation, backend, attn, shared, scratch)
         last = residual.index_select(0, logits_indices)
-        eps = self.config.rms_norm_eps
-        return self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None)
+        eps, normed = self.config.rms_norm_eps, torch.empty_like(last)
+        return self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None, normed)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the model under its name in a HF checkpoint, tied ones once."""
