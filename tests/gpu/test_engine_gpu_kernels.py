@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from graphrt_llm.kernels import EAGER, choose_kernels, few_rows
+from graphrt_llm.kernels import EAGER, Kernels, choose_kernels, few_rows
 from graphrt_llm.kernels.few_rows import MAX_ROWS
 
 CUDA = torch.device("cuda")
@@ -40,11 +40,6 @@ class Layer(NamedTuple):
     def exact(self) -> Layer:
         return Layer(*(None if part is None else part.double() for part in self))  # type: ignore[arg-type]
 
-    def with_norm(
-        self,
-    ) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None]:
-        return self.x, self.norm, 1e-6, self.weight, self.bias
-
 
 def layer(rows: int, width: int, outputs: int, has_bias: bool, dtype: torch.dtype) -> Layer:
     return Layer(
@@ -53,6 +48,21 @@ def layer(rows: int, width: int, outputs: int, has_bias: bool, dtype: torch.dtyp
         (normal(outputs, width, dtype=dtype) / width**0.5).t(),
         normal(outputs, dtype=dtype) if has_bias else None,
     )
+
+
+def norm_linear(kernels: Kernels, part: Layer) -> torch.Tensor:
+    x, norm, weight, bias = part
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    kernels.norm_linear(x, norm, 1e-6, weight, bias, torch.empty_like(x), out)
+    return out
+
+
+def norm_gate(kernels: Kernels, part: Layer) -> torch.Tensor:
+    x, norm, weight, bias = part
+    gate_up = x.new_empty(x.shape[0], weight.shape[1])
+    gated = x.new_empty(x.shape[0], weight.shape[1] // 2)
+    kernels.norm_gate(x, norm, 1e-6, weight, bias, torch.empty_like(x), gate_up, gated)
+    return gated
 
 
 def product_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -68,10 +78,9 @@ def product_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, rows):
     kernels = choose_kernels(dtype, CUDA)
     assert kernels.name == "triton"
-    x, norm, weight, bias = part = layer(rows, width, outputs, has_bias, dtype)
+    x, _, weight, bias = part = layer(rows, width, outputs, has_bias, dtype)
     exact = part.exact()
-    found = kernels.norm_linear(x, norm, 1e-6, weight, bias, torch.empty_like(x))
-    product_close(found, EAGER.norm_linear(*exact.with_norm(), torch.empty_like(exact.x)))
+    product_close(norm_linear(kernels, part), norm_linear(EAGER, exact))
 
     residual = normal(rows, outputs, dtype=dtype)
     expected = residual.double()
@@ -79,24 +88,18 @@ def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, 
     EAGER.add_linear(expected, exact.x, exact.weight, exact.bias)
     product_close(residual, expected)
 
-    x, norm, weight, bias = part = layer(rows, width, 2 * outputs, has_bias, dtype)
-    exact = part.exact()
-    found, expected = x.new_empty(rows, outputs), exact.x.new_empty(rows, outputs)
-    kernels.norm_gate(x, norm, 1e-6, weight, bias, torch.empty_like(x), found)
-    EAGER.norm_gate(*exact.with_norm(), torch.empty_like(exact.x), expected)
-    product_close(found, expected)
+    part = layer(rows, width, 2 * outputs, has_bias, dtype)
+    product_close(norm_gate(kernels, part), norm_gate(EAGER, part.exact()))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_matrix_that_lies_otherwise_in_memory_gives_the_same_result(rows):
-    x, norm, weight, bias = part = layer(rows, 96, 40, True, torch.bfloat16)
-    exact = part.exact()
-    assert few_rows.serves(x, weight)
-    weight = weight.contiguous()  # As a checkpoint of its own, assigned, may leave it.
-    assert not few_rows.serves(x, weight)
-    kernels = choose_kernels(torch.bfloat16, CUDA)
-    found = kernels.norm_linear(x, norm, 1e-6, weight, bias, torch.empty_like(x))
-    product_close(found, EAGER.norm_linear(*exact.with_norm(), torch.empty_like(exact.x)))
+    part = layer(rows, 96, 40, True, torch.bfloat16)
+    assert few_rows.serves(part.x, part.weight)
+    weight = part.weight.contiguous()  # As a checkpoint of its own, assigned, may leave it.
+    assert not few_rows.serves(part.x, weight)
+    found = norm_linear(choose_kernels(torch.bfloat16, CUDA), part._replace(weight=weight))
+    product_close(found, norm_linear(EAGER, part.exact()))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -113,13 +116,12 @@ def test_a_product_writes_only_its_own_rows(rows):
 
 def test_a_row_s_result_does_not_depend_on_the_padding_of_its_tile():
     """Three rows in eager code and four in a graph, one of them padding: bit for bit the same."""
-    x, norm, weight, _ = layer(4, 1024, 512, False, torch.bfloat16)
+    part = layer(4, 1024, 512, False, torch.bfloat16)
     kernels = choose_kernels(torch.bfloat16, CUDA)
-    normed = torch.empty_like(x)
-    padded = kernels.norm_linear(x, norm, 1e-6, weight, None, normed)
-    x[3] = float("nan")
-    assert torch.equal(kernels.norm_linear(x[:3], norm, 1e-6, weight, None, normed), padded[:3])
-    assert torch.equal(kernels.norm_linear(x, norm, 1e-6, weight, None, normed)[:3], padded[:3])
+    padded = norm_linear(kernels, part)
+    part.x[3] = float("nan")
+    assert torch.equal(norm_linear(kernels, part._replace(x=part.x[:3])), padded[:3])
+    assert torch.equal(norm_linear(kernels, part)[:3], padded[:3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,15 +27,18 @@ class Kernels(NamedTuple):
     """
 
     name: str
-    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None, Tensor], Tensor]
-    """(x [rows, in], norm [in], eps, weight, bias, normed) -> [rows, out].
+    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None, Tensor, Tensor], None]
+    """(x [rows, in], norm [in], eps, weight, bias, normed, out [rows, out]).
 
-    Each row over its root mean square, times ``norm``, through the matrix. ``normed`` [rows, in]:
-    memory that may be written on the way."""
-    norm_gate: Callable[[Tensor, Tensor, float, Tensor, Tensor | None, Tensor, Tensor], None]
-    """(x [rows, in], norm [in], eps, weight [in, 2 * out], bias, normed, gated [rows, out]).
+    Each row over its root mean square, times ``norm``, through the matrix, goes to ``out``.
+    ``normed`` [rows, in]: memory that may be written on the way."""
+    norm_gate: Callable[
+        [Tensor, Tensor, float, Tensor, Tensor | None, Tensor, Tensor, Tensor], None
+    ]
+    """(x [rows, in], norm [in], eps, weight [in, 2 * out], bias, normed, gate_up, gated).
 
-    Gate and up are the halves of ``norm_linear``'s result; silu(gate) * up goes to ``gated``."""
+    Gate and up are the halves of what ``norm_linear`` writes; silu(gate) * up goes to ``gated``
+    [rows, out]. ``gate_up`` [rows, 2 * out], too, is memory that may be written on the way."""
     add_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
     """(residual [rows, out], x [rows, in], weight, bias): add to ``residual``, in place."""
     turn_and_store: Callable[[Tensor, Tensor | None, float, Tensor, Tensor, Tensor], None]

@@ -9,15 +9,24 @@ from torch import Tensor
 from graphrt_llm.models.rotary import rotate
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias, x, weight, out=out)
 
 
 def norm_linear(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, normed: Tensor
-) -> Tensor:
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    normed: Tensor,
+    out: Tensor,
+) -> None:
     # PyTorch's norm makes its own result.
-    return linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias)
+    linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias, out)
 
 
 def norm_gate(
@@ -27,9 +36,11 @@ def norm_gate(
     weight: Tensor,
     bias: Tensor | None,
     normed: Tensor,
+    gate_up: Tensor,
     gated: Tensor,
 ) -> None:
-    gate, up = norm_linear(x, norm, eps, weight, bias, normed).chunk(2, -1)
+    norm_linear(x, norm, eps, weight, bias, normed, gate_up)
+    gate, up = gate_up.chunk(2, -1)
     torch.mul(F.silu(gate), up, out=gated)
 
 

@@ -10,7 +10,6 @@ with launches of their own before and behind it. All of it is computed in float3
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -109,14 +108,19 @@ _launch_turn_and_store = Launcher(triton.jit(_turn_and_store))
 
 
 def norm_linear(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, normed: Tensor
-) -> Tensor:
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    normed: Tensor,
+    out: Tensor,
+) -> None:
     if few_rows.serves(x, weight):
-        out = torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
         few_rows.product(x, weight, bias, out, norm=norm, eps=eps)
-        return out
+        return
     _norm(x, norm, eps, normed)
-    return eager.linear(normed, weight, bias)
+    eager.linear(normed, weight, bias, out)
 
 
 def norm_gate(
@@ -126,13 +130,14 @@ def norm_gate(
     weight: Tensor,
     bias: Tensor | None,
     normed: Tensor,
+    gate_up: Tensor,
     gated: Tensor,
 ) -> None:
     if few_rows.serves(x, weight, is_gated=True):
         few_rows.product(x, weight, bias, gated, norm=norm, eps=eps, is_gated=True)
         return
     _norm(x, norm, eps, normed)
-    gate_up = eager.linear(normed, weight, bias)
+    eager.linear(normed, weight, bias, gate_up)
     rows, width = gated.shape
     block = min(MAX_BLOCK, _power_of_2(width))
     _launch_silu_mul((rows, -(-width // block), 1), (gate_up, gated), (width,), (block,), 4)

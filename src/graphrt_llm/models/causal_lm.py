@@ -62,23 +62,39 @@ class Projection(nn.Module):
 
 
 class Scratch(NamedTuple):
-    """What every layer writes in its turn. Made once a step: an allocation is an operation too."""
+    """What every layer writes in its turn, and the same memory in other shapes.
+
+    Made once a step: to allocate, and to look at memory in another shape, are operations too.
+    """
 
     normed: Tensor
     """[tokens, hidden_size]"""
+    qkv: Tensor
+    """[tokens, (num_heads + 2 * num_kv_heads) * head_dim]"""
+    heads: Tensor
+    """[tokens, num_heads + 2 * num_kv_heads, head_dim]: ``qkv``."""
     attended: Tensor
     """[tokens, num_heads, head_dim]"""
+    attended_rows: Tensor
+    """[tokens, num_heads * head_dim]: ``attended``."""
+    gate_up: Tensor
+    """[tokens, 2 * intermediate_size]"""
     gated: Tensor
     """[tokens, intermediate_size]"""
 
     @classmethod
     def like(cls, residual: Tensor, config: ModelConfig) -> Scratch:
-        num_tokens = residual.shape[0]
-        heads = (num_tokens, config.num_heads, config.head_dim)
+        num_tokens, width, inner = residual.shape[0], config.head_dim, config.intermediate_size
+        heads = residual.new_empty((num_tokens, config.num_heads + 2 * config.num_kv_heads, width))
+        attended = residual.new_empty((num_tokens, config.num_heads, width))
         return cls(
             torch.empty_like(residual),
-            residual.new_empty(heads),
-            residual.new_empty((num_tokens, config.intermediate_size)),
+            heads.flatten(1),
+            heads,
+            attended,
+            attended.flatten(1),
+            residual.new_empty((num_tokens, 2 * inner)),
+            residual.new_empty((num_tokens, inner)),
         )
 
 
@@ -128,18 +144,17 @@ class DecoderLayer(nn.Module):
         scratch: Scratch,
     ) -> None:
         """Update ``residual`` [tokens, hidden_size] in place."""
-        num_tokens = residual.shape[0]
-        kernels, (normed, attended, gated) = self.kernels, scratch
+        kernels = self.kernels
+        normed, qkv, heads, attended, attended_rows, gate_up, gated = scratch
         norm = self.attention_norm
-        heads = kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed)
-        heads = heads.view(num_tokens, -1, rotation.shape[-1])
+        kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
         slots = backend.cache.slots[self.index]
         kernels.turn_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         attend(backend, self.index, heads, attn, shared, out=attended)
-        kernels.add_linear(residual, attended.view(num_tokens, -1), *self.attention_out.matrix)
+        kernels.add_linear(residual, attended_rows, *self.attention_out.matrix)
 
         norm = self.mlp_norm
-        kernels.norm_gate(residual, norm, self.eps, *self.gate_up.matrix, normed, gated)
+        kernels.norm_gate(residual, norm, self.eps, *self.gate_up.matrix, normed, gate_up, gated)
         kernels.add_linear(residual, gated, *self.down.matrix)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
@@ -222,7 +237,9 @@ class CausalLM(nn.Module):
             layer(residual, rotation, backend, attn, shared, scratch)
         last = residual.index_select(0, logits_indices)
         eps, normed = self.config.rms_norm_eps, torch.empty_like(last)
-        return self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None, normed)
+        logits = last.new_empty((last.shape[0], self.config.vocab_size))
+        self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None, normed, logits)
+        return logits
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the model under its name in a HF checkpoint, tied ones once."""
