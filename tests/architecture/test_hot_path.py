@@ -22,7 +22,8 @@ HOT = {
     "graphs/program.py": ["Program.__call__"],
     "graphs/buffers.py": ["BoundBuffers.stage"],
     "graphs/outputs.py": ["BoundOutputs.take", "OutputSpec.expire", "_same"],
-    "runtime.py": ["Runtime.step", "Runtime._replay", "Runtime._replay_sampled"],
+    "runtime/runtime.py": ["Runtime.step", "Runtime._replay_sampled"],
+    "runtime/steps.py": ["Steps.replay"],
 }
 
 WAITING = {"item", "tolist", "cpu", "numpy", "synchronize", "print", "warn", "debug", "info", "log"}
