@@ -25,7 +25,7 @@ from graphrt.errors import (
 )
 from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.bufferspec import SENTINEL, BufferSpec
-from graphrt.graphs.capture import CaptureJob
+from graphrt.graphs.jobs import CaptureJob
 from graphrt.graphs.library import GraphLibrary
 from graphrt.graphs.outputs import OutputSpec
 from graphrt.graphs.state import TensorStateGuard, Workspace

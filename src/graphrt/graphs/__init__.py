@@ -10,13 +10,14 @@ from graphrt.graphs.breaks import break_at, break_call, break_point, forbid_in_c
 from graphrt.graphs.buffers import BoundBuffers, BufferSet
 from graphrt.graphs.bufferspec import FILL_ONCE, KEEP, SENTINEL, ZERO, BufferSpec, Padding
 from graphrt.graphs.builder import ProgramBuilder
-from graphrt.graphs.capture import CaptureJob, CaptureReport, CaptureScope
 from graphrt.graphs.externals import External, ExternalsReport
 from graphrt.graphs.failures import FailureRecord
 from graphrt.graphs.generation import Generation
+from graphrt.graphs.jobs import CaptureJob, CaptureReport
 from graphrt.graphs.library import GraphBudget, GraphLibrary
 from graphrt.graphs.outputs import BoundOutputs, OutputSpec
 from graphrt.graphs.program import GraphMemory, Program
+from graphrt.graphs.scope import CaptureScope
 from graphrt.graphs.segments import EagerSegment, GraphSegment
 from graphrt.graphs.stale import StaleCheck
 from graphrt.graphs.state import Resource, StateGuard, TensorStateGuard, Workspace

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphrt.device.base import Device
+from graphrt.device.base import Device, Stream
 from graphrt.errors import AmbientError
 
 
@@ -69,6 +69,17 @@ def refuse_grad_mode(ambient: Ambient) -> None:
             expected="torch.no_grad() or torch.inference_mode() around warm-up and capture",
             found="grad mode is on",
             do="enter torch.no_grad() around the scope or inside the callable",
+        )
+
+
+def refuse_other_stream(expected: Stream, current: Stream) -> None:
+    """Raise ``AmbientError`` if a capture would not be on its scope's stream."""
+    if current is not expected:
+        raise AmbientError(
+            "current stream",
+            expected=f"the scope's capture stream {expected.name!r}",
+            found=f"stream {current.name!r}",
+            do="call the wrapper on the scope's stream; fork side streams inside the callable",
         )
 
 

@@ -30,11 +30,11 @@ from graphrt.errors import (
 )
 from graphrt.events import CaptureFailed, Event, Invalidated, Observer, Retired
 from graphrt.graphs.buffers import BufferSet
-from graphrt.graphs.capture import CaptureScope
 from graphrt.graphs.externals import ExternalsReport
 from graphrt.graphs.failures import FailureBook, FailureRecord
 from graphrt.graphs.generation import Generation, Kind
 from graphrt.graphs.program import Program
+from graphrt.graphs.scope import CaptureScope
 from graphrt.graphs.stale import StaleCheck
 from graphrt.graphs.state import Resource, StateGuard, Workspace
 from graphrt.graphs.table import ProgramTable
