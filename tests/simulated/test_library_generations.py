@@ -144,6 +144,14 @@ def test_a_rebuild_that_fails_keeps_the_old_generation(lab: Lab) -> None:
     assert torch.equal(lab.step(wrapper, x), x + 1)
 
 
+def test_a_generation_of_no_program_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match="generation_size"),
+        Lab(generation_size=0),
+    ):
+        pass
+
+
 def test_bug_class_8_lazy_generations_rotate_when_graphs_run_out() -> None:
     with Lab(budget=GraphBudget(max_graphs=3), generation_size=1) as lab:
         wrapper = lab.wrap(lambda x: torch.relu(x @ x.t()))

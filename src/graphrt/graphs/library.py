@@ -57,6 +57,7 @@ class GraphLibrary:
     generators that captured callables use beside the default one. ``generation_size``: programs
     of a lazy generation. ``observer`` receives ``Captured``, ``CaptureFailed``, ``Invalidated``
     and ``Retired`` events. ``before_suspend``, ``after_resume``: hooks around a suspension.
+    Errors: ``ConfigError`` for a ``generation_size`` below 1.
     """
 
     def __init__(
@@ -72,6 +73,13 @@ class GraphLibrary:
         before_suspend: Sequence[Callable[[], None]] = (),
         after_resume: Sequence[Callable[[], None]] = (),
     ) -> None:
+        if generation_size < 1:
+            raise ConfigError(
+                "generation_size",
+                expected="an integer >= 1",
+                found=repr(generation_size),
+                do="correct it",
+            )
         self.device = device
         self.budget = budget or GraphBudget()
         self.stale_check = stale_check
