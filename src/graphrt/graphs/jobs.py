@@ -159,15 +159,15 @@ class CaptureRun:
                     job.target(*args, **kwargs)
 
     def _capture(self, job: CaptureJob) -> None:
-        programs = self._programs_of(job)
+        programs = self._record(job)
         if self._passes(job, "captured"):
             self._programs += programs
         else:
             self._library.drop(programs)
             self._skipped.append(job)
 
-    def _programs_of(self, job: CaptureJob) -> Sequence[Program]:
-        """Capture one job; an error undoes what its wrappers had captured."""
+    def _record(self, job: CaptureJob) -> Sequence[Program]:
+        """Return the programs that one job captured; an error undoes those it had."""
         # Only gaps run at capture, and only PIECEWISE has gaps.
         state = self._state if job.mode is RuntimeMode.PIECEWISE else None
         with self._scope.noting_calls() as calls:

@@ -236,6 +236,7 @@ class CaptureScope:
             refuse_other_stream(stream, self.device.current_stream())
             library.make_room(1)
             library.require_budget()
+            # Asked again: to make room, the library may have retired the one just asked for.
             generation = self.destination.generation()
             self.builder = self._new_builder(table, key, generation)
             program = capture_program(
