@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,14 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from graphrt import (
-    ZERO,
     BatchDescriptor,
     BufferSpec,
     CompilationConfig,
     Device,
-    Example,
     Observer,
     OutputSpec,
+    Padding,
     Runtime,
     RuntimeConfig,
     break_point,
@@ -100,10 +99,12 @@ class DecodeStep:
         """The 8 inputs, over the one axis ``requests``."""
         integers = ("ids", "positions", "slot_mapping", "token_requests")
         return [
-            *(BufferSpec(name, ("requests",), torch.int64, ZERO) for name in integers),
-            BufferSpec("block_tables", ("requests", self.context // BLOCK), torch.int64, ZERO),
-            BufferSpec("seq_lens", ("requests",), torch.int64, ZERO),
-            BufferSpec("last", ("requests",), torch.int64, ZERO),
+            *(BufferSpec(name, ("requests",), torch.int64, Padding.zero()) for name in integers),
+            BufferSpec(
+                "block_tables", ("requests", self.context // BLOCK), torch.int64, Padding.zero()
+            ),
+            BufferSpec("seq_lens", ("requests",), torch.int64, Padding.zero()),
+            BufferSpec("last", ("requests",), torch.int64, Padding.zero()),
             BufferSpec("temperature", ("requests",), torch.float32),
         ]
 
@@ -177,6 +178,12 @@ class SmallModel(nn.Module):
             x = x + mlp(F.silu(F.rms_norm(x, x.shape[-1:])))
         return x
 
+    def specs(self) -> list[BufferSpec]:
+        return [
+            BufferSpec("x", ("tokens", self.hidden), self.table.weight.dtype),
+            BufferSpec("positions", ("tokens",), torch.int64, Padding.zero()),
+        ]
+
     def inputs(self, num_tokens: int, seed: int = 0) -> dict[str, Tensor]:
         place = self.table.weight
         generator = torch.Generator(place.device).manual_seed(seed)
@@ -200,16 +207,12 @@ def small_runtime(
     torch.manual_seed(0)
     model = SmallModel(layers, hidden, heads, dtype, device.torch_device)
 
-    def example(key: BatchDescriptor, seed: int) -> Example:
-        num_reqs = key.num_tokens if key.num_reqs is None else key.num_reqs
-        return Example(model.inputs(key.num_tokens, seed), key.num_tokens, num_reqs)
+    def example(sizes: Mapping[str, int], seed: int) -> Mapping[str, torch.Tensor]:
+        return model.inputs(sizes["tokens"], seed)
 
     runtime = Runtime(
         model,
-        inputs=[
-            BufferSpec("x", ("tokens", hidden), dtype),
-            BufferSpec("positions", ("tokens",), torch.int64, ZERO),
-        ],
+        inputs=model.specs(),
         outputs=OutputSpec({"": "tokens"}),
         examples=example,
         config=RuntimeConfig(

@@ -1,4 +1,4 @@
-"""01: From a wish to a plan, and from a batch to a decision. Loads no torch.
+"""01: From options to a plan, and from a batch to a decision. Loads no torch.
 
 A policy and the facts resolve once, with a reason for whatever had to be changed. A dispatcher
 over the plan's keys then answers each batch from a table: which mode, which graph, and why.

@@ -9,7 +9,7 @@ Output::
     PaddingRequiredError: static buffer 'slots'
       expected: an explicit padding, because 0 is a live value of torch.int64
       found:    padding=None
-      do:       declare ZERO or SENTINEL(v), or KEEP if nothing reads padded rows
+      do:       declare Padding.zero() or .fill(v), or .keep() if no padding is read
     6 rows in the graph of 8:
       ids   [50, 51, 52, 53, 54, 55, 0, 0]
       slots [0, 1, 2, 3, 4, 5, -1, -1]
@@ -24,7 +24,8 @@ Output::
 
 import torch
 
-from graphrt import SENTINEL, ZERO, BufferSet, BufferSpec, PaddingRequiredError, SimulatedDevice
+from graphrt import BufferSet, BufferSpec, Padding, SimulatedDevice
+from graphrt.errors import PaddingRequiredError
 
 
 def main() -> None:
@@ -34,8 +35,8 @@ def main() -> None:
         print(f"{type(error).__name__}: {error}")
 
     specs = [
-        BufferSpec("ids", ("tokens",), torch.int64, ZERO),
-        BufferSpec("slots", ("tokens",), torch.int64, SENTINEL(-1)),
+        BufferSpec("ids", ("tokens",), torch.int64, Padding.zero()),
+        BufferSpec("slots", ("tokens",), torch.int64, Padding.fill(-1)),
         BufferSpec("bias", ("tokens",), torch.float32, optional=True),
     ]
     buffers = BufferSet(specs, {"tokens": 8}, lambda key: {"tokens": key}, SimulatedDevice())

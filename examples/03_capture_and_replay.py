@@ -33,6 +33,7 @@ from graphrt import (
     OutputSpec,
     RuntimeMode,
     SimulatedDevice,
+    capture_all,
 )
 
 KEYS = [BatchDescriptor(8), BatchDescriptor(4)]  # the largest first: it sizes the pool
@@ -52,13 +53,14 @@ def main() -> None:
 
         print("capture: one warm-up and one recording of each key")
         with library.capture_scope() as scope:
-            scope.capture_all(
+            capture_all(
+                scope.library,
                 [
                     CaptureJob(
                         wrapped, RuntimeMode.FULL, key, lambda k=key: ((), buffers.bind(k).views)
                     )
                     for key in KEYS
-                ]
+                ],
             )
         programs = wrapped.concrete_cudagraph_entries
         outputs = {key: OutputSpec({"": "tokens"}).bind(programs[key]) for key in KEYS}
@@ -70,7 +72,7 @@ def main() -> None:
             bound.stage(n, {"x": torch.arange(n, dtype=torch.float32)})
             with ForwardContext(mode, key):
                 result = wrapped(**bound.views)
-            print("  ", outputs[key].take(n).tolist() if mode else result[:n].tolist())
+            print("  ", outputs[key].unpad(n).tolist() if mode else result[:n].tolist())
         print(f"{library.num_cudagraph_captured} graphs")
     device.close()
 

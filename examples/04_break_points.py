@@ -12,9 +12,9 @@ Output::
     state: ready: its first call was checked
     captured: 3 device graphs, 4 kernels
       0. graph, 1 kernel
-      1. eager gap: segment 1: attention
+      1. eager: segment 1: attention
       2. graph, 2 kernels
-      3. eager gap: segment 3: attention
+      3. eager: segment 3: attention
 """
 
 import torch

@@ -11,9 +11,9 @@ Output::
         found:    aten::_local_scalar_dense (.item())
         do:       keep the value on the device (torch.where, index_select), or pass it as part
                   of the key.
-    keeps_memory_of_the_window
+    keeps_memory_of_the_recording
       EscapedAllocationError
-        expected: memory of the window held by outputs and slots alone
+        expected: memory of the recording held by outputs and static outputs alone
         found:    64 bytes kept by KEPT
         do:       allocate it before the capture, return it, or name it in allow_escape
     an unseen key outside a scope
@@ -41,14 +41,13 @@ import torch
 
 from graphrt import (
     BatchDescriptor,
-    CaptureError,
     CUDAGraphWrapper,
     ForwardContext,
     GraphLibrary,
-    ReplayError,
     RuntimeMode,
     SimulatedDevice,
 )
+from graphrt.errors import CaptureError, ReplayError
 
 FULL, KEY = RuntimeMode.FULL, BatchDescriptor(4)
 KEPT = []
@@ -58,7 +57,7 @@ def waits_for_the_device(x):
     return x / x.max().item()
 
 
-def keeps_memory_of_the_window(x):
+def keeps_memory_of_the_recording(x):
     KEPT.append(x + 1)
     return x * 2
 
@@ -74,7 +73,7 @@ def main() -> None:
     device = SimulatedDevice()
     with GraphLibrary(device) as library, torch.inference_mode():
         x = torch.ones(4)
-        for refused in (waits_for_the_device, keeps_memory_of_the_window):
+        for refused in (waits_for_the_device, keeps_memory_of_the_recording):
             wrapped = CUDAGraphWrapper(refused, library, FULL)
             try:
                 with library.capture_scope() as scope, scope.step(FULL, KEY):

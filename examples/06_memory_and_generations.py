@@ -26,10 +26,10 @@ from graphrt import (
     ForwardContext,
     GraphLibrary,
     Retired,
-    RetiredProgramError,
     RuntimeMode,
     SimulatedDevice,
 )
+from graphrt.errors import RetiredProgramError
 
 FULL = RuntimeMode.FULL
 INPUTS = torch.ones(64, 16)

@@ -1,10 +1,10 @@
-"""The device contract: every case written once, held to by each device in its own lane.
+"""The device contract: each case is written once, and each device runs it in its own lane.
 
-``DeviceContract`` holds on both devices. ``StricterThanCUDA`` holds what only the simulated device
-refuses: CUDA records these operations without a word, and the result is silently wrong.
+``DeviceContract`` holds on both devices. ``StricterThanCUDA`` is for operations that only the
+simulated device forbids: CUDA records them without an error, and the result is silently wrong.
 
 A lane collects a class by inheriting from it and giving a ``device`` fixture. Where CUDA behaves
-otherwise than a case says, the case is wrong, and then the simulation.
+otherwise than a case says, the case is wrong, and so is the simulation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.device.base import Device, DeviceGraph, ExternalUse, Pool, Recording
+from graphrt.device.base import Device, DeviceGraph, Pool, Recording, TensorUse
 from graphrt.errors import (
     CaptureError,
     CaptureInProgressError,
@@ -54,9 +54,9 @@ class Bench:
         self, fn: Callable[..., Any], *args: Any, pool: Pool | None = None, **options: Any
     ) -> tuple[DeviceGraph, Any]:
         """Record ``fn(*args)`` on the stream "capture", as the program builder does."""
-        return self.window(lambda recording: fn(*args), pool=pool, **options)
+        return self.record_with(lambda recording: fn(*args), pool=pool, **options)
 
-    def window(
+    def record_with(
         self, body: Callable[[Recording], Any], *, pool: Pool | None = None, **options: Any
     ) -> tuple[DeviceGraph, Any]:
         """As ``record``, for a body that needs the recording itself."""
@@ -195,14 +195,14 @@ class DeviceContract:
         bench.retire()
         bench.pool.release()
 
-    def test_the_protocol_is_complete(self, device: Device) -> None:
+    def test_device_has_the_whole_protocol(self, device: Device) -> None:
         assert isinstance(device, Device)
         assert device.limits.num_sms >= 1
         assert torch.empty(0, device=device.torch_device).device.type == device.torch_device.type
 
     # -- capture and replay ------------------------------------------------------------------
 
-    def test_replay_reads_what_the_inputs_hold_now(self, bench: Bench) -> None:
+    def test_replay_reads_the_inputs_of_now(self, bench: Bench) -> None:
         x = bench.tensor([1.0, 2.0])
         graph, out = bench.record(lambda: x * 2 + 7)
         for value in (1.0, -3.5, 100.0):
@@ -210,7 +210,7 @@ class DeviceContract:
             bench.replay(graph)
             assert out.tolist() == [value * 2 + 7] * 2
 
-    def test_the_output_is_not_the_eager_result_before_the_first_replay(self, bench: Bench) -> None:
+    def test_output_before_the_first_replay_is_undefined(self, bench: Bench) -> None:
         x = bench.random(64)
         graph, out = bench.record(lambda: torch.sin(x) * 3)
         before = out.clone()
@@ -218,9 +218,7 @@ class DeviceContract:
         assert not torch.equal(before, out)
         assert same(out, torch.sin(x) * 3)
 
-    def test_capture_leaves_state_untouched_and_each_replay_advances_it_once(
-        self, bench: Bench
-    ) -> None:
+    def test_state_advances_with_each_replay_not_with_the_capture(self, bench: Bench) -> None:
         cache, slot, x = bench.full((4, 2)), bench.tensor([2], torch.int64), bench.full((1, 2), 3.0)
 
         def write() -> None:
@@ -240,7 +238,7 @@ class DeviceContract:
         operation = OPERATIONS[name]
         x, i = bench.random(8, 8), bench.tensor([3, 1, 4, 0, 5, 2, 6, 7], torch.int64)
         with mode():
-            operation(x, i)  # Lazy initialisation happens outside the window.
+            operation(x, i)  # Lazy initialisation must not happen in a recording.
             graph, result = bench.record(operation, x, i)
             for _ in range(3):
                 x.copy_(torch.randn(8, 8))
@@ -260,7 +258,7 @@ class DeviceContract:
         assert out.dtype is dtype
         assert out.tolist() == [12, 12, 12]
 
-    def test_a_replay_overwrites_the_output_in_place(self, bench: Bench) -> None:
+    def test_replay_overwrites_the_output_in_place(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
         graph, out = bench.record(lambda: x + 1)
         bench.replay(graph)
@@ -277,18 +275,16 @@ class DeviceContract:
         graph, out = bench.record(lambda: x + 1)
         bench.replay(graph)
 
-        def refuse(stream: Any = None) -> None:
+        def forbid(stream: Any = None) -> None:
             raise AssertionError("a replay waited for the device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(bench.device, "synchronize", refuse)
+            patch.setattr(bench.device, "synchronize", forbid)
             x.fill_(2.0)
             graph.replay()
         assert out.tolist() == [3.0] * 4
 
-    def test_a_reset_graph_refuses_to_replay_and_resets_again_without_effect(
-        self, bench: Bench
-    ) -> None:
+    def test_reset_graph_raises_at_replay_and_may_be_reset_again(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
         graph, _ = bench.record(lambda: x + 1)
         bench.replay(graph)
@@ -298,9 +294,9 @@ class DeviceContract:
             graph.replay()
         bench.check_usable()
 
-    # -- windows -----------------------------------------------------------------------------
+    # -- recordings --------------------------------------------------------------------------
 
-    def test_a_window_is_open_between_begin_and_end_for_its_thread_only(self, bench: Bench) -> None:
+    def test_recording_is_open_for_its_own_thread_only(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
         seen: list[bool] = []
 
@@ -316,7 +312,7 @@ class DeviceContract:
         assert seen == [True, False]
         assert not bench.device.is_capturing()
 
-    def test_a_context_copied_inside_a_window_does_not_keep_it_open(self, bench: Bench) -> None:
+    def test_copied_context_does_not_keep_a_recording_open(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
         copies: list[contextvars.Context] = []
 
@@ -327,7 +323,7 @@ class DeviceContract:
         bench.record(body)
         assert copies[0].run(bench.device.is_capturing) is False
 
-    def test_a_second_window_is_refused_and_the_first_goes_on(self, bench: Bench) -> None:
+    def test_second_recording_raises_and_the_first_goes_on(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
 
         def body() -> torch.Tensor:
@@ -342,20 +338,20 @@ class DeviceContract:
         bench.replay(graph)
         assert out.tolist() == [9.0] * 4
 
-    def test_a_window_opens_on_the_current_stream_only(self, bench: Bench) -> None:
+    def test_recording_begins_on_the_current_stream_only(self, bench: Bench) -> None:
         stream = bench.device.stream("capture")
         assert bench.device.current_stream() is not stream
         with pytest.raises(CaptureError):
             bench.device.begin(bench.pool, stream, "elsewhere")
         bench.check_usable()
 
-    def test_a_window_that_records_nothing_is_an_error(self, bench: Bench) -> None:
+    def test_recording_of_no_kernel_is_an_error(self, bench: Bench) -> None:
         x = bench.full((4, 4), 1.0)
         with pytest.raises(EmptyCaptureError):
             bench.record(lambda: x.t()[1:])
         bench.check_usable()
 
-    def test_an_empty_graph_may_be_asked_for(self, bench: Bench) -> None:
+    def test_recording_of_no_kernel_may_be_allowed(self, bench: Bench) -> None:
         stream = bench.device.stream("capture")
         with bench.device.use(stream):
             graph = bench.device.begin(bench.pool, stream, "case").end(allow_empty=True)
@@ -363,7 +359,7 @@ class DeviceContract:
         graph.reset()
         bench.check_usable()
 
-    def test_a_graph_with_kernels_is_not_known_to_be_empty(self, bench: Bench) -> None:
+    def test_graph_with_kernels_does_not_have_zero_nodes(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
         graph, _ = bench.record(lambda: x + 1)
         assert graph.num_nodes is None or graph.num_nodes > 0
@@ -371,7 +367,7 @@ class DeviceContract:
     # -- failures ----------------------------------------------------------------------------
 
     @pytest.mark.parametrize("after", range(5))
-    def test_an_error_of_the_callers_at_any_point_leaves_the_device_usable(
+    def test_callers_error_anywhere_leaves_the_device_usable(
         self, bench: Bench, after: int
     ) -> None:
         x, mistake = bench.full((8, 8), 1.0), ValueError("the caller's own")
@@ -400,7 +396,7 @@ class DeviceContract:
 
     @pytest.mark.parametrize("operation", FORBIDDEN, ids=lambda operation: operation.__name__)
     @pytest.mark.parametrize("observe", [True, False])
-    def test_an_operation_that_waits_for_the_device_is_refused_with_its_place(
+    def test_operation_that_waits_raises_with_its_source_line(
         self, bench: Bench, operation: Callable[[torch.Tensor], Any], observe: bool
     ) -> None:
         x = bench.random(4)
@@ -415,9 +411,7 @@ class DeviceContract:
         assert error.do
         bench.check_usable()
 
-    def test_a_refusal_that_the_callable_swallows_still_fails_the_capture(
-        self, bench: Bench
-    ) -> None:
+    def test_swallowed_forbidden_operation_fails_the_capture(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
 
         def body() -> torch.Tensor:
@@ -431,7 +425,7 @@ class DeviceContract:
             bench.record(body)
         bench.check_usable()
 
-    def test_many_interrupted_captures_leave_the_pool_as_it_was(self, bench: Bench) -> None:
+    def test_many_failed_captures_leave_the_pool_as_it_was(self, bench: Bench) -> None:
         x = bench.full((64,), 1.0)
         held = []
 
@@ -449,7 +443,7 @@ class DeviceContract:
 
     # -- pools -------------------------------------------------------------------------------
 
-    def test_a_pool_owns_what_a_window_allocates_and_nothing_else(self, bench: Bench) -> None:
+    def test_pool_owns_what_a_recording_allocates_and_no_more(self, bench: Bench) -> None:
         x = bench.full((4, 4), 1.0)
         _, out = bench.record(lambda: (x + 1, x))
         assert bench.pool.owns(out[0])
@@ -486,7 +480,7 @@ class DeviceContract:
         bench.replay(second)
         assert alias[0].item() == 5.0  # Valid until the next replay of any program, as promised.
 
-    def test_an_output_that_is_held_is_not_overwritten_by_another_graph(self, bench: Bench) -> None:
+    def test_held_output_is_not_overwritten_by_another_graph(self, bench: Bench) -> None:
         x = bench.full((16,), 1.0)
         first, one = bench.record(lambda: x + 1)
         second, two = bench.record(lambda: x * 5)
@@ -506,7 +500,7 @@ class DeviceContract:
         assert list(bench.pool.live_blocks()) == []
         assert bench.pool.owns(alias)
 
-    def test_a_weak_alias_is_the_same_bytes_and_keeps_nothing_allocated(self, bench: Bench) -> None:
+    def test_weak_alias_is_the_same_bytes(self, bench: Bench) -> None:
         x = bench.random(4, 6)
         graph, out = bench.record(lambda: (x * 2).t()[1:])
         alias = bench.device.weak_alias(out)
@@ -521,13 +515,11 @@ class DeviceContract:
         assert same(alias, out)
         assert same(alias, (x * 2).t()[1:])
 
-    def test_a_weak_alias_of_anything_else_is_the_tensor_itself(self, bench: Bench) -> None:
+    def test_weak_alias_outside_the_pool_is_the_tensor_itself(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
         assert bench.device.weak_alias(x) is x
 
-    def test_a_weak_alias_taken_inside_the_window_lets_its_block_be_reused(
-        self, bench: Bench
-    ) -> None:
+    def test_temporary_freed_in_a_recording_is_reused_there(self, bench: Bench) -> None:
         x = bench.full((LARGE,), 1.0)
 
         def body() -> tuple[int, torch.Tensor]:
@@ -539,48 +531,50 @@ class DeviceContract:
         _, (address, second) = bench.record(body)
         assert second.data_ptr() == address
 
-    def test_a_slot_is_allocated_outside_the_window_and_read_inside(self, bench: Bench) -> None:
+    def test_static_output_made_before_a_recording_is_read_in_it(self, bench: Bench) -> None:
         device, stream = bench.device, bench.device.stream("capture")
         with device.use(stream):
-            slot = device.alloc(bench.pool, (3, 2), (1, 3), torch.float32)
-        assert (slot.shape, slot.stride(), slot.dtype) == ((3, 2), (1, 3), torch.float32)
-        assert device.owns(slot)
-        assert not slot.is_inference()
-        graph, out = bench.record(lambda: slot * 2)
-        slot.copy_(bench.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+            static_output = device.alloc(bench.pool, (3, 2), (1, 3), torch.float32)
+        assert (static_output.shape, static_output.stride(), static_output.dtype) == (
+            (3, 2),
+            (1, 3),
+            torch.float32,
+        )
+        assert device.owns(static_output)
+        assert not static_output.is_inference()
+        graph, out = bench.record(lambda: static_output * 2)
+        static_output.copy_(bench.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
         bench.replay(graph)
         assert out.tolist() == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
 
-    def test_every_slot_is_owned_at_once_by_the_pool_and_by_views_of_it(self, bench: Bench) -> None:
+    def test_static_output_is_owned_by_all_views_of_its_pool(self, bench: Bench) -> None:
         """Whether it lies in memory that the pool had, or made the pool take more."""
         device, views = bench.device, [bench.device.new_pool(bench.pool.handle)]
-        slots = []
+        static_outputs = []
         with device.use(device.stream("capture")):
             for number, size in enumerate((8, 8, LARGE, 8, 8 * LARGE, LARGE)):
-                slots.append(device.alloc(bench.pool, (size,), (1,), torch.float32))
+                static_outputs.append(device.alloc(bench.pool, (size,), (1,), torch.float32))
                 if number == 2:
                     views.append(device.new_pool(bench.pool.handle))
                 for pool in (bench.pool, *views):
-                    assert all(pool.owns(slot) for slot in slots)
-                    assert all(pool.owns(slot[-1:]) for slot in slots)
-        slots.clear()
+                    assert all(pool.owns(static_output) for static_output in static_outputs)
+                    assert all(pool.owns(static_output[-1:]) for static_output in static_outputs)
+        static_outputs.clear()
         for view in views:
             view.release()
 
-    def test_slots_and_aliases_made_in_inference_mode_can_be_written_outside(
-        self, bench: Bench
-    ) -> None:
+    def test_pool_tensors_of_inference_mode_are_writable_outside(self, bench: Bench) -> None:
         device, x = bench.device, bench.full((4,), 1.0)
         with torch.inference_mode():
             _, out = bench.record(lambda: x + 1)
             alias = device.weak_alias(out)
             with device.use(device.stream("capture")):
-                slot = device.alloc(bench.pool, (4,), (1,), torch.float32)
-        for tensor in (alias, slot):
+                static_output = device.alloc(bench.pool, (4,), (1,), torch.float32)
+        for tensor in (alias, static_output):
             assert not tensor.is_inference()
             assert tensor.fill_(3.0).tolist() == [3.0] * 4
 
-    def test_a_pool_may_be_viewed_by_its_handle(self, bench: Bench) -> None:
+    def test_pool_may_be_viewed_by_its_handle(self, bench: Bench) -> None:
         view = bench.device.new_pool(bench.pool.handle)
         assert view.handle == bench.pool.handle
         x = bench.full((4,), 1.0)
@@ -594,9 +588,7 @@ class DeviceContract:
         view.release()
         bench.check_usable()
 
-    def test_a_released_pool_holds_nothing_and_releases_again_without_effect(
-        self, bench: Bench
-    ) -> None:
+    def test_released_pool_is_empty_and_may_be_released_again(self, bench: Bench) -> None:
         for _ in range(3):
             pool = bench.device.new_pool()
             x = bench.full((LARGE,), 1.0)
@@ -620,7 +612,7 @@ class DeviceContract:
         assert x.nbytes <= reading.pool_bytes == bench.pool.bytes() <= reading.reserved_bytes
         assert bench.device.memory().pool_bytes == 0
 
-    def test_trimming_takes_nothing_from_a_graph(self, bench: Bench) -> None:
+    def test_trim_takes_nothing_from_a_graph(self, bench: Bench) -> None:
         x = bench.random(8, 8)
         graph, out = bench.record(lambda: torch.relu(x @ x))
         bench.device.trim()
@@ -630,7 +622,7 @@ class DeviceContract:
 
     # -- streams -----------------------------------------------------------------------------
 
-    def test_a_name_is_one_stream_and_a_stream_is_one_object(self, bench: Bench) -> None:
+    def test_stream_of_a_name_is_always_the_same_object(self, bench: Bench) -> None:
         device = bench.device
         one, other = device.stream("one"), device.stream("other")
         assert one is device.stream("one")
@@ -644,8 +636,8 @@ class DeviceContract:
         assert device.current_stream() is outside
         assert outside not in (one, other)
 
-    def test_a_forgotten_stream_leaves_its_place_to_another(self, bench: Bench) -> None:
-        """*both*. Whoever comes and goes on one device, each with a stream, never runs out."""
+    def test_forgotten_stream_frees_its_place(self, bench: Bench) -> None:
+        """Libraries that are made and closed on one device, each with a stream, never run out."""
         device, kept = bench.device, bench.device.stream("kept")
         for number in range(100):
             stream = device.stream(f"number {number}")
@@ -659,7 +651,7 @@ class DeviceContract:
         device.forget_stream(stream)
         assert device.stream("number 0") is again
 
-    def test_a_side_stream_that_forks_and_joins_is_replayed(self, bench: Bench) -> None:
+    def test_side_stream_that_forks_and_joins_is_replayed(self, bench: Bench) -> None:
         device, v = bench.device, bench.full((16,), 2.0)
         capture, side = device.stream("capture"), device.stream("side")
 
@@ -675,7 +667,7 @@ class DeviceContract:
         bench.replay(graph)
         assert out.tolist() == [38.0] * 16
 
-    def test_a_mark_is_waited_for_where_it_was_taken(self, bench: Bench) -> None:
+    def test_wait_for_a_mark_covers_what_was_issued_before_it(self, bench: Bench) -> None:
         device, v = bench.device, bench.full((16,), 2.0)
         capture, side = device.stream("capture"), device.stream("side")
 
@@ -695,7 +687,7 @@ class DeviceContract:
         assert second.tolist() == [51.0] * 16
         assert third.tolist() == [13.0] * 16
 
-    def test_an_unjoined_side_stream_is_an_error(self, bench: Bench) -> None:
+    def test_unjoined_side_stream_is_an_error(self, bench: Bench) -> None:
         device, v = bench.device, bench.full((16,), 2.0)
         capture, side = device.stream("capture"), device.stream("side")
 
@@ -713,7 +705,7 @@ class DeviceContract:
         device.synchronize()
         assert eager.tolist() == [14.0] * 16
 
-    def test_waiting_in_a_window_for_work_outside_it_is_an_error(self, bench: Bench) -> None:
+    def test_recording_that_waits_for_other_work_is_an_error(self, bench: Bench) -> None:
         device, v = bench.device, bench.full((16,), 2.0)
         capture, side = device.stream("capture"), device.stream("side")
         with device.use(side):
@@ -729,7 +721,7 @@ class DeviceContract:
 
     # -- what a recording learns -------------------------------------------------------------
 
-    def test_externals_are_observed_in_order_with_what_is_written(self, bench: Bench) -> None:
+    def test_externals_come_in_order_of_use_with_their_writes(self, bench: Bench) -> None:
         x, weight, cache = bench.random(4, 4), bench.random(4, 4), bench.full((4, 4))
         rows = bench.tensor([1], torch.int64)
 
@@ -743,7 +735,7 @@ class DeviceContract:
         found = described(graph.externals, x=x, weight=weight, cache=cache, rows=rows)
         assert found == [("x", False), ("weight", False), ("cache", True), ("rows", False)]
 
-    def test_pool_tensors_of_earlier_windows_are_no_externals(self, bench: Bench) -> None:
+    def test_pool_tensors_of_earlier_graphs_are_not_external(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
         _, first = bench.record(lambda: x + 1)
         graph, _ = bench.record(lambda: first.mul_(2) + x)
@@ -760,14 +752,14 @@ class DeviceContract:
         found = dict(described(graph.externals, x=x, total=total, one=one, two=two))
         assert found == {"x": False, "total": True, "one": True, "two": True}
 
-    def test_nothing_is_observed_when_not_asked_for(self, bench: Bench) -> None:
+    def test_recording_without_observe_has_no_externals(self, bench: Bench) -> None:
         x = bench.full((4,), 1.0)
         graph, out = bench.record(lambda: x + 1, observe=False)
         assert list(graph.externals) == []
         bench.replay(graph)
         assert out.tolist() == [2.0] * 4
 
-    def test_observing_does_not_keep_temporaries_from_being_reused(self, bench: Bench) -> None:
+    def test_observed_temporaries_are_still_reused(self, bench: Bench) -> None:
         x = bench.full((LARGE,), 1.0)
 
         def chain() -> torch.Tensor:
@@ -781,9 +773,7 @@ class DeviceContract:
         bench.retire()
         bare.release()
 
-    def test_a_mode_of_the_callers_that_outlives_the_window_is_left_alone(
-        self, bench: Bench
-    ) -> None:
+    def test_callers_mode_outlives_the_recording(self, bench: Bench) -> None:
         seen: list[str] = []
 
         class Counting(torch.utils._python_dispatch.TorchDispatchMode):
@@ -807,7 +797,7 @@ class DeviceContract:
 
     # -- random numbers ----------------------------------------------------------------------
 
-    def test_replays_draw_what_eager_would_from_the_same_seed(self, bench: Bench) -> None:
+    def test_replays_draw_what_eager_draws_from_the_same_seed(self, bench: Bench) -> None:
         x = bench.full((32,), 1.0)
 
         def draw() -> torch.Tensor:
@@ -824,7 +814,7 @@ class DeviceContract:
         bench.replay(graph)
         assert same(out, eager[0])
 
-    def test_a_declared_generator_is_replayed_beside_the_default_one(self, bench: Bench) -> None:
+    def test_declared_generator_is_replayed_with_the_default_one(self, bench: Bench) -> None:
         torch_device = bench.device.torch_device
         generator = torch.Generator(torch_device)
 
@@ -842,7 +832,7 @@ class DeviceContract:
             bench.replay(graph)
             assert same(out, expected)
 
-    def test_a_graph_knows_whether_it_draws_random_numbers(self, bench: Bench) -> None:
+    def test_graph_knows_whether_it_draws_random_numbers(self, bench: Bench) -> None:
         x = bench.full((32,), 1.0)
         plain, _ = bench.record(lambda: x + 1)
         drawing, _ = bench.record(lambda: torch.rand_like(x))
@@ -851,7 +841,7 @@ class DeviceContract:
         assert not plain.uses_rng
         assert drawing.uses_rng
 
-    def test_random_numbers_work_after_an_interrupted_capture(self, bench: Bench) -> None:
+    def test_random_numbers_work_after_a_failed_capture(self, bench: Bench) -> None:
         x = bench.full((8,), 1.0)
         torch.manual_seed(5)
         expected = torch.rand_like(x)
@@ -862,7 +852,7 @@ class DeviceContract:
 
     # -- libraries, threads, instances -------------------------------------------------------
 
-    def test_libraries_that_ask_are_told_of_a_window(self, bench: Bench) -> None:
+    def test_torch_says_it_captures_during_a_recording(self, bench: Bench) -> None:
         x, asked = bench.full((4,), 1.0), torch.cuda.is_current_stream_capturing
 
         def body() -> torch.Tensor:
@@ -872,18 +862,18 @@ class DeviceContract:
         bench.record(body)
         assert torch.cuda.is_current_stream_capturing is asked
 
-    def test_libraries_that_ask_are_told_so_in_the_last_warm_up_too(self, bench: Bench) -> None:
+    def test_torch_says_it_captures_in_report_capturing(self, bench: Bench) -> None:
         asked = torch.cuda.is_current_stream_capturing
-        with bench.device.answering_capture():
+        with bench.device.report_capturing():
             assert torch.cuda.is_current_stream_capturing()
             assert not bench.device.is_capturing()
         assert torch.cuda.is_current_stream_capturing is asked
-        with pytest.raises(ValueError, match="warm-up"), bench.device.answering_capture():
+        with pytest.raises(ValueError, match="warm-up"), bench.device.report_capturing():
             raise ValueError("warm-up")
         assert torch.cuda.is_current_stream_capturing is asked
 
     @pytest.mark.parametrize("observe", [True, False])
-    def test_a_thread_that_joins_is_recorded(self, bench: Bench, observe: bool) -> None:
+    def test_thread_that_joins_is_recorded(self, bench: Bench, observe: bool) -> None:
         x, weight = bench.full((8,), 1.0), bench.full((8,), 3.0)
         stream = bench.device.stream("capture")
         results: list[torch.Tensor] = []
@@ -902,7 +892,7 @@ class DeviceContract:
             worker.join()
             return results.pop() + 1
 
-        graph, out = bench.window(body, observe=observe)
+        graph, out = bench.record_with(body, observe=observe)
         assert joined == [True]
         x.fill_(4.0)
         bench.replay(graph)
@@ -913,7 +903,7 @@ class DeviceContract:
                 ("weight", False),
             ]
 
-    def test_an_opaque_call_is_replayed(self, bench: Bench) -> None:
+    def test_opaque_call_is_replayed(self, bench: Bench) -> None:
         x = bench.full((4, 2), 1.0)
 
         def body(recording: Recording) -> torch.Tensor:
@@ -921,12 +911,12 @@ class DeviceContract:
             (doubled,) = recording.opaque(lambda v: (v * 2,), (x + 1,), (meta,))
             return doubled + 1
 
-        graph, out = bench.window(body)
+        graph, out = bench.record_with(body)
         x.fill_(5.0)
         bench.replay(graph)
         assert out.tolist() == [[13.0, 13.0]] * 4
 
-    def test_closing_twice_is_closing_once(self, device: Device) -> None:
+    def test_device_may_be_closed_twice(self, device: Device) -> None:
         bench = Bench(device, device.new_pool())
         x = bench.full((4,), 1.0)
         graph, _out = bench.record(lambda: x + 1)
@@ -937,7 +927,7 @@ class DeviceContract:
         with pytest.raises(GraphrtError):
             graph.replay()
 
-    def test_two_devices_never_meet(self, device: Device) -> None:
+    def test_two_devices_share_nothing(self, device: Device) -> None:
         # The same kind of device twice: two runtimes in one process.
         other = type(device)()
         one, two = Bench(device, device.new_pool()), Bench(other, other.new_pool())
@@ -962,7 +952,7 @@ def described(uses: Any, **named: torch.Tensor) -> list[tuple[str, bool]]:
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in named.items()}
     found = []
     for use in uses:
-        assert isinstance(use, ExternalUse)
+        assert isinstance(use, TensorUse)
         address = use.tensor.untyped_storage().data_ptr()
         found.append((names.get(address, f"unknown {tuple(use.tensor.shape)}"), use.written))
     return found
@@ -997,14 +987,14 @@ def slice_by_tensor(x: torch.Tensor) -> Any:
 
 
 class StricterThanCUDA:
-    """What the simulated device refuses although CUDA would record it, or refuse it elsewhere."""
+    """What the simulated device forbids, although CUDA records it, or fails at another place."""
 
     @pytest.mark.parametrize(
         "operation",
         [resize, rebind, assign_data, copy_deeply, view_in_numpy, list_unique, slice_by_tensor],
         ids=lambda operation: operation.__name__,
     )
-    def test_an_operation_that_moves_or_reads_storage_is_refused(
+    def test_operation_that_moves_or_reads_storage_raises(
         self, device: Device, operation: Callable[[torch.Tensor], Any]
     ) -> None:
         bench = Bench(device, device.new_pool())
@@ -1014,7 +1004,7 @@ class StricterThanCUDA:
         assert f"in {operation.__name__}:" in caught.value.source
         bench.check_usable()
 
-    def test_undefined_outputs_are_poison(self, device: Device) -> None:
+    def test_outputs_before_the_first_replay_are_poison(self, device: Device) -> None:
         bench = Bench(device, device.new_pool())
         x = bench.full((4,), 1.0)
         _, (floats, ints) = bench.record(lambda: (x + 1, (x > 0).to(torch.int64)))

@@ -16,22 +16,20 @@ from torch._subclasses import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from bug_classes import frozen_heap
 from graphrt import (
-    SENTINEL,
-    ZERO,
     BatchDescriptor,
     BufferSpec,
     CompilationConfig,
     Device,
-    DeviceReplayError,
-    Example,
     OutputSpec,
+    Padding,
     Runtime,
     RuntimeConfig,
     RuntimeMode,
     break_point,
 )
+from graphrt.errors import DeviceReplayError
+from graphrt.graphs import frozen_heap
 
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE
 EAGER = frozenset({FULL, PIECEWISE})
@@ -81,7 +79,7 @@ def infers_a_shape(types: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 class Model(torch.nn.Module):
-    """Rows for tokens and for requests, two matrix products, and a gap between them."""
+    """Rows for tokens and for requests, two matrix products, and an eager segment between them."""
 
     def __init__(self, place: torch.device) -> None:
         super().__init__()
@@ -104,12 +102,12 @@ class Model(torch.nn.Module):
 
 INPUTS = (
     BufferSpec("x", ("tokens", WIDTH), torch.float32),
-    BufferSpec("ids", ("tokens",), torch.int64, SENTINEL(NUM_IDS - 1)),
-    BufferSpec("lens", ("requests",), torch.int64, ZERO),
+    BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(NUM_IDS - 1)),
+    BufferSpec("lens", ("requests",), torch.int64, Padding.zero()),
 )
 
 
-class Lab:
+class InterruptLab:
     """A model on the lane's device, runtimes over it, and what the process must look like."""
 
     def __init__(self, device: Device) -> None:
@@ -134,10 +132,8 @@ class Lab:
             device=self.device.name,
         )
 
-    def example(self, key: BatchDescriptor, seed: int) -> Example:
-        num_reqs = key.num_reqs or min(key.num_tokens, MAX_REQS)
-        values = self.values(key.num_tokens, num_reqs, 100 + seed)
-        return Example(values, key.num_tokens, num_reqs)
+    def example(self, sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
+        return self.values(sizes["tokens"], sizes["requests"], 100 + seed)
 
     def values(self, num_tokens: int, num_reqs: int, seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 * seed + num_tokens)
@@ -199,9 +195,9 @@ class Lab:
         self.check_idle(runtime)
 
     def check_idle(self, runtime: Runtime) -> None:
-        """No window, scope, mode, stream or pause of the collector is left open."""
+        """No recording, scope, mode, stream or pause of the collector is left open."""
         assert not runtime.device.is_capturing()
-        assert not runtime.library.has_open_scope
+        assert runtime.library.scope is None
         assert not _get_current_dispatch_mode_stack()
         assert not _get_current_function_mode_stack()
         assert self.device.current_stream() is self.stream
@@ -220,20 +216,23 @@ class Lab:
         return torch.cuda.memory_allocated(), self.device.memory().reserved_bytes
 
 
-def lose_everything(lab: Lab, runtime: Runtime) -> None:
+def lose_everything(lab: InterruptLab, runtime: Runtime) -> None:
     """A weight moves: no program may serve, so the old ones go before new ones come."""
     weight = lab.model.up.weight
     weight.data = weight.data.clone()
     assert runtime.check_externals().moved == ("up.weight",)
 
 
-def lose_the_pieces(lab: Lab, runtime: Runtime) -> None:
+def lose_the_pieces(lab: InterruptLab, runtime: Runtime) -> None:
     """The FULL programs serve on while all of them are captured anew beside them."""
-    assert runtime.library.invalidate("model.pieces") == len(SIZES)
+    pieces = [p for p in runtime.library.programs if p.mode is PIECEWISE]
+    assert len(pieces) == len(SIZES)
+    for program in pieces:
+        runtime.library.catalog.invalidate(program)
     assert runtime.check_externals().is_unchanged
 
 
-Loss = Callable[[Lab, Runtime], None]
+Loss = Callable[[InterruptLab, Runtime], None]
 LOSSES: tuple[Loss, ...] = (lose_everything, lose_the_pieces)
 
 
@@ -244,11 +243,11 @@ class RuntimeInterrupts:
     num_recaptures = 15
 
     @pytest.fixture
-    def lab(self, device: Device) -> Iterator[Lab]:
+    def lab(self, device: Device) -> Iterator[InterruptLab]:
         with frozen_heap():
-            yield Lab(device)
+            yield InterruptLab(device)
 
-    def test_bug_class_12_a_first_capture_interrupted_anywhere(self, lab: Lab) -> None:
+    def test_12_first_capture_interrupted_anywhere_recovers(self, lab: InterruptLab) -> None:
         choice = random.Random(12)
         num_operations = [self.first_capture(lab) for _ in range(2)][-1]
         baseline, free_bytes = lab.memory(), lab.device.memory().free_bytes
@@ -257,7 +256,7 @@ class RuntimeInterrupts:
             assert lab.memory() == baseline
         assert free_bytes - lab.device.memory().free_bytes <= SLACK_BYTES
 
-    def first_capture(self, lab: Lab, at: int | None = None) -> int:
+    def first_capture(self, lab: InterruptLab, at: int | None = None) -> int:
         """The life of one runtime: interrupted at ``at``, captured, closed; returns operations."""
         with lab.runtime() as runtime:
             num_operations = self.capture(lab, runtime, at)
@@ -265,7 +264,7 @@ class RuntimeInterrupts:
         assert not runtime.library.generations
         return num_operations
 
-    def test_bug_class_12_a_recapture_interrupted_anywhere(self, lab: Lab) -> None:
+    def test_12_recapture_interrupted_anywhere_recovers(self, lab: InterruptLab) -> None:
         choice = random.Random(21)
         with lab.runtime() as runtime:
             self.capture(lab, runtime)
@@ -283,14 +282,16 @@ class RuntimeInterrupts:
             assert lab.pool_bytes(runtime) == pool_bytes
             assert free_bytes - lab.device.memory().free_bytes <= SLACK_BYTES
 
-    def recapture(self, lab: Lab, runtime: Runtime, loss: Loss, at: int | None = None) -> int:
+    def recapture(
+        self, lab: InterruptLab, runtime: Runtime, loss: Loss, at: int | None = None
+    ) -> int:
         """Lose programs, and get them back; returns operations."""
         loss(lab, runtime)
         num_operations = self.capture(lab, runtime, at)
         assert len(runtime.library.generations) == 1
         return num_operations
 
-    def capture(self, lab: Lab, runtime: Runtime, at: int | None = None) -> int:
+    def capture(self, lab: InterruptLab, runtime: Runtime, at: int | None = None) -> int:
         """Capture, after an interrupt at ``at`` if that is given; returns operations."""
         if at is not None:
             lab.interrupt(runtime, at)

@@ -13,6 +13,7 @@ from benchmarks.cases import (
     program,
     replay,
     staging,
+    step,
     tails,
     wrapper,
 )
@@ -20,6 +21,7 @@ from benchmarks.harness import Case
 
 MODULES = (
     dispatch,
+    step,
     wrapper,
     program,
     replay,

@@ -8,7 +8,7 @@ feeds the next. Both starts are cold: kernels are loaded before, compiler caches
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -29,16 +29,14 @@ from benchmarks.harness import (
 )
 from benchmarks.models import BLOCK, DecodeStep, decode_key
 from graphrt import (
-    ZERO,
-    BatchDescriptor,
     BufferSpec,
     CompilationConfig,
     CUDAGraphWrapper,
     Device,
-    Example,
     ForwardContext,
     GraphLibrary,
     OutputSpec,
+    Padding,
     Runtime,
     RuntimeConfig,
     RuntimeMode,
@@ -158,14 +156,14 @@ def captured(
     def model(ids: torch.Tensor) -> torch.Tensor:
         return decoder(ids)
 
-    def example(key: BatchDescriptor, seed: int) -> Example:
+    def example(sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(vocab_size, (key.num_tokens,), generator=generator)
-        return Example({"ids": ids.to(device.torch_device)}, key.num_tokens, key.num_tokens)
+        ids = torch.randint(vocab_size, (sizes["tokens"],), generator=generator)
+        return {"ids": ids.to(device.torch_device)}
 
     runtime = Runtime(
         model,
-        inputs=[BufferSpec("ids", ("tokens",), torch.int64, ZERO)],
+        inputs=[BufferSpec("ids", ("tokens",), torch.int64, Padding.zero())],
         outputs=OutputSpec({"": "tokens"}),
         examples=example,
         config=RuntimeConfig(
@@ -175,7 +173,7 @@ def captured(
         ),
         device=device,
         state=TensorStateGuard(decoder.counters),
-        sinks=decoder.memory,
+        may_overwrite=decoder.memory,
     )
     with runtime:
         # Closed again after the capture: Dynamo refuses to trace a break point.

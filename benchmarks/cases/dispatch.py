@@ -30,7 +30,6 @@ def lookups() -> Sequence[Row]:
     plan = resolve(RuntimeConfig(), Facts()).plan
     dispatcher = CUDAGraphDispatcher(plan)
     assert dispatcher.dispatch(3, True).descriptor.num_tokens == 4
-    assert dispatcher.row(uniform=True)[3] is dispatcher.dispatch(3, True)
 
     # The timed region is a loop of INNER calls; an empty loop of the same length is subtracted.
     def hit() -> None:
@@ -38,13 +37,23 @@ def lookups() -> Sequence[Row]:
         for _ in range(INNER):
             call(77, True)
 
+    # As Runtime.step calls it: all by position, with the caller's own empty set.
+    def as_a_step() -> None:
+        call = dispatcher.dispatch
+        for _ in range(INNER):
+            call(77, True, 0, frozenset())
+
+    def fresh_set() -> None:
+        for _ in range(INNER):
+            frozenset()  # noqa: B018
+
     def empty() -> None:
         call = Empty().dispatch
         for _ in range(INNER):
             call(77, True)
 
     def held() -> None:
-        held_row = dispatcher.row(uniform=True)
+        held_row = [dispatcher.dispatch(num_tokens, True) for num_tokens in range(78)]
         for _ in range(INNER):
             held_row[77]
 
@@ -52,11 +61,19 @@ def lookups() -> Sequence[Row]:
         for _ in range(INNER):
             pass
 
-    arms = {"dispatch": hit, "empty method": empty, "held row": held, "loop": loop}
+    arms = {
+        "dispatch": hit,
+        "as a step": as_a_step,
+        "fresh empty set": fresh_set,
+        "empty method": empty,
+        "held row": held,
+        "loop": loop,
+    }
     samples = time_host(arms, per_call=dict.fromkeys(arms, INNER))
     net = {
         name: difference(samples, name, "loop") for name in ("dispatch", "empty method", "held row")
     }
+    net["as a step"] = difference(samples, "as a step", "fresh empty set")
     us = {name: [value / 1000 for value in values] for name, values in net.items()}
     config = {
         "num_sizes": len(plan.capture_sizes),
@@ -64,6 +81,15 @@ def lookups() -> Sequence[Row]:
     }
     return [
         row("C-dispatch-hit", us["dispatch"], target=0.12, unit="us", samples=samples, **config),
+        row(
+            "C-dispatch-step",
+            us["as a step"],
+            target=0.12,
+            unit="us",
+            samples=samples,
+            num_sizes=len(plan.capture_sizes),
+            timed=f"{INNER} calls dispatch(77, True, 0, frozenset()), less making that set",
+        ),
         row(
             "C-dispatch-ratio",
             ratio(net, "dispatch", "empty method"),

@@ -6,27 +6,52 @@ same with 16, over the 128 steps between. What both share, prompts and the start
 
 from __future__ import annotations
 
+import gc
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Case, Row, Samples, cuda_device, medians, quiet, ratio, rounds, row
+from benchmarks.baselines import poison, require_equal
+from benchmarks.harness import (
+    Case,
+    Row,
+    Samples,
+    cuda_device,
+    medians,
+    quiet,
+    ratio,
+    rounds,
+    row,
+    time_gpu,
+)
 from benchmarks.models import fill
-from graphrt import CompilationConfig, RuntimeConfig, RuntimeMode
+from graphrt import (
+    CompilationConfig,
+    ForwardContext,
+    Program,
+    RuntimeConfig,
+    RuntimeMode,
+    RuntimeReport,
+)
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams
 from graphrt_llm.config import CaptureWhen
 from graphrt_llm.models import CausalLM, ModelConfig
 
 NUM_PROMPT, SHORT, LONG = 128, 16, 144
-BLOCKS = 5
+BLOCKS = 9
 START_BLOCKS = 3
 """Of G5, whose blocks take many seconds each."""
-SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 200, 256, 512]
+CONTEXT, LONG_CONTEXT = 2048, 4352
+DEFAULT_SEQS = RuntimeConfig().max_num_seqs
+NUM_REPLAYS = 5
+"""Queued in one go for their GPU time: more would not fit the queue."""
 
 ANCHORS_MS = {1: 1.62, 16: 1.61, 64: 2.26, 200: 3.83}
 """By requests at once: a step of vLLM 0.25.1, its default mode, on an H200. Measured before, not in
@@ -36,32 +61,34 @@ the same run."""
 @contextmanager
 def engine_of(
     shape: str,
-    mode: str = "FULL_AND_PIECEWISE",
+    mode: str | None = None,
     *,
-    max_num_seqs: int,
-    sizes: Sequence[int] | None = SIZES,
-    overlap: bool | None = None,
+    context: int = CONTEXT,
+    max_num_seqs: int = DEFAULT_SEQS,
+    sizes: Sequence[int] | None = None,
     capture: CaptureWhen = "before_serving",
 ) -> Iterator[LLMEngine]:
-    """An engine of the named shape in bfloat16 whose graphs are not captured yet."""
-    most = 8192
+    """An engine of the named shape in bfloat16 whose graphs are not captured yet.
+
+    All else is what a user gets who says nothing: sizes, requests, tokens of a step, the cache.
+    """
     config = EngineConfig(
         runtime=RuntimeConfig(
             compilation=CompilationConfig(
                 cudagraph_mode=mode,
-                cudagraph_capture_sizes=None if sizes is None else list(sizes),
+                cudagraph_capture_sizes=None if sizes is None else tuple(sizes),
             ),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=most,
         ),
-        max_model_len=512,
-        num_blocks=1 + max(max_num_seqs, most // 512) * 512 // 16,
+        max_model_len=context,
         dtype="bfloat16",
         load_format="dummy",
         device="cuda",
-        overlap=overlap,
         capture=capture,
     )
+    # The cache takes a share of the free memory: what an earlier engine left must be given back.
+    gc.collect()
+    torch.cuda.empty_cache()
     # Seeded weights come from the CPU, minutes for the large shape; what they are plays no part.
     with mock.patch("graphrt_llm.assembly.random_weights", lambda model, seed: fill(model)):
         engine = LLMEngine.with_random_weights(ModelConfig.named(shape), config)
@@ -89,7 +116,7 @@ def step_ms(engine: LLMEngine, num_reqs: int, seed: int) -> float:
 
 def decode_steps() -> Sequence[Row]:
     rows = []
-    with cuda_device(), engine_of("qwen3-0.6b", max_num_seqs=200) as engine:
+    with cuda_device(), engine_of("qwen3-0.6b") as engine:
         engine.capture()
         arms = {num_reqs: partial(step_ms, engine, num_reqs) for num_reqs in ANCHORS_MS}
         for num_reqs, arm in arms.items():
@@ -144,7 +171,7 @@ def against_weights() -> Sequence[Row]:
                 row(
                     "G4-8b",
                     [time / floor_ms for time in times],
-                    target=1.30,
+                    target=1.20,
                     unit="ratio",
                     samples={"step ms": times},
                     floor_ms=floor_ms,
@@ -153,26 +180,84 @@ def against_weights() -> Sequence[Row]:
             ]
 
 
+@contextmanager
+def last_program(engine: LLMEngine, num_reqs: int) -> Iterator[Program]:
+    """The program of a decode step of ``num_reqs`` requests, ready to be replayed by itself.
+
+    It is as the last step of a real service left it: inputs staged, attention planned, the step's
+    context entered. Its replay was compared with that step.
+    """
+    runtime = engine.runtime
+    steps: list[tuple[Any, dict[str, Any]]] = []
+    step = runtime.step
+
+    def recorded(values: Any, **options: Any) -> Any:
+        steps.append((values, options))
+        return step(values, **options)
+
+    with mock.patch.object(runtime, "step", recorded):
+        serve(engine, num_reqs, SHORT, seed=0)
+    values, options = steps[-1]
+    expected = step(values, **options).logits.clone()
+    assert runtime.last_decision is not None, "a step leaves its decision"
+    mode, key, _ = runtime.last_decision
+    program = runtime.library.program(runtime.runner.name, mode, key)
+    assert program is not None, f"a graph serves {num_reqs} requests"
+    with torch.no_grad(), ForwardContext(mode, key, options["step_info"]):
+        poison(program.outputs.logits)
+        program.replay()
+        require_equal(program.outputs.logits[:num_reqs], expected, f"replay of {program.title}")
+        yield program
+
+
+def host_ms(program: Program, synchronize: Callable[[], object], blocks: int) -> list[float]:
+    """Milliseconds of host time of one replay, the device idle when it begins; one median a block.
+
+    The collector is on.
+    """
+    figures = []
+    for _ in range(blocks):
+        singles = []
+        for _ in range(25):
+            synchronize()
+            started = perf_counter()
+            program.replay()
+            singles.append((perf_counter() - started) * 1000)
+        figures.append(statistics.median(singles))
+    synchronize()
+    return figures
+
+
 def piecewise_over_full() -> Sequence[Row]:
-    sizes = [1, 2, 4, 16, 128]
+    """As a user has it: default sizes, a context of 2048, the collector on."""
     with (
         cuda_device(),
-        engine_of("qwen3-0.6b", "PIECEWISE", max_num_seqs=16, sizes=sizes) as cut,
-        engine_of("qwen3-0.6b", "FULL_AND_PIECEWISE", max_num_seqs=16, sizes=sizes) as whole,
+        engine_of("qwen3-0.6b", "PIECEWISE") as cut,
+        engine_of("qwen3-0.6b") as whole,
     ):
         engines = {"PIECEWISE": cut, "FULL": whole}
         for engine in engines.values():
             engine.capture()
         served = {name: serve(engine, 1, LONG, seed=0) for name, engine in engines.items()}
+        modes = [
+            engine.runtime.last_decision and engine.runtime.last_decision.mode.name
+            for engine in engines.values()
+        ]
+        assert modes == list(engines), f"served by {modes}"
         pairs = enumerate(zip(*(tokens[0] for tokens in served.values()), strict=True))
         differing = next((index for index, (one, other) in pairs if one != other), None)
         samples: Samples = {name: [] for name in engines}
         arms: dict[str, Callable[[], object]] = {
             name: partial(step_ms, engine, 1, 1) for name, engine in engines.items()
         }
-        with quiet():
-            for name, arm in rounds(arms, BLOCKS):
-                samples[name].append(float(arm()))  # type: ignore[arg-type]
+        for name, arm in rounds(arms, BLOCKS):
+            samples[name].append(float(arm()))  # type: ignore[arg-type]
+        config = {
+            "context": CONTEXT,
+            "sizes": len(cut.runtime.plan.capture_sizes),
+            "num_blocks": {name: engine.limits.num_blocks for name, engine in engines.items()},
+            "attention": cut.attention.name,
+        }
         return [
             row(
                 "G2",
@@ -180,12 +265,43 @@ def piecewise_over_full() -> Sequence[Row]:
                 target=1.10,
                 unit="ratio",
                 samples=samples,
-                attention=cut.attention.name,
-                # Another kernel in the gaps may decide a tie otherwise; None is no difference.
+                timed="ms of a decode step, (144 - 16 tokens) of wall clock over 128; collector on",
+                # Another kernel in the eager segments may decide a tie otherwise; None is no
+                # difference.
                 first_different_token=differing,
+                **config,
                 **medians(samples),
-            )
+            ),
+            host_over_gpu(cut, config),
         ]
+
+
+def host_over_gpu(engine: LLMEngine, config: dict[str, Any]) -> Row:
+    """How much of the GPU's time the host needs to launch a program: its margin."""
+    with last_program(engine, 1) as program:
+        host = host_ms(program, torch.cuda.synchronize, BLOCKS)
+        # So long that all replays are queued when the first begins, on a host half as fast too.
+        head_start_us = 2 * NUM_REPLAYS * statistics.median(host) * 1000
+        gpu = time_gpu(
+            {"replay": program.replay},
+            blocks=BLOCKS,
+            repeats=NUM_REPLAYS,
+            head_start_us=head_start_us,
+        )
+        samples = {"host": host, "gpu": gpu["replay"]}
+        return row(
+            "G2-host",
+            ratio(samples, "host", "gpu"),
+            target=0.6,
+            unit="ratio",
+            samples=samples,
+            timed="ms of perf_counter around one program.replay() after a synchronize, over ms a"
+            f" replay between events of {NUM_REPLAYS} replays that were queued behind a busy GPU",
+            num_graphs=program.num_graphs,
+            num_eager=program.num_eager,
+            **config,
+            **medians(samples),
+        )
 
 
 def first_graphed_token(engine: LLMEngine, seed: int) -> None:
@@ -202,49 +318,77 @@ def first_graphed_token(engine: LLMEngine, seed: int) -> None:
     raise AssertionError(f"no step ran in a graph: {engine.runtime.report().failures}")
 
 
-def start() -> Sequence[Row]:
-    """From an engine to the first token that a graph computed: every key captured before, or none.
+class Start(NamedTuple):
+    """Seconds of one start, every key captured before the first request."""
 
-    The second engine of a block captures by priority: its own graph first, then, idle, the rest.
-    """
-    samples: Samples = {
-        "start": [],
-        "capture": [],
-        "engine and weights": [],
-        "first token by priority": [],
-        "every key by priority": [],
-    }
-    num_graphs = num_first = 0
+    engine: float
+    """Engine and weights, which are no part of the figure."""
+    capture: float
+    total: float
+    """From the engine to the first token of a graph."""
+    report: RuntimeReport
+
+
+def start_with_every_key(context: int, seed: int) -> Start:
+    torch.cuda.synchronize()
+    began = perf_counter()
+    with engine_of("qwen3-0.6b", context=context) as engine:
+        made = perf_counter()
+        report = engine.capture()
+        captured = perf_counter()
+        first_graphed_token(engine, seed)
+        return Start(made - began, captured - made, perf_counter() - made, report)
+
+
+def start_by_priority(seed: int, *, captures_all: bool) -> dict[str, float]:
+    """Seconds to the first graphed token, its own graph captured first; then, idle, the rest."""
+    with engine_of("qwen3-0.6b", capture="by_priority") as engine:
+        made = perf_counter()
+        first_graphed_token(engine, seed)
+        found = {
+            "first token by priority": perf_counter() - made,
+            "keys at first token": len(engine.runtime.report().graphs),
+        }
+        if captures_all:
+            for _ in engine.runtime.report().missing:
+                engine.step()  # Idle: a graph each.
+            found["every key by priority"] = perf_counter() - made
+            assert not engine.runtime.report().missing, "an idle step captures a graph"
+        return found
+
+
+def start() -> Sequence[Row]:
+    """From an engine to the first token that a graph computed, at two contexts and by priority."""
+    samples: Samples = {}
+    # The first round compiles what the attention library and Triton keep for later ones.
     with cuda_device():
-        # The first round compiles what the attention library and Triton keep for later ones.
         for block in range(1 + START_BLOCKS):
-            torch.cuda.synchronize()
-            began = perf_counter()
-            with engine_of("qwen3-0.6b", max_num_seqs=256, sizes=None) as engine:
-                made = perf_counter()
-                report = engine.capture()
-                captured = perf_counter()
-                serve(engine, 1, 2, seed=block)
-                ended = perf_counter()
-            if block:
-                samples["engine and weights"].append(made - began)
-                samples["capture"].append(captured - made)
-                samples["start"].append(ended - made)
-            num_graphs = sum(graph.num_graphs for graph in report.graphs)
-            with engine_of(
-                "qwen3-0.6b", max_num_seqs=256, sizes=None, capture="by_priority"
-            ) as engine:
-                made = perf_counter()
-                first_graphed_token(engine, seed=block)
-                served = perf_counter()
-                num_first = len(engine.runtime.report().graphs)
-                if block == START_BLOCKS:  # Once is enough for what is not the target.
-                    for _ in engine.runtime.report().missing:
-                        engine.step()  # Idle: a graph each.
-                    samples["every key by priority"].append(perf_counter() - made)
-                    assert not engine.runtime.report().missing, "an idle step captures a graph"
-            if block:
-                samples["first token by priority"].append(served - made)
+            starts = {
+                context: start_with_every_key(context, seed=block)
+                for context in (CONTEXT, LONG_CONTEXT)
+            }
+            # Once is enough for what is not the target.
+            priority = start_by_priority(seed=block, captures_all=block == START_BLOCKS)
+            if not block:
+                continue
+            for context, found in starts.items():
+                suffix = "" if context == CONTEXT else f", context {context}"
+                samples.setdefault(f"start{suffix}", []).append(found.total)
+                samples.setdefault(f"capture{suffix}", []).append(found.capture)
+                samples.setdefault(f"engine and weights{suffix}", []).append(found.engine)
+            num_first = int(priority.pop("keys at first token"))
+            for name, figure in priority.items():
+                samples.setdefault(name, []).append(figure)
+    config = {
+        f"{what}{'' if context == CONTEXT else f'_{context}'}": figure
+        for context, found in starts.items()
+        for what, figure in {
+            "num_keys": len(found.report.graphs),
+            "num_graphs": sum(graph.num_graphs for graph in found.report.graphs),
+            "num_observed": sum(graph.is_observed for graph in found.report.graphs),
+        }.items()
+    }
+    timed = "s from the engine to its first graphed token, capture() before; collector on"
     return [
         row(
             "G5",
@@ -252,8 +396,19 @@ def start() -> Sequence[Row]:
             target=3.0,
             unit="s",
             samples=samples,
-            num_keys=len(report.graphs),
-            num_graphs=num_graphs,
+            timed=timed,
+            context=CONTEXT,
+            **config,
+            **medians(samples),
+        ),
+        row(
+            f"G5-{LONG_CONTEXT}",
+            ratio(samples, f"start, context {LONG_CONTEXT}", "start"),
+            target=1.1,
+            unit="ratio",
+            samples=samples,
+            timed=f"{timed}; context {LONG_CONTEXT} over {CONTEXT}",
+            **config,
         ),
         row(
             "G5-priority",
@@ -261,6 +416,7 @@ def start() -> Sequence[Row]:
             target=0.10,
             unit="ratio",
             samples=samples,
+            timed="s to the first graphed token, capturing by priority over capturing all before",
             keys_at_first_token=num_first,
             **medians(samples),
         ),
@@ -268,8 +424,12 @@ def start() -> Sequence[Row]:
 
 
 CASES = [
-    Case("G2", "PIECEWISE over FULL, engine step, 0.6B, 1 request", piecewise_over_full),
+    Case(
+        "G2",
+        "PIECEWISE over FULL, engine step, 0.6B, 1 request; its host time",
+        piecewise_over_full,
+    ),
     Case("G4", "engine decode step, 0.6B, 1 to 200 requests", decode_steps),
     Case("G4-8b", "engine decode step over the weights' floor, 8B, 1 request", against_weights),
-    Case("G5", "start to the first graphed token, 0.6B, every key, and by priority", start),
+    Case("G5", "start to the first graphed token, 0.6B, two contexts, by priority", start),
 ]

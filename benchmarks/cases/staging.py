@@ -20,14 +20,7 @@ from benchmarks.harness import (
     time_wall,
 )
 from benchmarks.models import DecodeStep, decode_key
-from graphrt import (
-    BufferSet,
-    CUDAGraphWrapper,
-    Device,
-    ForwardContext,
-    GraphLibrary,
-    RuntimeMode,
-)
+from graphrt import BufferSet, CUDAGraphWrapper, Device, ForwardContext, GraphLibrary, RuntimeMode
 from graphrt_llm.models import ModelConfig
 
 MAX_REQS = 8

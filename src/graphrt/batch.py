@@ -1,6 +1,6 @@
-"""The vocabulary of a step: what is asked, what a step does, which graph, and why.
+"""The vocabulary of a step: its mode, the key of its graph, and the reason.
 
-Everything here is a torch-free value, so that deciders can be tested, hashed and sent to another
+Everything here is a torch-free value, so that decisions can be tested, hashed and sent to another
 rank without a device.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class RuntimeMode(IntEnum):
-    """What one step does. Ordered: more graph is greater."""
+    """What one step runs: a full graph, graphs and eager segments, or eager code. Ordered."""
 
     NONE = 0
     PIECEWISE = 1
@@ -20,7 +20,7 @@ class RuntimeMode(IntEnum):
 
 
 class CUDAGraphMode(Enum):
-    """The policy a user asks for: (routine of uniform decode batches, routine of the others)."""
+    """The policy a user asks for: (mode of uniform decode batches, mode of all other batches)."""
 
     NONE = (RuntimeMode.NONE, RuntimeMode.NONE)
     PIECEWISE = (RuntimeMode.PIECEWISE, RuntimeMode.PIECEWISE)
@@ -42,15 +42,15 @@ class CUDAGraphMode(Enum):
         return self.value[1]
 
     def separate_routine(self) -> bool:
-        """True if decode and mixed batches have different routines, hence different keys."""
+        """True if decode and mixed batches run different modes, hence have different keys."""
         return self.value[0] is not self.value[1]
 
     def has_mode(self, mode: RuntimeMode) -> bool:
-        """True if either routine is ``mode``."""
+        """True if decode or mixed batches run ``mode``."""
         return mode in self.value
 
     def max_cudagraph_mode(self) -> RuntimeMode:
-        """The greater of the two routines."""
+        """The greater of the two modes."""
         return max(self.value)
 
     def has_full_cudagraphs(self) -> bool:
@@ -64,7 +64,7 @@ class CUDAGraphMode(Enum):
         return self.has_piecewise_cudagraphs()
 
     def without_piecewise(self) -> CUDAGraphMode:
-        """The same wish where nothing can be cut: PIECEWISE routines become NONE."""
+        """The same policy for a model that cannot be cut: PIECEWISE becomes NONE."""
         if self is CUDAGraphMode.PIECEWISE:
             return CUDAGraphMode.NONE
         if self is CUDAGraphMode.FULL_AND_PIECEWISE:
@@ -72,8 +72,8 @@ class CUDAGraphMode(Enum):
         return self
 
 
-class MissReason(IntEnum):
-    """Why a decision is what it is. The first two are no misses: a graph serves the step.
+class Reason(IntEnum):
+    """Why a step replays a graph (HIT, PADDED) or runs eager (every other reason, a miss).
 
     Values stay below 256 (they travel between ranks in one byte) and never change meaning.
     """
@@ -83,7 +83,7 @@ class MissReason(IntEnum):
     PADDED = 1
     """A graph of a larger size, or of a larger LoRA count."""
     ABOVE_MAX = 2
-    """Larger than the largest captured size of the routine that would serve it."""
+    """Larger than the largest captured size for this kind of batch."""
     MODE_NONE = 3
     """The policy gives this kind of batch no graph."""
     EXCLUDED = 4
@@ -93,20 +93,20 @@ class MissReason(IntEnum):
     LORA_NOT_CAPTURED = 6
     """The plan has no graph for this number of adapters."""
     NOT_CAPTURED_YET = 7
-    """The key is in the plan, its graph is not published yet."""
+    """The key is in the plan; its graph is not captured yet."""
     CAPTURE_FAILED = 8
     """The key's capture failed, or its program failed verification."""
     INVALIDATED = 9
     """A tensor the program reads has moved since its capture."""
     RANKS_DISAGREE = 10
-    """Data-parallel ranks settled on a lesser mode."""
+    """Data-parallel ranks agreed on a lower mode."""
     UBATCH_ABORTED = 11
-    """A split step was called off and no unsplit graph exists for it."""
+    """A step split into micro-batches was aborted, and no unsplit graph exists for it."""
 
     @property
     def is_miss(self) -> bool:
         """True if the step runs eager for this reason."""
-        return self > MissReason.PADDED
+        return self > Reason.PADDED
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -114,8 +114,8 @@ class BatchDescriptor:
     """The key of a graph: every fact about a batch that changes what its graph does.
 
     ``num_reqs`` is None where the graph does not depend on the number of requests (piecewise
-    keys). ``variant`` is free for facts graphrt does not know; it must be hashable. The hash is
-    computed once.
+    keys). ``variant`` is free for the caller's own facts; it must be hashable. The hash is computed
+    once.
     """
 
     num_tokens: int
@@ -128,23 +128,17 @@ class BatchDescriptor:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        facts = (
-            self.num_tokens,
-            self.num_reqs,
-            self.uniform,
-            self.has_lora,
-            self.num_active_loras,
-            self.num_ubatches,
-            self.variant,
-        )
-        object.__setattr__(self, "_hash", hash(facts))
+        object.__setattr__(self, "_hash", hash(self._facts()))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type[BatchDescriptor], tuple[object, ...]]:
-        # Hashes of None and of strings differ between processes: a copy computes its own.
-        return BatchDescriptor, (
+        # Hashes of None and of strings differ between processes: an unpickled key computes its own.
+        return BatchDescriptor, self._facts()
+
+    def _facts(self) -> tuple[object, ...]:
+        return (
             self.num_tokens,
             self.num_reqs,
             self.uniform,
@@ -155,17 +149,17 @@ class BatchDescriptor:
         )
 
     def __repr__(self) -> str:
-        """Only what differs from the defaults: keys stand in every message."""
-        told = (
+        """Only what differs from the defaults, because keys are printed in every message."""
+        shown = (
             f"{item.name}={getattr(self, item.name)!r}"
             for item in fields(self)
             if item.compare
             and (item.name == "num_tokens" or getattr(self, item.name) != item.default)
         )
-        return f"BatchDescriptor({', '.join(told)})"
+        return f"BatchDescriptor({', '.join(shown)})"
 
     def relax_for_mixed_batch(self) -> BatchDescriptor:
-        """The key of pieces that do not depend on requests: no ``num_reqs``, not uniform."""
+        """The key of graphs that do not depend on requests: no ``num_reqs``, not uniform."""
         return replace(self, num_reqs=None, uniform=False)
 
 
@@ -175,4 +169,4 @@ class Decision(NamedTuple):
     mode: RuntimeMode
     descriptor: BatchDescriptor
     """The padded key of the graph to replay; the unpadded batch when ``mode`` is NONE."""
-    reason: MissReason
+    reason: Reason

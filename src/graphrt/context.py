@@ -1,7 +1,7 @@
-"""The forward context: the decision of this step, carried to wrappers, break points and opaque ops.
+"""The forward context: the decision of this step, for wrappers, break points and opaque ops.
 
-It lives in the one ContextVar of the package. A new thread starts with none, so permission to
-capture never leaks into it; a worker that should have it runs in a copy of its caller's context.
+It is held in the package's one ContextVar. A new thread starts without it, so that code there does
+not capture by accident; a worker that needs it runs in a copy of its caller's context.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ForwardContext:
-    """What wrappers trust: the mode and key of this step. Used once, as a context manager.
+    """The mode and key of this step, and what attention needs. Entered once, with ``with``.
 
     A context entered inside another inherits its ``capture_scope``, and its ``breaks=False``.
     Compiled code never reads it.
@@ -64,13 +64,13 @@ class ForwardContext:
 
     def derive(self, **changes: Any) -> ForwardContext:
         """Return a context, not entered yet, that differs from this one in ``changes``."""
-        twin = ForwardContext()
+        copy = ForwardContext()
         for name in self.__slots__:
             if name != "_token":
-                setattr(twin, name, changes.pop(name, getattr(self, name)))
+                setattr(copy, name, changes.pop(name, getattr(self, name)))
         if changes:
             raise TypeError(f"a forward context has no {', '.join(changes)}")
-        return twin
+        return copy
 
     def __enter__(self) -> ForwardContext:
         outer = current_forward_context()

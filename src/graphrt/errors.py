@@ -3,34 +3,35 @@
 ::
 
     GraphrtError
-      ConfigError, ContextError           bad configuration | matching mode without a key
-      BatchError                          what was given describes no batch
+      ConfigError                         a configuration that is not possible
+      ContextError                        the forward context has a mode but no key
+      BatchError                          arguments that describe no batch
       TraceError                          a traffic file that cannot be read
       MissError                           strict mode: the step would run eager
       VerificationError                   a replay and eager execution disagree
       CaptureError                        a capture did not complete
-        CaptureOutsideScopeError          unseen key, no scope in the caller's context
-        CaptureInProgressError            second scope or window; close with a scope open
-        AmbientError                      warm-up and capture differ in stream, modes, flags
+        CaptureOutsideScopeError          new key, but no capture scope is open here
+        CaptureInProgressError            second scope or recording; close with a scope open
+        EnvironmentMismatchError          warm-up and capture differ in stream, modes, flags
         ForbiddenOperationError           host read, data-dependent size, resize or rebind
-        UnsupportedOperationError         simulated only: no fake kernel, no out_meta, no CPU double
+        UnsupportedOperationError         simulated only: no fake kernel, out_meta or CPU version
         UnrecordedCodeError               compiled code outside an opaque node
-        UnjoinedStreamError               a stream or event crosses the end of a window
+        UnjoinedStreamError               a stream or event crosses the end of a recording
         EmptyCaptureError                 nothing was recorded
-        EscapedAllocationError            window memory kept by something that is no output
-        LateInitError                     marked initialisation ran inside a window
+        EscapedAllocationError            graph memory is held by something that is no output
+        LateInitError                     marked initialisation ran during a recording
         MutatedInputError                 graph writes a static buffer not declared written
-        BreakError                        break point under Dynamo; wrapper inside a gap
-        StateAdvancedError                a warm-up or gap changed undeclared state
+        BreakError                        break point under Dynamo; wrapper in an eager segment
+        StateAdvancedError                a warm-up or eager segment changed undeclared state
         GraphMemoryError                  budget, graph count, out of memory
-        CaptureFuseError                  three consecutive failures
+        TooManyFailuresError              three consecutive failures
       ReplayError
         StaleInputError                   structure, address, shape, stride or dtype changed
         UnkeyedValueError                 a host value changed that is not in the key
-        BreakOutputError                  a gap's result no longer fits its slot
-        InvalidProgramError               an external moved since capture
-        StaleOutputError                  leased output read after the next replay
-        DeviceReplayError                 the device refused or failed the launch
+        BreakOutputError                  an eager segment's result does not fit its static output
+        InvalidProgramError               a tensor the program reads has moved since its capture
+        StaleOutputError                  output view read after the next replay
+        DeviceReplayError                 the device failed the launch
       StaticBufferError                   PaddingRequiredError | InputMismatchError
                                           | FrozenBufferError
       LifetimeError                       LibraryClosedError | SuspendedError | RetiredProgramError
@@ -51,7 +52,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from graphrt.batch import MissReason
+    from graphrt.batch import Reason
 
 
 class GraphrtError(Exception):
@@ -85,27 +86,21 @@ class ConfigProblem(NamedTuple):
 
 
 class ConfigError(GraphrtError, ValueError):
-    """A configuration that cannot be honoured. ``problems`` lists everything wrong with it."""
+    """A configuration that is not possible. ``problems`` lists everything wrong with it."""
 
     def __init__(
-        self,
-        subject: str = "",
-        *,
-        expected: str = "",
-        found: str = "",
-        do: str = "",
-        problems: Sequence[ConfigProblem] = (),
+        self, subject: str = "", *, problems: Sequence[ConfigProblem] = (), **parts: str
     ) -> None:
-        super().__init__(subject, expected=expected, found=found, do=do)
+        super().__init__(subject, **parts)
         self.problems = tuple(problems)
 
 
 class ContextError(GraphrtError, RuntimeError):
-    """The forward context does not say what the wrapper needs."""
+    """The forward context has a mode for which it has no key."""
 
 
 class BatchError(GraphrtError, ValueError):
-    """What was given describes no batch."""
+    """Arguments that describe no batch."""
 
 
 class TraceError(GraphrtError, ValueError):
@@ -115,16 +110,8 @@ class TraceError(GraphrtError, ValueError):
 class MissError(GraphrtError, RuntimeError):
     """Strict mode: the step would have run eager. ``reason`` says why."""
 
-    def __init__(
-        self,
-        subject: str = "",
-        *,
-        expected: str = "",
-        found: str = "",
-        do: str = "",
-        reason: MissReason | None = None,
-    ) -> None:
-        super().__init__(subject, expected=expected, found=found, do=do)
+    def __init__(self, subject: str = "", *, reason: Reason | None = None, **parts: str) -> None:
+        super().__init__(subject, **parts)
         self.reason = reason
 
 
@@ -135,21 +122,14 @@ class VerificationError(GraphrtError, RuntimeError):
 class CaptureError(GraphrtError, RuntimeError):
     """A capture did not complete; nothing was registered.
 
-    The place is filled in on the way up: the device knows operation and source, the builder owner,
-    mode, key and segment.
+    The place is filled in while the error propagates: the device sets operation and source, the
+    recorder owner, mode, key and segment.
     """
 
     def __init__(
-        self,
-        subject: str = "",
-        *,
-        expected: str = "",
-        found: str = "",
-        do: str = "",
-        operation: str = "",
-        source: str = "",
+        self, subject: str = "", *, operation: str = "", source: str = "", **parts: str
     ) -> None:
-        super().__init__(subject, expected=expected, found=found, do=do)
+        super().__init__(subject, **parts)
         self.owner = ""
         self.mode = ""
         self.key = ""
@@ -167,7 +147,7 @@ class CaptureError(GraphrtError, RuntimeError):
         segment: int | None = None,
         module_path: str = "",
     ) -> None:
-        """Fill in what is not known yet. The first word wins: inner rooms know better."""
+        """Set what is not set yet: inner calls, which come first, know the place better."""
         self.owner = self.owner or owner
         self.mode = self.mode or mode
         self.key = self.key or key
@@ -183,15 +163,15 @@ class CaptureError(GraphrtError, RuntimeError):
 
 
 class CaptureOutsideScopeError(CaptureError):
-    """An unseen key was met while nothing permits a capture."""
+    """A key without a graph was called, and no capture scope is open in this context."""
 
 
 class CaptureInProgressError(CaptureError):
-    """A scope or window is already open."""
+    """A capture scope or a recording is already open."""
 
 
-class AmbientError(CaptureError):
-    """Warm-up and capture ran under different streams, modes or flags."""
+class EnvironmentMismatchError(CaptureError):
+    """Warm-up and capture ran with different streams, modes or flags."""
 
 
 class ForbiddenOperationError(CaptureError):
@@ -203,11 +183,11 @@ class UnsupportedOperationError(CaptureError):
 
 
 class UnrecordedCodeError(CaptureError):
-    """Compiled code ran in a window outside an opaque node: a replay would skip it."""
+    """Compiled code ran in a recording outside an opaque node: a replay would skip it."""
 
 
 class UnjoinedStreamError(CaptureError):
-    """A stream or event crosses the end of a window."""
+    """A stream or event crosses the end of a recording."""
 
 
 class EmptyCaptureError(CaptureError):
@@ -215,11 +195,11 @@ class EmptyCaptureError(CaptureError):
 
 
 class EscapedAllocationError(CaptureError):
-    """Memory of the window is kept by something that is no output."""
+    """Memory allocated in a recording is held by something that is no output."""
 
 
 class LateInitError(CaptureError):
-    """Initialisation marked with ``forbid_in_capture`` ran inside a window."""
+    """Initialisation marked with ``forbid_in_capture`` ran during a recording."""
 
 
 class MutatedInputError(CaptureError):
@@ -227,23 +207,23 @@ class MutatedInputError(CaptureError):
 
 
 class BreakError(CaptureError):
-    """A break point, or a wrapper, stands where it cannot."""
+    """A break point under Dynamo, or a wrapper inside an eager segment."""
 
 
 class StateAdvancedError(CaptureError):
-    """A warm-up or gap changed state that nobody declared."""
+    """A warm-up or an eager segment changed state that was not declared."""
 
 
 class GraphMemoryError(CaptureError, MemoryError):
     """A budget, a graph count or the device's memory is exhausted."""
 
 
-class CaptureFuseError(CaptureError):
-    """Three consecutive captures failed; the rest is not attempted."""
+class TooManyFailuresError(CaptureError):
+    """Three consecutive captures failed; the others are not attempted."""
 
 
 class ReplayError(GraphrtError, RuntimeError):
-    """A program cannot be replayed with what it was given."""
+    """A program cannot be replayed with these inputs, or at all."""
 
 
 class StaleInputError(ReplayError):
@@ -255,7 +235,7 @@ class UnkeyedValueError(ReplayError):
 
 
 class BreakOutputError(ReplayError):
-    """A gap returned something that does not fit its slot."""
+    """An eager segment returned something that does not fit its static output."""
 
 
 class InvalidProgramError(ReplayError):
@@ -263,11 +243,11 @@ class InvalidProgramError(ReplayError):
 
 
 class StaleOutputError(ReplayError):
-    """A leased output was read after the next replay."""
+    """An output view was read after the next replay overwrote it."""
 
 
 class DeviceReplayError(ReplayError):
-    """The device refused or failed a launch. It is never repeated eagerly."""
+    """The device failed a launch. The step is not repeated eagerly."""
 
 
 class StaticBufferError(GraphrtError, ValueError):
@@ -287,7 +267,7 @@ class FrozenBufferError(StaticBufferError):
 
 
 class LifetimeError(GraphrtError, RuntimeError):
-    """Something is used outside its lifetime."""
+    """An object is used after it was closed, suspended, retired or forked."""
 
 
 class LibraryClosedError(LifetimeError):
@@ -307,15 +287,15 @@ class ForkedProcessError(LifetimeError):
 
 
 class StreamRaceError(GraphrtError, RuntimeError):
-    """Two streams touch the same bytes and nothing orders them."""
+    """Two streams access the same bytes and no event orders them."""
 
 
 class ReportError(GraphrtError, OSError):
-    """A report cannot be written where it was asked for; what was there before is untouched."""
+    """A report cannot be written at the given path; an older file there is unchanged."""
 
 
 class MissingExtraError(GraphrtError, ImportError):
-    """What was asked for needs an optional library. ``extra`` is the extra that brings it."""
+    """An optional library is missing. ``extra`` is the extra of graphrt that installs it."""
 
     def __init__(self, purpose: str, *, extra: str, found: str) -> None:
         super().__init__(

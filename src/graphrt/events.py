@@ -1,4 +1,4 @@
-"""What happened, as small values; counters, tables and logs are observers of this one stream.
+"""Events: small values that counters, tables and logs observe, all in one stream.
 
 Fields are numbers with units and members of closed sets, so that they can be metric labels.
 Names and fields are public: a change goes into the changelog.
@@ -8,28 +8,27 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
+from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 
 
 class Captured(NamedTuple):
-    """A program was captured and entered the library."""
+    """A program was captured and registered in the library."""
 
     owner: str
     mode: RuntimeMode
     key: BatchDescriptor
     num_graphs: int
-    num_gaps: int
+    num_eager: int
     num_nodes: int | None
     seconds: float
     pool_growth_bytes: int
     exec_bytes: int
-    slot_bytes: int
+    static_output_bytes: int
     external_bytes: int
-    display: bool
 
 
 class CaptureFailed(NamedTuple):
-    """A capture failed or was over budget; the key runs eager."""
+    """A capture failed or did not fit the budget; the key runs eager."""
 
     owner: str
     mode: RuntimeMode
@@ -48,7 +47,7 @@ class Verified(NamedTuple):
 
 
 class Invalidated(NamedTuple):
-    """Programs of ``owner`` became invalid because the named externals moved."""
+    """Programs of ``owner`` became invalid because the named tensors they read have moved."""
 
     owner: str
     num_programs: int
@@ -56,7 +55,7 @@ class Invalidated(NamedTuple):
 
 
 class Retired(NamedTuple):
-    """A generation was retired and its memory given back."""
+    """A generation was retired and its memory freed."""
 
     generation: int
     num_programs: int
@@ -64,10 +63,10 @@ class Retired(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """A step was served by a graph."""
+    """A step replayed a graph. ``host_us``: time the runtime took on the host."""
 
     mode: RuntimeMode
-    reason: MissReason
+    reason: Reason
     num_tokens: int
     num_padded_tokens: int
     num_reqs: int
@@ -76,9 +75,9 @@ class Replayed(NamedTuple):
 
 
 class RanEager(NamedTuple):
-    """A step ran eager; ``reason`` is a miss."""
+    """A step ran eager; ``reason`` is a miss. ``host_us`` as in ``Replayed``."""
 
-    reason: MissReason
+    reason: Reason
     num_tokens: int
     num_reqs: int
     uniform: bool
@@ -91,7 +90,7 @@ Event = Captured | CaptureFailed | Verified | Invalidated | Retired | Replayed |
 class Observer(Protocol):
     """Receives every event, in order, on the thread that caused it.
 
-    It runs on the step's path: it must not block, and what it raises reaches the step's caller.
+    It runs within the step: it must not block, and an exception in it reaches the step's caller.
     """
 
     def __call__(self, event: Event, /) -> None: ...

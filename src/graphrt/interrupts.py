@@ -1,7 +1,7 @@
-"""Ctrl-C between steps: an interrupt in the middle of one would leave it half booked.
+"""Ctrl-C between steps, because an interrupt in the middle of one leaves half of its state written.
 
-In the middle of a capture it would do worse: torch's modes are pushed and popped by Python code,
-and an interrupt between the two leaves a process that records for ever, or aborts.
+In the middle of a capture it is worse: torch's modes are pushed and popped by Python code, and an
+interrupt between the two leaves a process that records for ever, or aborts.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from types import FrameType
 
 @contextmanager
 def interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Hold the first Ctrl-C back until the yielded function is called; the second acts at once.
+    """Delay the first Ctrl-C until the yielded function is called; the second acts at once.
 
-    Does nothing where somebody else handles the signal, or outside the main thread, where no
-    interrupt arrives.
+    The yielded function raises ``KeyboardInterrupt`` if an interrupt has arrived. Does nothing if
+    another handler is installed, or outside the main thread, where no interrupt arrives.
     """
-    came = False
+    arrived = False
 
     def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal arrived
+        arrived = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def check() -> None:
-        if came:
+        if arrived:
             raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,7 +1,7 @@
 """Puts an engine together: model, weights, cache, attention, runtime.
 
-The one place of the engine where all of them meet. Graphs bind addresses, so everything that a
-graph reads exists before the runtime does: weights first, then the cache in what memory is left.
+Graphs bind addresses, so everything that a graph reads exists before the runtime does: weights
+first, then the cache in the remaining memory.
 """
 
 from __future__ import annotations
@@ -11,27 +11,21 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from graphrt import (
-    Device,
-    Facts,
-    Observer,
-    OutputSpec,
-    Runtime,
-    RuntimeConfig,
-    make_device,
-)
+from graphrt import Device, Facts, Observer, OutputSpec, Runtime, RuntimeConfig, make_device
 from graphrt_llm.attention import (
+    AttentionBackend,
     AttentionChoice,
     AttentionResource,
     choose_attention,
     make_attention,
 )
-from graphrt_llm.config import DType, EngineConfig
+from graphrt_llm.blocks import blocks_for
+from graphrt_llm.config import DType, EngineConfig, Limits
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
 from graphrt_llm.kv_cache import KVCache
-from graphrt_llm.limits import Limits
-from graphrt_llm.models import CausalLM, ModelConfig
+from graphrt_llm.model_config import ModelConfig
+from graphrt_llm.models import CausalLM
 from graphrt_llm.runner import NamedInputs
 from graphrt_llm.scheduler import Scheduler
 from graphrt_llm.weights import load_safetensors, random_weights
@@ -41,21 +35,20 @@ TINY_CONFIG = EngineConfig(
     dtype="float64",
     load_format="dummy",
 )
-"""What ``LLMEngine.tiny`` uses if nothing is asked. In float64, padding flips no greedy choice in
-practice."""
+"""The default of ``LLMEngine.tiny``. In float64, padding changes no greedy choice in practice."""
 
 
 class EngineParts(NamedTuple):
-    """What an ``LLMEngine`` is made of; see its constructor."""
+    """What an ``LLMEngine`` is made of. It closes ``runtime`` and ``device``."""
 
     runtime: Runtime
     scheduler: Scheduler
     examples: Examples
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    seed: int
+    model_config: ModelConfig
     device: Device
     attention: AttentionChoice
+    attention_backend: AttentionBackend
+    seed: int
     overlap: bool
     captures_by_priority: bool
 
@@ -69,7 +62,7 @@ def assemble(
 ) -> EngineParts:
     """Load the model and make a runtime for it. ``model_dir`` None: random weights.
 
-    Errors: ``EngineConfigError`` for limits that the model or the memory cannot meet; those of the
+    Errors: ``EngineConfigError`` for limits beyond the model or the memory; those of the
     weight reader and of ``Runtime``.
     """
     device = make_device(config.device)
@@ -87,7 +80,7 @@ def assemble(
         backend = make_attention(attention.name, cache, limits)
         model.attention = backend
         scheduler = Scheduler(limits)
-        examples = Examples(limits, model_config.vocab_size, scheduler.seats.allocator)
+        examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)
         runtime = Runtime(
             NamedInputs(model),
             config=config.runtime,
@@ -97,10 +90,10 @@ def assemble(
             facts=Facts(attention_groups={attention.name: backend.support}),
             examples=examples,
             resources=[AttentionResource(backend)],
-            # Examples lie in blocks that no request holds, so these may be written over.
-            sinks=[cache.tensor],
-            # Kernels of our own are launched past torch, which sees no use of what they are given.
-            holds=[cache.tensor, *backend.holds],
+            # Verification need not restore the cache: examples use free blocks only.
+            may_overwrite=[cache.tensor],
+            # This package's kernels are launched by address, so torch does not see what they read.
+            keep_alive=[cache.tensor, *backend.keep_alive],
             observer=observer,
         )
     except BaseException:
@@ -111,13 +104,13 @@ def assemble(
         runtime,
         scheduler,
         examples,
-        model_config.vocab_size,
-        model_config.eos_token_ids,
-        config.seed,
+        model_config,
         device,
         attention,
-        is_cuda if config.overlap is None else config.overlap,
-        config.capture == "by_priority",
+        backend,
+        seed=config.seed,
+        overlap=is_cuda if config.overlap is None else config.overlap,
+        captures_by_priority=config.capture == "by_priority",
     )
 
 
@@ -162,11 +155,11 @@ def _limits(
     num_seqs = config.runtime.max_num_seqs
     num_blocks = config.num_blocks
     if num_blocks is None:
-        num_blocks = 1 + num_seqs * -(-max_model_len // config.block_size)
+        num_blocks = 1 + num_seqs * blocks_for(max_model_len, config.block_size)
         if device.torch_device.type == "cuda":
-            one = KVCache.bytes_per_block(model_config, config.block_size, dtype)
-            room = device.memory().free_bytes * config.cache_memory_fraction
-            num_blocks = min(num_blocks, int(room) // one)
+            block_bytes = KVCache.bytes_per_block(model_config, config.block_size, dtype)
+            budget = device.memory().free_bytes * config.cache_memory_fraction
+            num_blocks = min(num_blocks, int(budget) // block_bytes)
     return Limits(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=config.runtime.max_num_batched_tokens,

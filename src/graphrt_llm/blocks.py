@@ -1,7 +1,7 @@
-"""Who holds which block of the paged cache.
+"""Which blocks of the paged cache are allocated.
 
-Block 0 is the null block: padding rows of a graph write there, so it is never handed out and what
-it holds means nothing.
+Block 0 is the null block: padding rows of a graph write there, so it is never allocated and its
+content has no meaning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class BlockAllocator:
-    """Hands out the blocks ``1 .. num_blocks - 1``, the longest free one first.
+    """Allocates the blocks ``1 .. num_blocks - 1``, the longest free one first.
 
     The order is fixed, so that equal histories give equal blocks.
     """
@@ -38,7 +38,7 @@ class BlockAllocator:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that exist for requests."""
+        """All blocks but the null block."""
         return self.num_blocks - 1
 
     @property
@@ -47,7 +47,7 @@ class BlockAllocator:
 
     @property
     def free_blocks(self) -> list[int]:
-        """The blocks that nobody holds, ascending."""
+        """The free blocks, ascending."""
         return sorted(self._free)
 
     def allocate(self, count: int = 1) -> list[int]:
@@ -67,7 +67,7 @@ class BlockAllocator:
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. ``BlockError``, and nothing is freed, if one of them is not out."""
+        """Free ``blocks``. ``BlockError``, and nothing is freed, if one is not allocated."""
         blocks = list(blocks)
         wrong = [
             block

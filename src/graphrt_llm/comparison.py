@@ -1,8 +1,8 @@
 """Whether two runs produced the same tokens, and which differences are ties.
 
-A greedy choice between two tokens whose logits are closer than the dtype's tolerance may fall
-either way when padding changes the order of a sum. Such a difference is a tie, counted and not
-held against the run; the tokens after it follow from another choice and are not compared.
+If the two largest logits differ by less than the dtype's tolerance, padding, which changes the
+order of sums, may change the greedy choice. Such a difference is a tie: it is counted, and the runs
+still count as identical. The tokens after it follow from another choice and are not compared.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ RequestId = TypeVar("RequestId", str, int)
 
 
 class Difference(NamedTuple):
-    """The first token at which a request's runs part, and the gap that does not excuse it."""
+    """The first output token in which a request's runs differ, and the margin of its logits."""
 
     request_id: str | int
     position: int
-    gap: float
+    margin: float
 
 
 class TokenComparison(NamedTuple):
-    """What ``compare_tokens`` found."""
+    """The result of ``compare_tokens``."""
 
     identical: bool
     """True if nothing differs but ties."""
@@ -33,15 +33,15 @@ class TokenComparison(NamedTuple):
 def compare_tokens(
     reference: Mapping[RequestId, Sequence[int]],
     candidate: Mapping[RequestId, Sequence[int]],
-    gap_lookup: Callable[[RequestId, int], float],
+    margin_of: Callable[[RequestId, int], float],
     tolerance: float,
 ) -> TokenComparison:
     """Compare the output tokens of two runs, request by request.
 
-    ``gap_lookup(request_id, index)`` gives the reference's top-2 logit gap, computed eagerly, where
-    the token ``index`` was chosen; it is asked at most once for each request. A gap below
-    ``tolerance`` makes the difference a tie. A request that is missing in one run, or whose one
-    output only continues the other, differs with an infinite gap.
+    ``margin_of(request_id, position)``: by how much the reference's two largest logits differed,
+    computed eagerly, where it chose that output token; called at most once for each request. A
+    margin below ``tolerance`` makes the difference a tie. A request that is missing in one run, or
+    that has more tokens in one of them, differs with an infinite margin.
     """
     ties, differences = 0, []
     for request_id in sorted(reference.keys() | candidate.keys()):
@@ -50,13 +50,13 @@ def compare_tokens(
             differences.append(Difference(request_id, 0, float("inf")))
             continue
         pairs = zip(here, there, strict=False)
-        index = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if index is not None:
-            gap = gap_lookup(request_id, index)
-            if gap < tolerance:
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if position is not None:
+            margin = margin_of(request_id, position)
+            if margin < tolerance:
                 ties += 1
             else:
-                differences.append(Difference(request_id, index, gap))
+                differences.append(Difference(request_id, position, margin))
         elif len(here) != len(there):
             shorter = min(len(here), len(there))
             differences.append(Difference(request_id, shorter, float("inf")))

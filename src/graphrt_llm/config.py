@@ -1,11 +1,19 @@
-"""What a user may ask of the engine. Batch limits and graphs are asked of the runtime inside."""
+"""What a user asks of the engine, and the limits of its batches that follow from it.
+
+Batch limits and graphs are asked for by the ``RuntimeConfig`` inside.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphrt import RuntimeConfig
+from graphrt_llm.blocks import blocks_for
 from graphrt_llm.errors import EngineConfigError
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -16,9 +24,9 @@ CaptureWhen = Literal["before_serving", "by_priority"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Wishes; None means "not asked", and the docstring says what is done then.
+    """Options; None means "not asked for": the option's docstring says what is used then.
 
-    Errors: ``EngineConfigError`` for a value that cannot be meant. What depends on the model is
+    Errors: ``EngineConfigError`` for a value that is never valid. What depends on the model is
     checked when the engine is made.
     """
 
@@ -38,46 +46,99 @@ class EngineConfig:
     load_format: LoadFormat = "safetensors"
     """``dummy``: random weights, seeded by ``seed``."""
     attention_backend: str = "auto"
-    """``auto``: on a GPU in half precision ``paged``, our kernel for few decoding requests, over
-    FlashInfer where it is installed and can serve dtype, heads and device, else over ``sdpa``;
-    elsewhere ``sdpa``. The engine's ``attention`` says which, and why."""
+    """``auto``: on a GPU in half precision ``paged``, this package's kernel for few decoding
+    requests, with FlashInfer for all other batches where it is installed and serves dtype, heads
+    and device, else with ``sdpa`` for them; elsewhere ``sdpa``. The engine's ``attention`` says
+    which was chosen, and why."""
     overlap: bool | None = None
-    """Prepare a step while the device runs the one before: a step's tokens are then returned by the
-    call after it, and a request that stops at a token runs one step too many. None: on a GPU."""
+    """Prepare a step while the device runs the previous one: a step's tokens are then returned by
+    the next call, and a request that stops at a token runs one step too many. None: on a GPU."""
     capture: CaptureWhen = "before_serving"
-    """``before_serving``: by ``LLMEngine.capture`` alone. ``by_priority``: every step captures at
-    most one missing graph first, that of its own batch before others, until none is missing; what
-    has none yet runs eager. Tokens are the same."""
+    """``before_serving``: only ``LLMEngine.capture`` captures. ``by_priority``: every step first
+    captures at most one missing graph, that of its own batch before others, until none is missing;
+    a batch without a graph runs eager. The tokens are the same."""
     device: DeviceName = "auto"
     """``auto``: a GPU if there is one, else the simulated device."""
     seed: int = 0
     """Of random weights, and of requests that sample without a seed of their own."""
 
     def __post_init__(self) -> None:
-        def check(holds: bool, name: str, expected: str) -> None:
-            if not holds:
+        def check(is_met: bool, name: str, expected: str) -> None:
+            if not is_met:
                 raise EngineConfigError(
                     f"EngineConfig.{name}", expected=expected, found=repr(getattr(self, name))
                 )
 
         for name in ("max_model_len", "block_size", "num_blocks"):
             value = getattr(self, name)
-            is_unasked = value is None and name != "block_size"
-            check(is_unasked or (type(value) is int and value >= 1), name, "an integer >= 1")
+            is_default = value is None and name != "block_size"
+            check(is_default or (type(value) is int and value >= 1), name, "an integer >= 1")
         check(type(self.seed) is int and 0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
         check(0 < self.cache_memory_fraction <= 1, "cache_memory_fraction", "a share in (0, 1]")
-        check(
-            self.dtype is None or self.dtype in get_args(DType),
-            "dtype",
-            f"None or one of {', '.join(get_args(DType))}",
+        for name, kind in (("dtype", DType), ("load_format", LoadFormat), ("capture", CaptureWhen)):
+            allowed = (*([None] if name == "dtype" else []), *get_args(kind))
+            check(getattr(self, name) in allowed, name, f"one of {', '.join(map(str, allowed))}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What bounds every batch: counts of requests, tokens, blocks (the null block included).
+
+    Errors: ``EngineConfigError`` where cache and context cannot hold the largest batch, because a
+    graph for that batch could then neither be tried nor used.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise EngineConfigError(
+                "max_num_batched_tokens",
+                expected=f"at least max_num_seqs = {self.max_num_seqs}: each may decode one token",
+                found=str(self.max_num_batched_tokens),
+            )
+        largest = self.largest_batch()
+        if self.max_num_seqs > self.num_blocks - 1 or self.max_num_batched_tokens > largest:
+            raise EngineConfigError(
+                "engine limits",
+                expected="a cache and a context that can hold the largest batch",
+                found=f"{self.max_num_seqs} requests with {self.max_num_batched_tokens} tokens in a"
+                f" step, where {self.num_blocks - 1} blocks of {self.block_size} and a context of"
+                f" {self.max_model_len} hold at most {largest} tokens",
+                do="give the engine more blocks, or lower max_num_seqs or max_num_batched_tokens.",
+            )
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return blocks_for(self.max_model_len, self.block_size)
+
+    def room(self, num_reqs: int, num_blocks: int | None = None) -> NDArray[np.int64]:
+        """New tokens that each of ``num_reqs`` requests has room for if they share blocks evenly.
+
+        ``num_blocks``: how many they share; None: all but the null block.
+        """
+        usable = self.num_blocks - 1 if num_blocks is None else num_blocks
+        blocks = usable // num_reqs + (np.arange(num_reqs) < usable % num_reqs)
+        room: NDArray[np.int64] = np.minimum(blocks * self.block_size, self.max_model_len)
+        return room
+
+    def blocks_needed(self, num_tokens: int, num_reqs: int) -> int:
+        """The fewest blocks in which ``num_reqs`` requests have room for ``num_tokens`` new tokens.
+
+        Each has at least one token, in a block of its own.
+        """
+        return bisect_left(
+            range(self.num_blocks),
+            num_tokens,
+            lo=num_reqs,
+            key=lambda count: int(self.room(num_reqs, count).sum()),
         )
-        check(
-            self.load_format in get_args(LoadFormat),
-            "load_format",
-            f"one of {', '.join(get_args(LoadFormat))}",
-        )
-        check(
-            self.capture in get_args(CaptureWhen),
-            "capture",
-            f"one of {', '.join(get_args(CaptureWhen))}",
-        )
+
+    def largest_batch(self) -> int:
+        """Most tokens in one step of ``max_num_seqs`` requests: the case of equally many blocks."""
+        return int(self.room(self.max_num_seqs).sum())

@@ -1,21 +1,21 @@
 """The engine: requests in, tokens out, one step at a time.
 
-A step is schedule, run, sample, book. The host reads the device once a step, for the sampled
-tokens. What fails in between leaves the requests as they were, and the next step tries again.
+A step is schedule, run, sample, store the tokens. The host reads the device once a step, for the
+sampled tokens. After a failure in between the requests are as before, and the next step repeats it.
 
-With ``overlap`` a call launches one step and books the tokens of the one before, so that the host
-prepares a step while the device runs another. A request that stops at a token then computes one
-token too many, which nobody sees; what it is given does not change.
+With ``overlap`` a call launches one step and finishes the previous one, so that the host prepares a
+step while the device runs another. A request that stops at a token then computes one token too
+many, which is dropped; the tokens that it gets do not change.
 
-An engine that captures by priority captures between schedule and run, where a batch's blocks are
-its own already: the graph that this batch wants, if it is missing, else another one.
+An engine that captures by priority captures between schedule and run, when the batch has its blocks
+already: the graph of this batch, if it is missing, else another one.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -23,34 +23,23 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrt import (
-    BatchDescriptor,
-    Decision,
-    Device,
-    Observer,
-    Runtime,
-    RuntimeReport,
-    interrupted_between_steps,
-)
-from graphrt_llm.assembly import TINY_CONFIG, assemble
-from graphrt_llm.attention import AttentionChoice
+from graphrt import BatchDescriptor, Decision, Observer, RuntimeReport, interrupted_between_steps
+from graphrt_llm.assembly import TINY_CONFIG, EngineParts, assemble
 from graphrt_llm.config import EngineConfig
 from graphrt_llm.errors import EngineStateError, RequestError
-from graphrt_llm.inputs import Examples
-from graphrt_llm.models import ModelConfig
-from graphrt_llm.readback import Readback
+from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.request import Request, RequestOutput, SamplingParams
-from graphrt_llm.runner import EVERY_GRAPH, Runner, Unread
+from graphrt_llm.runner import EVERY_GRAPH, LaunchedStep, Runner
 from graphrt_llm.sampling import Sampler, derive_seed
-from graphrt_llm.scheduler import ScheduledBatch, Scheduler
+from graphrt_llm.scheduler import ScheduledBatch
 
 
 class StepResult(NamedTuple):
     """What one call of ``step`` did.
 
     Without unfinished requests: nothing, and no decision. With ``overlap``, the outputs are those
-    of the step launched before; a call that has nothing to launch still returns these, with no
-    tokens, no requests and no decision of its own.
+    of the previous step; a call that has nothing to launch still returns these, with no tokens, no
+    requests and no decision of its own.
     """
 
     outputs: tuple[RequestOutput, ...]
@@ -61,60 +50,42 @@ class StepResult(NamedTuple):
     num_preempted: int
 
 
-class _Flight(NamedTuple):
-    """A launched step, and its tokens on their way to the host."""
-
-    unread: Unread
-    readback: Readback
-
-
 class LLMEngine:
     """Serves requests through a runtime and a device that it owns and closes.
 
     Made by ``from_model_dir``, ``with_random_weights`` or ``tiny``. Not thread-safe.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        *,
-        scheduler: Scheduler,
-        examples: Examples,
-        vocab_size: int,
-        eos_token_ids: Iterable[int] = (),
-        seed: int = 0,
-        device: Device,
-        attention: AttentionChoice,
-        overlap: bool = False,
-        captures_by_priority: bool = False,
-    ) -> None:
-        self.runtime = runtime
-        self.attention = attention
-        self.overlap = overlap
-        self.limits = limits = scheduler.limits
-        self.vocab_size = vocab_size
-        self.scheduler = scheduler
-        self._examples = examples
+    def __init__(self, parts: EngineParts) -> None:
+        self.runtime = parts.runtime
+        self.scheduler = parts.scheduler
+        self.attention = parts.attention
+        self.attention_backend = parts.attention_backend
+        self.overlap = parts.overlap
+        self.vocab_size = parts.model_config.vocab_size
+        self.limits = limits = parts.scheduler.limits
+        self._examples = parts.examples
+        self._eos_token_ids = frozenset(parts.model_config.eos_token_ids)
+        self._seed = parts.seed
         # Graphs that steps may still capture.
-        self._num_missing = len(runtime.plan.capture_order) if captures_by_priority else 0
-        self._device = device
-        place = device.torch_device
-        self._runner = Runner(runtime, limits, pinned=place.type == "cuda")
+        planned = self.runtime.plan.capture_order
+        self._num_missing = len(planned) if parts.captures_by_priority else 0
+        self._device = parts.device
+        place = parts.device.torch_device
+        self._runner = Runner(self.runtime, limits, pinned=place.type == "cuda")
         self._sampler = Sampler(max_num_seqs=limits.max_num_seqs, device=place)
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._seed = seed
-        self._arrivals = itertools.count()
+        self._num_added = itertools.count()
         # Launched, oldest first, their tokens not read: at most one between two calls of step.
-        self._flights: deque[_Flight] = deque()
-        # Not returned yet: a step may fail after it has booked the tokens of another, or after
-        # requests have lost their blocks to it.
-        self._landed: list[RequestOutput] = []
+        self._in_flight: deque[LaunchedStep] = deque()
+        # Not returned yet: a step may fail after it has finished the previous one, or after it has
+        # preempted requests.
+        self._unreturned: list[RequestOutput] = []
         self._num_preempted = 0
         self._is_closed = False
 
     @property
     def max_request_tokens(self) -> int:
-        """Prompt and output tokens that a request alone may have: the context's, or the cache's."""
+        """Most prompt and output tokens of one request: what fits the context, and the cache."""
         in_cache = (self.limits.num_blocks - 1) * self.limits.block_size
         return min(self.limits.max_model_len, in_cache)
 
@@ -138,7 +109,7 @@ class LLMEngine:
             model_dir=directory,
             observer=observer,
         )
-        return cls(**parts._asdict())
+        return cls(parts)
 
     @classmethod
     def with_random_weights(
@@ -153,7 +124,7 @@ class LLMEngine:
         Errors: ``EngineConfigError``; graphrt's ``ConfigError``.
         """
         parts = assemble(model_config, config or EngineConfig(), observer=observer)
-        return cls(**parts._asdict())
+        return cls(parts)
 
     @classmethod
     def tiny(cls, config: EngineConfig | None = None, *, observer: Observer | None = None) -> Self:
@@ -169,7 +140,7 @@ class LLMEngine:
         """
         self._require_idle("capture")
         report = self.runtime.capture(progress)
-        self._num_missing = 0  # What failed comes again by a call of this method alone.
+        self._num_missing = 0  # Only another call of this method retries what failed.
         return report
 
     def add_request(
@@ -185,7 +156,7 @@ class LLMEngine:
         """
         self._require_open()
         params = SamplingParams() if params is None else params
-        index = next(self._arrivals)
+        index = next(self._num_added)
         request_id = f"request-{index}" if request_id is None else request_id
         stop = frozenset(params.stop_token_ids)
         request = Request(
@@ -195,10 +166,10 @@ class LLMEngine:
             seed=derive_seed(self._seed, index) if params.seed is None else params.seed,
             stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
         )
-        if any(landed.request_id == request_id for landed in self._landed):
+        if any(output.request_id == request_id for output in self._unreturned):
             raise RequestError(
                 f"request {request_id!r}",
-                expected="an id of its own",
+                expected="an id that no other request has",
                 found="one whose last tokens no step has returned yet",
                 do="step, or abort it, first.",
             )
@@ -206,49 +177,49 @@ class LLMEngine:
         return request_id
 
     def has_unfinished(self) -> bool:
-        """Whether ``step`` has tokens to compute, or to return that a failed one left behind."""
-        return self.scheduler.has_unfinished() or bool(self._landed)
+        """True if ``step`` has tokens to compute, or to return because a failed step did not."""
+        return self.scheduler.has_unfinished() or bool(self._unreturned)
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request now; returned are the tokens of it that a failed step left behind.
+        """End a request now; returns its tokens that a failed step did not return.
 
-        One that has ended and is known only by such tokens keeps its reason.
+        A request that has already ended keeps its reason if such tokens are left of it.
         Errors: ``UnknownRequestError``.
         """
-        owed = [landed for landed in self._landed if landed.request_id == request_id]
-        has_ended = bool(owed) and owed[-1].finish_reason is not None
-        output = owed[-1] if has_ended else self.scheduler.abort(request_id)
-        self._landed = [landed for landed in self._landed if landed.request_id != request_id]
-        tokens = tuple(token for landed in owed for token in landed.new_token_ids)
+        late = [output for output in self._unreturned if output.request_id == request_id]
+        has_ended = bool(late) and late[-1].finish_reason is not None
+        output = late[-1] if has_ended else self.scheduler.abort(request_id)
+        self._unreturned = [other for other in self._unreturned if other.request_id != request_id]
+        tokens = tuple(token for output in late for token in output.new_token_ids)
         return output._replace(new_token_ids=tokens)
 
     def step(self) -> StepResult:
         """Advance the batch by one step: one token for each request that decodes, and prompts.
 
-        An engine that captures by priority captures one missing graph before, also where it has
-        nothing to launch; such a call returns the tokens of its own step, with ``overlap`` too.
+        An engine that captures by priority first captures one missing graph, even if it has nothing
+        to launch; such a call returns the tokens of its own step, with ``overlap`` too.
 
         Errors: ``OutOfBlocksError``; those of ``Runtime.step``, and of ``Runtime.capture`` for the
         one graph. The requests are then as they were.
         """
         self._require_open()
-        if self._flights and self.scheduler.would_preempt():
-            self._land()
+        if self._in_flight and self.scheduler.would_preempt():
+            self._finish_oldest()
         batch = self.scheduler.schedule()
         if batch is not None:
             self._num_preempted += len(batch.preempted)
         has_captured = self._num_missing > 0 and self._capture_next(batch)
         if batch is not None and not self.overlap:
-            token_ids = self._launch(batch).readback.wait()
-            self._landed += self.scheduler.update(batch, token_ids)
+            token_ids = self._launch(batch).wait()
+            self._unreturned += self.scheduler.update(batch, token_ids)
         else:
             if batch is not None:
-                self._flights.append(self._launch(batch))
+                self._in_flight.append(self._launch(batch))
                 self.scheduler.advance(batch)
-            # A capture is a long time to keep tokens back.
-            while len(self._flights) > (batch is not None and not has_captured):
-                self._land()
-        outputs, self._landed = tuple(self._landed), []
+            # After a capture none stays in flight: its tokens have waited long enough.
+            while len(self._in_flight) > (batch is not None and not has_captured):
+                self._finish_oldest()
+        outputs, self._unreturned = tuple(self._unreturned), []
         num_preempted, self._num_preempted = self._num_preempted, 0
         if batch is None:
             return StepResult(outputs, 0, 0, False, None, num_preempted)
@@ -262,9 +233,9 @@ class LLMEngine:
         )
 
     def _capture_next(self, batch: ScheduledBatch | None) -> bool:
-        """Capture what ``batch`` wants, or else another graph; True if one was tried.
+        """Capture the graph of ``batch`` if it is missing, or else another; True if one was tried.
 
-        Whatever needs more blocks than are free waits.
+        A graph whose example needs more blocks than are free waits.
         """
         wanted = None
         if batch is not None:
@@ -274,39 +245,33 @@ class LLMEngine:
         def allow(key: BatchDescriptor) -> bool:
             nonlocal is_tried
             is_tried = self._examples.can_fill(key)
-            if is_tried:  # It is captured next, and no other one in this call.
-                self._keep_tokens()
+            if is_tried and self._in_flight:
+                # The capture of ``key`` follows and may overwrite graph storage, and with it these
+                # tokens, which are the next step's input.
+                step = self._in_flight[-1]
+                step.tokens = step.tokens.clone()
             return is_tried
 
         self._num_missing = self.runtime.capture_next(first=wanted, allow=allow)
         return is_tried
 
-    def _keep_tokens(self) -> None:
-        """Take the next step's input out of graph storage, which a capture may write over."""
-        if self._flights:
-            flight = self._flights[-1]
-            tokens = flight.unread.tokens.clone()
-            self._flights[-1] = flight._replace(unread=flight.unread._replace(tokens=tokens))
-
-    def _launch(self, batch: ScheduledBatch) -> _Flight:
-        """Run and sample ``batch``; nothing here waits for the device."""
-        before = self._flights[-1].unread if self._flights else None
-        logits, greedy = self._runner.run(batch, self.scheduler.seats, before=before)
+    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Run and sample ``batch`` without waiting for the device."""
+        previous = self._in_flight[-1] if self._in_flight else None
+        logits, greedy = self._runner.run(batch, self.scheduler.input_batch, previous=previous)
+        ends = (batch.starts + batch.query_lens).tolist()
         indices = [
             end - len(request.prompt_token_ids)
-            for request, end in zip(
-                batch.requests, (batch.starts + batch.query_lens).tolist(), strict=True
-            )
+            for request, end in zip(batch.requests, ends, strict=True)
         ]
         tokens = self._sampler.sample(logits, batch.requests, greedy=greedy, indices=indices)
-        return _Flight(Unread(batch, tokens), Readback(tokens))
+        return LaunchedStep(batch, tokens)
 
-    def _land(self) -> None:
-        """Wait for the oldest step's tokens and book them."""
-        flight = self._flights[0]
-        token_ids = flight.readback.wait()
-        self._flights.popleft()
-        self._landed += self.scheduler.resolve(flight.unread.batch, token_ids)
+    def _finish_oldest(self) -> None:
+        """Wait for the tokens of the oldest step in flight and store them."""
+        token_ids = self._in_flight[0].wait()
+        batch = self._in_flight.popleft().batch
+        self._unreturned += self.scheduler.resolve(batch, token_ids)
 
     def generate(
         self,
@@ -341,26 +306,28 @@ class LLMEngine:
         return list(tokens.values())
 
     def abort_all(self) -> None:
-        """End every unfinished request now. What no step has returned yet is dropped."""
+        """End every unfinished request now, and drop tokens that no step has returned."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.abort(request.request_id)
-        self._landed = []
+        self._unreturned = []
         self._num_preempted = 0
 
-    def top2_gap(self, token_ids: Sequence[int]) -> float:
-        """How far apart the two largest logits after ``token_ids`` are, computed without graphs.
+    def top2_margin(self, token_ids: Sequence[int]) -> float:
+        """The difference of the two largest logits after ``token_ids``, computed without graphs.
 
         Errors: ``EngineStateError`` while requests are unfinished; those of ``add_request``.
         """
-        self._require_idle("top2_gap")
-        name = "top2-gap"
+        self._require_idle("top2_margin")
+        name = "top2-margin"
         once = SamplingParams(max_tokens=1)
         self.scheduler.add(Request(name, self._checked_prompt(name, token_ids), once, seed=0))
         try:
             while True:
                 batch = self.scheduler.schedule()
                 assert batch is not None, "the request that was just added is unfinished"
-                logits, greedy = self._runner.run(batch, self.scheduler.seats, exclude=EVERY_GRAPH)
+                logits, greedy = self._runner.run(
+                    batch, self.scheduler.input_batch, exclude=EVERY_GRAPH
+                )
                 if batch.completes.all():
                     first, second = logits[0].topk(2).values.double().tolist()
                     return float(first - second)
@@ -375,7 +342,7 @@ class LLMEngine:
             self._is_closed = True
             self.abort_all()
             self.runtime.close()
-            self._flights.clear()
+            self._in_flight.clear()
             self._device.close()
 
     def __enter__(self) -> Self:
@@ -396,7 +363,7 @@ class LLMEngine:
             raise RequestError(
                 f"request {request_id!r}",
                 expected="a flat sequence of integer token ids",
-                found=f"what makes no array: {error}",
+                found=f"values that make no array: {error}",
             ) from error
         if tokens.size and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
             raise RequestError(

@@ -1,15 +1,15 @@
-"""What the engine raises; every error roots in graphrt's own.
+"""The errors of the engine; all derive from graphrt's.
 
 ::
 
     GraphrtError
-      EngineConfigError                   an engine configuration that cannot be honoured
+      EngineConfigError                   an engine configuration that cannot be used
       SamplingParamsError                 sampling parameters that describe no distribution
-      RequestError                        a request that cannot be served as it stands
+      RequestError                        a request that cannot be served
         PromptTooLongError                it can never fit: context or cache is too small
         UnknownRequestError               no unfinished request has this id
       BlockError                          a block was freed that is not allocated
-        OutOfBlocksError                  the cache is exhausted and nobody can give way
+        OutOfBlocksError                  the cache is exhausted and no request can be preempted
       EngineStateError                    the engine is closed, or busy where it must be idle
       ModelConfigError                    a model description unreadable or not supported
       AttentionBackendError               no attention backend of this name, or none attached
@@ -27,7 +27,7 @@ from graphrt import GraphrtError
 
 
 class EngineConfigError(GraphrtError, ValueError):
-    """An engine configuration that cannot be honoured."""
+    """An engine configuration that cannot be used."""
 
 
 class SamplingParamsError(GraphrtError, ValueError):
@@ -35,7 +35,7 @@ class SamplingParamsError(GraphrtError, ValueError):
 
 
 class RequestError(GraphrtError, ValueError):
-    """A request that cannot be served as it stands."""
+    """A request that cannot be served."""
 
 
 class PromptTooLongError(RequestError):
@@ -51,7 +51,7 @@ class BlockError(GraphrtError, RuntimeError):
 
 
 class OutOfBlocksError(BlockError):
-    """The cache is exhausted and no other request can give way."""
+    """The cache is exhausted and no other request can be preempted."""
 
 
 class EngineStateError(GraphrtError, RuntimeError):
@@ -79,7 +79,7 @@ class MissingTensorError(WeightsError):
 
 
 class UnexpectedTensorError(WeightsError):
-    """The checkpoint holds a tensor that the model has no place for: it is another model."""
+    """The checkpoint holds a tensor that the model has no place for."""
 
 
 class TensorShapeError(WeightsError):

@@ -1,7 +1,7 @@
-"""The tensors a step reads: what they are, how a batch fills them, and examples that fill a key.
+"""The tensors a step reads: what they are, how a batch fills them, and examples of any size.
 
-A batch of ``num_reqs`` requests brings ``num_tokens`` tokens, request after request. Padding rows
-belong to request 0, stand at position 0 and write to the null block, which nobody reads.
+The new tokens of a batch are laid out request after request. Padding rows belong to request 0, have
+position 0 and write to the null block, which no request reads.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graphrt import SENTINEL, BatchDescriptor, BufferSpec, Example
+from graphrt import BatchDescriptor, BufferSpec, Example, Padding
 from graphrt_llm.attention import AttentionMetadata
 from graphrt_llm.blocks import NULL_BLOCK, BlockAllocator
+from graphrt_llm.config import Limits
 from graphrt_llm.errors import OutOfBlocksError
-from graphrt_llm.limits import Limits
+from graphrt_llm.input_batch import InputBatch
 from graphrt_llm.scheduler import ScheduledBatch
-from graphrt_llm.seats import Seats
 
 Ints = NDArray[np.int64]
 
 EXAMPLE_CONTEXT = 256
-"""Tokens at most that stand before a request of an example: several blocks, and still cheap."""
+"""Most cached tokens before the new ones of an example's request: several blocks, still cheap."""
 
 
 def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
-    """The static inputs, in the order ``forward`` is described; all int64."""
-    null = SENTINEL(0)
+    """The static inputs, all int64."""
+    null = Padding.fill(0)
     return (
         BufferSpec("input_ids", ("tokens",), torch.int64, null),
         BufferSpec("positions", ("tokens",), torch.int64, null),
-        BufferSpec("slot_mapping", ("tokens",), torch.int64, SENTINEL(NULL_BLOCK)),
+        BufferSpec("slot_mapping", ("tokens",), torch.int64, Padding.fill(NULL_BLOCK)),
         BufferSpec("token_requests", ("tokens",), torch.int64, null),
         BufferSpec(
-            "block_tables", ("requests", limits.max_blocks), torch.int64, SENTINEL(NULL_BLOCK)
+            "block_tables", ("requests", limits.max_blocks), torch.int64, Padding.fill(NULL_BLOCK)
         ),
         BufferSpec("seq_lens", ("requests",), torch.int64, null),
         BufferSpec("logits_indices", ("requests",), torch.int64, null),
@@ -46,7 +46,7 @@ def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
 class HostInputs:
     """Host storage of one step's inputs, filled by whole-array operations.
 
-    Pinned where the device is a GPU, so that staging does not wait. A caller must not fill it again
+    Pinned where the device is a GPU, so that staging does not wait. It must not be filled again
     before the device has read it; see ``Runner``.
     """
 
@@ -65,43 +65,35 @@ class HostInputs:
         self._sources = torch.zeros(
             limits.max_num_batched_tokens, dtype=torch.int64, pin_memory=pinned
         )
-        # Decode steps of one size come again and again: their views are made once.
+        # Decode steps of one size are frequent: their views are made once.
         self._uniform_views: dict[int, Mapping[str, Tensor]] = {}
 
-    def fill_from_seats(self, batch: ScheduledBatch, seats: Seats) -> Mapping[str, Tensor]:
+    def fill(self, batch: ScheduledBatch, table: InputBatch) -> Mapping[str, Tensor]:
         """The inputs of a scheduled batch: views of the host storage, of the real size."""
         owners, positions = expand(batch.starts, batch.query_lens)
-        input_ids = seats.tokens[batch.seats[owners], positions]
-        tables = seats.block_tables[batch.seats]
-        return self.fill(batch.starts, batch.query_lens, owners, positions, input_ids, tables)
-
-    def fill(
-        self,
-        starts: Ints,
-        query_lens: Ints,
-        owners: Ints,
-        positions: Ints,
-        input_ids: Ints,
-        block_tables: Ints,
-    ) -> Mapping[str, Tensor]:
-        """As ``fill_from_seats``, from arrays: per request, then per token, then the tables."""
-        num_reqs, num_tokens = len(query_lens), len(owners)
-        ends, size = starts + query_lens, self._block_size
-        values = _values(query_lens, ends, owners, positions, input_ids, block_tables, size)
+        values = _values(
+            batch.query_lens,
+            batch.starts + batch.query_lens,
+            owners,
+            positions,
+            table.tokens[batch.rows[owners], positions],
+            table.block_tables[batch.rows],
+            self._block_size,
+        )
         for name, array in values.items():
             self._arrays[name][: len(array)] = array
-        if num_tokens != num_reqs:
-            return self._views(num_tokens, num_reqs)
-        if num_reqs not in self._uniform_views:
-            self._uniform_views[num_reqs] = self._views(num_tokens, num_reqs)
-        return self._uniform_views[num_reqs]
+        if not batch.uniform:
+            return self._views(batch.num_tokens, batch.num_reqs)
+        if batch.num_reqs not in self._uniform_views:
+            self._uniform_views[batch.num_reqs] = self._views(batch.num_tokens, batch.num_reqs)
+        return self._uniform_views[batch.num_reqs]
 
-    def sources(self, num_tokens: int, tokens: Ints, rows: Sequence[int]) -> Tensor:
-        """[num_tokens]: at ``tokens`` the row of another step that it comes from, -1 elsewhere."""
+    def sources(self, num_tokens: int, last: Ints, indices: Sequence[int]) -> Tensor:
+        """[num_tokens]: ``indices`` into the previous step's output at ``last``, -1 elsewhere."""
         sources = self._sources[:num_tokens]
         array = sources.numpy()
         array[:] = -1
-        array[tokens] = rows
+        array[last] = indices
         return sources
 
     def _views(self, num_tokens: int, num_reqs: int) -> Mapping[str, Tensor]:
@@ -139,93 +131,85 @@ def expand(starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
 
 
 class Examples:
-    """Makes examples over the blocks that no request holds when one is asked for.
+    """Makes examples in free blocks only.
 
-    They stay free until its capture is done with: nothing is scheduled meanwhile. So a capture
-    between two steps writes over nothing that a request will read.
+    Nothing is scheduled while a graph is captured, so a capture between two steps overwrites
+    nothing that a request will read.
     """
 
     def __init__(self, limits: Limits, vocab_size: int, allocator: BlockAllocator) -> None:
         self._limits = limits
         self._vocab_size = vocab_size
         self._allocator = allocator
-        self._num_needed: dict[BatchDescriptor, int] = {}
-
-    def __call__(self, key: BatchDescriptor, seed: int) -> Example:
-        """Errors: ``OutOfBlocksError`` where ``can_fill`` says no."""
-        if not self.can_fill(key):
-            raise OutOfBlocksError(
-                f"an example of {key}",
-                expected=f"{self._num_needed[key]} free blocks",
-                found=str(self._allocator.num_free),
-                do="capture it when fewer requests run.",
-            )
-        allocator = self._allocator
-        # At the start of an engine all are free, and need not be listed for each key.
-        are_all_free = allocator.num_free == allocator.num_usable
-        blocks = None if are_all_free else allocator.free_blocks
-        return make_example(key, seed, self._limits, self._vocab_size, blocks)
+        self._num_needed: dict[tuple[int, int], int] = {}
 
     def can_fill(self, key: BatchDescriptor) -> bool:
-        """True if enough blocks are free for an example of ``key``."""
-        needed = self._num_needed.get(key)
-        if needed is None:
-            num_reqs = _requests_of(key, self._limits)
-            needed = self._limits.blocks_to_bring(key.num_tokens, num_reqs)
-            self._num_needed[key] = needed
-        return needed <= self._allocator.num_free
+        """True if enough blocks are free for an example that fills ``key``."""
+        num_reqs = key.num_reqs or min(key.num_tokens, self._limits.max_num_seqs)
+        return self._blocks_needed(key.num_tokens, num_reqs) <= self._allocator.num_free
 
+    def __call__(self, sizes: Mapping[str, int], seed: int) -> Example:
+        """Random valid inputs of exactly these ``sizes``: new "tokens" of so many "requests".
 
-def make_example(
-    key: BatchDescriptor,
-    seed: int,
-    limits: Limits,
-    vocab_size: int,
-    free_blocks: Sequence[int] | None = None,
-) -> Example:
-    """Random valid inputs that fill ``key``; another ``seed`` gives other lengths and contents.
+        If there are as many tokens as requests, each decodes one; otherwise lengths are random, so
+        that decodes and chunks of prompts are mixed. Another ``seed`` gives other lengths and
+        contents. No two tokens are written to one slot, so the result does not depend on the order
+        of writes. Before its new tokens a request reads what the cache happens to contain.
 
-    No two tokens are written to one slot, so the result does not depend on the order of writes.
-    What a request reads before its own tokens is whatever the cache holds. ``free_blocks``: those
-    that may be written and read; None: all.
+        Aliasing: ``values`` and ``step_info`` share the memory of lengths and block tables; no
+                  other example does.
+        Errors: ``OutOfBlocksError`` if too few blocks are free.
+        """
+        num_tokens, num_reqs, limits = sizes["tokens"], sizes["requests"], self._limits
+        allocator = self._allocator
+        needed = self._blocks_needed(num_tokens, num_reqs)
+        if needed > allocator.num_free:
+            raise OutOfBlocksError(
+                f"an example of {num_tokens} tokens of {num_reqs} requests",
+                expected=f"{needed} free blocks",
+                found=str(allocator.num_free),
+                do="capture it when fewer requests run.",
+            )
+        # An idle engine has all blocks free: listing them for each example would take long.
+        if allocator.num_free == allocator.num_usable:
+            blocks = np.arange(1, limits.num_blocks)
+        else:
+            blocks = np.array(allocator.free_blocks)
 
-    Aliasing: lengths and block tables are the memory of its ``live`` arrays, and of no other
-              example.
-    """
-    rng = np.random.default_rng((seed, key.num_tokens))
-    num_tokens = key.num_tokens
-    num_reqs = _requests_of(key, limits)
-    blocks = np.arange(1, limits.num_blocks) if free_blocks is None else np.array(free_blocks)
-    spare = limits.room(num_reqs, len(blocks)) - 1
-    query_lens = 1 + rng.multivariate_hypergeometric(
-        spare, num_tokens - num_reqs, method="marginals"
-    )
+        rng = np.random.default_rng((seed, num_tokens, num_reqs))
+        spare = limits.room(num_reqs, len(blocks)) - 1
+        query_lens = 1 + rng.multivariate_hypergeometric(
+            spare, num_tokens - num_reqs, method="marginals"
+        )
 
-    # Own tokens start on a block, so that they need no more blocks than the request's share.
-    size, longest = limits.block_size, limits.max_model_len
-    most_blocks = np.minimum(longest - query_lens, EXAMPLE_CONTEXT) // size
-    starts = size * rng.integers(0, most_blocks + 1)
-    inside = rng.integers(0, size, num_reqs)
-    starts += np.where((query_lens == 1) & (starts + inside < longest), inside, 0)
+        # New tokens start on a block, so that they need no more blocks than the request's share.
+        size, longest = limits.block_size, limits.max_model_len
+        most_blocks = np.minimum(longest - query_lens, EXAMPLE_CONTEXT) // size
+        starts = size * rng.integers(0, most_blocks + 1)
+        inside = rng.integers(0, size, num_reqs)
+        starts += np.where((query_lens == 1) & (starts + inside < longest), inside, 0)
 
-    tables = np.full((num_reqs, limits.max_blocks), NULL_BLOCK)
-    ends = starts + query_lens
-    num_used = -(-ends // size)
-    used = tables[:, : num_used.max()]  # The context may allow many more.
-    columns = np.arange(used.shape[1])
-    is_used = columns < num_used[:, None]
-    used[is_used] = rng.choice(blocks, is_used.sum())
-    # In place of what was drawn: own blocks, of which no two tokens share a slot.
-    is_own = is_used & (columns >= starts[:, None] // size)
-    used[is_own] = rng.choice(blocks, is_own.sum(), replace=False)
+        tables = np.full((num_reqs, limits.max_blocks), NULL_BLOCK)
+        ends = starts + query_lens
+        num_used = -(-ends // size)
+        used = tables[:, : num_used.max()]  # The context may allow many more.
+        columns = np.arange(used.shape[1])
+        is_used = columns < num_used[:, None]
+        used[is_used] = rng.choice(blocks, is_used.sum())
+        # Then blocks of its own for what it writes, so that no two tokens share a slot.
+        is_own = is_used & (columns >= starts[:, None] // size)
+        used[is_own] = rng.choice(blocks, is_own.sum(), replace=False)
 
-    owners, positions = expand(starts, query_lens)
-    input_ids = rng.integers(0, vocab_size, num_tokens)
-    values = _values(query_lens, ends, owners, positions, input_ids, tables, size)
-    tensors = {name: torch.from_numpy(array) for name, array in values.items()}
-    return Example(tensors, num_tokens, num_reqs, AttentionMetadata(query_lens, ends, tables))
+        owners, positions = expand(starts, query_lens)
+        input_ids = rng.integers(0, self._vocab_size, num_tokens)
+        values = _values(query_lens, ends, owners, positions, input_ids, tables, size)
+        return Example(
+            {name: torch.from_numpy(array) for name, array in values.items()},
+            step_info=AttentionMetadata(query_lens, ends, tables),
+        )
 
-
-def _requests_of(key: BatchDescriptor, limits: Limits) -> int:
-    """How many requests fill ``key``."""
-    return key.num_reqs or min(key.num_tokens, limits.max_num_seqs)
+    def _blocks_needed(self, num_tokens: int, num_reqs: int) -> int:
+        sizes = (num_tokens, num_reqs)
+        if sizes not in self._num_needed:
+            self._num_needed[sizes] = self._limits.blocks_needed(num_tokens, num_reqs)
+        return self._num_needed[sizes]

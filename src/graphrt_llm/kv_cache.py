@@ -1,7 +1,7 @@
-"""The memory of the paged cache: keys and values of every token that is still attended to.
+"""The memory of the paged cache: keys and values of every token of the running requests.
 
 A slot holds the keys and values of one token in one layer; slot ``block * block_size + offset``.
-Block 0 is the null block: padding writes there, and what it holds means nothing.
+Block 0 is the null block: padding writes there, and its content has no meaning.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from graphrt_llm.errors import EngineConfigError
-from graphrt_llm.models.config import ModelConfig
+from graphrt_llm.model_config import ModelConfig
 
 
 class KVCache:
     """One tensor for all layers: [num_layers, num_blocks, block_size, 2, num_kv_heads, head_dim].
 
-    The axis of 2 is keys, values. They lie side by side, so that one copy stores a token and one
-    gather reads a block. Zero at first: a slot that no token was written to is masked out of a
-    softmax, but 0 times garbage that is not finite would still be NaN.
+    The axis of 2 is keys, values: side by side, so that one copy stores a token and one gather
+    reads a block. Zero at first: a slot without a token is masked out of the softmax, but a weight
+    of 0 times a value that is not finite would still be NaN.
 
-    Errors: ``EngineConfigError`` for sizes below 1 block of 1 token beside the null block.
+    Errors: ``EngineConfigError`` for less than 1 block of 1 token beside the null block.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
-        # A cache born in inference mode could not be written outside it.
+        # A tensor made in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.tensor = torch.zeros(config.num_layers, *shape, dtype=dtype, device=device)
             self.layers: tuple[Tensor, ...] = self.tensor.unbind()

@@ -1,4 +1,4 @@
-"""What a caller asks for, and what becomes of it."""
+"""A request: its sampling parameters, its tokens so far, and why it ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _is_int(value: object) -> bool:
 class SamplingParams:
     """How one request's tokens are chosen and when it ends. Raises ``SamplingParamsError``.
 
-    The filters apply in this order: temperature, then ``top_k``, then ``top_p`` on what is left.
+    The order is temperature, then ``top_k``, then ``top_p`` on the remaining tokens.
     """
 
     max_tokens: int = 16
@@ -33,16 +33,16 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches p."""
     seed: int | None = None
-    """The same seed and prompt give the same tokens in any batch. None: the engine's own seed
-    together with the request's number of arrival."""
+    """The same seed and prompt give the same tokens in any batch. None: derived from the engine's
+    seed and the request's number of arrival."""
     stop_token_ids: tuple[int, ...] = ()
     """End after one of these, which stays in the output. The model's end token is added unless
     ``ignore_eos``."""
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        def check(holds: bool, name: str, expected: str) -> None:
-            if not holds:
+        def check(is_met: bool, name: str, expected: str) -> None:
+            if not is_met:
                 raise SamplingParamsError(
                     f"SamplingParams.{name}", expected=expected, found=repr(getattr(self, name))
                 )
@@ -104,9 +104,9 @@ class RequestOutput(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request on its way through the scheduler, which alone changes it.
+    """A request that only the scheduler changes.
 
-    ``output_token_ids`` survives a preemption; what a seat holds does not.
+    ``output_token_ids`` survives a preemption; its row and blocks do not.
     """
 
     request_id: str
@@ -115,10 +115,10 @@ class Request:
     seed: int
     """``params.seed``, or the one the engine chose."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Everything that ends it, the model's end tokens included."""
+    """All tokens that end it, the model's end tokens included."""
     output_token_ids: list[int] = field(default_factory=list)
-    seat: int | None = None
-    """Its row in the table of running requests; None while it waits."""
+    row: int | None = None
+    """In ``InputBatch``; None while it waits."""
     num_preemptions: int = 0
 
     @property

@@ -7,20 +7,21 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from graphrt import Runtime, RuntimeMode
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
+from graphrt_llm.config import Limits
+from graphrt_llm.input_batch import InputBatch
 from graphrt_llm.inputs import HostInputs
-from graphrt_llm.limits import Limits
 from graphrt_llm.scheduler import ScheduledBatch
-from graphrt_llm.seats import Seats
 
 EVERY_GRAPH = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
 
 class StepOutputs(NamedTuple):
-    """What the model says of each request's last token; the next step overwrites it."""
+    """The model's result for each request's last token; the next step overwrites it."""
 
     logits: Tensor
     """[requests, vocab_size]"""
@@ -28,20 +29,38 @@ class StepOutputs(NamedTuple):
     """[requests] int64: the most likely token, the lowest id among equals."""
 
 
-class Unread(NamedTuple):
-    """A step that was launched and whose tokens the host does not know yet."""
+class LaunchedStep:
+    """A step whose tokens are on their way to the host.
 
-    batch: ScheduledBatch
-    tokens: Tensor
-    """[num_reqs] int64, on the device."""
+    ``tokens``: [num_reqs] int64, on the device. Their copy to the host starts at once, on a CPU
+    too: they may be graph storage, which the next step overwrites.
+    """
+
+    def __init__(self, batch: ScheduledBatch, tokens: Tensor) -> None:
+        self.batch = batch
+        self.tokens = tokens
+        self._copied: torch.Event | None = None
+        if tokens.device.type == "cpu":
+            self._host = tokens.clone()
+        else:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._copied = torch.Event(tokens.device)
+            self._copied.record()
+
+    def wait(self) -> list[int]:
+        """The tokens, once the device has computed and copied them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        token_ids: list[int] = self._host.tolist()
+        return token_ids
 
 
 class NamedInputs(nn.Module):
     """The model as the runtime calls it: one keyword for each static input.
 
-    The greedy choice stands in the graph with the rest: most requests want nothing else.
-
-    A module, because the runtime finds the parameters that its graphs read through modules.
+    The greedy choice is part of the graph, because most requests want no other. A module, because
+    the runtime finds the parameters that its graphs read through modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,8 +86,8 @@ class NamedInputs(nn.Module):
 class Runner:
     """Binds a runtime to the host storage of its inputs.
 
-    There are two such storages, because the device may still read those of the step before. Hence
-    a step's tokens must have been read when the step after the next one is run.
+    There are two such storages, because the device may still read those of the previous step. So
+    the tokens of a step must have reached the host before the step after the next one is run.
     """
 
     def __init__(self, runtime: Runtime, limits: Limits, *, pinned: bool) -> None:
@@ -78,55 +97,58 @@ class Runner:
     def run(
         self,
         batch: ScheduledBatch,
-        seats: Seats,
+        table: InputBatch,
         exclude: frozenset[RuntimeMode] = frozenset(),
-        before: Unread | None = None,
+        previous: LaunchedStep | None = None,
     ) -> StepOutputs:
         """Run ``batch``; the next step overwrites what it returns.
 
-        ``before``: the step before, if its tokens are not in ``seats`` yet. They are taken from
-        the device, where they are.
+        ``previous``: the step before, if its tokens are not in ``table`` yet. They are then taken
+        from the device.
         """
         inputs = next(self._inputs)
-        values = inputs.fill_from_seats(batch, seats)
-        if before is not None:
-            values = _with_tokens_of(before, batch, values, inputs)
+        values = inputs.fill(batch, table)
+        if previous is not None:
+            values = _with_sampled(previous, batch, values, inputs)
         outputs: StepOutputs = self._runtime.step(
             values,
             num_tokens=batch.num_tokens,
             num_reqs=batch.num_reqs,
             uniform=batch.uniform,
             exclude=exclude,
-            live=AttentionMetadata(
+            step_info=AttentionMetadata(
                 batch.query_lens,
                 batch.starts + batch.query_lens,
-                seats.block_tables[batch.seats],
+                table.block_tables[batch.rows],
             ),
         )
         return outputs
 
 
-def _with_tokens_of(
-    before: Unread, batch: ScheduledBatch, values: Mapping[str, Tensor], inputs: HostInputs
+def _with_sampled(
+    previous: LaunchedStep,
+    batch: ScheduledBatch,
+    values: Mapping[str, Tensor],
+    inputs: HostInputs,
 ) -> Mapping[str, Tensor]:
-    """``values``, with the inputs that ``before`` sampled in the places kept for them.
+    """``values``, with the tokens that ``previous`` sampled as ``input_ids`` of their requests.
 
-    Of a request that goes on, that is its one token in ``batch``.
+    Such a token is the last new one, and the only one, of its request in ``batch``.
     """
-    if batch.requests == before.batch.requests and before.batch.completes.all():
-        # A decode step like the one before: its output is the input as it is.
-        return {**values, "input_ids": before.tokens}
-    row_of = {
-        request: row
-        for row, request in enumerate(before.batch.requests)
-        if before.batch.completes[row]
+    if batch.requests == previous.batch.requests and previous.batch.completes.all():
+        # Decode after decode of the same requests: the output is the input as it is.
+        return {**values, "input_ids": previous.tokens}
+    index_of = {
+        request: index
+        for index, request in enumerate(previous.batch.requests)
+        if previous.batch.completes[index]
     }
     last = np.cumsum(batch.query_lens) - 1
-    rows = [row_of.get(request, -1) for request in batch.requests]
-    if max(rows) < 0:
+    indices = [index_of.get(request, -1) for request in batch.requests]
+    if max(indices) < 0:
         return values
-    device = before.tokens.device
-    sources = inputs.sources(batch.num_tokens, last, rows).to(device, non_blocking=True)
+    device = previous.tokens.device
+    sources = inputs.sources(batch.num_tokens, last, indices).to(device, non_blocking=True)
     known = values["input_ids"].to(device, non_blocking=True)
-    sampled = before.tokens.index_select(0, sources.clamp(min=0))
+    sampled = previous.tokens.index_select(0, sources.clamp(min=0))
     return {**values, "input_ids": sampled.where(sources >= 0, known)}

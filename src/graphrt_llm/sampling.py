@@ -1,13 +1,13 @@
 """Choosing the next token of every request, on the device, for the whole batch at once.
 
-A request draws the same tokens in whatever batch, mode or padding it runs, and after a preemption
-too, because its noise is no state that advances: it is a function of (seed, number of the output
-token, vocabulary entry). The token is the argmax of ``logits / temperature + Gumbel noise``, which
+A request draws the same tokens in every batch, mode and padding, and after a preemption too,
+because its noise has no state: it is a function of (seed, number of the output token, vocabulary
+entry). The token is the argmax of ``logits / temperature + Gumbel noise``, which
 is a draw from their softmax. Greedy requests take the plain argmax; where several entries are
 equal, the lowest id.
 
-Sampled rows are computed in float64, so that neither a neighbour nor a reduction's order moves a
-boundary of ``top_p``. Nothing here waits for the device.
+Sampled rows are computed in float64, so that neither other rows nor the order of a reduction change
+which tokens ``top_p`` keeps. Nothing here waits for the device.
 
 Sources: the Gumbel-max trick; SplitMix64 (Steele, Lea, Flood 2014) with Stafford's "mix 13".
 """
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphrt_llm.request import Request, SamplingParams
+from graphrt_llm.request import Request
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -64,7 +64,7 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def kept_tokens(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which entries the filters leave: bool, shaped as ``scores`` [num_rows, vocab_size].
+    """Which entries the filters keep: bool, shaped as ``scores`` [num_rows, vocab_size].
 
     ``top_k`` [num_rows] int64 and ``top_p`` [num_rows] float64; rows with ``vocab_size`` and 1
     keep everything. The most likely entry is always kept; of equal ones the lowest id comes first.
@@ -74,7 +74,7 @@ def kept_tokens(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     kept = rank < top_k[:, None]
     probability = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
     reached_before = probability.cumsum(-1) - probability
-    # A sum that rounds to 1 early must not drop the tail of a row that asked for everything.
+    # A sum that rounds to 1 early must not drop the tail of a row that keeps everything.
     kept &= (reached_before < top_p[:, None]) | (top_p[:, None] >= 1)
     return torch.zeros_like(kept).scatter_(1, entry, kept)
 
@@ -82,8 +82,8 @@ def kept_tokens(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 class Sampler:
     """Turns logits into tokens. Holds only the staging memory of the parameters.
 
-    There are two such memories: the result of a call must have been read on the host when the call
-    after the next one is made.
+    There are two such memories: the result of a call must have been read on the host before the
+    call after the next one is made.
     """
 
     def __init__(self, *, max_num_seqs: int, device: torch.device) -> None:
@@ -105,29 +105,26 @@ class Sampler:
         logits: Tensor,
         requests: Sequence[Request],
         *,
-        greedy: Tensor | None = None,
-        indices: Sequence[int] | None = None,
+        greedy: Tensor,
+        indices: Sequence[int],
     ) -> Tensor:
         """The next token of each request: [num_reqs] int64, on the device, not waited for.
 
         ``logits``: [num_reqs, vocab_size], any floating dtype; left as they are.
-        ``greedy``: their argmax, where it is known already; returned itself if nobody draws.
-        ``indices``: the number of each request's next output token; None: those after the ones it
-        has, which is not so while earlier ones are on their way.
+        ``greedy`` [num_reqs] int64: their argmax; returned itself if all requests are greedy.
+        ``indices``: the number of each request's next output token.
         """
-        tokens = logits.argmax(-1) if greedy is None else greedy
         drawing = [row for row, request in enumerate(requests) if not request.params.is_greedy]
         if not drawing:
-            return tokens
-        if indices is None:
-            indices = [len(request.output_token_ids) for request in requests]
+            return greedy
         vocab_size = logits.shape[-1]
         rows, keys, top_k, temperature, top_p = self._stage(drawing, requests, indices, vocab_size)
         scores = logits.index_select(0, rows).double() / temperature[:, None]
-        if any(_has_filter(requests[row].params) for row in drawing):
+        params = [requests[row].params for row in drawing]
+        if any(p.top_k is not None or p.top_p < 1 for p in params):
             scores = scores.masked_fill(~kept_tokens(scores, top_k, top_p), -torch.inf)
         drawn = (scores + gumbel_noise(keys, vocab_size)).argmax(-1)
-        return tokens.index_copy(0, rows, drawn)
+        return greedy.index_copy(0, rows, drawn)
 
     def _stage(
         self,
@@ -148,7 +145,3 @@ class Sampler:
         row, key, kept = rows_keys_top_k.unbind(1)
         divisor, share = temperature_top_p.unbind(1)
         return row, key, kept, divisor, share
-
-
-def _has_filter(params: SamplingParams) -> bool:
-    return params.top_k is not None or params.top_p < 1

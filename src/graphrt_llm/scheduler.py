@@ -4,16 +4,16 @@ First come, first served, without exception: requests run in order of arrival, a
 all arrived before the waiting ones. A step takes one token of every request that decodes, then
 chunks of prompts in order of arrival until the token limit is reached.
 
-A request is admitted when the cache has room for all its tokens known so far, so only decoding can
-run out of blocks. Then the request that arrived last gives way: it keeps its output, loses its
-blocks, goes back to the head of the queue and later computes prompt and output again. The earliest
-request always advances, hence all of them finish.
+A request starts when the cache has room for all its tokens known so far, so only decoding can run
+out of blocks. Then the running request that arrived last is preempted: it keeps its output, loses
+its blocks, goes back to the head of the queue and later computes prompt and output again. The
+earliest request always advances, hence all of them finish.
 
-A step's work is booked by ``advance``, its tokens by ``resolve``; in between the next step can be
-scheduled already. A token that is not known yet has its place, and a request that stops at it
-computes one token too many, which is ignored.
+``advance`` counts a step's tokens as computed, ``resolve`` stores the tokens that it sampled; in
+between the next step can be scheduled already. A token that is still unknown has its place in the
+table, and a request that stops at it computes one token too many, which is ignored.
 
-Everything is deterministic, and nothing here knows torch.
+Everything is deterministic, and nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphrt_llm.blocks import blocks_for
+from graphrt_llm.config import Limits
 from graphrt_llm.errors import (
     OutOfBlocksError,
     PromptTooLongError,
     RequestError,
     UnknownRequestError,
 )
-from graphrt_llm.limits import Limits
+from graphrt_llm.input_batch import InputBatch
 from graphrt_llm.request import FinishReason, Request, RequestOutput
-from graphrt_llm.seats import Seats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +42,14 @@ class ScheduledBatch:
     """The work of one step, in batch order: decoding requests first. Arrays are [num_reqs]."""
 
     requests: tuple[Request, ...]
-    seats: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    """Of the requests in ``InputBatch``."""
     starts: NDArray[np.int64]
-    """Position of the first token each request brings."""
+    """Position of each request's first new token."""
     query_lens: NDArray[np.int64]
-    """Tokens each request brings, at least 1."""
+    """New tokens of each request, at least 1."""
     completes: NDArray[np.bool_]
-    """True where the tokens reach the last known one, so that the logits give the next token."""
+    """True where the new tokens end with the last known one, so that the logits give the next."""
     num_tokens: int
     preempted: tuple[str, ...]
     """Requests that lost their blocks before this step."""
@@ -59,20 +60,20 @@ class ScheduledBatch:
 
     @property
     def uniform(self) -> bool:
-        """True if every request brings exactly one token."""
+        """True if every request has exactly one new token."""
         return self.num_tokens == self.num_reqs
 
 
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
 
-    ``schedule`` changes nothing that a second call would not find again, so a step that fails
-    between ``schedule`` and ``update`` is simply repeated.
+    ``schedule`` may be called again without a step in between and then gives the same batch, so a
+    step that fails between ``schedule`` and ``update`` is simply repeated.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.seats = Seats(limits)
+        self.input_batch = InputBatch(limits)
         self._unfinished: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -82,7 +83,7 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """Seated requests, in order of arrival."""
+        """Requests that have a row of the table, in order of arrival."""
         return self._running
 
     @property
@@ -117,12 +118,13 @@ class Scheduler:
                 do="shorten the prompt or lower max_tokens.",
             )
         # The last token is returned, never fed back, so it needs no room in the cache.
-        allocator = self.seats.allocator
-        if blocks_for(num_prompt + max_tokens - 1, self.seats.block_size) > allocator.num_usable:
+        table = self.input_batch
+        num_usable = table.allocator.num_usable
+        if blocks_for(num_prompt + max_tokens - 1, table.block_size) > num_usable:
             raise PromptTooLongError(
                 f"request {request.request_id!r}",
-                expected=f"prompt and output within the cache of {allocator.num_usable} blocks"
-                f" of {self.seats.block_size} tokens",
+                expected=f"prompt and output within the cache of {num_usable} blocks"
+                f" of {table.block_size} tokens",
                 found=asked,
                 do="shorten the prompt, lower max_tokens, or give the engine more blocks.",
             )
@@ -138,7 +140,7 @@ class Scheduler:
                 expected="an unfinished request",
                 found=f"none of the {len(self._unfinished)} unfinished ones has this id",
             )
-        if request.seat is None:
+        if request.row is None:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
@@ -151,13 +153,13 @@ class Scheduler:
         Errors: ``OutOfBlocksError`` if the only running request needs a block and none is free.
         """
         preempted = self._give_blocks()
-        self._admit()
+        self._start_waiting()
         if not self._running:
             return None
-        seats = self._running_seats()
-        remaining = self.seats.num_tokens[seats] - self.seats.num_computed[seats]
+        table, rows = self.input_batch, self._running_rows()
+        remaining = table.num_tokens[rows] - table.num_computed[rows]
         # Decoding requests first; a stable sort keeps the order of arrival among equals. A request
-        # whose last token is on its way has nothing left to compute.
+        # whose last token is still unknown has nothing left to compute.
         order = np.argsort(remaining > 1, kind="stable")
         order = order[remaining[order] > 0]
         if not order.size:
@@ -167,11 +169,11 @@ class Scheduler:
         query_lens = np.minimum(asked, self.limits.max_num_batched_tokens - asked_before)
         count = int(np.count_nonzero(query_lens > 0))
         order, query_lens = order[:count], query_lens[:count]
-        seats = seats[order]
+        rows = rows[order]
         return ScheduledBatch(
             requests=tuple([self._running[i] for i in order.tolist()]),
-            seats=seats,
-            starts=self.seats.num_computed[seats],
+            rows=rows,
+            starts=table.num_computed[rows],
             query_lens=query_lens,
             completes=query_lens == asked[:count],
             num_tokens=int(query_lens.sum()),
@@ -181,26 +183,26 @@ class Scheduler:
     def would_preempt(self) -> bool:
         """True if ``schedule`` would take blocks from a running request.
 
-        Its unknown tokens have to be resolved before: whatever it computes again, it has to know.
+        Its tokens have to be resolved before, because it will compute all of them again.
         """
-        return int(np.count_nonzero(self._is_short())) > self.seats.allocator.num_free
+        return int(np.count_nonzero(self._is_short())) > self.input_batch.allocator.num_free
 
     def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestOutput]:
-        """Book what the step computed: ``advance``, then ``resolve``."""
+        """``advance``, then ``resolve``."""
         self.advance(batch)
         return self.resolve(batch, token_ids)
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Book the step's work. What it sampled is not known yet, but has its place."""
-        seats = self.seats
-        seats.num_computed[batch.seats] += batch.query_lens
-        growing = batch.seats[batch.completes]
+        """Count the step's tokens as computed, and make room for those that it samples."""
+        table = self.input_batch
+        table.num_computed[batch.rows] += batch.query_lens
+        growing = batch.rows[batch.completes]
         # The last token of a request is returned, never fed back.
-        growing = growing[seats.num_tokens[growing] + 1 < seats.num_at_most[growing]]
-        seats.num_tokens[growing] += 1
+        growing = growing[table.num_tokens[growing] + 1 < table.max_num_tokens[growing]]
+        table.num_tokens[growing] += 1
 
     def resolve(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestOutput]:
-        """Book the tokens of a step. ``token_ids`` [num_reqs]: the token sampled for each.
+        """Store the tokens that a step sampled; ``token_ids`` [num_reqs]: one for each request.
 
         A token counts only where ``batch.completes`` and the request has not ended since; the
         others are ignored. Returns one output for each token that counts; requests that finish
@@ -216,8 +218,8 @@ class Scheduler:
         ):
             if not counts or self._unfinished.get(request.request_id) is not request:
                 continue
-            assert request.seat is not None, "a request gives way only when its tokens are known"
-            self.seats.tokens[request.seat, end] = token
+            assert request.row is not None, "preempted only when its tokens are known"
+            self.input_batch.tokens[request.row, end] = token
             request.output_token_ids.append(token)
             reason = request.finish_reason()
             if reason is not None:
@@ -226,24 +228,24 @@ class Scheduler:
             outputs.append(RequestOutput(request.request_id, (token,), reason))
         return outputs
 
-    def _running_seats(self) -> NDArray[np.int64]:
-        return np.array([request.seat for request in self._running], np.int64)
+    def _running_rows(self) -> NDArray[np.int64]:
+        return np.array([request.row for request in self._running], np.int64)
 
     def _is_short(self) -> NDArray[np.bool_]:
         """Which running requests have no room for their newest token."""
-        seats = self._running_seats()
-        rooms = self.seats.num_blocks[seats] * self.seats.block_size
-        is_short: NDArray[np.bool_] = rooms < self.seats.num_tokens[seats]
+        table, rows = self.input_batch, self._running_rows()
+        rooms = table.num_blocks[rows] * table.block_size
+        is_short: NDArray[np.bool_] = rooms < table.num_tokens[rows]
         return is_short
 
     def _give_blocks(self) -> list[str]:
         """Give every running request room for its newest token, the earliest first."""
         preempted: list[str] = []
         for request in [self._running[i] for i in np.flatnonzero(self._is_short())]:
-            while request.seat is not None and not self.seats.allocator.num_free:
+            while request.row is not None and not self.input_batch.allocator.num_free:
                 preempted.append(self._preempt_last())
-            if request.seat is not None:
-                self.seats.grow(request.seat)
+            if request.row is not None:
+                self.input_batch.add_block(request.row)
         return preempted
 
     def _preempt_last(self) -> str:
@@ -251,39 +253,39 @@ class Scheduler:
             raise OutOfBlocksError(
                 f"request {self._running[0].request_id!r}",
                 expected="a free block",
-                found="none, and no other running request that could give way",
+                found="none, and no other running request to preempt",
                 do="give the engine more blocks; the request keeps its place.",
             )
         request = self._running.pop()
-        self._unseat(request)
+        self._release_row(request)
         request.num_preemptions += 1
         self._waiting.appendleft(request)
         return request.request_id
 
-    def _admit(self) -> None:
-        """Seat waiting requests while the step has tokens left for them, and the cache room."""
+    def _start_waiting(self) -> None:
+        """Start waiting requests while the step has tokens left for them, and the cache room."""
         if not self._waiting:
             return
-        seats = self._running_seats()
-        asked = int((self.seats.num_tokens[seats] - self.seats.num_computed[seats]).sum())
+        table, rows = self.input_batch, self._running_rows()
+        asked = int((table.num_tokens[rows] - table.num_computed[rows]).sum())
         while (
             self._waiting
             and asked < self.limits.max_num_batched_tokens
-            and self.seats.fits(self._waiting[0].num_tokens)
+            and table.fits(self._waiting[0].num_tokens)
         ):
             request = self._waiting[0]
-            request.seat = self.seats.take(request.prompt_token_ids, request.output_token_ids)
-            most = len(request.prompt_token_ids) + request.params.max_tokens
-            self.seats.num_at_most[request.seat] = most
+            prompt = request.prompt_token_ids
+            longest = len(prompt) + request.params.max_tokens
+            request.row = table.add(prompt, request.output_token_ids, max_num_tokens=longest)
             self._running.append(self._waiting.popleft())
             asked += request.num_tokens
 
-    def _unseat(self, request: Request) -> None:
-        assert request.seat is not None, "only a running request has a seat to give up"
-        self.seats.leave(request.seat)
-        request.seat = None
+    def _release_row(self, request: Request) -> None:
+        assert request.row is not None, "only a running request has a row"
+        self.input_batch.remove(request.row)
+        request.row = None
 
     def _end(self, request: Request) -> None:
-        if request.seat is not None:
-            self._unseat(request)
+        if request.row is not None:
+            self._release_row(request)
         del self._unfinished[request.request_id]

@@ -1,6 +1,6 @@
-"""Serves a traffic trace by a virtual clock, so that nothing waits and every mode meets the same.
+"""Serves a traffic trace by a virtual clock: nothing waits, and every mode gets the same batches.
 
-Each step takes the same virtual time, whatever it really took: which requests are in a batch then
+Each step takes the same virtual time, whatever its real time: which requests are in a batch then
 depends on the trace alone. Prompts are random tokens, seeded by the number of the request.
 """
 
@@ -20,30 +20,30 @@ from graphrt_llm.request import SamplingParams
 
 
 class Fit(NamedTuple):
-    """A trace's lengths, made to fit a context."""
+    """A trace's lengths, scaled to fit a context."""
 
     lengths: tuple[tuple[int, int], ...]
     """Prompt and output tokens of each request."""
     scale: float
     """What every length was multiplied by; 1 if the trace fits as it is."""
     num_cut: int
-    """Requests still too long after that, whose output and then prompt were cut to fit."""
+    """Requests still too long after scaling, whose output and then prompt were cut."""
 
 
 class ServeStep(NamedTuple):
-    """One step, for whoever watches."""
+    """One step, as ``on_step`` receives it."""
 
     number: int
     """Steps before it."""
     clock_seconds: float
     """Virtual time at its start."""
     seconds: float
-    """Real time: schedule, run, sample and read the tokens."""
+    """Real time of scheduling, running, sampling and reading the tokens."""
     result: StepResult
 
 
 class ServeResult(NamedTuple):
-    """What serving a trace gave."""
+    """The result of ``serve``."""
 
     tokens: dict[int, tuple[int, ...]]
     """Output tokens by number of the request."""
@@ -57,8 +57,8 @@ class ServeResult(NamedTuple):
 def fit_to_context(requests: Sequence[TraceRequest], max_tokens: int) -> Fit:
     """Scale all lengths by one factor, so that 99 of 100 requests fit ``max_tokens``.
 
-    One factor keeps the trace's shape: long requests stay longer than short ones. The few beyond
-    it would flatten all the others, so they are cut instead.
+    One factor keeps the trace's shape: long requests stay longer than short ones. The longest 1 %
+    would make it so small that all others became alike, so they are cut instead.
     """
     if not requests:
         return Fit((), 1.0, 0)
@@ -101,8 +101,8 @@ def serve(
     parameters; the default is greedy for exactly that many tokens. ``progress(done, total)``
     follows each step in which requests finished, ``on_step`` each step.
 
-    An interrupt (Ctrl-C) takes effect between two steps; a second one, at once. Whatever ends the
-    serving early, its requests are aborted and the engine can be used or closed.
+    An interrupt (Ctrl-C) takes effect between two steps; a second one, at once. If serving ends
+    early for any reason, its requests are aborted and the engine can be used again or closed.
 
     Errors: ``EngineStateError`` if the engine is busy; ``RequestError`` for a step time that is not
     positive or arrivals out of order; those of ``LLMEngine``.

@@ -29,14 +29,14 @@ from graphrt_llm.models.causal_lm import CausalLM, CheckpointTensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# Names of the safetensors format. Others (quantised, integer) are no weights of these models.
+# Names of the safetensors format. Other dtypes (quantised, integer) are not supported.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_DECIDING_ATTENTION = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
+_QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -53,7 +53,6 @@ def load_safetensors(model: CausalLM, directory: str | Path, *, cast: bool = Fal
     """Fill ``model`` from the ``*.safetensors`` of ``directory``, one file or sharded by an index.
 
     A tensor of another floating dtype than the model's is an error; with ``cast`` it is converted.
-    (``ModelConfig.checkpoint_dtype`` is what the checkpoint says of itself.)
 
     Errors: ``WeightsFileError``, ``MissingTensorError``, ``UnexpectedTensorError``,
     ``TensorShapeError``, ``TensorDtypeError``, each naming file and tensor. The model is then as
@@ -65,7 +64,7 @@ def load_safetensors(model: CausalLM, directory: str | Path, *, cast: bool = Fal
         wanted = list(model.checkpoint_tensors())
         for tensor in wanted:
             _check(tensor, stored.get(tensor.name), directory, None if cast else model.dtype)
-        _check_nothing_is_left(model, stored, wanted)
+        _check_all_used(model, stored, wanted)
         with torch.no_grad():
             for tensor in wanted:
                 tensor.destination.copy_(stored[tensor.name].handle.get_tensor(tensor.name))
@@ -74,14 +73,14 @@ def load_safetensors(model: CausalLM, directory: str | Path, *, cast: bool = Fal
 def random_weights(model: CausalLM, seed: int) -> None:
     """Fill ``model`` with random weights: the same for every device, and up to rounding, dtype.
 
-    Projections keep the scale of what passes through, and norms vary around 1. Embeddings are small
-    beside what the layers add, so that a token does not simply repeat itself where the output
-    projection is the embedding table. Queries and keys are large, so that attention picks a few
-    tokens: where it averages, the last token decides the next, and texts soon run in circles.
+    Projections keep the scale of their input, and norms vary around 1. Embeddings are smaller than
+    what the layers add: otherwise a token would repeat itself where the output projection is the
+    embedding table. Queries and keys are large, so that attention selects a few tokens: an average
+    would let the last token decide the next, and texts would soon repeat.
     """
     with torch.no_grad():
         for name, shape, destination in model.checkpoint_tensors():
-            # A stream for each tensor. Torch's CPU generator takes 32 bits of a seed, no more.
+            # One seed for each tensor. Torch's CPU generator uses only 32 bits of a seed.
             generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
             values = torch.randn(shape, generator=generator, dtype=torch.float32)
             if len(shape) == 2:
@@ -90,7 +89,7 @@ def random_weights(model: CausalLM, seed: int) -> None:
                 values.mul_(0.1).add_(1)
             else:
                 values.mul_(0.1)
-            if name.endswith(_DECIDING_ATTENTION):
+            if name.endswith(_QUERY_KEY_WEIGHTS):
                 values.mul_(2)
             destination.copy_(values)
 
@@ -186,15 +185,15 @@ def _check(
         )
 
 
-def _check_nothing_is_left(
+def _check_all_used(
     model: CausalLM, stored: Mapping[str, _Stored], wanted: list[CheckpointTensor]
 ) -> None:
-    """A weight without a place means another architecture, and wrong logits."""
+    """A tensor that the model does not use means another architecture, and wrong logits."""
     known = {tensor.name for tensor in wanted}
     if model.config.tie_word_embeddings:
         known.add("lm_head.weight")
     for name, tensor in stored.items():
-        # Older checkpoints store this table, which follows from the configuration.
+        # Older checkpoints store the rotary table, which the configuration gives too.
         if name not in known and not name.endswith(".rotary_emb.inv_freq"):
             raise UnexpectedTensorError(
                 f"{tensor.file}, tensor {name!r}",

@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _libraries_are_warm() -> None:
-    """Handles, workspaces and generators are made on first use, which must be in no window."""
+    """Handles, workspaces and generators are made on first use, which must be in no recording."""
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(64, 64, device="cuda", dtype=dtype)
         (x @ x).sum().item()

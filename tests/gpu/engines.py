@@ -1,4 +1,4 @@
-"""Engines that the GPU lane serves with, and how it compares their tokens."""
+"""Engines for the tests on a GPU, and how their tokens are compared."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from graphrt import CompilationConfig, Observer, RuntimeConfig
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams, TokenComparison, compare_tokens
-from graphrt_llm.demo.comparing import TIE_TOLERANCE
+from graphrt_llm.demo.compare import TIE_TOLERANCE
 from graphrt_llm.models import ModelConfig
 
 HAS_FLASHINFER = importlib.util.find_spec("flashinfer") is not None
 if HAS_FLASHINFER:
-    # Its own warnings at import are not ours to answer for.
+    # Importing it warns about its own dependencies.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import flashinfer  # noqa: F401
@@ -34,9 +34,9 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 QWEN = ModelConfig(architecture="Qwen3ForCausalLM", num_kv_heads=4, **SMALL)
-"""Two query heads a key head: FlashInfer decodes on CUDA cores."""
+"""Two query heads per key head: FlashInfer decodes on CUDA cores."""
 LLAMA = ModelConfig(architecture="LlamaForCausalLM", num_kv_heads=2, **SMALL)
-"""Four: it decodes on tensor cores."""
+"""Four query heads per key head: FlashInfer decodes on tensor cores."""
 
 
 def engine_config(
@@ -93,11 +93,11 @@ def compare(
     found: list[list[int]],
     dtype: str,
 ) -> TokenComparison:
-    """Under the tie rule; ``reference`` tells how close the choice was where tokens part."""
+    """By ``compare_tokens``; ``reference`` computes the margin where tokens differ."""
 
-    def gap(index: int, position: int) -> float:
-        return reference.top2_gap([*asked[index], *expected[index][:position]])
+    def margin(index: int, position: int) -> float:
+        return reference.top2_margin([*asked[index], *expected[index][:position]])
 
     return compare_tokens(
-        dict(enumerate(expected)), dict(enumerate(found)), gap, TIE_TOLERANCE[dtype]
+        dict(enumerate(expected)), dict(enumerate(found)), margin, TIE_TOLERANCE[dtype]
     )

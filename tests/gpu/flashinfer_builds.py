@@ -1,8 +1,8 @@
-"""FlashInfer's modules, built by a process of their own while other tests run.
+"""Builds FlashInfer's modules in another process while other tests run.
 
-FlashInfer has nvcc build a module when it is first planned for: one after the other, over a minute
-in all where nothing is cached, and the GPU idle. Here all are built at once. The process makes no
-CUDA context: tests of memory read the driver's free bytes.
+FlashInfer calls nvcc at the first plan of each module: one after the other, over a minute in all if
+nothing is cached, with the GPU idle. Here all are built at once. The process makes no CUDA context,
+because tests of memory read the driver's free bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import pytest
 
 DECODE_DTYPES = ("bfloat16", "float16")
 PREFILL_DTYPES = ("bfloat16",)
-"""What the tests plan for. Decode is that on CUDA cores: on tensor cores it is prefill's module."""
+"""The dtypes of the tests. Decode on CUDA cores; on tensor cores it uses prefill's module."""
 
 MAX_SECONDS = 240
-"""Several times what nvcc needs on 16 cores. After this long the tests build for themselves."""
+"""Several times what nvcc needs on 16 cores. After it, the tests build for themselves."""
 
 
 class FlashInferBuilds:
-    """A plugin of pytest: tests that say FlashInfer wait for the process, so nobody else builds.
+    """A pytest plugin: tests with "flashinfer" in their id wait until the process has ended.
 
-    A test that runs FlashInfer without saying so is served by FlashInfer's own lock.
+    Other tests that run FlashInfer wait for FlashInfer's own lock.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,9 @@ class FlashInferBuilds:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        is_wanted = not session.config.option.collectonly and any(map(_says_so, session.items))
+        is_wanted = not session.config.option.collectonly and any(
+            map(_uses_flashinfer, session.items)
+        )
         if not is_wanted or not _is_installed():
             return (yield)
         with tempfile.TemporaryFile() as log:
@@ -55,7 +57,7 @@ class FlashInferBuilds:
                     self._failure = f"exit code {self._process.returncode}\n{output}\n"
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if self._process is None or not _says_so(item):
+        if self._process is None or not _uses_flashinfer(item):
             return
         try:
             self._process.wait(MAX_SECONDS)
@@ -68,12 +70,12 @@ class FlashInferBuilds:
             terminalreporter.write(self._failure)
 
 
-def _says_so(item: pytest.Item) -> bool:
+def _uses_flashinfer(item: pytest.Item) -> bool:
     return "flashinfer" in item.nodeid
 
 
 def _is_installed() -> bool:
-    # Not at the top: the process needs none of it, and pytest has to rewrite it first.
+    # Imported here: the process does not need it, and pytest has to rewrite its asserts first.
     from engines import HAS_FLASHINFER
 
     return HAS_FLASHINFER
@@ -82,7 +84,7 @@ def _is_installed() -> bool:
 def _start(log: IO[bytes]) -> subprocess.Popen[bytes]:
     from flashinfer.jit import current_compilation_context
 
-    # They name the folder of the cache, and finding them takes a CUDA call.
+    # Passed on, because they name the cache folder, and finding them needs a CUDA call.
     archs = sorted(current_compilation_context.TARGET_CUDA_ARCHS)
     named = " ".join(f"{major}.{minor}" for major, minor in archs)
     return subprocess.Popen(
@@ -96,7 +98,7 @@ def _start(log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    # First a signal at which ninja ends its compilers: they are in groups of their own.
+    # SIGTERM first: ninja then ends its compilers, which are in other process groups.
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -111,7 +113,7 @@ def specs() -> list[Any]:
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
     def asked(name: str) -> tuple[Any, ...]:
-        """Dtypes of queries, cache, output, indices; head sizes; no positions, window or cap."""
+        """Dtypes of queries, cache, output, indices; head sizes; no positions, no sliding."""
         dtype, size = getattr(torch, name), SMALL["head_dim"]
         return dtype, dtype, dtype, torch.int32, size, size, 0, False, False
 
@@ -121,11 +123,11 @@ def specs() -> list[Any]:
 
 
 def build() -> None:
-    """Each under its lock and with its own log of what was built, as a wrapper would.
+    """Build each module under its lock and with its own build log, as a wrapper does.
 
     ``flashinfer.jit.build_jit_specs`` keeps one log for all: the wrappers would build again.
     """
-    # The tests go first where cores are few.
+    # The tests have priority.
     os.nice(10)
     wanted = specs()
     with ThreadPoolExecutor() as pool:

@@ -14,17 +14,12 @@ import triton
 import triton.language as tl
 from trends import check_no_trend
 
-from bug_classes import FULL, KEY, PIECEWISE, Bench, frozen_heap
-from device_contract import LARGE, Bench as WindowBench
-from graphrt import (
-    BatchDescriptor,
-    CaptureJob,
-    DeviceReplayError,
-    GraphBudget,
-    RuntimeMode,
-    break_point,
-)
+from device_contract import LARGE, Bench as RecordingBench
+from graphrt import BatchDescriptor, CaptureJob, GraphBudget, RuntimeMode, break_point, capture_all
 from graphrt.device.cuda import CUDADevice
+from graphrt.errors import DeviceReplayError
+from graphrt.graphs import frozen_heap
+from lab import FULL, KEY, PIECEWISE, Lab
 
 BLOCK = 1024
 
@@ -36,10 +31,10 @@ def _no_grad(device: CUDADevice) -> Iterator[None]:
 
 
 @pytest.fixture
-def bench(device: CUDADevice) -> Iterator[Bench]:
-    bench = Bench(device)
-    yield bench
-    bench.library.close()
+def lab(device: CUDADevice) -> Iterator[Lab]:
+    lab = Lab(device)
+    yield lab
+    lab.library.close()
 
 
 def _add_hidden(x, hidden_address, out, BLOCK: tl.constexpr):  # noqa: N803
@@ -52,10 +47,8 @@ _add_hidden_kernel: Any = triton.jit(_add_hidden)
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_bug_class_1_a_tensor_known_by_its_pointer_alone_needs_holds(
-    bench: Bench, is_held: bool
-) -> None:
-    x, hidden = bench.full((LARGE,), 1.0), bench.full((LARGE,), 3.0)
+def test_1_tensor_known_by_pointer_needs_keep_alive(lab: Lab, is_held: bool) -> None:
+    x, hidden = lab.full((LARGE,), 1.0), lab.full((LARGE,), 3.0)
     address = hidden.data_ptr()
 
     def add_hidden(x: torch.Tensor) -> torch.Tensor:
@@ -63,65 +56,63 @@ def test_bug_class_1_a_tensor_known_by_its_pointer_alone_needs_holds(
         _add_hidden_kernel[(LARGE // BLOCK,)](x, address, out, BLOCK=BLOCK)
         return out
 
-    wrapper = bench.capture(add_hidden, x, scope={"holds": [hidden] if is_held else []})
-    assert bench.step(wrapper, x).eq(4).all()
+    wrapper = lab.wrap_and_capture(add_hidden, x, scope={"keep_alive": [hidden] if is_held else []})
+    assert lab.step(wrapper, x).eq(4).all()
     del hidden
-    others = [bench.full((LARGE,), -9.0) for _ in range(16)]
+    others = [lab.full((LARGE,), -9.0) for _ in range(16)]
     # No recording can see it, so without the word its memory soon is somebody else's.
     assert (address in {other.data_ptr() for other in others}) is not is_held
-    assert bench.step(wrapper, x).eq(4 if is_held else -8).all()
+    assert lab.step(wrapper, x).eq(4 if is_held else -8).all()
 
 
 @pytest.mark.skipif(
     "check_input_liveness" not in inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters,
     reason="this torch does not check whether inputs live",
 )
-def test_bug_class_1_where_torch_checks_inputs_for_life_a_debug_device_lets_it() -> None:
+def test_1_debug_device_replay_of_a_dead_input_raises() -> None:
     device = CUDADevice(debug=True)
-    bench = WindowBench(device, device.new_pool())
-    owner = {"x": bench.full((LARGE,), 1.0)}
+    lab = RecordingBench(device, device.new_pool())
+    owner = {"x": lab.full((LARGE,), 1.0)}
     # Unobserved, so that nothing of ours keeps it.
-    graph, out = bench.record(lambda: owner["x"] * 2, observe=False)
-    bench.replay(graph)
+    graph, out = lab.record(lambda: owner["x"] * 2, observe=False)
+    lab.replay(graph)
     assert out.eq(2).all()
     owner.clear()
     with pytest.raises(DeviceReplayError, match="dead tensor"):
-        bench.replay(graph)
+        lab.replay(graph)
     device.close()
 
 
-def test_bug_class_8_a_survivor_uses_nothing_that_a_retired_graph_gave_back(
+def test_8_survivor_uses_no_memory_of_a_retired_graph(
     device: CUDADevice,
 ) -> None:
     """Graphs of one stream share cuBLAS's workspace unless each recording makes its own."""
-    bench = Bench(device, budget=GraphBudget(max_graphs=2), generation_size=1)
+    lab = Lab(device, budget=GraphBudget(max_graphs=2), generation_size=1)
     depth, width = 8192, 64
-    weight = (bench.random(depth, width) / depth**0.5).to(torch.bfloat16)
-    inputs = {n: bench.random(n, depth, seed=n).to(torch.bfloat16) for n in (8, 16, 32)}
-    wrapper = bench.wrap(lambda x: x @ weight)
+    weight = (lab.random(depth, width) / depth**0.5).to(torch.bfloat16)
+    inputs = {n: lab.random(n, depth, seed=n).to(torch.bfloat16) for n in (8, 16, 32)}
+    wrapper = lab.wrap(lambda x: x @ weight)
     for n, x in inputs.items():
-        bench.capture(wrapper, x, key=BatchDescriptor(n), scope={"generation": "lazy"})
+        lab.wrap_and_capture(wrapper, x, key=BatchDescriptor(n), scope={"generation": "lazy"})
     survivors = [key.num_tokens for key in wrapper.concrete_cudagraph_entries]
     assert survivors == [16, 32]
     device.trim()
-    ballast = [bench.full((LARGE,), float("nan")) for _ in range(32)]
+    ballast = [lab.full((LARGE,), float("nan")) for _ in range(32)]
     for _ in range(3):
         for n in survivors:
             x = inputs[n].normal_()
-            assert torch.equal(bench.step(wrapper, x, key=BatchDescriptor(n)), x @ weight)
+            assert torch.equal(lab.step(wrapper, x, key=BatchDescriptor(n)), x @ weight)
     assert all(block.isnan().all() for block in ballast), "a replay wrote into freed memory"
-    bench.library.close()
+    lab.library.close()
 
 
 @pytest.mark.parametrize(("mode", "num_nodes"), [(FULL, 3), (PIECEWISE, 2)])
-def test_bug_class_15_programs_of_a_debug_device_have_nodes(
-    mode: RuntimeMode, num_nodes: int
-) -> None:
+def test_15_programs_of_a_debug_device_have_nodes(mode: RuntimeMode, num_nodes: int) -> None:
     device = CUDADevice(debug=True)
-    bench = Bench(device)
-    gap = break_point(lambda x: x.neg())
-    x = bench.full((64,), 1.0)
-    wrapper = bench.capture(lambda x: gap(x + 1) * 2, x, mode=mode)
+    lab = Lab(device)
+    eager = break_point(lambda x: x.neg())
+    x = lab.full((64,), 1.0)
+    wrapper = lab.wrap_and_capture(lambda x: eager(x + 1) * 2, x, mode=mode)
     found = wrapper.concrete_cudagraph_entries[KEY].memory.num_nodes
     try:
         import cuda.bindings.runtime  # noqa: F401
@@ -129,15 +120,16 @@ def test_bug_class_15_programs_of_a_debug_device_have_nodes(
         assert found is None
     else:
         assert found == num_nodes
-    assert bench.step(wrapper, x).eq(-4).all()
-    bench.library.close()
+    assert lab.step(wrapper, x).eq(-4).all()
+    lab.library.close()
     device.close()
 
 
 FORK = """
 import os, warnings
 import torch
-from graphrt import BatchDescriptor, CUDAGraphWrapper, ForkedProcessError, ForwardContext
+from graphrt import BatchDescriptor, CUDAGraphWrapper, ForwardContext
+from graphrt.errors import ForkedProcessError
 from graphrt import GraphLibrary, RuntimeMode
 from graphrt.device.cuda import CUDADevice
 
@@ -181,29 +173,29 @@ device.close()
 """
 
 
-def test_bug_class_15_a_forked_child_is_refused_and_the_parent_replays_on() -> None:
+def test_15_fork_child_is_refused_and_parent_goes_on() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused"] * 4
 
 
-def test_bug_class_20_captures_and_retirements_show_no_trend_in_the_drivers_memory(
-    bench: Bench,
+def test_20_captures_and_retirements_leak_no_driver_memory(
+    lab: Lab,
 ) -> None:
-    device, weight = bench.device, bench.random(256, 256)
-    inputs = {n: bench.random(n, 256, seed=n) for n in (256, 128, 64)}
+    device, weight = lab.device, lab.random(256, 256)
+    inputs = {n: lab.random(n, 256, seed=n) for n in (256, 128, 64)}
     readings = []
     for _ in range(20):
-        wrapper = bench.wrap(lambda x: torch.relu(x @ weight) + 1)
+        wrapper = lab.wrap(lambda x: torch.relu(x @ weight) + 1)
         jobs = [
             CaptureJob(wrapper, wrapper.runtime_mode, BatchDescriptor(n), lambda x=x: ((x,), {}))
             for n, x in inputs.items()
         ]
-        with bench.library.capture_scope() as scope:
-            scope.capture_all(jobs)
+        with lab.library.capture_scope() as scope:
+            capture_all(scope.library, jobs)
         for n, x in inputs.items():
-            bench.step(wrapper, x, key=BatchDescriptor(n))
-        bench.library.retire()
+            lab.step(wrapper, x, key=BatchDescriptor(n))
+        lab.library.retire()
         device.trim()
         readings.append(device.memory())
     check_no_trend(readings)

@@ -1,4 +1,4 @@
-"""A capture that fails on the real thing is typed, and undone to the last counter."""
+"""A capture that fails on a GPU raises a typed error, and is undone to the last counter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from device_contract import Bench, same
 from graphrt.device.cuda import CUDADevice, private
 from graphrt.errors import (
-    AmbientError,
     CaptureError,
     CaptureInProgressError,
+    EnvironmentMismatchError,
     ForbiddenOperationError,
     GraphMemoryError,
     UnjoinedStreamError,
@@ -27,7 +27,7 @@ def bench(device: CUDADevice) -> Bench:
     return Bench(device, device.new_pool())
 
 
-def test_the_drivers_refusal_is_the_cause(bench: Bench) -> None:
+def test_forbidden_operation_has_the_drivers_error_as_cause(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     with pytest.raises(ForbiddenOperationError) as caught:
         bench.record(lambda: x.sum().item())
@@ -35,7 +35,7 @@ def test_the_drivers_refusal_is_the_cause(bench: Bench) -> None:
     assert "_local_scalar_dense" in caught.value.operation
 
 
-def test_waiting_for_the_device_by_hand_is_refused_as_well(bench: Bench) -> None:
+def test_synchronize_in_a_recording_is_forbidden(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
 
     def body() -> None:
@@ -48,7 +48,7 @@ def test_waiting_for_the_device_by_hand_is_refused_as_well(bench: Bench) -> None
     bench.check_usable()
 
 
-def test_an_unpinned_copy_to_the_device_is_refused_with_its_line(bench: Bench) -> None:
+def test_copy_from_unpinned_memory_is_forbidden_with_its_line(bench: Bench) -> None:
     x, host = bench.full((8,), 1.0), torch.ones(8)
 
     def body() -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_an_unpinned_copy_to_the_device_is_refused_with_its_line(bench: Bench) -
     bench.check_usable()
 
 
-def test_a_captured_copy_from_pinned_memory_is_an_external(bench: Bench) -> None:
+def test_copy_from_pinned_memory_is_an_external(bench: Bench) -> None:
     x, host = bench.full((8,), 1.0), torch.ones(8).pin_memory()
     graph, out = bench.record(lambda: x + host.to(x.device, non_blocking=True))
     assert host.data_ptr() in {use.tensor.data_ptr() for use in graph.externals}
@@ -69,13 +69,13 @@ def test_a_captured_copy_from_pinned_memory_is_an_external(bench: Bench) -> None
     assert out.tolist() == [6.0] * 8
 
 
-def test_the_default_stream_cannot_capture(bench: Bench) -> None:
-    with pytest.raises(AmbientError):
+def test_recording_on_the_default_stream_raises(bench: Bench) -> None:
+    with pytest.raises(EnvironmentMismatchError):
         bench.device.begin(bench.pool, bench.device.current_stream(), "case")
     bench.check_usable()
 
 
-def test_a_window_does_not_open_inside_somebody_elses_capture(bench: Bench) -> None:
+def test_recording_inside_torchs_own_capture_raises(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     foreign = torch.cuda.CUDAGraph()
     stream = bench.device.stream("capture")
@@ -90,7 +90,7 @@ def test_a_window_does_not_open_inside_somebody_elses_capture(bench: Bench) -> N
     bench.check_usable()
 
 
-def test_an_undeclared_generator_is_refused_or_right_but_never_silently_wrong(
+def test_undeclared_generator_raises_or_is_right(
     bench: Bench,
 ) -> None:
     torch_device = bench.device.torch_device
@@ -137,7 +137,7 @@ FAILURES: list[tuple[Callable[[torch.Tensor], None], type[Exception]]] = [
 ]
 
 
-def test_fifty_interrupted_captures_and_then_one_that_is_right(bench: Bench) -> None:
+def test_capture_after_fifty_failed_ones_is_right(bench: Bench) -> None:
     choice = random.Random(0)
     x = bench.random(64, 64)
     pool: Any = bench.pool
@@ -167,7 +167,7 @@ def test_fifty_interrupted_captures_and_then_one_that_is_right(bench: Bench) -> 
 
 
 @pytest.mark.parametrize("end", ["end", "abort"])
-def test_a_refused_end_leaves_the_pool_as_it_was(bench: Bench, end: str) -> None:
+def test_failed_end_leaves_the_pool_as_it_was(bench: Bench, end: str) -> None:
     device, x = bench.device, bench.full((8,), 1.0)
     capture, side = device.stream("capture"), device.stream("side")
     pool: Any = bench.pool
@@ -190,18 +190,18 @@ def test_a_refused_end_leaves_the_pool_as_it_was(bench: Bench, end: str) -> None
     bench.check_usable()
 
 
-def test_allocations_after_a_failed_capture_are_no_longer_the_pools(bench: Bench) -> None:
+def test_allocation_after_a_failed_capture_is_not_the_pools(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     with pytest.raises(ForbiddenOperationError):
         bench.record(fail_by_item, x)
     with bench.device.use(bench.device.stream("capture")):
         outside = torch.empty(1 << 20, device=x.device)
-    bench.device.refresh_pools()  # type: ignore[attr-defined]
+    bench.device.pools.refresh()  # type: ignore[attr-defined]
     assert not bench.device.owns(outside)
     assert list(bench.pool.live_blocks()) == []
 
 
-def test_a_foreign_capture_still_works_after_ours_failed(bench: Bench) -> None:
+def test_torchs_own_capture_works_after_a_failed_one(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     with pytest.raises(ForbiddenOperationError):
         bench.record(fail_by_random_item, x)
@@ -214,7 +214,7 @@ def test_a_foreign_capture_still_works_after_ours_failed(bench: Bench) -> None:
     foreign.reset()
 
 
-def test_a_device_in_debug_counts_nodes_where_the_bindings_are(device: CUDADevice) -> None:
+def test_debug_device_counts_nodes_where_the_bindings_are(device: CUDADevice) -> None:
     device = CUDADevice(debug=True)
     bench = Bench(device, device.new_pool())
     x = bench.full((8,), 1.0)
@@ -233,7 +233,7 @@ def test_a_device_in_debug_counts_nodes_where_the_bindings_are(device: CUDADevic
     device.close()
 
 
-def test_a_capture_error_is_still_one_when_nothing_observed_it(bench: Bench) -> None:
+def test_unobserved_swallowed_error_fails_the_capture(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
 
     def swallow() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Graphs and pools die when told to, in no window, and never by the garbage collector."""
+"""Graphs and pools are destroyed by a call, outside recordings, never by the collector."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bench(device: CUDADevice) -> Bench:
     return Bench(device, device.new_pool())
 
 
-def test_a_graph_in_a_dead_cycle_is_not_destroyed_by_a_collection_inside_a_window(
+def test_collection_in_a_recording_destroys_no_graph(
     bench: Bench,
 ) -> None:
     x = bench.full((8,), 1.0)
@@ -56,7 +56,7 @@ def test_a_graph_in_a_dead_cycle_is_not_destroyed_by_a_collection_inside_a_windo
     ],
     ids=["reset", "trim", "close", "alloc"],
 )
-def test_what_would_break_the_capture_is_refused_in_a_window(
+def test_call_that_would_break_the_capture_raises(
     bench: Bench, forbidden: Callable[[Bench, Any], Any]
 ) -> None:
     x = bench.full((8,), 1.0)
@@ -73,7 +73,7 @@ def test_what_would_break_the_capture_is_refused_in_a_window(
     assert out.tolist() == [4.0] * 8
 
 
-def test_a_pool_is_not_released_under_its_graphs(bench: Bench) -> None:
+def test_pool_with_graphs_cannot_be_released(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     graph, out = bench.record(lambda: x + 1)
     with pytest.raises(LifetimeError, match="1 graphs"):
@@ -82,7 +82,7 @@ def test_a_pool_is_not_released_under_its_graphs(bench: Bench) -> None:
     assert out.tolist() == [2.0] * 8
 
 
-def test_an_output_outlives_its_graph_and_its_pool(bench: Bench) -> None:
+def test_output_outlives_its_graph_and_its_pool(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     graph, out = bench.record(lambda: x + 1)
     bench.replay(graph)
@@ -92,7 +92,7 @@ def test_an_output_outlives_its_graph_and_its_pool(bench: Bench) -> None:
     assert out.tolist() == [2.0] * 8
 
 
-def test_a_launch_bound_before_the_reset_is_refused_as_a_replay_error(bench: Bench) -> None:
+def test_launch_bound_before_a_reset_raises_a_replay_error(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     graph, _ = bench.record(lambda: x + 1)
     bench.replay(graph)
@@ -103,7 +103,7 @@ def test_a_launch_bound_before_the_reset_is_refused_as_a_replay_error(bench: Ben
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_graph_launches_on_any_stream(bench: Bench) -> None:
+def test_graph_launches_on_any_stream(bench: Bench) -> None:
     x = bench.full((1 << 16,), 1.0)
     graph, out = bench.record(lambda: x + 1)
     other = bench.device.stream("other")
@@ -116,7 +116,7 @@ def test_a_graph_launches_on_any_stream(bench: Bench) -> None:
         assert out.eq(value + 1).all()
 
 
-def test_a_replay_never_synchronises(bench: Bench) -> None:
+def test_replay_never_synchronises(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     graph, out = bench.record(lambda: torch.rand_like(x) + x)
     bench.replay(graph)
@@ -134,9 +134,9 @@ def test_a_replay_never_synchronises(bench: Bench) -> None:
 SCRIPTS = {
     "nothing closed": "graph, out = record(); graph.replay()",
     "a capture that failed": (
-        "w = d.begin(pool, d.stream('capture'), 'case')\n"
+        "recording = d.begin(pool, d.stream('capture'), 'case')\n"
         "try: (x + 1).sum().item()\n"
-        "except RuntimeError as error: w.abort(error)"
+        "except RuntimeError as error: recording.abort(error)"
     ),
     "a device in a cycle": "ring = [d, pool, record()]; ring.append(ring); del d, pool, ring",
 }
@@ -150,9 +150,9 @@ x = torch.ones(8, device="cuda")
 torch.cuda.synchronize()
 torch.cuda.set_stream(d.stream("capture").torch_stream)
 def record():
-    window = d.begin(pool, d.stream("capture"), "case")
+    recording = d.begin(pool, d.stream("capture"), "case")
     out = x + 1
-    return window.end(), out
+    return recording.end(), out
 """
 
 
@@ -171,7 +171,7 @@ def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_process_ends_cleanly_whatever_it_left_open(
+def test_process_that_closes_nothing_ends_cleanly(
     processes: dict[str, subprocess.Popen[str]], name: str
 ) -> None:
     _, errors = processes[name].communicate()

@@ -1,4 +1,4 @@
-"""Memory: what a pool says of itself, that it is given back, and that a graph owns its scratch."""
+"""Memory: what a pool says of itself, that it is returned, and that graphs own their workspace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rounds_of_capture_and_retirement_do_not_grow(device: CUDADevice) -> Non
     check_no_trend(readings)
 
 
-def test_a_released_pool_returns_to_the_driver(device: CUDADevice) -> None:
+def test_released_pool_returns_to_the_driver(device: CUDADevice) -> None:
     before = device.memory()
     bench = Bench(device, device.new_pool())
     x = bench.full((LARGE,), 1.0)
@@ -51,7 +51,7 @@ def test_a_released_pool_returns_to_the_driver(device: CUDADevice) -> None:
     assert device.memory().reserved_bytes == before.reserved_bytes
 
 
-def test_the_users_of_a_pool_are_its_graphs_and_itself(bench: Bench) -> None:
+def test_users_of_a_pool_are_its_graphs_and_itself(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     pool: Any = bench.pool
     assert pool.use_count() == 1
@@ -62,28 +62,28 @@ def test_the_users_of_a_pool_are_its_graphs_and_itself(bench: Bench) -> None:
     assert pool.use_count() == 1
 
 
-def test_a_slot_does_not_lie_in_a_live_block(bench: Bench) -> None:
+def test_static_output_does_not_lie_in_a_live_block(bench: Bench) -> None:
     x = bench.full((LARGE,), 1.0)
     graph, out = bench.record(lambda: x + 1)
     with bench.device.use(bench.device.stream("capture")):
-        slot = bench.device.alloc(bench.pool, (LARGE,), (1,), torch.float32)
+        static = bench.device.alloc(bench.pool, (LARGE,), (1,), torch.float32)
     assert {block.address for block in bench.pool.live_blocks()} == {
         out.data_ptr(),
-        slot.data_ptr(),
+        static.data_ptr(),
     }
-    slot.fill_(7.0)
+    static.fill_(7.0)
     bench.replay(graph)
-    assert slot.eq(7.0).all()
-    second, total = bench.record(torch.add, slot, out)
+    assert static.eq(7.0).all()
+    second, total = bench.record(torch.add, static, out)
     bench.replay(graph)
     bench.replay(second)
     assert total.eq(9.0).all()
-    slot_address = slot.data_ptr()
-    del slot, total
-    assert slot_address not in {block.address for block in bench.pool.live_blocks()}
+    static_address = static.data_ptr()
+    del static, total
+    assert static_address not in {block.address for block in bench.pool.live_blocks()}
 
 
-def test_every_graph_owns_its_blas_workspace(bench: Bench) -> None:
+def test_each_graph_owns_its_blas_workspace(bench: Bench) -> None:
     # A workspace shared between recordings is freed with the first of them (PyTorch #193402).
     x = torch.randn(512, 512, device=bench.device.torch_device, dtype=torch.bfloat16)
     other = Bench(bench.device, bench.device.new_pool())
@@ -101,7 +101,7 @@ def test_every_graph_owns_its_blas_workspace(bench: Bench) -> None:
     assert all(block.isnan().all() for block in ballast), "a replay wrote into freed memory"
 
 
-def test_running_out_of_memory_in_a_window_is_typed_and_leaves_nothing(bench: Bench) -> None:
+def test_out_of_memory_in_a_recording_leaves_nothing(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     bench.check_usable()
     bench.retire()
@@ -125,7 +125,7 @@ def test_running_out_of_memory_in_a_window_is_typed_and_leaves_nothing(bench: Be
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
-def test_a_weak_alias_needs_no_private_constructor(
+def test_weak_alias_needs_no_private_constructor(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     x = bench.tensor([[1, 0, 1], [0, 1, 1]], dtype)
@@ -143,7 +143,7 @@ def test_a_weak_alias_needs_no_private_constructor(
     assert list(bench.pool.live_blocks()) == []
 
 
-def test_a_lazy_conjugate_stays_one(bench: Bench) -> None:
+def test_weak_alias_of_a_lazy_conjugate_is_one(bench: Bench) -> None:
     x = bench.tensor([1 + 2j, 3 - 4j], torch.complex64)
     graph, out = bench.record(lambda: (x * 2).conj())
     alias = bench.device.weak_alias(out)
@@ -152,7 +152,7 @@ def test_a_lazy_conjugate_stays_one(bench: Bench) -> None:
     assert alias.tolist() == [2 - 4j, 6 + 8j]
 
 
-def test_a_live_block_names_its_line_while_torch_records_history(bench: Bench) -> None:
+def test_live_block_names_its_line_with_memory_history(bench: Bench) -> None:
     x = bench.full((LARGE,), 1.0)
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
     try:
@@ -163,30 +163,30 @@ def test_a_live_block_names_its_line_while_torch_records_history(bench: Bench) -
     assert __file__ in block.source
 
 
-def test_a_foreign_pool_handle_is_captured_into(device: CUDADevice) -> None:
+def test_pool_of_another_owner_is_captured_into(device: CUDADevice) -> None:
     handle = torch.cuda.graph_pool_handle()
     bench = Bench(device, device.new_pool(handle))
     with device.use(device.stream("capture")):
-        slot = device.alloc(bench.pool, (8,), (1,), torch.float32)
-    slot.fill_(2.0)
-    graph, out = bench.record(torch.mul, slot, 3)
+        static = device.alloc(bench.pool, (8,), (1,), torch.float32)
+    static.fill_(2.0)
+    graph, out = bench.record(torch.mul, static, 3)
     bench.replay(graph)
     assert bench.pool.handle == handle
     assert device.owns(out)
     assert out.tolist() == [6.0] * 8
     foreign = torch.cuda.CUDAGraph()
     with torch.cuda.graph(foreign, pool=handle):
-        doubled = slot * 2
+        doubled = static * 2
     foreign.replay()
     device.synchronize()
     assert doubled.tolist() == [4.0] * 8
-    del slot, out, doubled
+    del static, out, doubled
     bench.retire()
     bench.pool.release()
     foreign.reset()
 
 
-def test_looking_into_a_pool_takes_no_reference_of_its_id(device: CUDADevice) -> None:
+def test_snapshot_of_a_pool_drops_no_reference_to_its_id(device: CUDADevice) -> None:
     """A number above 256 would be freed while the pool still holds it."""
     number = int("987654321")
     before = sys.getrefcount(number)

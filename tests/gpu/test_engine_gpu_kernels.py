@@ -23,14 +23,13 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-# No row, and rows on both sides of few_rows.MAX_ROWS; widths and outputs that no tile divides; real
-# shapes.
+# No row, and rows on both sides of MAX_ROWS; widths and outputs that no tile divides; real shapes.
 ROWS = [0, 1, 2, 3, MAX_ROWS, MAX_ROWS + 1, 70]
 MATRICES = [(1024, 4096), (3072, 1024), (96, 40), (1536, 21)]
 
 
 class Layer(NamedTuple):
-    """What a product reads, and the same in float64."""
+    """The inputs of a product, and the same in float64."""
 
     x: torch.Tensor
     norm: torch.Tensor
@@ -66,7 +65,7 @@ def norm_gate(kernels: Kernels, part: Layer) -> torch.Tensor:
 
 
 def product_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To the roundings of a norm, a product and a sum: cuBLAS's way rounds after each of them."""
+    """Within the roundings of a norm, a product and a sum: with cuBLAS each of them rounds."""
     eps = 4 * torch.finfo(found.dtype).eps
     torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps)
 
@@ -75,7 +74,7 @@ def product_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("width", "outputs"), MATRICES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, rows):
+def test_products_fused_with_norm_gate_and_residual(dtype, has_bias, width, outputs, rows):
     kernels = choose_kernels(dtype, CUDA)
     assert kernels.name == "triton"
     x, _, weight, bias = part = layer(rows, width, outputs, has_bias, dtype)
@@ -93,10 +92,10 @@ def test_products_with_what_stands_around_them(dtype, has_bias, width, outputs, 
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_matrix_that_lies_otherwise_in_memory_gives_the_same_result(rows):
+def test_a_matrix_of_another_layout_gives_the_same_result(rows):
     part = layer(rows, 96, 40, True, torch.bfloat16)
     assert few_rows.serves(part.x, part.weight)
-    weight = part.weight.contiguous()  # As a checkpoint of its own, assigned, may leave it.
+    weight = part.weight.contiguous()  # As when a checkpoint's tensor replaces the parameter.
     assert not few_rows.serves(part.x, weight)
     found = norm_linear(choose_kernels(torch.bfloat16, CUDA), part._replace(weight=weight))
     product_close(found, norm_linear(EAGER, part.exact()))
@@ -114,7 +113,7 @@ def test_a_product_writes_only_its_own_rows(rows):
     assert wide.eq(7.0).all()
 
 
-def test_a_row_s_result_does_not_depend_on_the_padding_of_its_tile():
+def test_a_rows_result_does_not_depend_on_padding():
     """Three rows in eager code and four in a graph, one of them padding: bit for bit the same."""
     part = layer(4, 1024, 512, False, torch.bfloat16)
     kernels = choose_kernels(torch.bfloat16, CUDA)
@@ -128,14 +127,14 @@ def test_a_row_s_result_does_not_depend_on_the_padding_of_its_tile():
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(16, 8, 128), (32, 8, 128), (3, 1, 24)])
 @pytest.mark.parametrize("tokens", [1, 17])
-def test_turn_and_store(dtype, has_norm, heads, kv_heads, width, tokens):
+def test_rotate_and_store(dtype, has_norm, heads, kv_heads, width, tokens):
     x = normal(tokens, heads + 2 * kv_heads, width, dtype=dtype)
     rotation = normal(tokens, 2, 1, width, dtype=dtype)
     weight = normal(heads + kv_heads, width, dtype=dtype) if has_norm else None
     slots = normal(64, 2, kv_heads, width, dtype=dtype)
     mapping = torch.randperm(64, device=CUDA)[:tokens]
     expected, expected_slots = x.double(), slots.double()
-    EAGER.turn_and_store(
+    EAGER.rotate_and_store(
         expected,
         None if weight is None else weight.double(),
         1e-6,
@@ -143,8 +142,8 @@ def test_turn_and_store(dtype, has_norm, heads, kv_heads, width, tokens):
         expected_slots,
         mapping,
     )
-    choose_kernels(dtype, CUDA).turn_and_store(x, weight, 1e-6, rotation, slots, mapping)
-    # A turn adds two products: where they cancel, the rounding is that of the larger.
+    choose_kernels(dtype, CUDA).rotate_and_store(x, weight, 1e-6, rotation, slots, mapping)
+    # A rotation adds two products: where they cancel, the rounding is that of the larger.
     eps = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(x.double(), expected, rtol=eps, atol=eps)
     torch.testing.assert_close(slots.double(), expected_slots, rtol=eps, atol=eps)
@@ -153,7 +152,7 @@ def test_turn_and_store(dtype, has_norm, heads, kv_heads, width, tokens):
     assert torch.equal(slots[untouched].double(), expected_slots[untouched])
 
 
-def test_other_dtypes_and_devices_keep_pytorch_s_operations():
+def test_other_dtypes_and_devices_use_eager_kernels():
     assert choose_kernels(torch.float64, CUDA) is EAGER
     assert choose_kernels(torch.float32, CUDA) is EAGER
     assert choose_kernels(torch.bfloat16, torch.device("cpu")) is EAGER

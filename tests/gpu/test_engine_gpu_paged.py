@@ -8,9 +8,8 @@ import pytest
 import torch
 from engines import LLAMA, QWEN, make_engine
 
-from graphrt_llm.attention.paged import MAX_REQUESTS, triton_decode
+from graphrt_llm.attention import paged
 from graphrt_llm.errors import AttentionBackendError
-from graphrt_llm.kernels.paged_decode import PagedDecode
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import ModelConfig
 
@@ -31,7 +30,7 @@ def random_cache(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> KV
 
 
 def random_tables(lengths: list[int]) -> torch.Tensor:
-    """Blocks of each row, all different, scattered over the cache; rows end in the null block."""
+    """Blocks of each row, all different, in random order; rows end with the null block."""
     blocks = (torch.randperm(NUM_BLOCKS - 1) + 1).tolist()
     most = max(-(-length // BLOCK_SIZE) for length in lengths)
     tables = torch.zeros(len(lengths), most + 1, dtype=torch.int64)
@@ -55,7 +54,7 @@ def expected(
 
 
 def queries(config: ModelConfig, rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """As the model hands them over: a part of every token's heads, so rows are apart."""
+    """As the model passes them: a slice of every token's heads, so rows are strided."""
     heads = config.num_heads + 2 * config.num_kv_heads
     drawn = torch.randn(rows, heads, config.head_dim, device=CUDA, dtype=torch.float32)
     return drawn.to(dtype)[:, : config.num_heads]
@@ -63,9 +62,9 @@ def queries(config: ModelConfig, rows: int, dtype: torch.dtype = torch.bfloat16)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["group of 2", "group of 4"])
-def test_every_length_gives_the_formula_s_result(config, dtype):
+def test_every_length_gives_the_result_of_the_formula(config, dtype):
     cache, tables = random_cache(config, dtype), random_tables(LENGTHS)
-    decode = triton_decode(cache)
+    decode = paged.triton_decode(cache)
     q = queries(config, len(LENGTHS), dtype)
     lengths = torch.tensor(LENGTHS, device=CUDA)
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=CUDA)
@@ -78,7 +77,7 @@ def test_every_length_gives_the_formula_s_result(config, dtype):
 
 def test_a_row_is_the_same_bits_in_every_batch_and_at_every_call():
     cache, tables = random_cache(QWEN), random_tables(LENGTHS)
-    decode = triton_decode(cache)
+    decode = paged.triton_decode(cache)
     q, lengths = queries(QWEN, len(LENGTHS)), torch.tensor(LENGTHS, device=CUDA)
     together = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
     decode(q, cache.layers[0], tables, lengths, together)
@@ -94,7 +93,7 @@ def test_a_row_is_the_same_bits_in_every_batch_and_at_every_call():
 
 def test_a_graph_follows_lengths_that_grow():
     cache, tables = random_cache(QWEN), random_tables([600] * 3)
-    decode = triton_decode(cache)
+    decode = paged.triton_decode(cache)
     q, lengths = queries(QWEN, 3), torch.tensor([1, 30, 250], device=CUDA)
     out = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
     decode(q, cache.layers[0], tables, lengths, out)
@@ -116,31 +115,30 @@ def test_scores_far_apart_stay_finite():
     cache.tensor.mul_(50)
     q, lengths = queries(QWEN, 1) * 50, torch.tensor([200], device=CUDA)
     out = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
-    triton_decode(cache)(q, cache.layers[0], tables, lengths, out)
+    paged.triton_decode(cache)(q, cache.layers[0], tables, lengths, out)
     wanted = expected(q, cache.layers[0], tables, [200])
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1.0)
 
 
-def test_there_is_scratch_for_as_many_requests_as_the_backend_takes():
-    decode = triton_decode(random_cache(QWEN))
-    assert isinstance(decode, PagedDecode)
-    assert decode.max_rows == MAX_REQUESTS
-    lengths = [600] * MAX_REQUESTS
+def test_scratch_memory_suffices_for_the_largest_batch():
+    decode = paged.triton_decode(random_cache(QWEN))
+    assert decode.max_rows == paged.MAX_REQUESTS  # type: ignore[attr-defined]  # PagedDecode
+    lengths = [600] * paged.MAX_REQUESTS
     cache = KVCache(QWEN, num_blocks=700, block_size=16, dtype=torch.bfloat16, device=CUDA)
     cache.tensor.normal_()
-    tables = torch.arange(MAX_REQUESTS * 38, device=CUDA).view(MAX_REQUESTS, 38) + 1
-    q = queries(QWEN, MAX_REQUESTS)
+    tables = torch.arange(paged.MAX_REQUESTS * 38, device=CUDA).view(paged.MAX_REQUESTS, 38) + 1
+    q = queries(QWEN, paged.MAX_REQUESTS)
     out = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
     decode(q, cache.layers[0], tables, torch.tensor(lengths, device=CUDA), out)
     wanted = expected(q, cache.layers[0], tables, lengths)
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1e-2)
 
 
-def test_every_graph_keeps_the_kernel_s_scratch_and_the_cache():
-    """Torch sees no use of either: the kernels over them are launched by address."""
+def test_every_graph_keeps_scratch_memory_and_cache_alive():
+    """Torch does not see their use: the kernels receive addresses."""
     with make_engine(QWEN, "FULL_AND_PIECEWISE", backend="paged", sizes=(1, 8)) as engine:
-        attention = engine.runtime._model.model.attention
-        held = (attention.cache.tensor, *attention.holds)
+        attention = engine.attention_backend
+        held = (attention.cache.tensor, *attention.keep_alive)
         assert len(held) >= 4
         for program in engine.runtime.library.programs:
             kept = {id(item.storage) for item in program.externals}
@@ -149,4 +147,4 @@ def test_every_graph_keeps_the_kernel_s_scratch_and_the_cache():
 
 def test_a_cache_in_another_dtype_is_refused():
     with pytest.raises(AttentionBackendError, match="float32"):
-        triton_decode(random_cache(QWEN, torch.float32))
+        paged.triton_decode(random_cache(QWEN, torch.float32))

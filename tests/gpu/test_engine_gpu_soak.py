@@ -22,7 +22,7 @@ class EnoughStepsError(Exception):
     """Ends the serving."""
 
 
-def test_memory_stays_and_replays_stay_right_over_twenty_thousand_steps(shared: Path) -> None:
+def test_twenty_thousand_steps_leak_nothing_and_equal_eager(shared: Path) -> None:
     trace = read_trace(shared / "traces" / "azure2023" / "AzureLLMInferenceTrace_conv.csv")
     allocated: list[int] = []
     reserved: list[int] = []

@@ -1,4 +1,4 @@
-"""The engine on a GPU: equal greedy tokens in every mode, nothing captured or awaited meanwhile."""
+"""The engine on a GPU: equal tokens in every mode, no capture or device wait while serving."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from engines import (
     prompts,
 )
 
-from graphrt import CUDAGraphMode
-from graphrt.events import Event, Replayed, Verified
+from graphrt import CUDAGraphMode, Event, Replayed, Verified
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.models import ModelConfig
 
@@ -67,7 +66,7 @@ def test_bfloat16_gives_equal_tokens_in_every_mode_but_for_ties(model, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_replay_of_a_mixed_traffic_equals_eager(backend):
-    """Verification of every step: staging, plan, padding and aliasing of both sides agree."""
+    """Every step is verified: staging, plans, padding and aliasing are right."""
     seen: list[Event] = []
     with make_engine(
         QWEN, "FULL_AND_PIECEWISE", backend=backend, verify_every=1, observer=seen.append
@@ -80,7 +79,7 @@ def test_every_replay_of_a_mixed_traffic_equals_eager(backend):
     assert len(compared) == sum(isinstance(event, Replayed) for event in seen) > 20
 
 
-def test_nothing_is_captured_while_serving_and_nothing_moves():
+def test_serving_captures_nothing_and_moves_no_tensor():
     with make_engine(QWEN, "FULL_AND_PIECEWISE") as engine:
         captured = engine.runtime.library.num_cudagraph_captured
         rng = random.Random(0)
@@ -91,7 +90,7 @@ def test_nothing_is_captured_while_serving_and_nothing_moves():
         assert engine.runtime.check_externals().is_unchanged
 
 
-def test_drawn_tokens_do_not_depend_on_overlap():
+def test_sampled_tokens_do_not_depend_on_overlap():
     asked = prompts(8, 512)
     params = [
         SamplingParams(max_tokens=30, temperature=1.0, top_k=50, top_p=0.9, seed=i)
@@ -109,7 +108,7 @@ def test_drawn_tokens_do_not_depend_on_overlap():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_decode_step_waits_for_its_tokens_alone(backend, temperature):
+def test_a_decode_step_waits_only_for_its_tokens(backend, temperature):
     with make_engine(QWEN, "FULL_AND_PIECEWISE", backend=backend) as engine:
         for asked in prompts(5, QWEN.vocab_size):
             engine.add_request(asked, greedy(40, temperature=temperature, seed=1))
@@ -124,12 +123,12 @@ def test_a_decode_step_waits_for_its_tokens_alone(backend, temperature):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_and_requests_write_no_block_that_is_not_theirs(backend):
+def test_steps_write_only_blocks_of_their_requests(backend):
     """Bug class 5 over the paged cache: three requests in graphs of eight."""
     with make_engine(QWEN, "FULL_AND_PIECEWISE", backend=backend, sizes=(8, 64)) as engine:
-        cache = engine.runtime._model.model.attention.cache.tensor  # type: ignore[attr-defined]
+        cache = engine.attention_backend.cache.tensor
         cache.fill_(3.0)
-        allocator, given = engine.scheduler.seats.allocator, {0}
+        allocator, given = engine.scheduler.input_batch.allocator, {0}
         allocate = allocator.allocate
 
         def recorded(*count: int) -> list[int]:

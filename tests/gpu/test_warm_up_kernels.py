@@ -1,7 +1,7 @@
-"""Bug class 13: what compiles, tunes or loads on first use is warm before a capture, or refused.
+"""Bug class 13: code that compiles, tunes or loads on first use is warm before a capture.
 
-A first use inside a window is an error of ours or right, never a broken capture. The file comes
-last in its lane: the compiler's heap makes every later collection slower.
+A first use inside a recording is a graphrt error or gives right results, never a broken capture.
+The file is the last of its lane, because the compiler's heap makes later collections slower.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 import triton
 import triton.language as tl
 
-from bug_classes import FULL, KEY, NONE, Bench, frozen_heap
-from graphrt import AmbientError, CaptureError, ForbiddenOperationError
-from graphrt.device.cuda import CUDADevice
+from graphrt import Device
+from graphrt.errors import CaptureError, EnvironmentMismatchError, ForbiddenOperationError
+from lab import FULL, KEY, NONE, Lab
 
 pytestmark = [
     pytest.mark.usefixtures("cold_caches"),
-    # The compiler and Triton warn about affairs of their own, and not the same in each release.
+    # The compiler and Triton emit warnings that differ between releases.
     pytest.mark.filterwarnings("ignore"),
 ]
 
 
 @pytest.fixture
 def cold_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing that was compiled before is found, neither in memory nor on disk."""
+    """Empty compiler caches, in memory and on disk."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     # In this process: workers would outlive the test.
@@ -40,17 +40,15 @@ def cold_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.fixture
-def bench(device: CUDADevice) -> Iterator[Bench]:
-    bench = Bench(device)
-    with frozen_heap(), torch.no_grad():
-        yield bench
-    bench.library.close()
+def lab(device: Device) -> Iterator[Lab]:
+    with Lab(device) as lab:
+        yield lab
 
 
-def check_replays(bench: Bench, wrapper: Any, x: torch.Tensor, eager: Callable[..., Any]) -> None:
+def check_replays(lab: Lab, wrapper: Any, x: torch.Tensor, eager: Callable[..., Any]) -> None:
     for _ in range(3):
         x.normal_()
-        assert torch.equal(bench.step(wrapper, x), eager(x))
+        assert torch.equal(lab.step(wrapper, x), eager(x))
 
 
 def centred(x: torch.Tensor) -> torch.Tensor:
@@ -58,31 +56,31 @@ def centred(x: torch.Tensor) -> torch.Tensor:
     return hidden - hidden.mean(-1, keepdim=True)
 
 
-def test_bug_class_13_a_compiled_function_is_right_when_warm_and_not_broken_when_cold(
-    bench: Bench,
+def test_bug_class_13_a_compiled_function_warm_or_cold_is_right(
+    lab: Lab,
 ) -> None:
-    compiled, x = torch.compile(centred), bench.random(64, 256)
-    # Today's compilers read the generator's state, which no window allows.
+    compiled, x = torch.compile(centred), lab.random(64, 256)
+    # Current compilers read the generator's state, which is forbidden in a recording.
     with suppress(CaptureError):
-        wrapper = bench.capture(compiled, x, scope={"observe": "none", "warmups": 0})
-        check_replays(bench, wrapper, x, compiled)
+        wrapper = lab.wrap_and_capture(compiled, x, scope={"observe": "never", "warmups": 0})
+        check_replays(lab, wrapper, x, compiled)
     torch.rand(4, device=x.device)  # The generator left capture mode.
-    wrapper = bench.capture(compiled, x, scope={"observe": "none"})
-    check_replays(bench, wrapper, x, compiled)
-    torch.testing.assert_close(bench.step(wrapper, x), centred(x))
+    wrapper = lab.wrap_and_capture(compiled, x, scope={"observe": "never"})
+    check_replays(lab, wrapper, x, compiled)
+    torch.testing.assert_close(lab.step(wrapper, x), centred(x))
     program = wrapper.concrete_cudagraph_entries[KEY]
-    [generation] = bench.library.generations
-    # Unobserved, and still every block of the window is an output's, which is borrowed.
+    [generation] = lab.library.generations
+    # Unobserved, and still every block of the recording belongs to an output.
     assert program.num_graphs == 1
     assert not list(generation.pool.live_blocks())
-    # Under other modes than the warm-up's it would compile anew, in the window.
-    other = bench.wrap(compiled, name="under other modes")
-    with bench.library.capture_scope(observe="none") as scope:
+    # Under other modes than the warm-up's it would compile again, in the recording.
+    other = lab.wrap(compiled, name="under other modes")
+    with lab.library.capture_scope(observe="never") as scope:
         with scope.step(NONE, KEY):
             other(x)
         with (
             torch.autocast("cuda", torch.bfloat16),
-            pytest.raises(AmbientError, match="autocast"),
+            pytest.raises(EnvironmentMismatchError, match="autocast"),
             scope.step(FULL, KEY),
         ):
             other(x)
@@ -106,29 +104,29 @@ def launching(kernel: Any, **options: int) -> Callable[[torch.Tensor], torch.Ten
     return launch
 
 
-def test_bug_class_13_a_cold_kernel_is_right_when_warm_and_not_broken_when_cold(
-    bench: Bench,
+def test_bug_class_13_a_triton_kernel_warm_or_cold_is_right(
+    lab: Lab,
 ) -> None:
-    double, x = launching(triton.jit(_double), BLOCK=256), bench.random(10_000)
+    double, x = launching(triton.jit(_double), BLOCK=256), lab.random(10_000)
     with suppress(CaptureError):
-        wrapper = bench.capture(double, x, scope={"warmups": 0})
-        check_replays(bench, wrapper, x, lambda x: x * 2)
-    wrapper = bench.capture(double, x)
-    check_replays(bench, wrapper, x, lambda x: x * 2)
+        wrapper = lab.wrap_and_capture(double, x, scope={"warmups": 0})
+        check_replays(lab, wrapper, x, lambda x: x * 2)
+    wrapper = lab.wrap_and_capture(double, x)
+    check_replays(lab, wrapper, x, lambda x: x * 2)
 
 
-def test_bug_class_13_a_kernel_that_would_be_tuned_in_a_window_is_refused_there(
-    bench: Bench,
+def test_bug_class_13_autotuning_in_a_recording_is_refused(
+    lab: Lab,
 ) -> None:
     configs = [triton.Config({"BLOCK": block}) for block in (128, 256)]
     tuned = triton.autotune(configs, key=["size"])(triton.jit(_double))
-    double, x, y = launching(tuned), bench.random(10_000), bench.random(5_000)
+    double, x, y = launching(tuned), lab.random(10_000), lab.random(5_000)
     for each in (x, y):
         # Each size is tuned on its own, by timing launches, which waits for the device.
         with pytest.raises(ForbiddenOperationError):
-            bench.capture(double, each, scope={"warmups": 0})
-        assert bench.library.num_graphs == 0
-        bench.library.forget_failures()
-        wrapper = bench.capture(double, each)
-        check_replays(bench, wrapper, each, lambda x: x * 2)
-        bench.library.retire()
+            lab.wrap_and_capture(double, each, scope={"warmups": 0})
+        assert lab.library.num_graphs == 0
+        lab.library.forget_failures()
+        wrapper = lab.wrap_and_capture(double, each)
+        check_replays(lab, wrapper, each, lambda x: x * 2)
+        lab.library.retire()

@@ -1,11 +1,20 @@
-"""Random wishes and facts that a user could write down, for the tests of plan and dispatch."""
+"""Random options and facts that a user could write down, for the tests of plan and dispatch."""
 
 from __future__ import annotations
 
-from hypothesis import strategies as st
+from hypothesis import reject, strategies as st
 
 from graphrt.batch import CUDAGraphMode
-from graphrt.config import AttentionSupport, CompilationConfig, Facts, ModeLimit, RuntimeConfig
+from graphrt.config import (
+    AttentionSupport,
+    CompilationConfig,
+    Facts,
+    ModeLimit,
+    Resolved,
+    RuntimeConfig,
+    resolve,
+)
+from graphrt.errors import ConfigError
 
 modes = st.sampled_from(CUDAGraphMode)
 supports = st.sampled_from(AttentionSupport)
@@ -46,3 +55,13 @@ def configs(draw: st.DrawFn) -> RuntimeConfig:
         lora_capture=draw(st.sampled_from(["each", "powers_of_two", "max_only"])),
         interactivity=draw(st.booleans()),
     )
+
+
+@st.composite
+def resolutions(draw: st.DrawFn) -> tuple[RuntimeConfig, Facts, Resolved]:
+    """A config and facts that resolve, and what they resolve to."""
+    asked, found = draw(configs()), draw(facts)
+    try:
+        return asked, found, resolve(asked, found)
+    except ConfigError:
+        reject()

@@ -1,4 +1,4 @@
-"""The vocabulary: modes, keys, reasons."""
+"""The vocabulary: modes, keys and their text, reasons."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, strategies as st
 
-from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, MissReason, RuntimeMode
+from graphrt import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
 
 NONE, PIECEWISE, FULL = RuntimeMode
 
@@ -28,7 +29,7 @@ def test_runtime_modes_are_ordered_by_how_much_graph_they_use() -> None:
         (CUDAGraphMode.FULL_AND_PIECEWISE, FULL, PIECEWISE),
     ],
 )
-def test_a_policy_answers_from_its_pair_of_routines(
+def test_policy_methods_follow_from_its_two_modes(
     mode: CUDAGraphMode, decode: RuntimeMode, mixed: RuntimeMode
 ) -> None:
     assert mode.decode_mode() is decode
@@ -41,7 +42,7 @@ def test_a_policy_answers_from_its_pair_of_routines(
     assert mode.requires_piecewise_compilation() == (PIECEWISE in (decode, mixed))
 
 
-def test_without_piecewise_takes_the_piecewise_routine_away_and_nothing_else() -> None:
+def test_without_piecewise_replaces_piecewise_by_none() -> None:
     assert {mode.name: mode.without_piecewise().name for mode in CUDAGraphMode} == {
         "NONE": "NONE",
         "PIECEWISE": "NONE",
@@ -64,12 +65,12 @@ def test_parsing_another_name_is_a_key_error() -> None:
 
 
 def test_only_hit_and_padded_are_no_misses() -> None:
-    assert {why for why in MissReason if not why.is_miss} == {MissReason.HIT, MissReason.PADDED}
+    assert {why for why in Reason if not why.is_miss} == {Reason.HIT, Reason.PADDED}
 
 
-def test_miss_reasons_fit_in_the_byte_in_which_they_travel_and_keep_their_numbers() -> None:
-    assert max(MissReason) < 256
-    assert [why.name for why in sorted(MissReason)][:10] == [
+def test_reasons_fit_in_one_byte_and_keep_their_numbers() -> None:
+    assert max(Reason) < 256
+    assert [why.name for why in sorted(Reason)][:10] == [
         "HIT",
         "PADDED",
         "ABOVE_MAX",
@@ -104,7 +105,7 @@ def test_a_descriptor_is_frozen_and_its_variant_must_be_hashable() -> None:
         BatchDescriptor(8, variant=[])
 
 
-def test_relaxing_forgets_the_requests_and_nothing_else() -> None:
+def test_relax_for_mixed_batch_drops_requests_only() -> None:
     key = BatchDescriptor(12, 4, True, True, 2, 1, "v")
     assert key.relax_for_mixed_batch() == BatchDescriptor(12, None, False, True, 2, 1, "v")
 
@@ -115,7 +116,7 @@ def test_copies_are_equal_keys() -> None:
     assert hash(copy.copy(key)) == hash(key)
 
 
-def test_a_descriptor_sent_to_another_process_is_found_there() -> None:
+def test_pickled_descriptor_is_found_in_another_process() -> None:
     # Hashes of strings, and of None before Python 3.12, differ from process to process.
     key = BatchDescriptor(12, None, variant="v")
     code = (
@@ -131,5 +132,27 @@ def test_a_descriptor_sent_to_another_process_is_found_there() -> None:
 
 
 def test_a_decision_unpacks_into_mode_key_and_reason() -> None:
-    mode, key, reason = Decision(FULL, BatchDescriptor(4), MissReason.HIT)
+    mode, key, reason = Decision(FULL, BatchDescriptor(4), Reason.HIT)
     assert (mode, key.num_tokens, reason.name) == (FULL, 4, "HIT")
+
+
+def test_key_text_shows_only_what_is_not_default() -> None:
+    assert repr(BatchDescriptor(4)) == "BatchDescriptor(num_tokens=4)"
+    text = "BatchDescriptor(num_tokens=8, num_reqs=8, uniform=True)"
+    assert str(BatchDescriptor(8, 8, uniform=True)) == text
+
+
+@given(
+    st.builds(
+        BatchDescriptor,
+        st.integers(0, 9),
+        st.none() | st.integers(0, 9),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 3),
+        st.integers(1, 2),
+        st.none() | st.text(max_size=3),
+    )
+)
+def test_key_text_evaluates_to_the_key(key: BatchDescriptor) -> None:
+    assert eval(repr(key)) == key

@@ -57,7 +57,7 @@ def test_flags(old: dict[str, Any], new: dict[str, Any], expected: list[str]) ->
     assert compare.flags(old, new) == expected
 
 
-def test_a_metric_of_one_file_only_is_told_and_a_zero_has_no_ratio() -> None:
+def test_metric_of_one_file_is_shown_and_zero_has_no_ratio() -> None:
     lines = compare.compare(
         {"a": result(1.0), "zero": result(0.0)}, {"zero": result(0.0), "b": result(2.0)}
     )

@@ -86,7 +86,7 @@ def test_json_has_the_fields_of_the_contract_and_nothing_is_lost() -> None:
     }
 
 
-def test_a_cpu_case_names_the_host_whatever_else_is_in_the_machine() -> None:
+def test_cpu_case_names_the_host_as_its_device() -> None:
     where = {**WHERE, "host": "a CPU"}
     rows = [row(m, [1.0], target=1, unit="us", samples={}) for m in ("C-wrapper-step", "G1")]
     devices = [item["device"] for item in json.loads(as_json(rows, where))]
@@ -98,9 +98,7 @@ def test_no_rows_are_an_empty_list() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0.001, 1))
-def test_a_percentile_is_the_smallest_value_that_enough_do_not_exceed(
-    values: list[float], share: float
-) -> None:
+def test_percentile_is_the_smallest_sufficient_sample(values: list[float], share: float) -> None:
     found = percentile(values, share)
 
     def share_up_to(bound: float) -> float:
@@ -184,7 +182,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_host_time_is_of_one_call_and_of_one_repetition_of_an_arm_that_loops(clock: Clock) -> None:
+def test_host_time_is_per_call_and_per_repetition(clock: Clock) -> None:
     arms = {"once": clock.takes(1000), "tenfold": clock.takes(1000)}
     samples = time_host(arms, blocks=2, block_ms=0.1, per_call={"tenfold": 10})
     assert samples == {"once": [1000, 1000], "tenfold": [100, 100]}

@@ -46,13 +46,13 @@ def line_of(table: str, metric: str) -> str:
     return line
 
 
-def test_the_committed_table_is_the_one_that_the_kept_results_make() -> None:
+def test_committed_table_is_made_from_the_kept_results() -> None:
     text = README.read_text(encoding="utf-8")
     committed = text.partition(BEGIN)[2].partition(END)[0]
     assert committed == render(RESULTS), "run: python -m benchmarks --write-table"
 
 
-def test_kept_results_have_the_form_of_the_contract_and_a_known_number() -> None:
+def test_kept_results_follow_the_contract() -> None:
     for path in RESULTS.glob("*.json"):
         for row in json.loads(path.read_text(encoding="utf-8")):
             assert row.keys() >= FIELDS, path.name

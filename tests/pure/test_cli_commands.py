@@ -111,7 +111,7 @@ def test_a_built_in_command_cannot_be_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_errors_interrupts_and_statuses_of_commands_become_exit_statuses(
+def test_command_errors_and_interrupts_become_exit_statuses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert status_of("needs-more") == 2

@@ -173,4 +173,4 @@ def test_without_json_a_person_reads_tables(run: Run, write: Callable[[Any], Pat
     assert (status, err) == (0, "")
     assert "8..256 by 8" in out
     assert "Adjustments" in out
-    assert "Every wish is honoured" in run("resolve", write({}))[1]
+    assert "Every option is used as asked" in run("resolve", write({}))[1]

@@ -1,4 +1,4 @@
-"""Wishes and facts: strict, frozen, and everything wrong with one of them in one error."""
+"""Options and facts: strict, frozen, and everything wrong with one of them in one error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphrt.batch import CUDAGraphMode
+from graphrt import CUDAGraphMode
 from graphrt.config import (
     AttentionSupport,
     CompilationConfig,
@@ -36,24 +36,24 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (config.verify_first_replay, config.verify_every) == (True, None)
     assert config.stale_check == "identity"
     assert (config.max_graph_bytes, config.max_graphs) == (None, None)
-    wish = config.compilation
-    assert (wish.level, wish.cudagraph_mode, wish.cudagraph_capture_sizes) == (None, None, None)
-    assert (wish.max_cudagraph_capture_size, wish.compile_sizes) == (None, None)
-    assert (wish.cudagraph_specialize_lora, wish.cudagraph_num_of_warmups) == (True, 1)
+    inner = config.compilation
+    assert (inner.level, inner.cudagraph_mode, inner.cudagraph_capture_sizes) == (None, None, None)
+    assert (inner.max_cudagraph_capture_size, inner.compile_sizes) == (None, None)
+    assert (inner.cudagraph_specialize_lora, inner.cudagraph_num_of_warmups) == (True, 1)
 
 
 def test_names_are_accepted_in_any_case() -> None:
-    wish: Any = CompilationConfig(cudagraph_mode="Full", level="piecewise")  # type: ignore[arg-type]
-    assert wish.cudagraph_mode is CUDAGraphMode.FULL
-    assert wish.level is CompilationLevel.PIECEWISE
+    named: Any = CompilationConfig(cudagraph_mode="Full", level="piecewise")  # type: ignore[arg-type]
+    assert named.cudagraph_mode is CUDAGraphMode.FULL
+    assert named.level is CompilationLevel.PIECEWISE
     assert CompilationConfig(level=0).level is CompilationLevel.NO_COMPILATION  # type: ignore[arg-type]
     facts = Facts(attention_support="uniform_batch")  # type: ignore[arg-type]
     assert facts.attention_support is AttentionSupport.UNIFORM_BATCH
 
 
 def test_sizes_are_stored_sorted_and_once() -> None:
-    wish = CompilationConfig(cudagraph_capture_sizes=[8, 1, 8, 4])  # type: ignore[arg-type]
-    assert wish.cudagraph_capture_sizes == (1, 4, 8)
+    found = CompilationConfig(cudagraph_capture_sizes=[8, 1, 8, 4])  # type: ignore[arg-type]
+    assert found.cudagraph_capture_sizes == (1, 4, 8)
 
 
 @pytest.mark.parametrize("given", ["cudagraph_capture_sizes", ["cudagraph_capture_sizes"]])
@@ -62,56 +62,38 @@ def test_compile_sizes_may_name_the_captured_ones(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("kind", "field", "values"),
     [
-        ("level", 4),
-        ("level", True),
-        ("level", 2.0),
-        ("level", "3"),
-        ("cudagraph_mode", "FULL_ONLY"),
-        ("cudagraph_mode", 2),
-        ("cudagraph_capture_sizes", 8),
-        ("cudagraph_capture_sizes", "8"),
-        ("max_cudagraph_capture_size", 0),
-        ("max_cudagraph_capture_size", 8.0),
-        ("compile_sizes", [0]),
-        ("compile_sizes", [True]),
-        ("compile_sizes", "sizes"),
-        ("compile_sizes", 8),
-        ("cudagraph_specialize_lora", 1),
-        ("cudagraph_num_of_warmups", -1),
+        (CompilationConfig, "level", [4, True, 2.0, "3"]),
+        (CompilationConfig, "cudagraph_mode", ["FULL_ONLY", 2]),
+        (CompilationConfig, "cudagraph_capture_sizes", [8, "8"]),
+        (CompilationConfig, "max_cudagraph_capture_size", [0, 8.0]),
+        (CompilationConfig, "compile_sizes", [[0], [True], "sizes", 8]),
+        (CompilationConfig, "cudagraph_specialize_lora", [1]),
+        (CompilationConfig, "cudagraph_num_of_warmups", [-1]),
+        (RuntimeConfig, "max_num_seqs", [0, True]),
+        (RuntimeConfig, "max_num_batched_tokens", [-1, None]),
+        (RuntimeConfig, "num_speculative_tokens", [-1]),
+        (RuntimeConfig, "max_loras", [1.0]),
+        (RuntimeConfig, "lora_capture", ["all"]),
+        (RuntimeConfig, "on_miss", ["raise"]),
+        (RuntimeConfig, "verify_every", [0]),
+        (RuntimeConfig, "stale_check", ["IDENTITY"]),
+        (RuntimeConfig, "on_capture_error", ["eager"]),
+        (RuntimeConfig, "max_graph_bytes", [0]),
+        (RuntimeConfig, "max_graphs", ["3"]),
+        (RuntimeConfig, "interactivity", ["yes"]),
+        (RuntimeConfig, "compilation", [3]),
+        (Facts, "attention_support", ["SOMETIMES", 2]),
     ],
 )
-def test_a_wrong_compilation_value_is_named_with_what_is_accepted(field: str, value: Any) -> None:
-    problems = problems_of(CompilationConfig, **{field: value})
-    assert list(problems) == [field]
-    assert problems[field]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_num_seqs", 0),
-        ("max_num_seqs", True),
-        ("max_num_batched_tokens", -1),
-        ("max_num_batched_tokens", None),
-        ("num_speculative_tokens", -1),
-        ("max_loras", 1.0),
-        ("lora_capture", "all"),
-        ("on_miss", "raise"),
-        ("verify_every", 0),
-        ("stale_check", "IDENTITY"),
-        ("on_capture_error", "eager"),
-        ("max_graph_bytes", 0),
-        ("max_graphs", "3"),
-        ("interactivity", "yes"),
-        ("compilation", 3),
-    ],
-)
-def test_a_wrong_runtime_value_is_named_with_what_is_accepted(field: str, value: Any) -> None:
-    problems = problems_of(RuntimeConfig, **{field: value})
-    assert list(problems) == [field]
-    assert problems[field]
+def test_wrong_option_is_named_with_what_is_accepted(
+    kind: Any, field: str, values: list[Any]
+) -> None:
+    for value in values:
+        problems = problems_of(kind, **{field: value})
+        assert list(problems) == [field]
+        assert problems[field]
 
 
 def test_all_problems_of_one_construction_are_reported_together() -> None:

@@ -8,20 +8,19 @@ import config_strategies
 import pytest
 from hypothesis import given
 
-from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
-from graphrt.config import CompilationConfig, Facts, Plan, RuntimeConfig, resolve
-from graphrt.errors import ConfigError
+from graphrt import BatchDescriptor, CUDAGraphMode, RuntimeMode
+from graphrt.config import CompilationConfig, Facts, Plan, Resolved, RuntimeConfig, resolve
 
 PIECEWISE, FULL = RuntimeMode.PIECEWISE, RuntimeMode.FULL
 
 
 def plan(mode: str, sizes: list[int] | None = None, specialize: bool = True, **asked: Any) -> Plan:
-    wish = CompilationConfig(
+    options = CompilationConfig(
         cudagraph_mode=mode,  # type: ignore[arg-type]
         cudagraph_capture_sizes=sizes or [1, 2, 4, 8, 16],  # type: ignore[arg-type]
         cudagraph_specialize_lora=specialize,
     )
-    return resolve(RuntimeConfig(compilation=wish, **{"max_num_seqs": 8, **asked}), Facts()).plan
+    return resolve(RuntimeConfig(compilation=options, **{"max_num_seqs": 8, **asked}), Facts()).plan
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_piecewise_keys_forget_requests_and_full_keys_keep_them() -> None:
     )
 
 
-def test_capture_order_is_piecewise_first_then_large_to_small_then_most_adapters() -> None:
+def test_capture_order_is_mode_then_size_then_adapters() -> None:
     order = plan("FULL_AND_PIECEWISE", [2, 4], max_loras=2).capture_order
     assert [(mode, key.num_tokens, key.num_active_loras) for mode, key in order] == [
         (mode, size, count) for mode in (PIECEWISE, FULL) for size in (4, 2) for count in (2, 1, 0)
@@ -81,12 +80,9 @@ def test_without_adapters_specialisation_changes_nothing() -> None:
     assert plan("FULL", None, False).capture_order == plan("FULL").capture_order
 
 
-@given(config=config_strategies.configs(), facts=config_strategies.facts)
-def test_keys_are_unique_and_ordered(config: RuntimeConfig, facts: Facts) -> None:
-    try:
-        found = resolve(config, facts).plan
-    except ConfigError:
-        return
+@given(case=config_strategies.resolutions())
+def test_keys_are_unique_and_ordered(case: tuple[RuntimeConfig, Facts, Resolved]) -> None:
+    found = case[2].plan
     order = found.capture_order
     assert len(set(order)) == len(order)
     ranks = [(mode, -key.num_tokens, -key.num_active_loras) for mode, key in order]

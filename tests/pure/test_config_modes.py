@@ -9,7 +9,7 @@ import config_strategies
 import pytest
 from hypothesis import given, strategies as st
 
-from graphrt.batch import CUDAGraphMode
+from graphrt import CUDAGraphMode
 from graphrt.config import (
     AttentionSupport,
     CompilationConfig,
@@ -32,8 +32,8 @@ NEVER = AttentionSupport.NEVER
 
 
 def config(mode: CUDAGraphMode | None, q: int = 1, level: Any = None) -> RuntimeConfig:
-    wish = CompilationConfig(cudagraph_mode=mode, level=level)
-    return RuntimeConfig(compilation=wish, num_speculative_tokens=q - 1)
+    options = CompilationConfig(cudagraph_mode=mode, level=level)
+    return RuntimeConfig(compilation=options, num_speculative_tokens=q - 1)
 
 
 def effective(mode: CUDAGraphMode | None, q: int = 1, level: Any = None, **facts: Any) -> Any:
@@ -69,7 +69,7 @@ def test_full_without_full_support_keeps_full_decode(
     assert effective(FULL, attention_support=support, piecewise_available=piecewise) is expected
 
 
-def test_full_where_attention_is_never_captured_is_an_error_that_names_the_group() -> None:
+def test_full_without_attention_support_is_an_error_with_its_group() -> None:
     groups = {"cross": NEVER, "self": ALWAYS}
     with pytest.raises(ConfigError) as caught:
         resolve(config(FULL), Facts(attention_groups=groups))

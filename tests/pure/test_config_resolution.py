@@ -8,17 +8,16 @@ import config_strategies
 import pytest
 from hypothesis import given
 
-from graphrt.batch import CUDAGraphMode
-from graphrt.config import CompilationConfig, Facts, RuntimeConfig, resolve
+from graphrt import CUDAGraphMode
+from graphrt.config import CompilationConfig, Facts, Resolved, RuntimeConfig, resolve
 from graphrt.errors import ConfigError
 
+Case = tuple[RuntimeConfig, Facts, Resolved]
 
-@given(config=config_strategies.configs(), facts=config_strategies.facts)
-def test_resolving_a_resolved_config_changes_nothing(config: RuntimeConfig, facts: Facts) -> None:
-    try:
-        first = resolve(config, facts)
-    except ConfigError:
-        return
+
+@given(case=config_strategies.resolutions())
+def test_resolving_a_resolved_config_changes_nothing(case: Case) -> None:
+    config, facts, first = case
     again = resolve(first.config, facts)
     assert again.plan == first.plan
     assert again.adjustments == ()
@@ -26,28 +25,23 @@ def test_resolving_a_resolved_config_changes_nothing(config: RuntimeConfig, fact
     assert resolve(config, facts) == first
 
 
-@given(config=config_strategies.configs(), facts=config_strategies.facts)
-def test_strict_accepts_exactly_what_loses_no_explicit_wish(
-    config: RuntimeConfig, facts: Facts
-) -> None:
-    try:
-        adjustments = resolve(config, facts).adjustments
-    except ConfigError:
-        return
+@given(case=config_strategies.resolutions())
+def test_strict_raises_exactly_if_an_asked_option_changes(case: Case) -> None:
+    config, facts, resolved = case
     explicit = [
         item
-        for item in adjustments
+        for item in resolved.adjustments
         if item.field != "cudagraph_mode" or config.compilation.cudagraph_mode is not None
     ]
     if not explicit:
-        assert resolve(config, facts, strict=True) == resolve(config, facts)
+        assert resolve(config, facts, strict=True) == resolved
         return
     with pytest.raises(ConfigError) as caught:
         resolve(config, facts, strict=True)
     assert [problem.field for problem in caught.value.problems] == [item.field for item in explicit]
 
 
-def test_a_default_that_is_lowered_is_no_error_in_strict_resolution() -> None:
+def test_strict_accepts_a_lowered_default() -> None:
     facts = Facts(has_break_points=False)
     resolved = resolve(RuntimeConfig(), facts, strict=True)
     assert resolved.plan.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY

@@ -8,16 +8,15 @@ import config_strategies
 import pytest
 from hypothesis import given, strategies as st
 
-from graphrt.batch import CUDAGraphMode
+from graphrt import CUDAGraphMode
 from graphrt.config import CompilationConfig, Facts, Plan, Resolved, RuntimeConfig, resolve
-from graphrt.config.sizes import padding_table
 from graphrt.errors import ConfigError
 
-WISHES = set(CompilationConfig.__dataclass_fields__)
+COMPILATION = set(CompilationConfig.__dataclass_fields__)
 
 
 def resolved(capability: tuple[int, int] | None = None, **asked: Any) -> Resolved:
-    inner = {name: asked.pop(name) for name in tuple(asked) if name in WISHES}
+    inner = {name: asked.pop(name) for name in tuple(asked) if name in COMPILATION}
     config = RuntimeConfig(compilation=CompilationConfig(**inner), **asked)
     return resolve(config, Facts(compute_capability=capability))
 
@@ -45,7 +44,7 @@ def test_compute_capability_10_doubles_the_default_maximum() -> None:
     assert plan((10, 0), max_num_seqs=100).max_capture_size == 200
 
 
-def test_the_batch_limit_and_the_request_limit_are_sizes_of_their_own() -> None:
+def test_batch_limit_and_request_limit_are_captured_too() -> None:
     assert plan(max_num_batched_tokens=100).capture_sizes[-2:] == (96, 100)
     assert 37 in plan(max_num_seqs=37).capture_sizes
     assert 37 not in plan(max_num_seqs=37, max_cudagraph_capture_size=64).capture_sizes
@@ -59,7 +58,7 @@ def test_interactivity_adds_every_small_size() -> None:
     assert decode[:12] == (*range(3, 34, 3), 48)
 
 
-def test_a_user_list_loses_what_no_batch_can_have_and_says_so() -> None:
+def test_sizes_above_the_batch_limit_are_adjusted() -> None:
     found = resolved(cudagraph_capture_sizes=[1, 64, 128], max_num_batched_tokens=64)
     assert found.plan.capture_sizes == (1, 64)
     (item,) = found.adjustments
@@ -70,13 +69,13 @@ def test_a_user_list_loses_what_no_batch_can_have_and_says_so() -> None:
     )
 
 
-def test_a_user_maximum_above_the_batch_limit_is_lowered_and_says_so() -> None:
+def test_maximum_above_the_batch_limit_is_adjusted() -> None:
     found = resolved(max_cudagraph_capture_size=128, max_num_batched_tokens=60)
     assert found.plan.max_capture_size == 60
     assert [item[:3] for item in found.adjustments] == [("max_cudagraph_capture_size", 128, 60)]
 
 
-def test_sizes_that_cannot_be_honoured_are_errors() -> None:
+def test_sizes_that_are_not_possible_are_errors() -> None:
     assert problem_of(cudagraph_capture_sizes=[]) == "cudagraph_capture_sizes"
     too_large = {"cudagraph_capture_sizes": [9], "max_num_batched_tokens": 8}
     assert problem_of(**too_large) == "cudagraph_capture_sizes"
@@ -84,7 +83,7 @@ def test_sizes_that_cannot_be_honoured_are_errors() -> None:
     assert problem_of(**disagree) == "max_cudagraph_capture_size"
 
 
-def test_with_graphs_off_there_are_no_sizes_and_none_is_lost_in_silence() -> None:
+def test_with_graphs_off_asked_sizes_are_adjusted() -> None:
     found = resolved(cudagraph_mode="NONE", cudagraph_capture_sizes=[1, 2])
     assert (found.plan.capture_sizes, found.plan.max_capture_size) == ((), 0)
     assert found.plan.capture_order == ()
@@ -94,7 +93,7 @@ def test_with_graphs_off_there_are_no_sizes_and_none_is_lost_in_silence() -> Non
     assert item.effective is None
 
 
-def test_decode_sizes_of_a_user_list_are_multiples_and_keep_the_top() -> None:
+def test_decode_sizes_of_a_list_are_multiples_up_to_the_top() -> None:
     asked = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16], "num_speculative_tokens": 2}
     # 16 would round to 18, past the maximum: 15 is the largest batch that can still be served.
     assert plan(**asked).decode_capture_sizes == (3, 6, 9, 15)
@@ -123,12 +122,10 @@ def test_without_a_decode_routine_there_are_no_decode_sizes(mode: str) -> None:
     assert plan(cudagraph_mode=mode).decode_capture_sizes == ()
 
 
-@given(config=config_strategies.configs(), facts=config_strategies.facts)
-def test_decode_sizes_obey_their_limits(config: RuntimeConfig, facts: Facts) -> None:
-    try:
-        found = resolve(config, facts).plan
-    except ConfigError:
-        return
+@given(case=config_strategies.resolutions())
+def test_decode_sizes_obey_their_limits(case: tuple[RuntimeConfig, Facts, Resolved]) -> None:
+    config, facts, result = case
+    found = result.plan
     q = found.query_len
     has_own_routine = found.cudagraph_mode in (
         CUDAGraphMode.FULL_DECODE_ONLY,
@@ -140,8 +137,9 @@ def test_decode_sizes_obey_their_limits(config: RuntimeConfig, facts: Facts) -> 
     assert bool(found.decode_capture_sizes) <= has_own_routine
     assert all(size % q == 0 for size in found.decode_capture_sizes)
     assert all(q <= size <= q * found.max_num_seqs for size in found.decode_capture_sizes)
-    wish = config.compilation
-    if has_own_routine and wish.cudagraph_capture_sizes is wish.max_cudagraph_capture_size is None:
+    options = config.compilation
+    asked = (options.cudagraph_capture_sizes, options.max_cudagraph_capture_size)
+    if has_own_routine and asked == (None, None):
         cap = 1024 if facts.compute_capability == (10, 3) else 512
         maximum = min(found.max_num_seqs * q * 2, cap, found.max_num_batched_tokens)
         largest = q * min(found.max_num_seqs, maximum // q)
@@ -151,15 +149,14 @@ def test_decode_sizes_obey_their_limits(config: RuntimeConfig, facts: Facts) -> 
 @given(st.sets(st.integers(1, 200), min_size=1))
 def test_padding_is_listed_sufficient_minimal_and_monotone(sizes: set[int]) -> None:
     ascending = sorted(sizes)
-    table = padding_table(ascending)
+    table = plan(cudagraph_capture_sizes=ascending).padding_table
     assert len(table) == ascending[-1] + 1
     assert list(table) == [min(size for size in sizes if size >= n) for n in range(len(table))]
 
 
-def test_the_plan_has_a_table_for_each_list() -> None:
+def test_plan_has_padding_tables_of_sizes_and_adapter_counts() -> None:
     found = plan(cudagraph_capture_sizes=[3, 6], num_speculative_tokens=2, max_loras=3)
     assert found.padding_table == (3, 3, 3, 3, 6, 6, 6)
-    assert found.decode_padding_table == (3, 3, 3, 3, 6, 6, 6)
     assert found.lora_padding_table == (0, 1, 2, 3)
     assert plan(cudagraph_mode="NONE").padding_table == ()
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from graphrt.batch import BatchDescriptor, CUDAGraphMode, MissReason, RuntimeMode
-from graphrt.dispatch import BucketDispatcher, BucketKey
+from graphrt import BatchDescriptor, BucketDispatcher, CUDAGraphMode, Reason, RuntimeMode
+from graphrt.dispatch import BucketKey
 from graphrt.errors import BatchError, ConfigError
 
 NONE, PIECEWISE, FULL = RuntimeMode
@@ -21,12 +21,12 @@ def key(*sizes: int, variant: object = None) -> BatchDescriptor:
 
 def test_every_axis_is_padded_up() -> None:
     found = BucketDispatcher(AXES)
-    assert found.dispatch({"frames": 50, "batch": 4}) == (FULL, key(50, 4), MissReason.HIT)
-    assert found.dispatch({"batch": 2, "frames": 50}) == (FULL, key(50, 4), MissReason.PADDED)
-    assert found.dispatch({"frames": 51, "batch": 1}) == (FULL, key(100, 1), MissReason.PADDED)
+    assert found.dispatch({"frames": 50, "batch": 4}) == (FULL, key(50, 4), Reason.HIT)
+    assert found.dispatch({"batch": 2, "frames": 50}) == (FULL, key(50, 4), Reason.PADDED)
+    assert found.dispatch({"frames": 51, "batch": 1}) == (FULL, key(100, 1), Reason.PADDED)
 
 
-def test_keys_are_every_combination_largest_volume_first() -> None:
+def test_bucket_keys_are_all_combinations_largest_first() -> None:
     found = BucketDispatcher(AXES, CUDAGraphMode.PIECEWISE)
     assert found.keys == tuple(
         (PIECEWISE, key(*sizes)) for sizes in ((100, 4), (50, 4), (100, 1), (50, 1))
@@ -34,25 +34,32 @@ def test_keys_are_every_combination_largest_volume_first() -> None:
     assert found.axes == {"frames": (50, 100), "batch": (1, 4)}
 
 
-def test_misses_have_reasons_and_the_unpadded_key() -> None:
+def test_bucket_misses_have_reasons_and_the_unpadded_key() -> None:
     found = BucketDispatcher(AXES)
-    assert found.dispatch({"frames": 101, "batch": 1}) == (NONE, key(101, 1), MissReason.ABOVE_MAX)
+    assert found.dispatch({"frames": 101, "batch": 1}) == (NONE, key(101, 1), Reason.ABOVE_MAX)
     excluded = found.dispatch({"frames": 3, "batch": 1}, frozenset({FULL}))
-    assert excluded == (NONE, key(3, 1), MissReason.EXCLUDED)
+    assert excluded == (NONE, key(3, 1), Reason.EXCLUDED)
     off = BucketDispatcher(AXES, CUDAGraphMode.NONE)
     assert off.keys == ()
-    assert off.dispatch({"frames": 3, "batch": 1}).reason is MissReason.MODE_NONE
-    yet = {(FULL, key(50, 1)): MissReason.NOT_CAPTURED_YET}
-    part = BucketDispatcher(AXES, unpublished=yet)
-    assert part.dispatch({"frames": 3, "batch": 1}).reason is MissReason.NOT_CAPTURED_YET
+    assert off.dispatch({"frames": 3, "batch": 1}).reason is Reason.MODE_NONE
+    yet = {(FULL, key(50, 1)): Reason.NOT_CAPTURED_YET}
+    part = BucketDispatcher(AXES, unavailable=yet)
+    assert part.dispatch({"frames": 3, "batch": 1}).reason is Reason.NOT_CAPTURED_YET
     assert part.dispatch({"frames": 3, "batch": 2}).mode is FULL
 
 
-def test_a_variant_is_part_of_the_key() -> None:
+def test_bucket_variant_is_part_of_the_key() -> None:
     found = BucketDispatcher(AXES, variant="half")
     decision = found.dispatch({"frames": 1, "batch": 1})
     assert decision.descriptor == key(50, 1, variant="half")
     assert decision.descriptor != key(50, 1)
+
+
+@pytest.mark.parametrize("sizes", [(100, 4), (50, 1), (7, 3), (1000, 0)])
+def test_key_of_names_exact_sizes_listed_or_not(sizes: tuple[int, int]) -> None:
+    asked = {"batch": sizes[1], "frames": sizes[0]}
+    assert BucketDispatcher(AXES).key_of(asked) == key(*sizes)
+    assert BucketDispatcher(AXES, variant="half").key_of(asked) == key(*sizes, variant="half")
 
 
 @pytest.mark.parametrize(
@@ -65,12 +72,14 @@ def test_a_variant_is_part_of_the_key() -> None:
         {},
     ],
 )
-def test_what_describes_no_call_is_an_error(sizes: dict[str, Any]) -> None:
-    with pytest.raises(BatchError):
-        BucketDispatcher(AXES).dispatch(sizes)
+def test_sizes_that_describe_no_call_are_errors(sizes: dict[str, Any]) -> None:
+    found = BucketDispatcher(AXES)
+    for call in (found.dispatch, found.key_of):
+        with pytest.raises(BatchError):
+            call(sizes)
 
 
-def test_an_unknown_exclusion_is_an_error() -> None:
+def test_unknown_bucket_exclusion_is_an_error() -> None:
     with pytest.raises(BatchError):
         BucketDispatcher(AXES).dispatch({"frames": 1000, "batch": 1}, exclude={"FULL"})  # type: ignore[arg-type]
 
@@ -95,7 +104,7 @@ sizes = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 
 
 @given(axes=st.lists(sizes, min_size=1, max_size=3), data=st.data())
-def test_padding_is_listed_sufficient_and_minimal_on_every_axis(
+def test_bucket_padding_is_listed_sufficient_and_minimal(
     axes: list[list[int]], data: st.DataObject
 ) -> None:
     named = {f"axis{place}": listed for place, listed in enumerate(axes)}
@@ -105,5 +114,6 @@ def test_padding_is_listed_sufficient_and_minimal_on_every_axis(
     minimal = tuple(min(s for s in named[name] if s >= size) for name, size in asked.items())
     assert mode is FULL
     assert descriptor == key(*minimal)
-    assert reason is (MissReason.HIT if minimal == tuple(asked.values()) else MissReason.PADDED)
+    assert reason is (Reason.HIT if minimal == tuple(asked.values()) else Reason.PADDED)
     assert found.dispatch(asked) is found.dispatch(dict(reversed(asked.items())))
+    assert found.key_of(dict(zip(named, minimal, strict=True))) == descriptor

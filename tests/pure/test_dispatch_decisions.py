@@ -9,17 +9,15 @@ import config_strategies
 import pytest
 from hypothesis import given, strategies as st
 
-from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, MissReason, RuntimeMode
-from graphrt.config import CompilationConfig, Facts, Plan, RuntimeConfig, resolve
-from graphrt.dispatch import CUDAGraphDispatcher
-from graphrt.errors import ConfigError
+from graphrt import BatchDescriptor, CUDAGraphDispatcher, Decision, Reason, RuntimeMode
+from graphrt.config import CompilationConfig, Facts, Plan, Resolved, RuntimeConfig, resolve
 
 NONE, PIECEWISE, FULL = RuntimeMode
 
 
 def plan(mode: str = "FULL_AND_PIECEWISE", sizes: Any = (1, 2, 4, 8, 16), **asked: Any) -> Plan:
-    wish = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=sizes)  # type: ignore[arg-type]
-    return resolve(RuntimeConfig(compilation=wish, **{"max_num_seqs": 8, **asked}), Facts()).plan
+    options = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=sizes)  # type: ignore[arg-type]
+    return resolve(RuntimeConfig(compilation=options, **{"max_num_seqs": 8, **asked}), Facts()).plan
 
 
 def dispatcher(*args: Any, **asked: Any) -> CUDAGraphDispatcher:
@@ -51,7 +49,7 @@ def shape(decision: Decision) -> tuple[str, int, int | None, bool, str]:
         ("FULL_AND_PIECEWISE", 0, True, ("FULL", 1, 1, True, "PADDED")),
     ],
 )
-def test_the_worked_decisions(mode: str, num_tokens: int, uniform: bool, expected: Any) -> None:
+def test_dispatch_of_worked_cases(mode: str, num_tokens: int, uniform: bool, expected: Any) -> None:
     sizes = None if mode == "NONE" else (1, 2, 4, 8, 16)
     assert shape(dispatcher(mode, sizes).dispatch(num_tokens, uniform)) == expected
 
@@ -78,61 +76,62 @@ def test_excluded_modes_do_not_serve(uniform: bool, exclude: Any, expected: Any)
     assert shape(dispatcher().dispatch(4, uniform, exclude=exclude)) == expected
 
 
-def test_exclusion_is_the_reason_only_where_a_graph_was_excluded() -> None:
-    found = dispatcher()
-    everything = frozenset({FULL, PIECEWISE})
-    assert found.dispatch(17, exclude=everything).reason is MissReason.ABOVE_MAX
-    assert found.dispatch(9, True, exclude=frozenset({PIECEWISE})).reason is MissReason.EXCLUDED
-    decode_only = dispatcher("FULL_DECODE_ONLY")
-    assert decode_only.dispatch(4, exclude=everything).reason is MissReason.MODE_NONE
-    assert decode_only.dispatch(9, True, exclude=everything).reason is MissReason.ABOVE_MAX
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "uniform", "exclude", "reason"),
+    [
+        ("FULL_AND_PIECEWISE", 17, False, {FULL, PIECEWISE}, Reason.ABOVE_MAX),
+        ("FULL_AND_PIECEWISE", 9, True, {PIECEWISE}, Reason.EXCLUDED),
+        ("FULL_DECODE_ONLY", 4, False, {FULL, PIECEWISE}, Reason.MODE_NONE),
+        ("FULL_DECODE_ONLY", 9, True, {FULL, PIECEWISE}, Reason.ABOVE_MAX),
+    ],
+)
+def test_reason_is_excluded_only_where_a_graph_would_fit(
+    mode: str, num_tokens: int, uniform: bool, exclude: Any, reason: Reason
+) -> None:
+    assert dispatcher(mode).dispatch(num_tokens, uniform, exclude=exclude).reason is reason
 
 
-def test_a_routine_without_any_size_has_no_key() -> None:
+def test_routine_without_sizes_has_no_key() -> None:
     found = dispatcher("FULL_DECODE_ONLY", (1, 2), num_speculative_tokens=2)
-    assert found.dispatch(3, True).reason is MissReason.NO_KEY
+    assert found.dispatch(3, True).reason is Reason.NO_KEY
 
 
 def test_adapters_are_rounded_up_to_a_captured_count() -> None:
     found = dispatcher(max_loras=4)
-    assert shape(found.dispatch(4, True, 3))[-1] == "PADDED"
-    assert found.dispatch(4, True, 3).descriptor == BatchDescriptor(4, 4, True, True, 4)
-    assert found.dispatch(4, True, 4).reason is MissReason.HIT
+    assert found.dispatch(4, True, 3) == (FULL, BatchDescriptor(4, 4, True, True, 4), Reason.PADDED)
+    assert found.dispatch(4, True, 4).reason is Reason.HIT
     assert found.dispatch(4, True, 0).descriptor == BatchDescriptor(4, 4, True)
-    eager = found.dispatch(17, False, 3)
-    assert (eager.descriptor.has_lora, eager.descriptor.num_active_loras) == (True, 3)
+    eager = found.dispatch(17, False, 3).descriptor
+    assert (eager.has_lora, eager.num_active_loras) == (True, 3)
 
 
-def test_without_specialisation_a_plain_batch_uses_the_smallest_adapter_graph() -> None:
-    wish = CompilationConfig(cudagraph_specialize_lora=False)
-    made = resolve(RuntimeConfig(compilation=wish, max_loras=4), Facts()).plan
+def test_without_specialisation_no_adapters_use_a_lora_graph() -> None:
+    options = CompilationConfig(cudagraph_specialize_lora=False)
+    made = resolve(RuntimeConfig(compilation=options, max_loras=4), Facts()).plan
     decision = CUDAGraphDispatcher(made).dispatch(4, True, 0)
-    assert decision.descriptor == BatchDescriptor(4, 4, True, True, 1)
-    assert decision.reason is MissReason.PADDED
+    assert decision == (FULL, BatchDescriptor(4, 4, True, True, 1), Reason.PADDED)
 
 
-def test_a_split_batch_needs_a_split_graph() -> None:
+def test_split_batch_needs_a_split_graph() -> None:
     decision = dispatcher().dispatch(4, True, num_ubatches=2)
-    assert (decision.mode, decision.reason) == (NONE, MissReason.NO_KEY)
-    assert decision.descriptor == BatchDescriptor(4, num_ubatches=2)
+    assert decision == (NONE, BatchDescriptor(4, num_ubatches=2), Reason.NO_KEY)
 
 
-def test_a_plan_with_split_twins_serves_split_batches_at_exactly_their_sizes() -> None:
+def test_split_graphs_serve_split_batches_only() -> None:
     made = plan()
-    twins = tuple((FULL, replace(key, num_ubatches=2)) for key in made.keys[FULL][:2])
-    found = CUDAGraphDispatcher(replace(made, capture_order=(*made.capture_order, *twins)))
-    assert found.dispatch(8, True, num_ubatches=2).descriptor is twins[0][1]
+    split = tuple((FULL, replace(key, num_ubatches=2)) for key in made.keys[FULL][:2])
+    found = CUDAGraphDispatcher(replace(made, capture_order=(*made.capture_order, *split)))
+    assert found.dispatch(8, True, num_ubatches=2).descriptor is split[0][1]
     assert found.dispatch(8, True).descriptor.num_ubatches == 1
 
 
-@given(config=config_strategies.configs(), facts=config_strategies.facts, data=st.data())
-def test_decisions_obey_the_laws(config: RuntimeConfig, facts: Facts, data: st.DataObject) -> None:
-    try:
-        made = resolve(config, facts).plan
-    except ConfigError:
-        return
+@given(case=config_strategies.resolutions(), data=st.data())
+def test_decisions_obey_the_laws(
+    case: tuple[RuntimeConfig, Facts, Resolved], data: st.DataObject
+) -> None:
+    made = case[2].plan
     found = CUDAGraphDispatcher(made)
-    published = set(made.capture_order)
+    keys = set(made.capture_order)
     uniform = data.draw(st.booleans())
     count = data.draw(st.integers(0, made.max_loras))
     exclude = data.draw(st.frozensets(st.sampled_from([PIECEWISE, FULL])))
@@ -145,86 +144,78 @@ def test_decisions_obey_the_laws(config: RuntimeConfig, facts: Facts, data: st.D
             assert key == BatchDescriptor(num_tokens, None, False, count > 0, count)
             before = None
             continue
-        assert (mode, key) in published
+        assert (mode, key) in keys
         sizes = made.decode_capture_sizes if key.uniform else made.capture_sizes
-        table = made.decode_padding_table if key.uniform else made.padding_table
         # Listed, sufficient, minimal; monotone while the same list serves.
-        assert key.num_tokens == table[num_tokens] == min(s for s in sizes if s >= num_tokens)
+        assert key.num_tokens == min(s for s in sizes if s >= num_tokens)
         assert key.num_active_loras == min(n for n in made.lora_counts if n >= count)
         assert key.uniform <= uniform
         exact = (key.num_tokens, key.num_active_loras) == (num_tokens, count)
-        assert reason is (MissReason.HIT if exact else MissReason.PADDED)
+        assert reason is (Reason.HIT if exact else Reason.PADDED)
         if before is not None and before.uniform == key.uniform:
             assert before.num_tokens <= key.num_tokens
         before = key
 
 
-@given(config=config_strategies.configs(), facts=config_strategies.facts)
-def test_every_key_of_the_plan_is_dispatched_to_itself(config: RuntimeConfig, facts: Facts) -> None:
-    try:
-        made = resolve(config, facts).plan
-    except ConfigError:
-        return
-    found = CUDAGraphDispatcher(made)
-    for mode, key in made.capture_order:
-        decision = found.dispatch_key(key)
-        assert decision == (mode, key, MissReason.HIT)
+@given(case=config_strategies.resolutions())
+def test_every_key_is_dispatched_to_the_plans_own_object(
+    case: tuple[RuntimeConfig, Facts, Resolved],
+) -> None:
+    found = CUDAGraphDispatcher(case[2].plan)
+    for mode, key in case[2].plan.capture_order:
+        decision = found.dispatch(key.num_tokens, key.uniform, key.num_active_loras)
+        assert decision == (mode, key, Reason.HIT)
         assert decision.descriptor is key
 
 
-def test_the_plans_own_key_objects_are_handed_out() -> None:
+def test_padded_decisions_hold_the_plans_own_key_objects() -> None:
     made = plan()
     found = CUDAGraphDispatcher(made)
     own = {id(key) for _, key in made.capture_order}
-    for uniform in (False, True):
-        for num_tokens in range(17):
-            assert id(found.dispatch(num_tokens, uniform).descriptor) in own
+    decisions = [found.dispatch(n, uniform) for uniform in (False, True) for n in range(17)]
+    assert {id(decision.descriptor) for decision in decisions} <= own
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 16, 17, 400, 8192])
-def test_decisions_are_shared_between_calls(num_tokens: int) -> None:
-    found = dispatcher(max_loras=2)
-    for arguments in (
+@pytest.mark.parametrize(
+    "arguments",
+    [
         (False,),
         (True,),
         (True, 2),
         (True, 1, frozenset({FULL})),
         (False, 0, frozenset({FULL, PIECEWISE})),
         (True, 0, frozenset(), 2),
-    ):
-        assert found.dispatch(num_tokens, *arguments) is found.dispatch(num_tokens, *arguments)
-    assert found.dispatch(num_tokens, exclude=set()) is found.dispatch(num_tokens)  # type: ignore[arg-type]
+    ],
+)
+def test_equal_calls_share_one_decision(num_tokens: int, arguments: tuple[Any, ...]) -> None:
+    found = dispatcher(max_loras=2)
+    assert found.dispatch(num_tokens, *arguments) is found.dispatch(num_tokens, *arguments)
 
 
-def test_a_held_row_is_what_dispatch_answers() -> None:
-    found = dispatcher(max_loras=2, max_num_batched_tokens=40)
-    for asked in (
-        {},
-        {"uniform": True},
-        {"uniform": True, "num_active_loras": 2},
-        {"exclude": frozenset({FULL})},
-    ):
-        row = found.row(**asked)  # type: ignore[arg-type]
-        assert isinstance(row, tuple)
-        assert len(row) == 41
-        assert found.row(**asked) is row  # type: ignore[arg-type]
-        for num_tokens, decision in enumerate(row):
-            assert decision is found.dispatch(num_tokens, **asked)  # type: ignore[arg-type]
+@pytest.mark.parametrize("empty", [frozenset(), set()])
+def test_empty_exclusion_takes_the_fast_path(empty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dispatcher()
+    shared = found.dispatch(3, True)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("an empty exclusion left the fast path")
+
+    monkeypatch.setattr(CUDAGraphDispatcher, "_decide", fail)
+    assert found.dispatch(3, True, exclude=empty) is shared
+    with pytest.raises(AssertionError):
+        found.dispatch(3, True, exclude=frozenset({FULL}))
 
 
-def test_a_variant_is_in_every_key() -> None:
+def test_variant_is_in_every_key() -> None:
     found = CUDAGraphDispatcher(plan(), variant="encoder")
     decision = found.dispatch(4, True)
     assert decision.descriptor == BatchDescriptor(4, 4, True, variant="encoder")
     assert found.dispatch(17).descriptor.variant == "encoder"
     assert (FULL, decision.descriptor) in found.keys
-    other = found.dispatch_key(BatchDescriptor(4, 4, True))
-    assert (other.mode, other.reason) == (NONE, MissReason.NO_KEY)
-    assert found.dispatch_key(decision.descriptor) is decision
 
 
 def test_full_mode_has_general_keys_only() -> None:
     found = dispatcher("FULL")
-    assert found.row(uniform=True) == found.row(uniform=False)
     assert {key.uniform for _, key in found.keys} == {False}
-    assert CUDAGraphMode.FULL.separate_routine() is False
+    assert all(found.dispatch(n, True) is found.dispatch(n, False) for n in range(20))

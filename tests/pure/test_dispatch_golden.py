@@ -8,7 +8,7 @@ from pathlib import Path
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 
-def test_the_replay_of_the_golden_trace_is_reproduced() -> None:
+def test_golden_trace_gives_the_same_decisions() -> None:
     replay = runpy.run_path(str(GOLDEN / "replay.py"))["replay"]
     text = replay()
     expected = (GOLDEN / "decisions.jsonl").read_text(encoding="utf-8")
@@ -18,7 +18,7 @@ def test_the_replay_of_the_golden_trace_is_reproduced() -> None:
     assert text == expected
 
 
-def test_the_replay_meets_hits_padding_and_every_ordinary_miss() -> None:
+def test_golden_decisions_hold_hits_and_ordinary_misses() -> None:
     text = (GOLDEN / "decisions.jsonl").read_text(encoding="utf-8")
     for word in ("HIT", "PADDED", "ABOVE_MAX", "MODE_NONE", "FULL", "PIECEWISE"):
         assert f'"{word}"' in text

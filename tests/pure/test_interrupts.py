@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, and that the tests of it run however the suite was started."""
+"""Ctrl-C between steps, also if a shell started the tests in the background."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from graphrt.interrupts import interrupted_between_steps
+from graphrt import interrupted_between_steps
 
 
-def test_the_first_interrupt_waits_until_somebody_asks() -> None:
+def test_first_interrupt_waits_for_the_check() -> None:
     with interrupted_between_steps() as check_interrupt:
         check_interrupt()
         signal.raise_signal(signal.SIGINT)
@@ -29,8 +29,8 @@ sys.exit(status)
 """
 
 
-def test_interrupts_arrive_also_where_a_shell_started_the_suite_in_the_background() -> None:
-    test = test_the_first_interrupt_waits_until_somebody_asks.__name__
+def test_interrupts_arrive_in_a_suite_run_in_the_background() -> None:
+    test = test_first_interrupt_waits_for_the_check.__name__
     ran = subprocess.run(
         [sys.executable, "-c", IN_THE_BACKGROUND, f"{__file__}::{test}"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The block allocator against a model: a set of what is out, and nothing ever out twice."""
+"""The block allocator against a model: the set of allocated blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.allocator = BlockAllocator(NUM_BLOCKS)
-        self.out: set[int] = set()
+        self.allocated: set[int] = set()
 
     @rule(target=blocks, count=st.integers(0, NUM_BLOCKS + 2))
     def allocate(self, count: int):
@@ -36,24 +36,24 @@ class AllocatorMachine(RuleBasedStateMachine):
             return multiple()
         got = self.allocator.allocate(count)
         assert len(set(got)) == count
-        assert not self.out & set(got)
-        self.out |= set(got)
+        assert not self.allocated & set(got)
+        self.allocated |= set(got)
         return multiple(*got)
 
     @rule(block=consumes(blocks))
     def free(self, block: int) -> None:
         self.allocator.free([block])
-        self.out.discard(block)
+        self.allocated.discard(block)
         with pytest.raises(BlockError):
             self.allocator.free([block])
 
-    @precondition(lambda self: self.out)
-    @rule(stranger=st.integers(-2, NUM_BLOCKS + 2))
-    def free_with_a_stranger_frees_nothing(self, stranger: int) -> None:
-        if stranger in self.out:
+    @precondition(lambda self: self.allocated)
+    @rule(other=st.integers(-2, NUM_BLOCKS + 2))
+    def free_with_an_unallocated_one_frees_nothing(self, other: int) -> None:
+        if other in self.allocated:
             return
         with pytest.raises(BlockError):
-            self.allocator.free([*self.out, stranger])
+            self.allocator.free([*self.allocated, other])
 
     @rule(block=blocks)
     def free_twice_in_one_call_frees_nothing(self, block: int) -> None:
@@ -61,10 +61,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.free([block, block])
 
     @invariant()
-    def counts_are_conserved_and_the_null_block_stays_in(self) -> None:
-        assert self.allocator.num_free + len(self.out) == self.allocator.num_usable
-        assert NULL_BLOCK not in self.out
-        assert self.out <= set(range(1, NUM_BLOCKS))
+    def the_null_block_is_never_allocated(self) -> None:
+        assert self.allocator.num_free + len(self.allocated) == self.allocator.num_usable
+        assert NULL_BLOCK not in self.allocated
+        assert self.allocated <= set(range(1, NUM_BLOCKS))
 
 
 TestAllocator = AllocatorMachine.TestCase

@@ -1,4 +1,4 @@
-"""The scheduler against a model that knows every token and believes nothing it is told."""
+"""The scheduler against a model that computes every token from what it finds in the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from graphrt_llm import FinishReason, SamplingParams
 from graphrt_llm.blocks import blocks_for
+from graphrt_llm.config import Limits
 from graphrt_llm.errors import (
     EngineConfigError,
     OutOfBlocksError,
@@ -17,8 +19,7 @@ from graphrt_llm.errors import (
     RequestError,
     UnknownRequestError,
 )
-from graphrt_llm.limits import Limits
-from graphrt_llm.request import FinishReason, Request, SamplingParams
+from graphrt_llm.request import Request
 from graphrt_llm.scheduler import ScheduledBatch, Scheduler
 
 
@@ -53,24 +54,24 @@ class CheckedCache:
     """The KV cache as a dict slot -> token: what a request reads back must be its own tokens."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.seats = scheduler.seats
+        self.table = scheduler.input_batch
         self.slots: dict[tuple[int, int], int] = {}
 
-    def slot(self, seat: int, position: int) -> tuple[int, int]:
-        block = int(self.seats.block_tables[seat, position // self.seats.block_size])
+    def slot(self, row: int, position: int) -> tuple[int, int]:
+        block = int(self.table.block_tables[row, position // self.table.block_size])
         assert block != 0, "a token would be written to the null block"
-        return block, position % self.seats.block_size
+        return block, position % self.table.block_size
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         written = []
-        for seat, start, length in zip(batch.seats, batch.starts, batch.query_lens, strict=True):
+        for row, start, length in zip(batch.rows, batch.starts, batch.query_lens, strict=True):
             for position in range(start, start + length):
-                written.append(self.slot(seat, position))
-                self.slots[written[-1]] = int(self.seats.tokens[seat, position])
+                written.append(self.slot(row, position))
+                self.slots[written[-1]] = int(self.table.tokens[row, position])
         assert len(set(written)) == len(written), "two tokens of one step share a slot"
         sampled = []
-        for seat, start, length in zip(batch.seats, batch.starts, batch.query_lens, strict=True):
-            seen = [self.slots[self.slot(seat, position)] for position in range(start + length)]
+        for row, start, length in zip(batch.rows, batch.starts, batch.query_lens, strict=True):
+            seen = [self.slots[self.slot(row, position)] for position in range(start + length)]
             sampled.append(next_token(seen))
         return sampled
 
@@ -87,13 +88,13 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch) -> None:
 
 
 def check_blocks(scheduler: Scheduler) -> None:
-    seats, held = scheduler.seats, []
+    table, held = scheduler.input_batch, []
     for running in scheduler.running:
-        held += seats.block_tables[running.seat, : seats.num_blocks[running.seat]].tolist()
-        assert not seats.block_tables[running.seat, seats.num_blocks[running.seat] :].any()
+        held += table.block_tables[running.row, : table.num_blocks[running.row]].tolist()
+        assert not table.block_tables[running.row, table.num_blocks[running.row] :].any()
     assert len(set(held)) == len(held)
-    assert len(held) + seats.allocator.num_free == seats.allocator.num_usable
-    assert len(scheduler.running) + seats.num_free == scheduler.limits.max_num_seqs
+    assert len(held) + table.allocator.num_free == table.allocator.num_usable
+    assert len(scheduler.running) + table.num_free_rows == scheduler.limits.max_num_seqs
 
 
 arrivals = st.lists(
@@ -110,7 +111,7 @@ arrivals = st.lists(
     spare_tokens=st.integers(0, 12),
     abort=st.none() | st.tuples(st.integers(0, 7), st.integers(0, 15)),
 )
-def test_every_request_gets_exactly_its_tokens_within_every_limit(
+def test_every_request_gets_its_tokens_within_every_limit(
     arrivals, block_size, spare_blocks, max_num_seqs, spare_tokens, abort
 ):
     largest = max(blocks_for(p + m - 1, block_size) for p, m, _ in arrivals)
@@ -165,7 +166,7 @@ def test_every_request_gets_exactly_its_tokens_within_every_limit(
         pytest.fail("requests did not finish")
 
     assert set(finished) == set(got)
-    assert scheduler.seats.allocator.num_free == scheduler.seats.allocator.num_usable
+    assert scheduler.input_batch.allocator.num_free == scheduler.input_batch.allocator.num_usable
     for r in requests:
         tokens = list(r.prompt_token_ids)
         expected = []
@@ -220,7 +221,7 @@ def test_a_one_token_last_chunk_is_uniform():
     assert batch.completes.tolist() == [True]
 
 
-def test_the_latest_arrival_gives_way_and_keeps_its_output():
+def test_the_latest_arrival_is_preempted_and_keeps_its_output():
     # 5 usable blocks of 2: both prompts take 2, and the first to need a third leaves none.
     scheduler = make_scheduler(
         num_blocks=6, block_size=2, max_num_seqs=2, max_num_batched_tokens=10
@@ -240,7 +241,7 @@ def test_the_latest_arrival_gives_way_and_keeps_its_output():
     assert tokens["first"] == tokens["second"], "equal prompts, equal tokens"
 
 
-def test_a_step_that_failed_is_simply_scheduled_again():
+def test_a_failed_step_is_scheduled_again():
     scheduler = make_scheduler()
     scheduler.add(request("a", 6))
     first = scheduler.schedule()
@@ -250,16 +251,16 @@ def test_a_step_that_failed_is_simply_scheduled_again():
     assert again.starts.tolist() == first.starts.tolist()
 
 
-def test_no_block_and_nobody_to_give_way_is_an_error_that_keeps_the_request():
+def test_no_block_and_no_other_request_is_an_error():
     scheduler = make_scheduler(num_blocks=4, block_size=2, max_num_seqs=1, max_num_batched_tokens=6)
     cache = CheckedCache(scheduler)
     scheduler.add(request("a", 2, max_tokens=4))
     batch = scheduler.schedule()
     scheduler.update(batch, cache.run(batch))
-    taken = scheduler.seats.allocator.allocate(2)
+    taken = scheduler.input_batch.allocator.allocate(2)
     with pytest.raises(OutOfBlocksError, match="'a'"):
         scheduler.schedule()
-    scheduler.seats.allocator.free(taken)
+    scheduler.input_batch.allocator.free(taken)
     assert len(run_to_end(scheduler, cache)[1]["a"]) == 3
 
 
@@ -274,14 +275,14 @@ def test_a_stop_token_ends_the_request_and_stays_in_its_output():
 @pytest.mark.parametrize(
     ("prompt", "max_tokens"), [(61, 4), (64, 1), (40, 25)], ids=["both", "prompt", "output"]
 )
-def test_what_cannot_fit_the_context_is_refused(prompt: int, max_tokens: int):
+def test_a_request_larger_than_the_context_is_refused(prompt: int, max_tokens: int):
     scheduler = make_scheduler()
     with pytest.raises(PromptTooLongError, match="context of 64"):
         scheduler.add(request("a", prompt, max_tokens))
     assert not scheduler.has_unfinished()
 
 
-def test_what_cannot_fit_the_cache_is_refused_and_what_just_fits_runs():
+def test_a_request_larger_than_the_cache_is_refused():
     scheduler = make_scheduler(
         num_blocks=4, block_size=4, max_num_seqs=3, max_num_batched_tokens=12
     )
@@ -330,7 +331,7 @@ def test_equal_requests_give_equal_batches():
         for i, (prompt, out) in enumerate([(9, 8), (3, 5), (14, 3), (1, 9)]):
             scheduler.add(request(f"r{i}", prompt, out))
         return [
-            (tuple(r.request_id for r in b.requests), tuple(b.query_lens), tuple(b.seats))
+            (tuple(r.request_id for r in b.requests), tuple(b.query_lens), tuple(b.rows))
             for b in run_to_end(scheduler)[0]
         ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphrt.errors import TraceError
-from graphrt.planner.trace import generate_azure_like, read_trace
+from graphrt.planner import generate_azure_like, read_trace
 
 NUM_REQUESTS = 19_366
 SECONDS = 3_502

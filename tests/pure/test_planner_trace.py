@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from graphrt.errors import TraceError
-from graphrt.planner.trace import (
-    TraceRequest,
-    read_azure_csv,
-    read_mooncake_jsonl,
-    read_trace,
-)
+from graphrt.planner import TraceRequest, read_azure_csv, read_mooncake_jsonl, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 AZURE = f"""{HEADER}

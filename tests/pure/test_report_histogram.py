@@ -6,13 +6,13 @@ import math
 
 import pytest
 from hypothesis import given, strategies as st
+from report_events import exact
 
-from graphrt.report.histogram import GAMMA, RANGE, RELATIVE_ERROR, Histogram, RunningHistogram
+from graphrt.report import RELATIVE_ERROR, Histogram, RunningHistogram
 
-# Multiples of 1/1024 of moderate size add up exactly, so that sums do not depend on order.
-exact = st.integers(1, 1 << 30).map(lambda n: n / 1024)
+LOW, HIGH = 1e-3, 1e9  # The range within which the error is promised.
 samples = st.lists(exact, max_size=60)
-within_range = st.floats(*RANGE, exclude_min=True)
+within_range = st.floats(LOW, HIGH, exclude_min=True)
 
 
 def of(values: list[float]) -> Histogram:
@@ -23,9 +23,7 @@ def of(values: list[float]) -> Histogram:
 
 
 @given(st.lists(within_range, min_size=1, max_size=200), st.floats(0, 1))
-def test_a_quantile_is_within_the_stated_error_of_the_sample_of_its_rank(
-    values: list[float], q: float
-) -> None:
+def test_quantile_is_within_the_stated_error(values: list[float], q: float) -> None:
     exact_value = sorted(values)[math.floor(q * (len(values) - 1))]
     estimate = of(values).quantile(q)
     assert estimate is not None
@@ -44,7 +42,7 @@ def test_count_total_and_extremes_are_exact(values: list[float]) -> None:
 
 
 @given(samples, samples, samples)
-def test_merging_equals_having_seen_all_samples_in_any_grouping(
+def test_merged_histograms_equal_one_of_all_samples(
     a: list[float], b: list[float], c: list[float]
 ) -> None:
     together = of(a + b + c)
@@ -71,7 +69,7 @@ def test_an_empty_histogram_has_no_quantile_and_no_mean() -> None:
 
 
 @pytest.mark.parametrize("q", [-0.1, 1.1, math.nan])
-def test_a_quantile_outside_the_unit_interval_is_refused(q: float) -> None:
+def test_quantile_outside_0_to_1_is_an_error(q: float) -> None:
     with pytest.raises(ValueError, match="within"):
         of([1.0]).quantile(q)
 
@@ -91,8 +89,8 @@ def test_memory_does_not_grow_with_the_samples() -> None:
     for exponent in range(-4_000, 4_000):
         running.add(10 ** (exponent / 200))
     num_buckets = len(running.freeze().buckets)
-    low, high = RANGE
-    assert num_buckets == pytest.approx(math.log(high / low) / math.log(GAMMA), abs=2)
+    bucket = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+    assert num_buckets == pytest.approx(math.log(HIGH / LOW) / math.log(bucket), abs=2)
 
 
 @given(st.lists(within_range, max_size=100))

@@ -16,34 +16,20 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from hypothesis import given, settings, strategies as st
+from report_events import RUNS, eager, run_of, steps
 
-from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
+from graphrt import Event
 from graphrt.errors import MissingExtraError, ReportError
-from graphrt.events import Captured, Event, RanEager, Replayed
-from graphrt.report.html import render_report
-from graphrt.report.metrics import StepMetrics
-from graphrt.report.page import ReportPage, check_report_path, write_report
-from graphrt.report.summary import PolicyRun
-from graphrt.report.tables import TextRow, TextTable
-
-
-def run_of(name: str, events: list[Event]) -> PolicyRun:
-    metrics = StepMetrics()
-    for event in events:
-        metrics(event)
-    return PolicyRun(name=name, metrics=metrics.snapshot(), capture_seconds=0.5, seconds=1.5)
-
-
-EAGER = RanEager(MissReason.ABOVE_MAX, 60, 2, False, 812.0)
-FULL = Replayed(RuntimeMode.FULL, MissReason.PADDED, 3, 4, 3, True, 95.0)
-PIECES = Replayed(RuntimeMode.PIECEWISE, MissReason.HIT, 8, 8, 3, False, 240.0)
-CAPTURED = Captured(
-    "model", RuntimeMode.FULL, BatchDescriptor(4), 1, 0, 9, 0.1, 4096, 0, 0, 0, False
+from graphrt.report import (
+    ReportPage,
+    TextRow,
+    TextTable,
+    check_report_path,
+    render_report,
+    write_report,
 )
-RUNS = [
-    run_of("NONE", [EAGER, EAGER]),
-    run_of("FULL_AND_PIECEWISE", [CAPTURED, FULL, FULL, PIECES, EAGER]),
-]
+
+EAGER = eager()
 PAGE = ReportPage(title="A run", lead="Two policies.", runs=RUNS)
 
 
@@ -136,28 +122,6 @@ def test_plots_without_data_and_tables_without_rows_are_left_out() -> None:
     assert images(render_report(ReportPage(title="t", lead="l", runs=[]))) == []
 
 
-steps = st.one_of(
-    st.builds(
-        Replayed,
-        st.sampled_from([RuntimeMode.PIECEWISE, RuntimeMode.FULL]),
-        st.just(MissReason.PADDED),
-        st.integers(1, 8),
-        st.sampled_from([8, 16, 8192]),
-        st.just(1),
-        st.booleans(),
-        st.floats(1e-3, 1e9),
-    ),
-    st.builds(
-        RanEager,
-        st.sampled_from([reason for reason in MissReason if reason.is_miss]),
-        st.integers(1, 9999),
-        st.just(1),
-        st.booleans(),
-        st.floats(1e-3, 1e9),
-    ),
-)
-
-
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.lists(steps, max_size=20), min_size=1, max_size=7))
 def test_any_runs_can_be_drawn(runs: list[list[Event]]) -> None:
@@ -169,17 +133,15 @@ def test_any_runs_can_be_drawn(runs: list[list[Event]]) -> None:
     assert len(images(page)) <= 4
 
 
-def test_a_long_run_makes_no_larger_page() -> None:
-    short = render_report(
-        ReportPage(title="t", lead="l", runs=[run_of("NONE", [EAGER, EAGER] * 200)])
-    )
-    long = render_report(
-        ReportPage(title="t", lead="l", runs=[run_of("NONE", [EAGER, EAGER] * 20_000)])
+def test_page_does_not_grow_with_the_steps() -> None:
+    short, long = (
+        render_report(ReportPage(title="t", lead="l", runs=[run_of("NONE", [EAGER] * num_steps)]))
+        for num_steps in (400, 40_000)
     )
     assert len(long) < 1.5 * len(short)
 
 
-def test_a_written_page_replaces_the_one_before_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_write_report_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("before")
     assert write_report(path, PAGE) == path.resolve()
@@ -187,7 +149,7 @@ def test_a_written_page_replaces_the_one_before_and_leaves_nothing_else(tmp_path
     assert os.listdir(tmp_path) == ["report.html"]
 
 
-def test_a_link_keeps_pointing_at_the_file_that_is_written(tmp_path: Path) -> None:
+def test_report_is_written_through_a_link(tmp_path: Path) -> None:
     link, target = tmp_path / "link.html", tmp_path / "target.html"
     link.symlink_to(target)
     assert write_report(link, PAGE) == target.resolve()
@@ -219,7 +181,7 @@ def below_a_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", [no_folder, a_folder, a_pipe, a_loop, below_a_file])
-def test_a_path_that_takes_no_report_is_refused_before_any_work(place, tmp_path: Path) -> None:
+def test_unusable_report_path_is_an_error_before_any_work(place, tmp_path: Path) -> None:
     path = place(tmp_path)
     with pytest.raises(ReportError) as raised:
         check_report_path(path)
@@ -227,17 +189,17 @@ def test_a_path_that_takes_no_report_is_refused_before_any_work(place, tmp_path:
     assert isinstance(raised.value, OSError)
 
 
-def test_a_folder_without_permission_is_refused(
+def test_folder_without_permission_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # Root may write everywhere, so the refusal is acted.
+    # Root may write everywhere, so the refusal is simulated.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ReportError, match="permission"):
         write_report(tmp_path / "report.html", PAGE)
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left"), KeyboardInterrupt()])
-def test_when_writing_fails_the_old_page_stays_and_nothing_is_left_behind(
+def test_failed_write_keeps_the_old_page_and_leaves_no_file(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "report.html"
@@ -255,13 +217,12 @@ def test_when_writing_fails_the_old_page_stays_and_nothing_is_left_behind(
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_without_the_libraries_the_error_says_what_to_install_before_any_work(
+def test_report_without_its_libraries_names_the_extra_at_once(
     missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    for module in ("graphrt.report.html", "graphrt.report.plots"):
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.delattr("graphrt.report.plots")
+    monkeypatch.delitem(sys.modules, "graphrt.report.plots", raising=False)
+    monkeypatch.delattr("graphrt.report.plots", raising=False)
     with pytest.raises(MissingExtraError, match=r"graphrt\[report\]") as raised:
         check_report_path(tmp_path / "report.html")
     assert raised.value.extra == "report"

@@ -5,53 +5,29 @@ from __future__ import annotations
 import math
 import pickle
 from collections import Counter
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, strategies as st
+from report_events import full, metrics_of, steps
 
-from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
-from graphrt.events import (
+from graphrt import (
+    BatchDescriptor,
     Captured,
     CaptureFailed,
     Event,
     Invalidated,
     RanEager,
+    Reason,
     Replayed,
     Retired,
+    RuntimeMode,
     Verified,
 )
-from graphrt.report.metrics import Metrics, StepMetrics
+from graphrt.report import Metrics, StepMetrics
 
-SIZES = (1, 2, 4, 8, 16, 64)
 KEY = BatchDescriptor(8)
 
-host_us = st.integers(1, 1 << 30).map(lambda n: n / 1024)
 seconds = st.integers(0, 1 << 20).map(lambda n: n / 1024)
-replayed = st.builds(
-    lambda mode, size, less, uniform, us: Replayed(
-        mode,
-        MissReason.PADDED if less else MissReason.HIT,
-        size - min(less, size - 1),
-        size,
-        min(size, 8),
-        uniform,
-        us,
-    ),
-    st.sampled_from([RuntimeMode.PIECEWISE, RuntimeMode.FULL]),
-    st.sampled_from(SIZES),
-    st.integers(0, 8),
-    st.booleans(),
-    host_us,
-)
-ran_eager = st.builds(
-    RanEager,
-    st.sampled_from([reason for reason in MissReason if reason.is_miss]),
-    st.integers(1, 8192),
-    st.integers(1, 64),
-    st.booleans(),
-    host_us,
-)
 count = st.integers(0, 1 << 30)
 captured = st.builds(
     Captured,
@@ -59,14 +35,13 @@ captured = st.builds(
     mode=st.sampled_from(RuntimeMode),
     key=st.just(KEY),
     num_graphs=count,
-    num_gaps=count,
+    num_eager=count,
     num_nodes=st.none() | count,
     seconds=seconds,
     pool_growth_bytes=count,
     exec_bytes=count,
-    slot_bytes=count,
+    static_output_bytes=count,
     external_bytes=count,
-    display=st.booleans(),
 )
 rare = st.one_of(
     captured,
@@ -82,14 +57,7 @@ rare = st.one_of(
     st.builds(Invalidated, st.just("model"), count, st.just(("weight",))),
     st.builds(Retired, count, count, count),
 )
-streams = st.lists(st.one_of(replayed, ran_eager, rare), max_size=60)
-
-
-def metrics_of(events: Iterable[Event]) -> Metrics:
-    metrics = StepMetrics()
-    for event in events:
-        metrics(event)
-    return metrics.snapshot()
+streams = st.lists(steps | rare, max_size=60)
 
 
 @given(streams)
@@ -115,7 +83,7 @@ def test_sums_by_mode_agree_with_the_events(events: list[Event]) -> None:
 
 
 @given(streams)
-def test_miss_reasons_count_eager_steps_only_and_sum_to_them(events: list[Event]) -> None:
+def test_miss_reasons_sum_to_the_eager_steps(events: list[Event]) -> None:
     metrics = metrics_of(events)
     assert metrics.miss_reasons() == Counter(e.reason for e in events if isinstance(e, RanEager))
     assert sum(metrics.miss_reasons().values()) == metrics.by_mode()[RuntimeMode.NONE].steps
@@ -137,24 +105,19 @@ def test_padding_is_counted_by_captured_size(events: list[Event]) -> None:
 
 
 def test_padding_percent_is_over_padded_tokens_of_all_steps() -> None:
-    metrics = metrics_of(
-        [
-            Replayed(RuntimeMode.FULL, MissReason.PADDED, 3, 4, 3, True, 10.0),
-            RanEager(MissReason.ABOVE_MAX, 6, 2, False, 10.0),
-        ]
-    )
+    metrics = metrics_of([full(), RanEager(Reason.ABOVE_MAX, 6, 2, False, 10.0)])
     assert metrics.total().padding_percent == 100 * 1 / 10
     assert Metrics().total().padding_percent == 0
 
 
 @given(streams)
-def test_captures_and_what_became_of_them_are_counted(events: list[Event]) -> None:
+def test_captures_failures_and_retirements_are_counted(events: list[Event]) -> None:
     metrics = metrics_of(events)
     programs = [event for event in events if isinstance(event, Captured)]
     total = metrics.captures_of_all()
     assert total.programs == len(programs)
     assert total.graphs == sum(event.num_graphs for event in programs)
-    assert total.gaps == sum(event.num_gaps for event in programs)
+    assert total.eager_segments == sum(event.num_eager for event in programs)
     assert total.seconds == sum(event.seconds for event in programs)
     assert total.external_bytes == sum(event.external_bytes for event in programs)
     assert total.graph_bytes == sum(
@@ -176,13 +139,13 @@ def test_captures_and_what_became_of_them_are_counted(events: list[Event]) -> No
     )
 
 
-def test_a_difference_that_is_no_number_counts_as_infinite() -> None:
+def test_nan_difference_counts_as_infinite() -> None:
     unequal = [Verified(RuntimeMode.FULL, KEY, False, d) for d in (1.0, math.nan, 2.0)]
     assert metrics_of(unequal).verifications == (0, 3, math.inf)
 
 
 @given(streams, streams, streams)
-def test_merging_is_associative_and_empty_metrics_change_nothing(
+def test_merging_metrics_is_associative_with_a_neutral_one(
     a: list[Event], b: list[Event], c: list[Event]
 ) -> None:
     x, y, z = metrics_of(a), metrics_of(b), metrics_of(c)
@@ -192,7 +155,7 @@ def test_merging_is_associative_and_empty_metrics_change_nothing(
 
 
 @given(streams, streams)
-def test_merged_counts_are_those_of_one_observer_of_both(a: list[Event], b: list[Event]) -> None:
+def test_merged_counts_are_those_of_one_observer(a: list[Event], b: list[Event]) -> None:
     merged, together = metrics_of(a).merge(metrics_of(b)), metrics_of(a + b)
     assert merged.steps == together.steps
     assert merged.host_us == together.host_us
@@ -202,7 +165,7 @@ def test_merged_counts_are_those_of_one_observer_of_both(a: list[Event], b: list
 
 
 @given(streams)
-def test_a_snapshot_is_not_touched_by_later_events(events: list[Event]) -> None:
+def test_snapshot_is_not_changed_by_later_events(events: list[Event]) -> None:
     metrics = StepMetrics()
     for event in events:
         metrics(event)
@@ -218,10 +181,10 @@ def test_a_snapshot_is_not_touched_by_later_events(events: list[Event]) -> None:
 def test_memory_does_not_grow_with_the_steps(num_steps: int) -> None:
     metrics = StepMetrics()
     for step in range(num_steps):
-        size = SIZES[step % len(SIZES)]
-        metrics(Replayed(RuntimeMode.FULL, MissReason.HIT, size, size, 1, True, 1 + step % 100))
-        metrics(RanEager(MissReason.ABOVE_MAX, 1_000 + step, 1, False, 1 + step % 100))
+        size = 1 << step % 6
+        metrics(Replayed(RuntimeMode.FULL, Reason.HIT, size, size, 1, True, 1 + step % 100))
+        metrics(RanEager(Reason.ABOVE_MAX, 1_000 + step, 1, False, 1 + step % 100))
     snapshot = metrics.snapshot()
     assert snapshot.total().steps == 2 * num_steps
-    assert len(snapshot.steps) == len(SIZES) + 1
+    assert len(snapshot.steps) == 6 + 1
     assert sum(len(histogram.buckets) for histogram in snapshot.host_us.values()) < 300

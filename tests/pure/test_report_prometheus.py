@@ -9,10 +9,19 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from prometheus_client import CollectorRegistry, generate_latest
+from report_events import captured
 
-from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
+from graphrt import (
+    BatchDescriptor,
+    CaptureFailed,
+    RanEager,
+    Reason,
+    Replayed,
+    Retired,
+    RuntimeMode,
+    Verified,
+)
 from graphrt.errors import ConfigError, MissingExtraError
-from graphrt.events import Captured, CaptureFailed, RanEager, Replayed, Retired, Verified
 from graphrt.report.prometheus import HOST_SECONDS_BOUNDS, PrometheusObserver
 
 KEY = BatchDescriptor(8)
@@ -23,13 +32,12 @@ def registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     observe = PrometheusObserver(registry)
     for _ in range(3):
-        observe(Replayed(RuntimeMode.FULL, MissReason.PADDED, 3, 4, 3, True, 150.0))
-    observe(Replayed(RuntimeMode.FULL, MissReason.PADDED, 7, 8, 7, True, 90.0))
-    observe(Replayed(RuntimeMode.PIECEWISE, MissReason.HIT, 16, 16, 2, False, 400.0))
-    observe(RanEager(MissReason.ABOVE_MAX, 90, 2, False, 10e6))
+        observe(Replayed(RuntimeMode.FULL, Reason.PADDED, 3, 4, 3, True, 150.0))
+    observe(Replayed(RuntimeMode.FULL, Reason.PADDED, 7, 8, 7, True, 90.0))
+    observe(Replayed(RuntimeMode.PIECEWISE, Reason.HIT, 16, 16, 2, False, 400.0))
+    observe(RanEager(Reason.ABOVE_MAX, 90, 2, False, 10e6))
     for size in (8, 4):
-        key = BatchDescriptor(size)
-        observe(Captured("model", RuntimeMode.FULL, key, 1, 0, 50, 0.25, 1000, 100, 10, 5, False))
+        observe(captured(RuntimeMode.FULL, size, graphs=1))
     observe(CaptureFailed("model", RuntimeMode.FULL, KEY, "GraphMemoryError", "no room"))
     observe(Verified(RuntimeMode.FULL, KEY, True, 0.0))
     observe(Retired(0, 1, 1100))
@@ -52,7 +60,7 @@ def registry() -> CollectorRegistry:
         ("graphrt_step_host_seconds_bucket", {"mode": "NONE", "le": "+Inf"}, 1),
         ("graphrt_captures_total", {"mode": "FULL"}, 2),
         ("graphrt_capture_seconds_total", {"mode": "FULL"}, 0.5),
-        ("graphrt_graph_bytes", {}, 1100),
+        ("graphrt_graph_bytes", {}, 2 * (1024 + 512) - 1100),
         ("graphrt_capture_failures_total", {"error": "GraphMemoryError"}, 1),
         ("graphrt_verifications_total", {"equal": "true"}, 1),
         ("graphrt_retired_programs_total", {}, 1),
@@ -70,7 +78,7 @@ def test_the_text_form_is_complete(registry: CollectorRegistry) -> None:
     assert 'graphrt_captured_graphs_total{mode="FULL"} 2.0' in text
 
 
-def test_a_second_observer_in_one_registry_is_refused(registry: CollectorRegistry) -> None:
+def test_second_observer_of_one_registry_is_an_error(registry: CollectorRegistry) -> None:
     with pytest.raises(ConfigError, match="one observer"):
         PrometheusObserver(registry)
 
@@ -78,13 +86,13 @@ def test_a_second_observer_in_one_registry_is_refused(registry: CollectorRegistr
 def test_closing_frees_the_registry() -> None:
     registry = CollectorRegistry()
     first = PrometheusObserver(registry)
-    first(RanEager(MissReason.NO_KEY, 1, 1, False, 1.0))
+    first(RanEager(Reason.NO_KEY, 1, 1, False, 1.0))
     assert first.snapshot().total().steps == 1
     first.close()
     PrometheusObserver(registry).close()
 
 
-def test_without_the_library_the_error_says_what_to_install(
+def test_prometheus_without_its_library_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)

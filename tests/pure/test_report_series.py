@@ -8,10 +8,12 @@ from random import Random
 
 import pytest
 from hypothesis import given, strategies as st
+from report_events import metrics_of
 
-from graphrt.batch import RuntimeMode
-from graphrt.report.series import NUM_BINS, RunningTokenSeries, TokenSeries
+from graphrt import RanEager, Reason, Replayed, RuntimeMode
+from graphrt.report import TokenSeries
 
+NUM_BINS = 256
 Steps = list[tuple[RuntimeMode, int]]
 
 
@@ -32,10 +34,12 @@ steps = st.builds(some_steps, lengths, st.integers(0, 1000))
 
 
 def of(taken: Steps) -> TokenSeries:
-    running = RunningTokenSeries()
-    for mode, num_tokens in taken:
-        running.add(mode, num_tokens)
-    return running.freeze()
+    return metrics_of(
+        RanEager(Reason.MODE_NONE, num_tokens, 1, False, 1.0)
+        if mode is RuntimeMode.NONE
+        else Replayed(mode, Reason.HIT, num_tokens, num_tokens, 1, False, 1.0)
+        for mode, num_tokens in taken
+    ).series
 
 
 @given(steps)

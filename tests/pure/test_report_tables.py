@@ -7,98 +7,25 @@ from io import StringIO
 
 import pytest
 from hypothesis import given, strategies as st
+from report_events import RUNS, captured, eager, full, run_of, steps
 from rich.console import Console
 
-from graphrt.batch import BatchDescriptor, MissReason, RuntimeMode
-from graphrt.events import Captured, Event, RanEager, Replayed
-from graphrt.report.histogram import RunningHistogram
-from graphrt.report.metrics import Metrics, StepMetrics
-from graphrt.report.summary import PolicyRun, eager_reasons, summarize_runs
-from graphrt.report.tables import (
-    ABSENT,
-    EXPLANATIONS,
+from graphrt import Event, Reason, RuntimeMode
+from graphrt.report import (
+    Metrics,
+    PolicyRun,
     TextRow,
     TextTable,
-    as_rich,
     capture_table,
-    captures,
-    comparison,
     comparison_table,
+    eager_reasons,
     miss_table,
     size_text,
+    summarize_runs,
     time_text,
 )
 
-
-def run_of(name: str, events: list[Event], seconds: float = 1.0) -> PolicyRun:
-    """A run whose whole steps take 50 us longer than the host's part of them."""
-    metrics, step_us = StepMetrics(), RunningHistogram()
-    for event in events:
-        metrics(event)
-        if isinstance(event, Replayed | RanEager):
-            step_us.add(event.host_us + 50)
-    return PolicyRun(
-        name=name,
-        metrics=metrics.snapshot(),
-        capture_seconds=0.5,
-        seconds=seconds,
-        step_us=step_us.freeze(),
-    )
-
-
-def eager(host_us: float = 200.0, reason: MissReason = MissReason.MODE_NONE) -> RanEager:
-    return RanEager(reason, 6, 2, False, host_us)
-
-
-def full(host_us: float = 100.0) -> Replayed:
-    return Replayed(RuntimeMode.FULL, MissReason.PADDED, 3, 4, 3, True, host_us)
-
-
-def captured(mode: RuntimeMode, size: int, graphs: int) -> Captured:
-    return Captured(
-        "model", mode, BatchDescriptor(size), graphs, graphs - 1, 40, 0.25, 1024, 512, 256, 9, False
-    )
-
-
-RUNS = [
-    run_of("NONE", [eager()] * 4),
-    run_of(
-        "FULL_AND_PIECEWISE",
-        [
-            captured(RuntimeMode.PIECEWISE, 16, 5),
-            captured(RuntimeMode.FULL, 4, 1),
-            full(),
-            full(),
-            full(),
-            eager(reason=MissReason.ABOVE_MAX),
-        ],
-    ),
-]
-
-modes = st.sampled_from([RuntimeMode.PIECEWISE, RuntimeMode.FULL])
-steps = st.lists(
-    st.one_of(
-        st.builds(
-            Replayed,
-            modes,
-            st.just(MissReason.PADDED),
-            st.integers(1, 8),
-            st.sampled_from([8, 16]),
-            st.just(1),
-            st.booleans(),
-            st.floats(1, 1e6),
-        ),
-        st.builds(
-            RanEager,
-            st.sampled_from([reason for reason in MissReason if reason.is_miss]),
-            st.integers(1, 99),
-            st.just(1),
-            st.booleans(),
-            st.floats(1, 1e6),
-        ),
-    ),
-    max_size=30,
-)
+ABSENT = "-"
 
 
 def printed(renderable: object, width: int = 80) -> str:
@@ -112,8 +39,8 @@ def cells(grid: TextTable, name: str) -> tuple[str, ...]:
     return row.cells
 
 
-@given(steps)
-def test_a_summary_adds_up(events: list[Event]) -> None:
+@given(st.lists(steps, max_size=30))
+def test_summary_adds_up(events: list[Event]) -> None:
     summary = summarize_runs([run_of("PIECEWISE", events)])["PIECEWISE"]
     assert set(summary.runtime_modes) == {"FULL", "PIECEWISE", "NONE"}
     assert sum(summary.runtime_modes.values()) == summary.steps == len(events)
@@ -147,7 +74,7 @@ def test_the_json_fields_are_those_of_the_contract() -> None:
     }
 
 
-def test_the_baseline_compares_with_itself_as_one_and_without_it_there_is_no_ratio() -> None:
+def test_step_time_ratio_needs_a_baseline_with_steps() -> None:
     assert summarize_runs(RUNS)["NONE"].step_time_ratio_to_none == 1
     assert summarize_runs(RUNS[1:])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
     still = PolicyRun(name="FULL", metrics=Metrics(), capture_seconds=0, seconds=0)
@@ -156,7 +83,7 @@ def test_the_baseline_compares_with_itself_as_one_and_without_it_there_is_no_rat
     assert summarize_runs([idle, RUNS[1]])["FULL_AND_PIECEWISE"].step_time_ratio_to_none is None
 
 
-def test_p50_and_p99_are_those_of_all_steps_of_a_run() -> None:
+def test_p50_and_p99_are_of_all_steps() -> None:
     events: list[Event] = [*[full(100.0)] * 60, *[eager(900.0)] * 38, full(5000.0), full(5000.0)]
     summary = summarize_runs([run_of("FULL", events)])["FULL"]
     assert summary.host_us_p50 == pytest.approx(100, rel=0.01)
@@ -164,12 +91,12 @@ def test_p50_and_p99_are_those_of_all_steps_of_a_run() -> None:
 
 
 def test_reasons_of_all_runs_come_most_frequent_first() -> None:
-    assert eager_reasons(RUNS) == [MissReason.MODE_NONE, MissReason.ABOVE_MAX]
+    assert eager_reasons(RUNS) == [Reason.MODE_NONE, Reason.ABOVE_MAX]
     assert eager_reasons([]) == []
 
 
 def test_the_comparison_says_what_was_counted() -> None:
-    grid = comparison(RUNS)
+    grid = comparison_table(RUNS)
     assert grid.columns == ("NONE", "FULL_AND_PIECEWISE")
     assert cells(grid, "steps") == ("4", "4")
     assert [row.cells for row in grid.rows if row.name == "FULL"] == [
@@ -196,7 +123,7 @@ def test_the_comparison_says_what_was_counted() -> None:
 
 
 def test_captures_have_a_row_for_each_mode_that_captured() -> None:
-    grid = captures(RUNS)
+    grid = capture_table(RUNS)
     assert [(row.name, *row.cells[:4]) for row in grid.rows] == [
         ("FULL_AND_PIECEWISE", "FULL", "1", "1", "40"),
         ("FULL_AND_PIECEWISE", "PIECEWISE", "1", "5", "40"),
@@ -216,15 +143,18 @@ def test_four_policies_fit_a_terminal_of_80_columns() -> None:
     assert all(name in printed(comparison_table(runs)) for name in names)
 
 
-def test_a_name_with_markup_is_shown_as_it_is() -> None:
+def test_markup_in_names_is_shown_literally() -> None:
     assert "[red]x" in printed(comparison_table([run_of("[red]x", [eager()])]))
     grid = TextTable("[b]title", ("[i]column",), (TextRow("[u]row", ("[s]cell",)),), "[dim]note")
-    text = printed(as_rich(grid))
+    text = printed(grid)
     assert all(part in text for part in ("[b]title", "[i]column", "[u]row", "[s]cell", "[dim]note"))
 
 
-def test_every_reason_has_words() -> None:
-    assert set(EXPLANATIONS) == set(MissReason)
+def test_every_miss_is_explained() -> None:
+    misses = [reason for reason in Reason if reason.is_miss]
+    table = miss_table([run_of("NONE", [eager(reason=reason) for reason in misses])])
+    assert [row.name for row in table.rows] == [reason.name for reason in misses]
+    assert len({row.cells for row in table.rows}) == len(misses)
 
 
 @pytest.mark.parametrize(
@@ -247,5 +177,5 @@ def test_sizes_have_binary_units(num_bytes: int, text: str) -> None:
     ("host_us", "text"),
     [(None, ABSENT), (0.5, "0.50 us"), (87.12, "87.1 us"), (3200, "3.20 ms"), (2.5e6, "2.50 s")],
 )
-def test_times_have_the_unit_a_person_reads(host_us: float | None, text: str) -> None:
+def test_times_have_readable_units(host_us: float | None, text: str) -> None:
     assert time_text(host_us) == text

@@ -1,4 +1,4 @@
-"""The reference answers, all of them in this process; a handful also through the command line."""
+"""The reference answers: all of them in this process, some also through the command line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from graphrt.batch import RuntimeMode
-from graphrt.cli.answers import of_decision, of_resolved
+from graphrt import CUDAGraphDispatcher, RuntimeMode
 from graphrt.cli.files import read_config
-from graphrt.config import resolve
-from graphrt.config.keys import captured_lora_counts
-from graphrt.config.sizes import padding_table
-from graphrt.dispatch import CUDAGraphDispatcher
+from graphrt.cli.json_output import of_decision, of_resolved
+from graphrt.config import Facts, RuntimeConfig, resolve
 from graphrt.errors import ConfigError
 
 
@@ -32,9 +29,7 @@ def config_file(folder: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["sizes.jsonl", "resolve.jsonl"])
-def test_every_config_resolves_as_the_reference_does(
-    shared: Path, tmp_path: Path, name: str
-) -> None:
+def test_every_config_resolves_as_in_the_reference(shared: Path, tmp_path: Path, name: str) -> None:
     wrong = []
     for case in cases(shared, name):
         try:
@@ -48,7 +43,7 @@ def test_every_config_resolves_as_the_reference_does(
     assert wrong == []
 
 
-def test_every_batch_is_dispatched_as_the_reference_does(shared: Path, tmp_path: Path) -> None:
+def test_every_batch_is_dispatched_as_in_the_reference(shared: Path, tmp_path: Path) -> None:
     wrong = []
     num_batches = 0
     for case in cases(shared, "dispatch.jsonl"):
@@ -70,14 +65,13 @@ def test_every_batch_is_dispatched_as_the_reference_does(shared: Path, tmp_path:
     assert num_batches > 4000
 
 
-def test_adapter_counts_are_captured_and_rounded_as_the_reference_does(shared: Path) -> None:
+def test_adapter_counts_are_those_of_the_reference(shared: Path) -> None:
     text = (shared / "vectors" / "lora_counts.json").read_text(encoding="utf-8")
     for case in json.loads(text)["cases"]:
-        counts = captured_lora_counts(
-            case["max_loras"], case["lora_capture"], query_len=1, with_zero=True
-        )
-        assert list(counts) == [0, *case["captured"]], case
-        assert list(padding_table(counts)) == case["rounded"], case
+        config = RuntimeConfig(max_loras=case["max_loras"], lora_capture=case["lora_capture"])
+        plan = resolve(config, Facts()).plan
+        assert list(plan.lora_counts) == [0, *case["captured"]], case
+        assert list(plan.lora_padding_table) == case["rounded"], case
 
 
 def graphrt(*words: object) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lab import Lab
+
 # Before their first import, or a failing case would not show its values.
 pytest.register_assert_rewrite("bug_classes", "device_contract", "runtime_interrupts")
 
@@ -17,3 +19,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab() as lab:
+        yield lab

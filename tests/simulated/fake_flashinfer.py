@@ -1,155 +1,83 @@
-"""Stands in for FlashInfer on a CPU: reads what the real one reads, computes it the slow way.
-
-A wrapper made for CUDA graphs keeps the buffers that it was given, and reads them when it runs: so
-do the kernels of a graph. The plan is whatever the latest call of ``plan`` said of the lengths.
-"""
+"""FlashInfer's interface on a CPU: reads the memory that the real kernels read."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import sys
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from llm_paged import dense
 from torch import Tensor
 
 from graphrt_llm.attention import flashinfer
 
 
-class _Event:
-    def __init__(self, device: Any) -> None:
-        self.is_recorded = False
-
-    def record(self) -> None:
-        self.is_recorded = True
-
-    def synchronize(self) -> None:
-        assert self.is_recorded
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The last len(q) tokens of a sequence attend to everything up to themselves."""
-    groups = q.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(q.shape[-1])
-    unseen = torch.ones(len(q), len(keys), dtype=torch.bool).triu(len(keys) - len(q) + 1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), values)
-
-
-class _Wrapper:
-    made: list[_Wrapper] = []  # noqa: RUF012 - emptied by install
+class Wrapper:
+    """A decode or prefill wrapper. One for CUDA graphs reads the buffers it was made with."""
 
     def __init__(self, workspace: Tensor, **options: Any) -> None:
-        self.options = options
         self.is_static = options.get("use_cuda_graph", False)
         self.begins = options.get("paged_kv_indptr_buffer")
-        self.last = options.get("paged_kv_last_page_len_buffer")
         self.blocks = options.get("paged_kv_indices_buffer")
+        self.last = options.get("paged_kv_last_page_len_buffer")
         self.plans: list[str] = []
-        self.made.append(self)
 
     def reset_workspace_buffer(self, workspace: Tensor, plan: Tensor) -> None:
         assert plan.dtype == torch.uint8
 
-    def _keep(self, begins: Tensor, blocks: Tensor, last: Tensor) -> None:
+    def plan(self, *args: Any, kind: str = "whole", **options: Any) -> None:
+        """Prefill passes the ends of its chunks first; the last four are the model's shape."""
+        *ends, begins, blocks, last = args[:-4]
         assert begins.dtype == blocks.dtype == last.dtype == torch.int32
         assert len(blocks) >= begins[-1]
+        self.plans.append(kind)
+        self.ends = ends[0].tolist() if ends else list(range(len(last) + 1))
+        if ends:
+            assert options["causal"]
+            assert options["max_token_per_sequence"] == int(ends[0].diff().max())
         if self.is_static:
             assert len(last) == len(self.last), "a captured number of requests never changes"
         else:
             self.begins, self.blocks, self.last = begins.clone(), blocks.clone(), last.clone()
 
-    def _run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, ends: list[int]) -> None:
-        assert ends[-1] == len(q) == len(out)
-        assert out.is_contiguous()
-        keys, values = kv
-        size = keys.shape[1]
-        begins = self.begins.tolist()
-        for row, (begin, end) in enumerate(itertools.pairwise(begins)):
-            length = (end - begin - 1) * size + int(self.last[row])
-            blocks = self.blocks[begin:end].long()
-            mine = slice(ends[row], ends[row + 1])
-            out[mine] = _attend(
-                q[mine], keys[blocks].flatten(0, 1)[:length], values[blocks].flatten(0, 1)[:length]
-            )
-
-
-class Decode(_Wrapper):
-    def plan(
-        self,
-        begins: Tensor,
-        blocks: Tensor,
-        last: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        q_data_type: torch.dtype,
-    ) -> None:
-        self.plans.append("whole")
-        self._keep(begins, blocks, last)
-
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor) -> None:
-        self._run(q, kv, out, list(range(len(self.last) + 1)))
+        assert self.ends[-1] == len(q) == len(out)
+        assert out.is_contiguous()
+        size, begins = kv[0].shape[1], self.begins.tolist()
+        for row in range(len(begins) - 1):
+            blocks = self.blocks[begins[row] : begins[row + 1]].long()
+            length = (len(blocks) - 1) * size + int(self.last[row])
+            keys, values = (part[blocks].flatten(0, 1)[:length] for part in kv)
+            tokens = slice(self.ends[row], self.ends[row + 1])
+            out[tokens] = dense(q[tokens], keys, values)
 
 
 def fast_decode_plan(
-    wrapper: Decode,
-    begins: Tensor,
-    blocks: Tensor,
-    last: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    *,
-    q_data_type: torch.dtype,
-    global_override_indptr_cpu: Tensor,
+    wrapper: Wrapper, *args: Any, global_override_indptr_cpu: Tensor, **options: Any
 ) -> None:
     assert wrapper.plans, "a fast plan needs a whole one before it"
-    wrapper.plans.append("fast")
-    wrapper._keep(begins, blocks, last)
+    wrapper.plan(*args, kind="fast")
 
 
-class Prefill(_Wrapper):
-    def plan(
-        self,
-        ends: Tensor,
-        begins: Tensor,
-        blocks: Tensor,
-        last: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        causal: bool,
-        q_data_type: torch.dtype,
-        max_token_per_sequence: int,
-    ) -> None:
-        assert causal
-        self.ends = ends.tolist()
-        assert max_token_per_sequence == int(ends.diff().max())
-        self._keep(begins, blocks, last)
+def install(patch: pytest.MonkeyPatch) -> list[Wrapper]:
+    """Put it where ``import flashinfer`` finds it; returns the wrappers that are made from now."""
+    made: list[Wrapper] = []
 
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor) -> None:
-        self._run(q, kv, out, self.ends)
+    def make(*args: Any, **options: Any) -> Wrapper:
+        made.append(Wrapper(*args, **options))
+        return made[-1]
 
-
-def install(patch: pytest.MonkeyPatch) -> list[_Wrapper]:
-    """Put the stand-in where ``import flashinfer`` finds it; returns the wrappers made from now."""
-    decode, prefill = ModuleType("flashinfer.decode"), ModuleType("flashinfer.prefill")
-    decode.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
-    decode.fast_decode_plan = fast_decode_plan  # type: ignore[attr-defined]
-    prefill.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
     package = ModuleType("flashinfer")
-    package.decode, package.prefill = decode, prefill  # type: ignore[attr-defined]
+    package.decode = mock.Mock(  # type: ignore[attr-defined]
+        BatchDecodeWithPagedKVCacheWrapper=make, fast_decode_plan=fast_decode_plan
+    )
+    package.prefill = mock.Mock(BatchPrefillWithPagedKVCacheWrapper=make)  # type: ignore[attr-defined]
     patch.setitem(sys.modules, "flashinfer", package)
+    # The fake uses no workspace, and hypothesis makes many backends.
+    patch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
     patch.setattr(flashinfer, "obstacle", lambda cache: None)
-    patch.setattr(torch, "Event", _Event)
-    _Wrapper.made.clear()
-    return _Wrapper.made
+    patch.setattr(torch, "Event", mock.Mock())
+    return made

@@ -1,7 +1,8 @@
-"""Batches over a paged cache, built by hand: what the model's and attention's tests share."""
+"""Batches over a paged cache, built by hand, and dense attention to compare with."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,14 +23,14 @@ class Step(NamedTuple):
     positions: Tensor
     attn: AttentionInputs
     logits_indices: Tensor
-    live: AttentionMetadata
+    metadata: AttentionMetadata
     num_tokens: int
 
 
 def shuffled_tables(
     num_requests: int, max_blocks: int, num_blocks: int, generator: torch.Generator
 ) -> Tensor:
-    """Block tables whose blocks lie anywhere, the null block excepted."""
+    """Block tables of random blocks, none of them the null block."""
     blocks = 1 + torch.randperm(num_blocks - 1, generator=generator)
     return blocks[: num_requests * max_blocks].view(num_requests, max_blocks)
 
@@ -74,11 +75,20 @@ def make_step(
 
 
 def key_of(step: Step, formula: str) -> BatchDescriptor:
-    """The key that makes a backend use ``formula``: "static", "uniform" or "live"."""
+    """The key that makes a backend use ``formula``: "static", "uniform" or "host"."""
     tokens, requests = len(step.positions), len(step.attn.seq_lens)
-    if formula == "live":
+    if formula == "host":
         return BatchDescriptor(tokens)
     return BatchDescriptor(tokens, requests, uniform=formula == "uniform")
+
+
+def dense(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The last len(q) tokens of a sequence attend to all tokens up to themselves."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(q.shape[-1])
+    unseen = torch.ones(len(q), len(keys), dtype=torch.bool).triu(len(keys) - len(q) + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), values)
 
 
 def attention(

@@ -7,19 +7,17 @@ from typing import Any
 
 import torch
 
-from graphrt.device.base import Pool
 from graphrt.device.simulated import SimulatedDevice
-from graphrt.device.simulated.tape import SimulatedGraph
 
 
 def record(
     device: SimulatedDevice,
-    pool: Pool,
+    pool: Any,
     fn: Callable[[], Any],
     mode: Callable[[], Any] = torch.no_grad,
     **options: Any,
-) -> tuple[SimulatedGraph, Any]:
-    """Record ``fn`` on the stream "capture"; an error aborts the window and passes."""
+) -> tuple[Any, Any]:
+    """Record ``fn`` on the stream "capture": graph and result. An error aborts, and passes."""
     stream = device.stream("capture")
     with mode(), device.use(stream):
         recording = device.begin(pool, stream, "case", **options)

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: bad input and Ctrl-C, in a process of its own."""
+"""The command line in a process of its own: bad input and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -85,26 +85,24 @@ def zero_and_negative(folder: Path) -> list[str]:
         (truncated_safetensors, "WeightsFileError", ["model.safetensors"]),
     ],
 )
-def test_bad_input_is_status_2_one_typed_message_and_no_file(
+def test_bad_input_is_status_2_with_one_typed_message(
     make: Callable[[Path], list[str]], error: str, words: Sequence[str], tmp_path: Path
 ) -> None:
     command = make(tmp_path)
     before = sorted(os.listdir(tmp_path))
     done = graphrt(*command, "--json", folder=tmp_path)
     assert done.returncode == 2
-    told = json.loads(done.stdout)["error"]
-    assert told["type"] == error
+    answer = json.loads(done.stdout)["error"]
+    assert answer["type"] == error
     for word in words:
-        assert word in told["message"]
+        assert word in answer["message"]
     assert error in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(os.listdir(tmp_path)) == before
 
 
 @pytest.mark.parametrize("moment", ["capture", "serve"])
-def test_ctrl_c_in_the_middle_of_a_run_is_status_130_and_leaves_nothing(
-    moment: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_during_a_run_is_status_130_and_leaves_no_file(moment: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, moment],
         cwd=tmp_path,
@@ -114,7 +112,7 @@ def test_ctrl_c_in_the_middle_of_a_run_is_status_130_and_leaves_nothing(
     )
     try:
         assert process.stdout is not None
-        # The run says when it is in the middle, and then goes on with it.
+        # The child prints this in the middle of its run, and then goes on.
         assert process.stdout.readline().strip() == "in the middle"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
@@ -128,7 +126,7 @@ def test_ctrl_c_in_the_middle_of_a_run_is_status_130_and_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-# The command itself, whose model says when it is being captured or served for the fifth time.
+# The command itself; its model prints a line in the fifth call of the capture or of the serving.
 INTERRUPTIBLE = """
 import signal, sys
 from graphrt.cli import main
@@ -139,28 +137,28 @@ import graphrt_llm.serving as serving
 signal.signal(signal.SIGINT, signal.default_int_handler)
 moment = sys.argv[1]
 calls = 0
-def say_so():
+def announce():
     global calls
     calls += 1
     if calls == 5:
         print("in the middle", flush=True)
 
 forward = CausalLM.forward
-def telling(self, *args, **kwargs):
+def announcing_forward(self, *args, **kwargs):
     if moment == "capture":
-        say_so()
+        announce()
     return forward(self, *args, **kwargs)
-CausalLM.forward = telling
+CausalLM.forward = announcing_forward
 
 tokens = serving.prompt_tokens
-def asked(*args):
+def announcing_tokens(*args):
     if moment == "serve":
-        say_so()
+        announce()
     return tokens(*args)
-serving.prompt_tokens = asked
+serving.prompt_tokens = announcing_tokens
 
 modes = "NONE" if moment == "serve" else "FULL"
-# Far more than ends in time: only the interrupt ends this run.
+# Too many to finish: only the interrupt ends this run.
 requests = "100000" if moment == "serve" else "4"
 main(["demo", "--device", "simulated", "--modes", modes, "--requests", requests, "--json"])
 """

@@ -33,7 +33,7 @@ from benchmarks.harness import CannotRunError, Case, Row, row
 from benchmarks.models import DecodeStep, small_runtime
 from benchmarks.table import number_of
 
-from graphrt import Runtime, RuntimeMode, SimulatedDevice
+from graphrt import CompilationConfig, GraphLibrary, Runtime, RuntimeMode, SimulatedDevice
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.models import ModelConfig
@@ -63,9 +63,11 @@ def small(device: SimulatedDevice) -> Iterator[tuple[Runtime, Any]]:
         yield runtime
 
 
-def test_replays_of_a_chain_equal_eager(device: SimulatedDevice) -> None:
-    with primitives.arms_of(10, device) as arms:
-        assert list(arms) == ["bare", "wrapper", "program", "bare again"]
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_replays_of_a_chain_equal_eager(device: SimulatedDevice, is_reversed: bool) -> None:
+    names = ["bare", "wrapper", "program", "bare again"]
+    with primitives.arms_of(10, device, is_reversed=is_reversed) as arms:
+        assert list(arms) == (names[::-1] if is_reversed else names)
 
 
 def test_every_way_of_staging_equals_eager(device: SimulatedDevice) -> None:
@@ -87,9 +89,19 @@ def test_capture_is_measured_for_every_arm(
     device: SimulatedDevice, step: DecodeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "NUM_OBJECTS", 1000)
-    samples = capture.measure(step, (2, 1), device, blocks=1)
-    assert len(samples) == 7
-    assert all(len(figures) == 1 for figures in samples.values())
+    samples, num_observed = capture.measure(step, (4, 2, 1), device, blocks=2)
+    assert {"eager", "default", "always", "never", "large heap"} <= samples.keys()
+    assert all(len(figures) == 2 for figures in samples.values())
+    assert num_observed == {"default": 3, "always": 3, "never": 0, "large heap": 3}
+
+
+@torch.no_grad()
+def test_the_default_policy_of_a_gpu_observes_the_ends(
+    device: SimulatedDevice, step: DecodeStep
+) -> None:
+    with GraphLibrary(device) as library:
+        times = capture.through_library(library, capture.Decode(step), (4, 2, 1), "ends")
+    assert times.num_observed == 2, "nothing that a step touches is left unnamed"
 
 
 @torch.no_grad()
@@ -137,11 +149,25 @@ def test_an_hf_module_is_captured_equals_eager_and_the_engine_s_model(
     decoder.rewind()
     with compiled.captured(decoder, (1, 2), shape.vocab_size, device) as runtime:
         require_equal(compiled.through(runtime)(ids), expected, "captured")
-        graphs = {(graph.mode, graph.num_gaps) for graph in runtime.report().graphs}
+        graphs = {(graph.mode, graph.num_eager) for graph in runtime.report().graphs}
         assert graphs == {(RuntimeMode.FULL, 0), (RuntimeMode.PIECEWISE, shape.num_layers)}
         with compiled.engine_model(shape, decoder.model, torch.float32, device, first) as engine:
             compiled.greedy(engine, 1, place)()
         assert compiled.captures_when_shapes_vary(runtime, decoder, 6) == 0
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_a_program_is_replayed_as_its_last_step_left_it(mode: str) -> None:
+    runtime = replace(TINY_CONFIG.runtime, compilation=CompilationConfig(cudagraph_mode=mode))
+    # As on a GPU: a step's input is then what the step before left on the device.
+    config = replace(TINY_CONFIG, device="simulated", runtime=runtime, overlap=True)
+    with LLMEngine.tiny(config) as served:
+        served.capture()
+        with engine.last_program(served, 1) as program:
+            assert (program.mode.name, program.key.num_tokens) == (mode, 1)
+            figures = engine.host_ms(program, lambda: None, blocks=2)
+        assert len(figures) == 2
+        assert not served.has_unfinished()
 
 
 def test_the_first_graphed_token_comes_before_all_but_a_few_captures() -> None:

@@ -11,21 +11,20 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphrt import BufferSet, BufferSpec, Padding
 from graphrt.errors import (
     InputMismatchError,
     LibraryClosedError,
     PaddingRequiredError,
     StaticBufferError,
 )
-from graphrt.graphs.buffers import BufferSet
-from graphrt.graphs.bufferspec import FILL_ONCE, KEEP, SENTINEL, ZERO, BufferSpec
 
 CPU = torch.device("cpu")
-IDS = BufferSpec("ids", ("tokens",), torch.int64, ZERO)
-SLOTS = BufferSpec("slots", ("tokens",), torch.int64, SENTINEL(-1))
+IDS = BufferSpec("ids", ("tokens",), torch.int64, Padding.zero())
+SLOTS = BufferSpec("slots", ("tokens",), torch.int64, Padding.fill(-1))
 HIDDEN = BufferSpec("hidden", ("tokens", 3), torch.float32)
-TABLE = BufferSpec("table", ("requests", 4), torch.int32, SENTINEL(-7))
-POSITIONS = BufferSpec("positions", (3, "tokens"), torch.int64, ZERO)
+TABLE = BufferSpec("table", ("requests", 4), torch.int32, Padding.fill(-7))
+POSITIONS = BufferSpec("positions", (3, "tokens"), torch.int64, Padding.zero())
 
 
 def one_axis(*specs: BufferSpec, capacity: int = 8) -> BufferSet:
@@ -40,7 +39,7 @@ def tokens_for(n: int, value: int = 1) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
-def test_an_integer_or_bool_buffer_must_say_what_its_padding_holds(dtype: torch.dtype) -> None:
+def test_spec_of_an_integer_without_padding_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(PaddingRequiredError) as raised:
         BufferSpec("slots", ("tokens",), dtype)
     assert "slots" in raised.value.subject
@@ -48,8 +47,8 @@ def test_an_integer_or_bool_buffer_must_say_what_its_padding_holds(dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_a_floating_buffer_is_padded_with_zero_by_default(dtype: torch.dtype) -> None:
-    assert BufferSpec("x", ("tokens",), dtype).padding is ZERO
+def test_spec_of_a_float_is_padded_with_zero(dtype: torch.dtype) -> None:
+    assert BufferSpec("x", ("tokens",), dtype).padding == Padding.zero()
 
 
 @pytest.mark.parametrize(
@@ -63,28 +62,26 @@ def test_a_floating_buffer_is_padded_with_zero_by_default(dtype: torch.dtype) ->
         (torch.float16, 1e6),
     ],
 )
-def test_a_padding_value_that_the_dtype_cannot_hold_is_refused(
-    dtype: torch.dtype, value: float
-) -> None:
+def test_padding_value_beyond_the_dtype_is_refused(dtype: torch.dtype, value: float) -> None:
     with pytest.raises(StaticBufferError):
-        BufferSpec("x", ("tokens",), dtype, SENTINEL(value))
+        BufferSpec("x", ("tokens",), dtype, Padding.fill(value))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), -1e4])
-def test_a_floating_sentinel_may_be_any_value_of_its_dtype(value: float) -> None:
-    buffers = one_axis(BufferSpec("bias", ("tokens",), torch.float16, SENTINEL(value)))
+def test_padding_of_a_float_may_be_any_value(value: float) -> None:
+    buffers = one_axis(BufferSpec("bias", ("tokens",), torch.float16, Padding.fill(value)))
     expected = torch.full((8,), value, dtype=torch.float16)
     torch.testing.assert_close(buffers.tensors["bias"], expected, equal_nan=True)
 
 
-def test_fill_once_cannot_be_staged_or_written() -> None:
+def test_fill_once_of_a_changing_buffer_is_refused() -> None:
     with pytest.raises(StaticBufferError):
-        BufferSpec("x", ("tokens",), torch.int64, FILL_ONCE(3), written=True)
+        BufferSpec("x", ("tokens",), torch.int64, Padding.fill_once(3), written=True)
     with pytest.raises(StaticBufferError):
-        BufferSpec("x", ("tokens",), torch.int64, FILL_ONCE(3), optional=True)
+        BufferSpec("x", ("tokens",), torch.int64, Padding.fill_once(3), optional=True)
 
 
-def test_names_are_unique_and_every_axis_has_a_capacity() -> None:
+def test_duplicate_name_or_axis_without_capacity_is_refused() -> None:
     with pytest.raises(StaticBufferError):
         one_axis(IDS, IDS)
     with pytest.raises(StaticBufferError) as raised:
@@ -95,9 +92,9 @@ def test_names_are_unique_and_every_axis_has_a_capacity() -> None:
 # --- binding
 
 
-def test_buffers_hold_the_pad_value_from_allocation_on() -> None:
+def test_new_buffers_hold_their_pad_value() -> None:
     buffers = one_axis(
-        IDS, SLOTS, HIDDEN, BufferSpec("sink", ("tokens",), torch.int64, FILL_ONCE(5))
+        IDS, SLOTS, HIDDEN, BufferSpec("sink", ("tokens",), torch.int64, Padding.fill_once(5))
     )
     assert buffers.tensors["slots"].eq(-1).all()
     assert buffers.tensors["ids"].eq(0).all()
@@ -106,7 +103,7 @@ def test_buffers_hold_the_pad_value_from_allocation_on() -> None:
     assert buffers.num_bytes == 8 * 8 * 3 + 8 * 3 * 4
 
 
-def test_every_key_reads_a_prefix_of_the_same_bytes_through_the_same_objects() -> None:
+def test_keys_read_prefixes_of_the_same_bytes() -> None:
     buffers = one_axis(IDS, SLOTS, HIDDEN)
     four, eight = buffers.bind(4), buffers.bind(8)
     assert buffers.bind(4) is four
@@ -121,13 +118,13 @@ def test_every_key_reads_a_prefix_of_the_same_bytes_through_the_same_objects() -
     assert all(four.views[name] is before[name] for name in before)
 
 
-def test_a_device_says_where_buffers_live() -> None:
+def test_buffers_are_on_the_given_device() -> None:
     device = SimpleNamespace(torch_device=torch.device("meta"))
     buffers = BufferSet([IDS], {"tokens": 8}, lambda key: {"tokens": key}, device)  # type: ignore[arg-type]
     assert buffers.bind(4).views["ids"].device.type == "meta"
 
 
-def test_a_key_beyond_the_capacity_or_without_an_axis_is_refused() -> None:
+def test_bind_beyond_capacity_or_without_an_axis_is_refused() -> None:
     buffers = one_axis(IDS)
     with pytest.raises(StaticBufferError) as raised:
         buffers.bind(9)
@@ -137,7 +134,7 @@ def test_a_key_beyond_the_capacity_or_without_an_axis_is_refused() -> None:
         lacking.bind(4)
 
 
-def test_buffers_made_in_inference_mode_are_staged_outside_it_and_the_reverse() -> None:
+def test_buffers_of_inference_mode_are_staged_outside_it() -> None:
     with torch.inference_mode():
         buffers = one_axis(IDS, SLOTS)
         inside = buffers.bind(4)
@@ -151,7 +148,7 @@ def test_buffers_made_in_inference_mode_are_staged_outside_it_and_the_reverse() 
     assert inside.views["ids"].tolist() == [1, 1, 1, 1]
 
 
-def test_dropped_buffers_say_so() -> None:
+def test_buffers_after_close_are_refused() -> None:
     buffers = one_axis(IDS, SLOTS)
     bound = buffers.bind(4)
     bound.stage(2, tokens_for(2))
@@ -159,7 +156,7 @@ def test_dropped_buffers_say_so() -> None:
     buffers.close()
     for use in (
         lambda: buffers.bind(4),
-        lambda: buffers.live(4),
+        lambda: buffers.unpadded(4),
         lambda: bound.stage(2, tokens_for(2)),
     ):
         with pytest.raises(LibraryClosedError):
@@ -169,7 +166,7 @@ def test_dropped_buffers_say_so() -> None:
 # --- staging
 
 
-def test_staging_copies_the_real_rows_and_converts_within_a_kind() -> None:
+def test_stage_copies_real_rows_and_converts_dtypes() -> None:
     buffers = one_axis(IDS, HIDDEN)
     bound = buffers.bind(8)
     bound.stage(3, {"hidden": torch.ones(3, 3).double(), "ids": torch.arange(3, dtype=torch.int32)})
@@ -177,7 +174,7 @@ def test_staging_copies_the_real_rows_and_converts_within_a_kind() -> None:
     assert bound.views["hidden"].sum() == 9
 
 
-def test_one_grouped_copy_for_each_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_groups_copies_by_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     real = torch._foreach_copy_
 
@@ -214,10 +211,10 @@ def test_one_grouped_copy_for_each_pair_of_dtypes(monkeypatch: pytest.MonkeyPatc
         (2.5, {}, "real sizes", "2.5"),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_and_nothing_is_written(
+def test_stage_of_a_misfit_is_refused_and_writes_nothing(
     n: int, change: dict[str, torch.Tensor], name: str, found: str
 ) -> None:
-    sink = BufferSpec("sink", ("tokens",), torch.int64, FILL_ONCE(5))
+    sink = BufferSpec("sink", ("tokens",), torch.int64, Padding.fill_once(5))
     buffers = one_axis(IDS, SLOTS, sink)
     bound = buffers.bind(4)
     bound.stage(4, tokens_for(4))
@@ -245,8 +242,8 @@ class FailsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_staging_that_was_interrupted_anywhere_leaves_no_stale_row_to_a_later_step() -> None:
-    # Two groups of tails: one may have been cleaned when the other is not.
+def test_stage_interrupted_anywhere_leaves_no_stale_row() -> None:
+    # Two padding groups: one may have been refilled when the other is not.
     bonus = BufferSpec("bonus", ("tokens",), torch.float32, optional=True)
     for number in itertools.count():
         bound = one_axis(IDS, SLOTS, bonus).bind(8)
@@ -267,19 +264,18 @@ def test_staging_that_was_interrupted_anywhere_leaves_no_stale_row_to_a_later_st
         assert bound.views["bonus"].tolist() == [1.0] * 3 + [0.0] * 5
 
 
-def test_a_missing_input_is_named() -> None:
+def test_stage_names_a_missing_input_and_the_nearest_name() -> None:
+    ids = torch.ones(2, dtype=torch.int64)
+    bound = one_axis(IDS, SLOTS).bind(4)
     with pytest.raises(InputMismatchError) as raised:
-        one_axis(IDS, SLOTS).bind(4).stage(2, {"ids": torch.ones(2, dtype=torch.int64)})
+        bound.stage(2, {"ids": ids})
     assert "slots" in raised.value.subject
-
-
-def test_the_nearest_name_is_offered() -> None:
     with pytest.raises(InputMismatchError) as raised:
-        one_axis(SLOTS).bind(4).stage(2, {"slotz": torch.ones(2, dtype=torch.int64)})
+        bound.stage(2, {"ids": ids, "slotz": ids})
     assert "'slots'" in raised.value.do
 
 
-def test_two_axes_need_a_size_each() -> None:
+def test_stage_of_two_axes_needs_a_size_each() -> None:
     sizes = {"small": {"tokens": 4, "requests": 2}}
     buffers = BufferSet([IDS, TABLE], {"tokens": 8, "requests": 4}, sizes.__getitem__, CPU)
     bound = buffers.bind("small")
@@ -294,7 +290,7 @@ def test_two_axes_need_a_size_each() -> None:
     assert "requests" in raised.value.found
 
 
-def test_one_axis_takes_a_number_a_numpy_number_or_a_dict() -> None:
+def test_stage_of_one_axis_takes_a_number_or_a_dict() -> None:
     numpy = pytest.importorskip("numpy")
     bound = one_axis(IDS).bind(4)
     for n in (2, numpy.int64(2), {"tokens": 2}):
@@ -302,7 +298,7 @@ def test_one_axis_takes_a_number_a_numpy_number_or_a_dict() -> None:
         assert bound.views["ids"].tolist() == [3, 3, 0, 0]
 
 
-def test_a_source_that_requires_grad_leaves_the_buffer_without_history() -> None:
+def test_stage_of_a_source_with_grad_keeps_no_history() -> None:
     bound = one_axis(HIDDEN).bind(4)
     bound.stage(2, {"hidden": torch.ones(2, 3, requires_grad=True)})
     assert not bound.views["hidden"].requires_grad
@@ -310,7 +306,7 @@ def test_a_source_that_requires_grad_leaves_the_buffer_without_history() -> None
 
 
 @pytest.mark.parametrize(("where", "runs_on"), [("cpu", False), ("meta", True)])
-def test_only_a_copy_to_another_device_is_not_waited_for(
+def test_stage_waits_only_for_copies_to_the_host(
     where: str, runs_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
@@ -321,33 +317,99 @@ def test_only_a_copy_to_another_device_is_not_waited_for(
     assert seen == [runs_on]
 
 
-def test_caches_start_anew_when_they_are_full_and_staging_stays_right() -> None:
+def test_stage_beyond_the_cache_stays_right() -> None:
     buffers = one_axis(SLOTS, capacity=1100)
     bound = buffers.bind(1100)
     for n in (*range(1100), 5):
         bound.stage(n, {"slots": torch.full((n,), 3)})
-        buffers.live(n)
+        buffers.unpadded(n)
     assert buffers.tensors["slots"].tolist() == [3] * 5 + [-1] * 1095
 
 
-def test_an_eager_step_stages_and_reads_the_same_storage_unpadded() -> None:
+def test_unpadded_buffers_share_the_storage_of_keys() -> None:
     buffers = one_axis(IDS, SLOTS)
     graph = buffers.bind(8)
     graph.stage(6, tokens_for(6))
-    eager = buffers.live(3)
+    eager = buffers.unpadded(3)
     eager.stage(3, tokens_for(3, 4))
     assert eager.views["ids"].tolist() == [4, 4, 4]
     assert eager.views["ids"].data_ptr() == graph.views["ids"].data_ptr()
     # Rows of the step before are gone, for whichever key comes next.
     assert graph.views["slots"].tolist() == [5, 5, 5, -1, -1, -1, -1, -1]
-    assert buffers.live(3) is eager
+    assert buffers.unpadded(3) is eager
     with pytest.raises(InputMismatchError):
-        buffers.live(9)
+        buffers.unpadded(9)
     with pytest.raises(InputMismatchError):
         eager.stage(4, tokens_for(4))
 
 
-# --- the tail
+# --- real sizes
+
+
+def two_axes(*more: BufferSpec) -> BufferSet:
+    capacity = {"tokens": 8, "requests": 4}
+    return BufferSet([IDS, SLOTS, HIDDEN, TABLE, *more], capacity, lambda key: capacity, CPU)
+
+
+def values_of(tokens: int, requests: int) -> dict[str, Any]:
+    table = torch.ones(requests, 4, dtype=torch.int32)
+    return tokens_for(tokens) | {"hidden": torch.ones(tokens, 3), "table": table}
+
+
+def test_real_sizes_are_read_off_the_shapes() -> None:
+    buffers = two_axes(POSITIONS)
+    for tokens, requests in [(5, 2), (5, 2), (5, 2), (3, 0), (8, 4)]:
+        values = values_of(tokens, requests)
+        sizes = buffers.real_sizes(values)
+        assert sizes == {"tokens": tokens, "requests": requests}
+        sizes.clear()  # the caller's own
+        del values["ids"], values["slots"], values["hidden"]
+        values["positions"] = torch.ones(3, tokens, dtype=torch.int64)
+        assert buffers.real_sizes(values) == {"tokens": tokens, "requests": requests}
+    lens = two_axes(BufferSpec("lens", ("requests",), torch.int64, Padding.zero()))
+    few, many = torch.ones(2), torch.ones(4)
+    assert lens.real_sizes({"ids": few, "lens": many}) == {"tokens": 2, "requests": 4}
+    assert lens.real_sizes({"lens": few, "ids": many}) == {"tokens": 4, "requests": 2}
+    assert one_axis(IDS).real_sizes({"ids": torch.ones(7)}) == {"tokens": 7}
+    assert one_axis(BufferSpec("scale", (), torch.float32)).real_sizes({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "expected", "found"),
+    [
+        ({"slots": torch.ones(4)}, "input 'slots', dimension 0", "'tokens' of size 5", "4"),
+        ({"hidden": torch.ones(1, 3)}, "input 'hidden', dimension 0", "as in input 'ids'", "1"),
+        ({"hidden": torch.ones(5, 4)}, "input 'hidden', dimension 1", "3", "4"),
+        ({"hidden": torch.ones(5)}, "input 'hidden'", "2 dimensions", "1 dimensions"),
+        ({"table": None}, "input 'table'", "a tensor", "NoneType"),
+        ({"table": [[1] * 4]}, "input 'table'", "a tensor", "list"),
+        ({"slotz": torch.ones(5)}, "input 'slotz'", "slots", "no buffer"),
+        ({"sink": torch.ones(8)}, "static buffer 'sink'", "no value", "a value"),
+    ],
+)
+def test_real_sizes_of_a_misfit_name_input_and_dimension(
+    change: dict[str, Any], subject: str, expected: str, found: str
+) -> None:
+    buffers = two_axes(BufferSpec("sink", ("tokens",), torch.int64, Padding.fill_once(5)))
+    assert buffers.real_sizes(values_of(5, 2)) == {"tokens": 5, "requests": 2}
+    for _ in range(2):  # what was refused once is not taken for known
+        with pytest.raises(InputMismatchError) as raised:
+            buffers.real_sizes(values_of(5, 2) | change)
+        assert raised.value.subject == subject
+        assert expected in raised.value.expected
+        assert found in raised.value.found
+        assert raised.value.do
+
+
+def test_real_sizes_without_a_value_for_an_axis_are_refused() -> None:
+    with pytest.raises(InputMismatchError) as raised:
+        two_axes().real_sizes(tokens_for(5))
+    assert raised.value.subject == "axis 'requests'"
+    assert "table" in raised.value.expected
+    assert "ids, slots" in raised.value.found
+
+
+# --- padding
 
 
 def fills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -363,7 +425,7 @@ def fills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_no_row_is_filled_twice_and_none_while_the_size_does_not_shrink(
+def test_refill_touches_each_stale_row_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     buffers = one_axis(SLOTS, capacity=16)
@@ -375,10 +437,10 @@ def test_no_row_is_filled_twice_and_none_while_the_size_does_not_shrink(
     assert buffers.tensors["slots"].eq(-1).all()
 
 
-def test_two_axes_fill_the_part_that_lost_its_rows_and_no_element_twice(
+def test_refill_of_two_axes_touches_each_element_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    grid = BufferSpec("grid", ("requests", "tokens"), torch.int64, SENTINEL(-1))
+    grid = BufferSpec("grid", ("requests", "tokens"), torch.int64, Padding.fill(-1))
     buffers = BufferSet([grid], KEYS["large"], KEYS.__getitem__, CPU)
     bound = buffers.bind("large")
     seen = fills(monkeypatch)
@@ -389,16 +451,16 @@ def test_two_axes_fill_the_part_that_lost_its_rows_and_no_element_twice(
     assert seen == [2 * 6, 2 * 3, 2 * 3]
 
 
-def test_keep_never_fills() -> None:
-    bound = one_axis(BufferSpec("ids", ("tokens",), torch.int64, KEEP)).bind(4)
+def test_padding_keep_never_fills() -> None:
+    bound = one_axis(BufferSpec("ids", ("tokens",), torch.int64, Padding.keep())).bind(4)
     bound.stage(4, {"ids": torch.arange(4)})
     bound.stage(1, {"ids": torch.tensor([9])})
     assert bound.views["ids"].tolist() == [9, 1, 2, 3]
 
 
-def test_an_absent_optional_input_counts_as_no_rows() -> None:
-    mask = BufferSpec("mask", ("tokens",), torch.bool, SENTINEL(True), optional=True)
-    scale = BufferSpec("scale", (), torch.float32, SENTINEL(1.0), optional=True)
+def test_absent_optional_input_counts_as_no_rows() -> None:
+    mask = BufferSpec("mask", ("tokens",), torch.bool, Padding.fill(True), optional=True)
+    scale = BufferSpec("scale", (), torch.float32, Padding.fill(1.0), optional=True)
     bound = one_axis(IDS, mask, scale).bind(4)
     ids = torch.ones(3, dtype=torch.int64)
     bound.stage(
@@ -411,8 +473,8 @@ def test_an_absent_optional_input_counts_as_no_rows() -> None:
     assert bound.views["scale"].item() == 1.0
 
 
-def test_a_buffer_that_the_graph_writes_is_padded_again_after_each_replay() -> None:
-    buffers = one_axis(BufferSpec("state", ("tokens",), torch.int64, ZERO, written=True))
+def test_written_buffer_is_refilled_after_each_replay() -> None:
+    buffers = one_axis(BufferSpec("state", ("tokens",), torch.int64, Padding.zero(), written=True))
     bound = buffers.bind(8)
     for _ in range(2):
         bound.stage(3, {"state": torch.ones(3, dtype=torch.int64)})
@@ -423,8 +485,8 @@ def test_a_buffer_that_the_graph_writes_is_padded_again_after_each_replay() -> N
     assert buffers.tensors["state"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_run_over_bound_views_without_staging_counts_as_written() -> None:
-    buffers = one_axis(BufferSpec("state", ("tokens",), torch.int64, ZERO, written=True))
+def test_bind_without_stage_marks_written_rows_dirty() -> None:
+    buffers = one_axis(BufferSpec("state", ("tokens",), torch.int64, Padding.zero(), written=True))
     buffers.bind(4).stage(4, {"state": torch.ones(4, dtype=torch.int64)})
     buffers.bind(8).views["state"].add_(5)  # a warm-up
     buffers.bind(4).stage(4, {"state": torch.ones(4, dtype=torch.int64)})
@@ -441,10 +503,10 @@ SPECS = [
     SLOTS,
     TABLE,
     POSITIONS,
-    BufferSpec("block", ("requests", 2, "tokens"), torch.int32, SENTINEL(-3)),
+    BufferSpec("block", ("requests", 2, "tokens"), torch.int32, Padding.fill(-3)),
     BufferSpec("extra", ("tokens", "requests"), torch.float32, optional=True),
-    BufferSpec("state", ("requests", "tokens"), torch.int64, SENTINEL(-9), written=True),
-    BufferSpec("fixed", (2,), torch.int64, ZERO, optional=True),
+    BufferSpec("state", ("requests", "tokens"), torch.int64, Padding.fill(-9), written=True),
+    BufferSpec("fixed", (2,), torch.int64, Padding.zero(), optional=True),
 ]
 
 
@@ -458,7 +520,7 @@ def steps(draw: st.DrawFn) -> tuple[str, dict[str, int], frozenset[str]]:
 
 @settings(deadline=None, max_examples=80)
 @given(st.lists(steps(), min_size=1, max_size=8))
-def test_after_any_steps_real_rows_hold_the_values_and_all_others_the_pad_value(
+def test_after_any_steps_real_rows_are_right_and_others_padded(
     history: list[tuple[str, dict[str, int], frozenset[str]]],
 ) -> None:
     capacity = KEYS["large"]
@@ -474,7 +536,7 @@ def test_after_any_steps_real_rows_hold_the_values_and_all_others_the_pad_value(
                 values[spec.name] = torch.full(shape, step, dtype=spec.dtype)
                 expected[spec.name][tuple(slice(0, size) for size in shape)] = step
         # Every third step runs eager: the same storage at its real sizes.
-        bound = buffers.live(real) if step % 3 == 0 else buffers.bind(key)
+        bound = buffers.unpadded(real) if step % 3 == 0 else buffers.bind(key)
         bound.stage(real, values)
         for name, tensor in buffers.tensors.items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)

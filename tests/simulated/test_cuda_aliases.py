@@ -1,6 +1,6 @@
-"""Aliases and ownership of the CUDA device, on CPU bytes: which modes the caller is in is the same.
+"""Aliases and ownership of the CUDA device, over CPU memory: the caller's modes matter there too.
 
-What needs the allocator itself is in the device contract, on the real thing.
+What needs the allocator itself is in the device contract, on a GPU.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphrt.device.cuda import CUDADevice
-from graphrt.device.cuda.pool import CUDAPool, storage_address
+from graphrt.device.cuda import CUDADevice, CUDAPool, PoolTable, storage_address
 
 
 class BarePool(CUDAPool):
-    """A pool that knows the ranges it is told."""
+    """A pool of given ranges."""
 
     def __init__(self, *ranges: tuple[int, int]) -> None:
         self._starts = [start for start, _ in ranges]
@@ -28,11 +27,11 @@ class BareDevice(CUDADevice):
     """A device without a GPU."""
 
     def __init__(self, *pools: CUDAPool) -> None:
-        self._pools = list(pools)
+        self.pools = PoolTable(pools)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         address = storage_address(tensor)
-        return address is not None and self.holds(address)
+        return address is not None and self.pools.holds(address)
 
 
 class Refusing(TorchDispatchMode):
@@ -59,7 +58,7 @@ MODES: list[tuple[Any, ...]] = [
 
 @pytest.mark.parametrize("modes", MODES, ids=lambda modes: "+".join(m.__name__ for m in modes))
 @pytest.mark.parametrize("born_in_inference", [False, True])
-def test_an_alias_is_plain_and_writable_whatever_the_callers_modes(
+def test_alias_is_plain_and_writable_in_any_mode(
     modes: tuple[Any, ...], born_in_inference: bool
 ) -> None:
     with torch.inference_mode(born_in_inference):
@@ -87,7 +86,7 @@ def test_an_alias_is_plain_and_writable_whatever_the_callers_modes(
 
 
 @pytest.mark.parametrize("modes", [(), (torch.no_grad,), (torch.inference_mode,)])
-def test_an_alias_reads_as_its_tensor_where_bits_say_conjugate_or_negative(modes: Any) -> None:
+def test_alias_keeps_the_conjugate_and_negative_bits(modes: Any) -> None:
     pooled = torch.tensor([1 + 2j, 3 - 4j])
     device = BareDevice(pool_of(pooled))
     with ExitStack() as stack:
@@ -99,7 +98,7 @@ def test_an_alias_reads_as_its_tensor_where_bits_say_conjugate_or_negative(modes
             assert torch.equal(alias, tensor)
 
 
-def test_a_tensor_is_owned_by_any_pool_and_by_none_it_does_not_start_in() -> None:
+def test_tensor_is_owned_by_the_pool_its_storage_is_in() -> None:
     one, two, other = torch.ones(64), torch.ones(64), torch.ones(64)
     device = BareDevice(BarePool(), pool_of(one), pool_of(two))
     assert device.owns(one)
@@ -110,7 +109,7 @@ def test_a_tensor_is_owned_by_any_pool_and_by_none_it_does_not_start_in() -> Non
     assert not device.owns(torch.ones(2, 2).to_sparse())
     assert device.weak_alias(other) is other
     end = one.data_ptr() + one.untyped_storage().nbytes()
-    assert device.holds(end - 1)
-    assert BareDevice(pool_of(one)).holds(one.data_ptr())
-    assert not BareDevice(pool_of(one)).holds(end)
-    assert not BareDevice().holds(one.data_ptr())
+    assert device.pools.holds(end - 1)
+    assert BareDevice(pool_of(one)).pools.holds(one.data_ptr())
+    assert not BareDevice(pool_of(one)).pools.holds(end)
+    assert not BareDevice().pools.holds(one.data_ptr())

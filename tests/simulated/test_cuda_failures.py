@@ -1,4 +1,4 @@
-"""Errors of CUDA are translated at the door: by their codes and texts, here without a GPU."""
+"""Errors of CUDA become graphrt's, by their codes and texts; no GPU is needed for that."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from graphrt.device import make_device
-from graphrt.device.cuda import private
-from graphrt.device.cuda.failures import error_code, replay_failure, translate, user_source
+from graphrt.device.cuda import error_code, private, replay_failure, translate
 from graphrt.errors import (
     BreakError,
     CaptureError,
@@ -60,7 +59,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("code", TYPES)
-def test_a_capture_code_becomes_its_type(code: int) -> None:
+def test_capture_code_becomes_its_error_type(code: int) -> None:
     error = raised(CodedError(code, "whatever the driver says"))
     translated = translate(error)
     assert type(translated) is TYPES[code]
@@ -72,13 +71,13 @@ def test_a_capture_code_becomes_its_type(code: int) -> None:
 
 @pytest.mark.parametrize("code", TYPES)
 @pytest.mark.parametrize("prefix", ["CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: "])
-def test_an_error_without_its_code_is_known_by_the_text(code: int, prefix: str) -> None:
+def test_error_without_a_code_is_known_by_its_text(code: int, prefix: str) -> None:
     error = raised(RuntimeError(f"{prefix}{TEXTS[code]}\n..."))
     assert error_code(error) == code
     assert prefix not in str(translate(error))
 
 
-def test_out_of_memory_becomes_a_graph_memory_error() -> None:
+def test_out_of_memory_becomes_graph_memory_error() -> None:
     error = raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."))
     translated = translate(error)
     assert isinstance(translated, GraphMemoryError)
@@ -98,13 +97,13 @@ def test_out_of_memory_becomes_a_graph_memory_error() -> None:
         "philox_cuda_state for an unexpected CUDA generator used during capture. In regions ...",
     ],
 )
-def test_what_torch_itself_refuses_in_a_capture_is_forbidden(text: str) -> None:
+def test_error_of_torchs_own_check_is_a_forbidden_operation(text: str) -> None:
     translated = translate(raised(RuntimeError(text)))
     assert isinstance(translated, ForbiddenOperationError)
     assert ("generators" in translated.do) == ("CUDA generator" in text)
 
 
-def test_another_device_error_is_a_capture_error_that_keeps_its_text() -> None:
+def test_other_device_error_becomes_capture_error_with_text() -> None:
     for prefix, text in (
         ("", "CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`"),
         ("CUDA error: ", "eek"),
@@ -125,23 +124,23 @@ def test_another_device_error_is_a_capture_error_that_keeps_its_text() -> None:
     ],
     ids=repr,
 )
-def test_an_error_that_is_not_the_devices_passes_unchanged(error: BaseException) -> None:
+def test_error_that_is_not_the_devices_passes_unchanged(error: BaseException) -> None:
     assert translate(raised(error)) is error
 
 
-def test_the_source_is_the_innermost_line_outside_torch_and_graphrt() -> None:
+def test_source_is_the_innermost_line_outside_torch() -> None:
     def inner() -> None:
-        torch.nn.Linear(2, 2)(torch.zeros(3))
+        torch._check(False, lambda: f"CUDA error: {TEXTS[900]}")
 
     with pytest.raises(RuntimeError) as caught:
         inner()
-    place, line = user_source(caught.value)
-    number = inner.__code__.co_firstlineno + 1
-    assert place == f"{__file__}:{number} in {inner.__qualname__}: {line}"
-    assert line == "torch.nn.Linear(2, 2)(torch.zeros(3))"
+    failure = translate(caught.value)
+    number, line = inner.__code__.co_firstlineno + 1, failure.operation
+    assert failure.source == f"{__file__}:{number} in {inner.__qualname__}: {line}"
+    assert line == 'torch._check(False, lambda: f"CUDA error: {TEXTS[900]}")'
 
 
-def test_the_operation_is_named_where_it_is_known_and_quoted_where_not() -> None:
+def test_operation_is_named_if_known_and_quoted_if_not() -> None:
     error = raised(CodedError(900, TEXTS[900]))
     named = translate(error, "aten._local_scalar_dense.default")
     assert isinstance(named, CaptureError)
@@ -152,7 +151,7 @@ def test_the_operation_is_named_where_it_is_known_and_quoted_where_not() -> None
     assert quoted.operation == "raise error"
 
 
-def test_a_failed_launch_is_a_replay_error_and_says_not_to_run_the_step_again() -> None:
+def test_failed_launch_says_not_to_run_the_step_again() -> None:
     error = raised(CodedError(719, "unspecified launch failure"))
     failure = replay_failure(error, "FULL 8")
     assert isinstance(failure, DeviceReplayError)
@@ -160,7 +159,7 @@ def test_a_failed_launch_is_a_replay_error_and_says_not_to_run_the_step_again() 
     assert "do not run the step again" in failure.do
 
 
-def test_optional_arguments_are_passed_where_the_signature_shows_them() -> None:
+def test_optional_argument_is_passed_if_the_function_has_it() -> None:
     def older(pool: int, capture_error_mode: str = "global") -> None: ...
 
     def newer(pool: int, check_input_liveness: bool = False) -> None: ...
@@ -170,11 +169,11 @@ def test_optional_arguments_are_passed_where_the_signature_shows_them() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_asking_for_cuda_where_there_is_none_says_what_to_do() -> None:
+def test_cuda_device_without_a_gpu_names_the_simulated_one() -> None:
     with pytest.raises(ConfigError, match="simulated"):
         make_device("cuda")
 
 
-def test_an_unknown_device_is_a_configuration_error() -> None:
+def test_unknown_device_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="tpu"):
         make_device("tpu")  # type: ignore[arg-type]

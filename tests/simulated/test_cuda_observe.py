@@ -1,52 +1,45 @@
-"""The observer that learns externals on CUDA, on CPU tensors: it asks the dispatcher only."""
+"""What the observer of CUDA recordings learns, shown with CPU tensors: it sees operations only."""
 
 from __future__ import annotations
 
 import random
-import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bug_classes import Packed
-from graphrt.device.cuda import private
-from graphrt.device.cuda.observe import Ledger, Observer
-from graphrt.device.cuda.pool import storage_address
+from graphrt.device.cuda import Observer, UseTracker, private, storage_address
+from graphrt.device.torch_modes import enter, leave
 
 
-class Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def observed(fn: Any, pooled: Any = lambda address: False, plans: Any = None) -> Ledger:
-    ledger = Ledger("cpu", pooled, plans)
-    observer = Observer(ledger)
-    observer.enter()
+def observed(fn: Any, pooled: Any = lambda address: False, operators: Any = None) -> UseTracker:
+    tracker = UseTracker("cpu", pooled, operators)
+    observer = Observer(tracker)
+    enter(observer)
     try:
         fn()
     finally:
-        observer.leave()
-    return ledger
+        leave(observer)
+    return tracker
 
 
 def test_inputs_are_external_and_results_are_not() -> None:
     x, w = torch.ones(3, 3), torch.ones(3, 3)
-    ledger = observed(lambda: torch.relu(x @ w) + x)
-    assert [(use.tensor is x or use.tensor is w, use.written) for use in ledger.externals()] == [
+    tracker = observed(lambda: torch.relu(x @ w) + x)
+    assert [(use.tensor is x or use.tensor is w, use.written) for use in tracker.externals()] == [
         (True, False),
         (True, False),
     ]
-    assert not ledger.uses_rng
+    assert not tracker.uses_rng
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_writes_are_read_from_the_schema_through_views_too(mode: Any) -> None:
+def test_written_arguments_are_known_through_views(mode: Any) -> None:
     cache, total, rows, x = torch.zeros(4, 2), torch.zeros(2), torch.zeros(2), torch.ones(2)
 
     def body() -> None:
@@ -66,52 +59,62 @@ def test_writes_are_read_from_the_schema_through_views_too(mode: Any) -> None:
     }
 
 
-def test_what_the_pool_owns_is_left_out() -> None:
+def test_tensors_of_the_pool_are_not_external() -> None:
     x, pooled = torch.ones(2), torch.ones(2)
-    ledger = observed(lambda: x + pooled, lambda address: address == pooled.data_ptr())
-    assert [use.tensor is x for use in ledger.externals()] == [True]
+    tracker = observed(lambda: x + pooled, lambda address: address == pooled.data_ptr())
+    assert [use.tensor is x for use in tracker.externals()] == [True]
 
 
-def test_the_parts_of_a_packed_tensor_are_external_not_the_tensor_that_has_no_storage() -> None:
+def test_tensor_of_the_pool_is_not_kept_alive() -> None:
+    """Held, its block could not be reused within the graph."""
+    pooled = torch.ones(2)
+    tracker = UseTracker("cpu", lambda address: True)
+    tracker.inputs(torch.ops.aten.relu.default, (pooled,), None)
+    seen = weakref.ref(pooled)
+    del pooled
+    assert seen() is None
+
+
+def test_parts_of_a_packed_tensor_are_external() -> None:
     x, codes, scale = torch.ones(2, 4), torch.ones(4, 4, dtype=torch.int8), torch.ones(4)
     packed = Packed(codes, scale)
-    ledger = observed(lambda: x @ packed)
-    assert {id(use.tensor) for use in ledger.externals()} == {id(x), id(codes), id(scale)}
+    tracker = observed(lambda: x @ packed)
+    assert {id(use.tensor) for use in tracker.externals()} == {id(x), id(codes), id(scale)}
 
 
-def test_random_operations_are_noticed_in_every_window_that_has_one() -> None:
-    x, plans = torch.ones(8), {}
+def test_each_recording_with_random_numbers_knows_it() -> None:
+    x, operators = torch.ones(8), {}
     drawing, calm = (lambda: torch.bernoulli(x)), (lambda: x + 1)
-    windows = [observed(fn, plans=plans) for fn in (drawing, calm, drawing)]
-    assert [window.uses_rng for window in windows] == [True, False, True]
+    trackers = [observed(fn, operators=operators) for fn in (drawing, calm, drawing)]
+    assert [tracker.uses_rng for tracker in trackers] == [True, False, True]
 
 
 def kinds_of(argument: Any) -> str:
     return f"{argument.type} {argument.real_type}"
 
 
-def test_no_argument_that_may_hold_tensors_is_passed_over() -> None:
+def test_every_argument_that_may_hold_tensors_is_seen() -> None:
     """Of every operator of torch's own: by position and by name, writes included."""
     num_seen = 0
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             operator = getattr(packet, overload)
-            ledger = Ledger("cpu", lambda address: False)
-            ledger.touch(operator, (), None)
-            (plan,) = ledger._plans.values()
+            tracker = UseTracker("cpu", lambda address: False)
+            tracker.inputs(operator, (), None)
+            (info,) = tracker._operators.values()
             for position, argument in enumerate(operator._schema.arguments):
                 written = argument.alias_info is not None and argument.alias_info.is_write
                 may_hold = any(word in kinds_of(argument) for word in ("Tensor", "Dict", "Any"))
                 if may_hold:
-                    assert (position, written) in plan.positions, (operator, argument.name)
-                    assert plan.is_written[argument.name] == written
+                    assert (position, written) in info.positions, (operator, argument.name)
+                    assert info.is_written[argument.name] == written
                     num_seen += 1
     assert num_seen > 3000
 
 
 class Plain(TorchDispatchMode):
-    """What a ledger should hold, found anew for each operation from storages alone."""
+    """What a tracker should know, computed for each operation from storages alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +184,7 @@ def draw_operations(draw: random.Random, tensors: list[torch.Tensor]) -> Callabl
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_is_remembered_of_pointers_changes_nothing_that_is_learned(seed: int) -> None:
+def test_noted_pointers_change_nothing_that_is_learned(seed: int) -> None:
     draw = random.Random(seed)
     base = torch.rand(4, 2)
     tensors = [
@@ -195,23 +198,23 @@ def test_what_is_remembered_of_pointers_changes_nothing_that_is_learned(seed: in
     plain = Plain()
     with torch.no_grad(), plain:
         kept = run()
-    ledger = observed(run)
+    tracker = observed(run)
     assert kept
-    found = [(use.tensor.data_ptr(), use.tensor.shape, use.written) for use in ledger.externals()]
+    found = [(use.tensor.data_ptr(), use.tensor.shape, use.written) for use in tracker.externals()]
     assert found == [(t.data_ptr(), t.shape, written) for t, written in plain.uses.values()]
     assert found
 
 
-def test_an_operator_without_a_schema_is_searched_for_tensors_everywhere() -> None:
+def test_operator_without_a_schema_is_searched_everywhere() -> None:
     tensors = [torch.ones(1) for _ in range(4)]
-    ledger = Ledger("cpu", lambda address: False)
-    ledger.touch(
+    tracker = UseTracker("cpu", lambda address: False)
+    tracker.inputs(
         object(), (1, tensors[0], [(tensors[1],)], None), {"rest": {"a": tensors[2:]}, "b": "c"}
     )
-    assert [use.tensor for use in ledger.externals()] == tensors
+    assert [use.tensor for use in tracker.externals()] == tensors
 
 
-def test_an_operator_that_does_more_than_to_call_torch_is_called_as_it_is() -> None:
+def test_operator_with_a_call_of_its_own_is_not_bypassed() -> None:
     class Counting(type(torch.ops.aten.add.Tensor)):  # type: ignore[misc]
         def __init__(self) -> None:
             self.num_calls, self._op = 0, None
@@ -225,13 +228,13 @@ def test_an_operator_that_does_more_than_to_call_torch_is_called_as_it_is() -> N
     assert private.bare_operator(higher) is higher
 
 
-def test_a_tensor_without_storage_is_no_obstacle() -> None:
+def test_tensor_without_storage_is_skipped() -> None:
     sparse, dense = torch.ones(2, 2).to_sparse(), torch.ones(2, 2)
-    ledger = observed(lambda: (sparse @ dense, torch.empty(0) + torch.ones(0)))
-    assert dense.data_ptr() in {use.tensor.data_ptr() for use in ledger.externals()}
+    tracker = observed(lambda: (sparse @ dense, torch.empty(0) + torch.ones(0)))
+    assert dense.data_ptr() in {use.tensor.data_ptr() for use in tracker.externals()}
 
 
-def test_the_first_failure_is_kept_with_its_operation() -> None:
+def test_first_failure_is_kept_with_its_operation() -> None:
     x = torch.ones(2, 3)
 
     def body() -> None:
@@ -241,44 +244,8 @@ def test_the_first_failure_is_kept_with_its_operation() -> None:
             except RuntimeError:
                 continue
 
-    ledger = observed(body)
-    error, operation = ledger.take_failure()
+    tracker = observed(body)
+    error, operation = tracker.take_failure()
     assert isinstance(error, RuntimeError)
     assert operation == "aten.mm.default"
-    assert ledger.take_failure()[0] is None
-
-
-def test_leaving_from_below_another_mode_keeps_that_mode_and_torchs_flags() -> None:
-    observer, passing = Observer(Ledger("cpu", lambda address: False)), Passing()
-    observer.enter()
-    with passing:
-        observer.leave()
-        assert _python_dispatch._get_current_dispatch_mode_stack() == [passing]
-    assert _python_dispatch._get_current_dispatch_mode_stack() == []
-    assert not _python_dispatch.is_in_torch_dispatch_mode()
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_threads_that_observe_at_once_leave_no_flag_behind(first: int) -> None:
-    """The flags of torch are the process's; each thread enters and leaves in its own order."""
-    entered, turns = threading.Barrier(3, timeout=30), [threading.Event(), threading.Event()]
-
-    def observe(number: int) -> None:
-        observer = Observer(Ledger("cpu", lambda address: False))
-        if number != first:
-            turns[first].wait(30)
-        observer.enter()
-        turns[number].set()
-        entered.wait()
-        if number != first:
-            threads[first].join(30)  # Left by who entered first, while this one still observes.
-        observer.leave()
-
-    threads = [threading.Thread(target=observe, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    entered.wait()
-    for thread in threads:
-        thread.join(30)
-    assert not _python_dispatch.is_in_torch_dispatch_mode()
-    assert torch.compile(torch.neg, backend="eager")(torch.ones(2)).tolist() == [-1.0, -1.0]
+    assert tracker.take_failure()[0] is None

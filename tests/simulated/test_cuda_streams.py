@@ -1,4 +1,4 @@
-"""Streams by name and by handle. torch's ring of streams is a small fake here."""
+"""Streams by name and by handle, over a fake of the fixed set of streams that torch has."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.device.cuda.streams import NUM_RING_STREAMS, StreamTable
+from graphrt.device.cuda import StreamTable
+from graphrt.errors import ConfigError
 
 DEFAULT = SimpleNamespace(cuda_stream=0)
+NUM_STREAMS = 32  # of torch, per device and priority
 
 
 class Ring:
-    """Streams as torch hands them out: of so many handles, again and again; one is current."""
+    """torch's streams: a new one has the next of 32 handles, in turn; one stream is current."""
 
     def __init__(self) -> None:
-        self._handles = itertools.cycle(range(1, NUM_RING_STREAMS + 1))
+        self._handles = itertools.cycle(range(1, NUM_STREAMS + 1))
         self.current: Any = DEFAULT
 
     def draw(self, device_index: int) -> Any:
@@ -34,16 +36,16 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Ring:
     return ring
 
 
-def test_a_name_has_one_stream_that_no_other_name_has(ring: Ring) -> None:
+def test_each_name_has_a_stream_of_its_own(ring: Ring) -> None:
     table = StreamTable(0)
-    named = {str(number): table.named(str(number)) for number in range(NUM_RING_STREAMS)}
-    assert None not in named.values()
+    named = {str(number): table.named(str(number)) for number in range(NUM_STREAMS)}
     assert len({stream.torch_stream.cuda_stream for stream in named.values()}) == len(named)
     assert all(table.named(name) is stream for name, stream in named.items())
-    assert table.named("one too many") is None
+    with pytest.raises(ConfigError, match="at most 32 named streams"):
+        table.named("one too many")
 
 
-def test_the_current_stream_is_known_by_its_name_or_else_by_its_handle(ring: Ring) -> None:
+def test_current_stream_has_its_name_or_else_its_handle(ring: Ring) -> None:
     table = StreamTable(0)
     assert table.current().name == "default"
     assert table.is_default(table.current())
@@ -56,29 +58,29 @@ def test_the_current_stream_is_known_by_its_name_or_else_by_its_handle(ring: Rin
     assert table.current() is table.current()
 
 
-def test_a_forgotten_stream_has_no_name_left_where_it_is_current(ring: Ring) -> None:
+def test_forgotten_stream_that_is_current_has_no_name(ring: Ring) -> None:
     table = StreamTable(0)
     gone = table.named("gone")
     ring.current = gone.torch_stream
     table.forget(gone)
-    stranger = table.current()
-    assert stranger is not gone
-    assert stranger.name == f"stream-{gone.torch_stream.cuda_stream:#x}"
+    other = table.current()
+    assert other is not gone
+    assert other.name == f"stream-{gone.torch_stream.cuda_stream:#x}"
 
 
-def test_a_forgotten_stream_s_handle_serves_the_next_name_alone(ring: Ring) -> None:
+def test_handle_of_a_forgotten_stream_gets_the_next_name(ring: Ring) -> None:
     table = StreamTable(0)
-    streams = [table.named(str(number)) for number in range(NUM_RING_STREAMS)]
+    streams = [table.named(str(number)) for number in range(NUM_STREAMS)]
     gone = streams[5]
     table.forget(gone)
     heir = table.named("heir")
     assert heir.torch_stream.cuda_stream == gone.torch_stream.cuda_stream
-    table.forget(gone)  # Again: what it had is another's now.
+    table.forget(gone)  # Again: its handle has another name by now.
     ring.current = gone.torch_stream
     assert table.current() is table.named("heir") is heir
 
 
-def test_a_stream_without_a_name_is_not_forgotten_by_its_handle(ring: Ring) -> None:
+def test_forgetting_an_unnamed_stream_does_nothing(ring: Ring) -> None:
     table = StreamTable(0)
     default = table.current()
     table.forget(default)

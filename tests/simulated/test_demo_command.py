@@ -1,4 +1,4 @@
-"""The command: its outputs, its exit statuses, and nothing half-written."""
+"""The command: its outputs, its exit statuses, and no partial report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from graphrt import CUDAGraphMode, VerificationError
-from graphrt_llm.demo import comparing
+from graphrt import CUDAGraphMode
+from graphrt.errors import VerificationError
+from graphrt_llm.demo import compare
 from graphrt_llm.demo.command import DEFAULT_MODES, demo, parse_modes
 
 CONFIG = {
@@ -64,9 +65,9 @@ def test_it_prints_the_table_and_where_the_report_is(run: Run, tmp_path: Path) -
 def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
     result = run("--json", "--modes", "none,Full_And_Piecewise", "--report", "here.html")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
+    printed = json.loads(result.stdout)
     assert result.stdout.count("\n") == 1
-    assert set(told) == {
+    assert set(printed) == {
         "device",
         "trace",
         "num_requests",
@@ -75,9 +76,9 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "report",
         "modes",
     }
-    assert told["report"] == str(tmp_path / "here.html")
-    assert list(told["modes"]) == ["NONE", "FULL_AND_PIECEWISE"]
-    assert set(told["modes"]["NONE"]) == {
+    assert printed["report"] == str(tmp_path / "here.html")
+    assert list(printed["modes"]) == ["NONE", "FULL_AND_PIECEWISE"]
+    assert set(printed["modes"]["NONE"]) == {
         "steps",
         "runtime_modes",
         "uniform_steps",
@@ -103,10 +104,10 @@ def test_published_traces_can_be_served(run: Run, shared: Path, trace: str) -> N
     path = str(shared / "traces" / trace)
     result = run("--json", "--trace", path, "--requests", "8", "--modes", "NONE,FULL_AND_PIECEWISE")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["trace"] == path
-    assert told["num_requests"] == 8
-    assert told["tokens_identical"]
+    printed = json.loads(result.stdout)
+    assert printed["trace"] == path
+    assert printed["num_requests"] == 8
+    assert printed["tokens_identical"]
 
 
 def test_a_model_directory_can_be_served_with_random_weights(run: Run, tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def no_weights(folder: Path) -> list[str]:
     return ["--model", str(write_model(folder / "model"))]
 
 
-def no_dtype_of_ours(folder: Path) -> list[str]:
+def unknown_dtype(folder: Path) -> list[str]:
     return ["--model", str(write_model(folder / "model", torch_dtype="float8_e4m3fn"))]
 
 
@@ -154,7 +155,7 @@ BAD_INPUTS = [
     (no_model, "ModelConfigError", "config.json"),
     (unknown_architecture, "ModelConfigError", "GPT2LMHeadModel"),
     (no_weights, "WeightsFileError", "safetensors"),
-    (no_dtype_of_ours, "EngineConfigError", "float8_e4m3fn"),
+    (unknown_dtype, "EngineConfigError", "float8_e4m3fn"),
     (no_folder_for_the_report, "ReportError", "no folder"),
 ]
 
@@ -173,9 +174,9 @@ def test_bad_input_is_one_clear_error(
     assert "Traceback" not in result.stderr
     assert sorted(os.listdir(tmp_path)) == before
 
-    told = json.loads(run(*options, "--json").stdout)
-    assert told["error"]["type"] == error
-    assert words in told["error"]["message"]
+    printed = json.loads(run(*options, "--json").stdout)
+    assert printed["error"]["type"] == error
+    assert words in printed["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -192,9 +193,7 @@ def test_bad_input_is_one_clear_error(
         ["--seed", str(2**64)],
     ],
 )
-def test_options_that_mean_nothing_are_refused(
-    options: list[str], run: Run, tmp_path: Path
-) -> None:
+def test_invalid_options_are_refused(options: list[str], run: Run, tmp_path: Path) -> None:
     result = run(*options)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -213,13 +212,13 @@ def test_policies_keep_their_order() -> None:
         parse_modes("FULL_DECODE")
 
 
-def test_different_tokens_exit_with_1_and_the_report_is_there_to_read(
+def test_different_tokens_exit_with_1_and_a_report(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    serve = comparing.serve
+    serve = compare.serve
     calls: list[int] = []
 
-    def lie_the_second_time(*args: object, **kwargs: object) -> object:
+    def change_a_token_of_the_second(*args: object, **kwargs: object) -> object:
         result = serve(*args, **kwargs)
         calls.append(1)
         if len(calls) == 2:
@@ -227,7 +226,7 @@ def test_different_tokens_exit_with_1_and_the_report_is_there_to_read(
             result.tokens[0] = ((first[0] + 1) % 512, *first[1:])
         return result
 
-    monkeypatch.setattr(comparing, "serve", lie_the_second_time)
+    monkeypatch.setattr(compare, "serve", change_a_token_of_the_second)
     result = run("--json", "--modes", "NONE,FULL_AND_PIECEWISE")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["tokens_identical"] is False
@@ -246,7 +245,7 @@ def test_a_failed_run_exits_with_1_and_leaves_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     error = VerificationError("FULL 8", expected="equal outputs", found="a difference of 1")
-    monkeypatch.setattr(comparing, "serve", failing_with(error))
+    monkeypatch.setattr(compare, "serve", failing_with(error))
     result = run("--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["error"]["type"] == "VerificationError"
@@ -257,7 +256,7 @@ def test_a_failed_run_exits_with_1_and_leaves_nothing(
 def test_an_interrupt_exits_with_130_and_leaves_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(comparing, "serve", failing_with(KeyboardInterrupt()))
+    monkeypatch.setattr(compare, "serve", failing_with(KeyboardInterrupt()))
     result = run("--json")
     assert result.exit_code == 130
     assert result.stdout == ""

@@ -22,7 +22,7 @@ def shown(example: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_prints_what_it_shows(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_prints_what_it_shows(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.splitlines() == shown(example)
 

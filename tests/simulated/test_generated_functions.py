@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from graph_lab import PIECEWISE, Lab
 
-from graphrt.batch import BatchDescriptor
+from graphrt import BatchDescriptor, break_point
 from graphrt.errors import StaleInputError
-from graphrt.graphs import break_point, generated
+from graphrt.graphs import generated
 from graphrt.graphs.generated import make_function
+from lab import PIECEWISE, Lab
 
 TEXT = "def answer(x, step):\n    return base + step * x\n"
 
@@ -33,7 +33,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     generated._code_of.cache_clear()
 
 
-def test_functions_of_one_text_have_globals_defaults_file_and_code_of_their_own(
+def test_functions_of_one_text_share_nothing_but_it(
     compilations: list[str],
 ) -> None:
     first = make_function(TEXT, "<first>", {"base": 1}, (10,))
@@ -52,22 +52,22 @@ def test_functions_of_one_text_have_globals_defaults_file_and_code_of_their_own(
         del linecache.cache["<second>"]
 
 
-def test_programs_of_one_model_are_compiled_once_and_check_their_own_inputs(
+def test_programs_of_one_model_are_compiled_once(
     compilations: list[str],
 ) -> None:
-    gap = break_point(lambda x: x * 2)
+    eager = break_point(lambda x: x * 2)
     with Lab() as lab:
-        wrapper = lab.wrap(lambda x: gap(x + 1) + 1, PIECEWISE)
+        wrapper = lab.wrap(lambda x: eager(x + 1) + 1, PIECEWISE)
         steps = {BatchDescriptor(size): torch.randn(size) for size in (8, 4, 2, 1)}
         for key, x in steps.items():
             lab.capture(wrapper, x, key=key)
         for _ in range(2):
             for key, x in steps.items():
-                found = lab.step(wrapper, x, mode=PIECEWISE, key=key)
+                found = lab.step(wrapper, x, key=key)
                 assert torch.equal(found, (x + 1) * 2 + 1)
         for key, x in steps.items():
             with pytest.raises(StaleInputError):
-                lab.step(wrapper, x.clone(), mode=PIECEWISE, key=key)
+                lab.step(wrapper, x.clone(), key=key)
         replays = [text for text in compilations if "def replay" in text]
         checks = [text for text in compilations if "def check" in text]
         assert (len(replays), len(checks), len(compilations)) == (1, 1, 2)

@@ -1,14 +1,13 @@
-"""Both formulas of the sdpa backend against dense attention written out by hand."""
+"""Both formulas of the sdpa backend against dense attention."""
 
 from __future__ import annotations
 
 import gc
-import math
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from llm_paged import attention, key_of, make_step, shuffled_tables
+from llm_paged import attention, dense, key_of, make_step, shuffled_tables
 from torch import Tensor
 
 from graphrt_llm.attention import make_attention
@@ -28,18 +27,6 @@ def config_of(num_kv_heads: int, groups: int, head_dim: int, num_layers: int = 1
         head_dim=head_dim,
         max_position_embeddings=64,
     )
-
-
-def dense(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The last len(q) tokens of a sequence attend to everything up to themselves."""
-    groups = q.shape[1] // keys.shape[1]
-    out = torch.empty_like(q)
-    for i in range(len(q)):
-        seen = len(keys) - len(q) + i + 1
-        for head in range(q.shape[1]):
-            scores = keys[:seen, head // groups] @ q[i, head] / math.sqrt(q.shape[2])
-            out[i, head] = scores.softmax(0) @ values[:seen, head // groups]
-    return out
 
 
 lengths = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), min_size=1, max_size=4)
@@ -84,7 +71,7 @@ def test_every_formula_agrees_with_dense_attention(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     sequences = [normal(before + new, 2, num_kv_heads, head_dim) for before, new in spans]
-    # Other requests' leftovers: whatever is read by mistake changes the result.
+    # Garbage everywhere else: reading any of it changes the result.
     cache.tensor.copy_(normal(*cache.tensor.shape))
     for row, (before, _) in enumerate(spans):
         for position in range(before):
@@ -93,7 +80,7 @@ def test_every_formula_agrees_with_dense_attention(
     clean = cache.tensor.clone()
 
     new_lengths = {new for _, new in spans}
-    formulas = ["live", "static"] + ["uniform"] * (len(new_lengths) == 1)
+    formulas = ["host", "static"] + ["uniform"] * (len(new_lengths) == 1)
     num_tokens = sum(new for _, new in spans)
     q = normal(num_tokens, num_kv_heads * groups, head_dim)
     kv = torch.cat([s[before:] for s, (before, _) in zip(sequences, spans, strict=True)])
@@ -113,10 +100,10 @@ def test_every_formula_agrees_with_dense_attention(
         )
         num_padding = len(step.positions) - num_tokens
         backend = make_attention("sdpa", cache)
-        backend.prepare_for_replay(key_of(step, formula), step.live)
+        backend.prepare_for_replay(key_of(step, formula), step.metadata)
         shared = backend.begin(step.positions, step.attn)
         # The static formula reads a table per token, of a uniform batch only one per request.
-        num_tables = {"live": 0, "static": len(step.positions), "uniform": len(spans) + padding}
+        num_tables = {"host": 0, "static": len(step.positions), "uniform": len(spans) + padding}
         assert (len(shared[0]) if shared else 0) == num_tables[formula]
         padded_q = torch.cat((q, normal(num_padding, *q.shape[1:])))
         padded_kv = torch.cat((kv, normal(num_padding, *kv.shape[1:])))
@@ -134,7 +121,7 @@ def test_every_formula_agrees_with_dense_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("formula", ["static", "live"])
+@pytest.mark.parametrize("formula", ["static", "host"])
 def test_every_dtype_computes_in_itself(dtype: torch.dtype, formula: str) -> None:
     cache = KVCache(config_of(2, 2, 8), num_blocks=9, block_size=4, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
@@ -143,7 +130,7 @@ def test_every_dtype_computes_in_itself(dtype: torch.dtype, formula: str) -> Non
     q = torch.randn(8, 4, 8, generator=generator, dtype=torch.float64)
     kv = torch.randn(8, 2, 2, 8, generator=generator, dtype=torch.float64)
     backend = make_attention("sdpa", cache)
-    backend.prepare_for_replay(key_of(step, formula), step.live)
+    backend.prepare_for_replay(key_of(step, formula), step.metadata)
     shared = backend.begin(step.positions, step.attn)
     out = attention(backend, 0, q.to(dtype), kv.to(dtype), step.attn, shared)
     assert out.dtype == dtype
@@ -159,7 +146,7 @@ def test_layers_of_one_step_are_independent() -> None:
     )
     step = make_step([(0, 2)], torch.tensor([[2]]), 2)
     backend = make_attention("sdpa", cache)
-    backend.prepare_for_replay(key_of(step, "live"), step.live)
+    backend.prepare_for_replay(key_of(step, "host"), step.metadata)
     ones = torch.ones(2, 1, 2, dtype=torch.float64)
     first = attention(backend, 0, ones, torch.stack((ones, ones), 1), step.attn)
     second = attention(backend, 1, ones, torch.stack((ones, 3 * ones), 1), step.attn)
@@ -174,7 +161,7 @@ def num_tensors() -> int:
     return sum(type(thing) is Tensor for thing in gc.get_objects())
 
 
-def test_a_new_step_forgets_what_the_last_one_shared() -> None:
+def test_a_new_step_drops_tensors_of_the_last_one() -> None:
     cache = KVCache(config_of(1, 1, 2), num_blocks=9, block_size=2, dtype=torch.float64)
     tables = torch.arange(1, 9).view(2, 4)
     backend = make_attention("sdpa", cache)
@@ -186,8 +173,8 @@ def test_a_new_step_forgets_what_the_last_one_shared() -> None:
         q = torch.randn(tokens, 1, 2, generator=generator, dtype=torch.float64)
         kv = torch.randn(tokens, 2, 1, 2, generator=generator, dtype=torch.float64)
         results = []
-        for formula in ("live", "static"):
-            backend.prepare_for_replay(key_of(step, formula), step.live)
+        for formula in ("host", "static"):
+            backend.prepare_for_replay(key_of(step, formula), step.metadata)
             shared = backend.begin(step.positions, step.attn)
             results.append(attention(backend, 0, q, kv, step.attn, shared))
         torch.testing.assert_close(*results, rtol=0, atol=1e-12)

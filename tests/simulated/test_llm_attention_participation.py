@@ -1,9 +1,10 @@
-"""How a backend takes part in capture and steps, and what it refuses."""
+"""When a backend is prepared, and which calls it refuses."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from llm_paged import attention, key_of, make_step
@@ -36,35 +37,35 @@ class RecordingBackend:
     def prepare_for_capture(self, key: BatchDescriptor) -> None:
         self.calls.append(("capture", key))
 
-    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
-        self.calls.append(("replay", key, live))
+    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
+        self.calls.append(("replay", key, step_info))
 
 
 def test_the_resource_makes_the_three_calls() -> None:
     backend = RecordingBackend()
     resource = AttentionResource(backend)  # type: ignore[arg-type]  # begin and forward unused
     large, small = BatchDescriptor(8), BatchDescriptor(2)
-    live = AttentionMetadata((1, 1), (5, 6))
+    step_info = AttentionMetadata((1, 1), (5, 6))
     resource.reserve(large)
     resource.prepare(small, None)
     resource.freeze()
-    resource.prepare(small, live)
-    assert backend.calls == [("reserve", large), ("capture", small), ("replay", small, live)]
+    resource.prepare(small, step_info)
+    assert backend.calls == [("reserve", large), ("capture", small), ("replay", small, step_info)]
 
 
-def test_an_unknown_backend_is_an_error_that_lists_the_known_ones() -> None:
+def test_an_unknown_backend_error_lists_the_known_ones() -> None:
     with pytest.raises(AttentionBackendError) as caught:
         make_attention("quantum", tiny_cache())
     assert caught.value.found == "'quantum'"
     assert all(name in caught.value.expected for name in BACKENDS)
 
 
-def test_sdpa_may_stand_in_any_graph() -> None:
+def test_sdpa_supports_every_graph() -> None:
     assert make_attention("sdpa", tiny_cache()).support is AttentionSupport.ALWAYS
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
-def test_a_piece_is_captured_without_a_live_batch(num_tokens: int) -> None:
+def test_piecewise_keys_are_prepared_without_a_batch(num_tokens: int) -> None:
     """40 tokens are more than a request's blocks hold; a piecewise key allows that."""
     backend = make_attention("sdpa", tiny_cache())
     AttentionResource(backend).prepare(BatchDescriptor(num_tokens), None)
@@ -81,10 +82,10 @@ def test_a_step_that_was_not_prepared_is_refused() -> None:
     step = make_step([(0, 1)], torch.tensor([[1, 2]]), 4)
     with pytest.raises(AttentionBackendError):
         backend.begin(step.positions, step.attn)
-    backend.prepare_for_replay(key_of(step, "static"), step.live)
+    backend.prepare_for_replay(key_of(step, "static"), step.metadata)
     q = torch.zeros(1, 4, 16, dtype=torch.float64)
     kv = torch.zeros(1, 2, 2, 16, dtype=torch.float64)
-    # Without what begin returned this is the live formula, which a FULL key has no lengths for.
+    # Without the tensors of ``begin`` this is the host formula, and a FULL key has no host lengths.
     with pytest.raises(AttentionBackendError):
         attention(backend, 0, q, kv, step.attn)
 
@@ -96,7 +97,8 @@ def test_lengths_may_be_arrays() -> None:
     q = torch.randn(4, 4, 16, generator=generator, dtype=torch.float64)
     kv = torch.randn(4, 2, 2, 16, generator=generator, dtype=torch.float64)
     results = []
-    for live in (step.live, AttentionMetadata(*(torch.tensor(x).numpy() for x in step.live[:2]))):
-        backend.prepare_for_replay(BatchDescriptor(4), live)
+    arrays = AttentionMetadata(*(np.array(lengths) for lengths in step.metadata[:2]))
+    for metadata in (step.metadata, arrays):
+        backend.prepare_for_replay(BatchDescriptor(4), metadata)
         results.append(attention(backend, 0, q, kv, step.attn))
     assert torch.equal(*results)

@@ -1,4 +1,4 @@
-"""What the flashinfer backend plans and stages, held against sdpa, with a stand-in for the library.
+"""The flashinfer backend's plans and staging, compared with sdpa, over a fake of the library.
 
 The real library runs in the GPU lane only.
 """
@@ -14,10 +14,9 @@ from llm_paged import attention, make_step, shuffled_tables
 
 from graphrt import AttentionSupport, BatchDescriptor
 from graphrt_llm.attention import AttentionMetadata, attend, choose_attention, make_attention
-from graphrt_llm.attention.flashinfer import _Staging
+from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
-from graphrt_llm.limits import Limits
 from graphrt_llm.models import ModelConfig
 
 BLOCK, MAX_BLOCKS, NUM_BLOCKS = 4, 6, 40
@@ -55,33 +54,33 @@ def compare(backend, cache: KVCache, spans, key: BatchDescriptor | None, seed: i
     padding = 0 if key is None else key.num_tokens - num_tokens
     rows = 0 if key is None or key.num_reqs is None else padding
     step = make_step(spans, tables, BLOCK, pad_tokens=padding, pad_requests=rows)
-    live = step.live._replace(block_tables=tables.numpy())
+    metadata = step.metadata._replace(block_tables=tables.numpy())
     q = torch.randn(num_tokens + padding, 4, 16, generator=generator, dtype=torch.float64)
     kv = torch.randn(num_tokens + padding, 2, 2, 16, generator=generator, dtype=torch.float64)
     before = cache.tensor.clone()
     results = []
     for one in (make_attention("sdpa", cache), backend):
         cache.tensor.copy_(before)
-        one.prepare_for_replay(key or BatchDescriptor(num_tokens), live)
+        one.prepare_for_replay(key or BatchDescriptor(num_tokens), metadata)
         out = torch.full_like(q, torch.nan)
         shared = one.begin(step.positions, step.attn)
         results.append(attention(one, 0, q, kv, step.attn, shared, out=out))
-        assert results[-1].isfinite().all(), "padding carries nothing onwards"
+        assert results[-1].isfinite().all(), "padding is not finite"
     torch.testing.assert_close(results[1][:num_tokens], results[0][:num_tokens])
 
 
-def test_the_memory_that_kernels_read_by_address_is_held_and_never_replaced(wrappers):
+def test_memory_that_kernels_read_by_address_is_never_replaced(wrappers):
     backend = make_attention("flashinfer", random_cache(), LIMITS)
-    before = [held.data_ptr() for held in backend.holds]
+    before = [held.data_ptr() for held in backend.keep_alive]
     assert len(set(before)) == 2
     tables = np.full((2, MAX_BLOCKS), 1)
     for key, lengths in ((decode_key(2), [1, 1]), (BatchDescriptor(9), [4, 5])):
         backend.prepare_for_capture(key)
-        live = AttentionMetadata(np.array(lengths), np.array(lengths) + 1, tables)
-        backend.prepare_for_replay(key, live)
-    assert [held.data_ptr() for held in backend.holds] == before
+        metadata = AttentionMetadata(np.array(lengths), np.array(lengths) + 1, tables)
+        backend.prepare_for_replay(key, metadata)
+    assert [held.data_ptr() for held in backend.keep_alive] == before
     staged = backend._staging.device(2)[0]
-    assert staged.untyped_storage() is backend.holds[1].untyped_storage()
+    assert staged.untyped_storage() is backend.keep_alive[1].untyped_storage()
 
 
 spans = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8)), min_size=1, max_size=4)
@@ -93,7 +92,7 @@ spans = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8)), min_size=1, m
     padding=st.integers(0, 3),
     seed=st.integers(0, 1000),
 )
-def test_a_live_batch_attends_to_its_own_tokens(spans, padding, seed):
+def test_an_eager_batch_attends_to_its_own_tokens(spans, padding, seed):
     with pytest.MonkeyPatch.context() as patch:
         fake_flashinfer.install(patch)
         cache = random_cache()
@@ -104,7 +103,7 @@ def test_a_live_batch_attends_to_its_own_tokens(spans, padding, seed):
         compare(backend, cache, decodes, None, seed)
 
 
-def test_a_captured_number_of_requests_serves_growing_and_padded_batches(wrappers):
+def test_a_static_wrapper_serves_growing_and_padded_batches(wrappers):
     cache = random_cache()
     backend = make_attention("flashinfer", cache, LIMITS)
     for size in (4, 2):
@@ -117,28 +116,29 @@ def test_a_captured_number_of_requests_serves_growing_and_padded_batches(wrapper
         compare(backend, cache, [(length, 1)], decode_key(2), length)
     assert [wrapper for wrapper in wrappers if wrapper.is_static] == static
     assert bound == [(w.begins.data_ptr(), w.last.data_ptr(), w.blocks.data_ptr()) for w in static]
-    # The kernels are compiled by the first plan; from then on a plan copies nothing twice.
+    # The first plan compiles the kernels; the later ones copy nothing that is staged already.
     assert all(wrapper.plans[0] == "whole" for wrapper in static)
     assert all(set(wrapper.plans[1:]) == {"fast"} for wrapper in static)
-    # Twice at capture: the second is another size, which must not disturb the first.
+    # One plan for the capture, one for each batch of its size.
     assert [len(wrapper.plans) for wrapper in static] == [21, 21]
 
 
-def test_rows_without_a_request_read_one_token_of_the_null_block():
-    staging = _Staging(LIMITS, torch.device("cpu"))
+def test_padding_rows_read_one_token_of_the_null_block(wrappers):
+    staging = make_attention("flashinfer", random_cache(), LIMITS)._staging
+    staging.stage(6, np.full(6, 24), np.full((6, MAX_BLOCKS), 39), BLOCK)
+    # A smaller batch reads nothing of the largest one before it.
     tables = np.array([[7, 8, 9], [3, 0, 0]])
     staging.stage(4, np.array([9, 4]), tables, BLOCK)
     for begins, blocks, last in (staging.host(4), staging.device(4)):
         assert begins.tolist() == [0, 3, 4, 5, 6]
         assert last.tolist() == [1, 4, 1, 1]
         assert blocks[:6].tolist() == [7, 8, 9, 3, 0, 0]
-    # A smaller batch after it leaves nothing behind.
     staging.stage(1, np.array([1]), np.array([[5, 6]]), BLOCK)
     begins, blocks, last = staging.host(1)
     assert (begins.tolist(), last.tolist(), blocks.tolist()) == ([0, 1], [1], [5])
 
 
-def test_a_piece_and_the_largest_batch_are_prepared_without_a_live_one(wrappers):
+def test_piecewise_keys_are_prepared_without_a_batch(wrappers):
     backend = make_attention("flashinfer", random_cache(), LIMITS)
     for num_tokens in (1, 3, LIMITS.max_num_batched_tokens):
         backend.prepare_for_capture(BatchDescriptor(num_tokens))
@@ -147,14 +147,14 @@ def test_a_piece_and_the_largest_batch_are_prepared_without_a_live_one(wrappers)
         assert out.shape == (num_tokens, 4, 16)
 
 
-def test_it_serves_decode_graphs_only(wrappers):
+def test_full_graphs_other_than_decode_are_refused(wrappers):
     backend = make_attention("flashinfer", random_cache(), LIMITS)
     assert backend.support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     with pytest.raises(AttentionBackendError, match="decode"):
         backend.prepare_for_capture(BatchDescriptor(8, 4, uniform=True))
 
 
-def test_an_unprepared_step_and_one_without_blocks_are_refused(wrappers):
+def test_steps_without_preparation_or_blocks_are_refused(wrappers):
     backend = make_attention("flashinfer", random_cache(), LIMITS)
     with pytest.raises(AttentionBackendError):
         backend.begin(torch.zeros(1), None)
@@ -162,7 +162,7 @@ def test_an_unprepared_step_and_one_without_blocks_are_refused(wrappers):
         backend.prepare_for_replay(BatchDescriptor(1), AttentionMetadata((1,), (1,)))
 
 
-def test_without_limits_or_a_gpu_it_is_refused_and_auto_takes_sdpa(monkeypatch):
+def test_flashinfer_needs_a_gpu_and_limits(monkeypatch):
     with pytest.raises(AttentionBackendError, match="CUDA"):
         make_attention("flashinfer", random_cache(), LIMITS)
     choice = choose_attention("auto", random_cache())

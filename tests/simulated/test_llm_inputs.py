@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 
 from graphrt import BatchDescriptor
 from graphrt_llm.blocks import BlockAllocator, blocks_for
-from graphrt_llm.inputs import Examples, HostInputs, input_specs, make_example
-from graphrt_llm.limits import Limits
+from graphrt_llm.config import Limits
+from graphrt_llm.errors import OutOfBlocksError
+from graphrt_llm.inputs import Examples, HostInputs, input_specs
 from graphrt_llm.request import Request, SamplingParams
 from graphrt_llm.scheduler import Scheduler
 
@@ -45,13 +47,13 @@ def test_a_batch_becomes_the_inputs_its_definition_says(limits: Limits, data):
         scheduler.add(Request(str(name), prompt, SamplingParams(max_tokens=output), seed=0))
     host = HostInputs(limits, pinned=False)
     while (batch := scheduler.schedule()) is not None:
-        values = host.fill_from_seats(batch, scheduler.seats)
+        values = host.fill(batch, scheduler.input_batch)
         expected: dict[str, list] = {name: [] for name in values}
         for row, (request, start, length) in enumerate(
             zip(batch.requests, batch.starts, batch.query_lens, strict=True)
         ):
             known = [*request.prompt_token_ids, *request.output_token_ids]
-            table = scheduler.seats.block_tables[request.seat].tolist()
+            table = scheduler.input_batch.block_tables[request.row].tolist()
             for position in range(start, start + length):
                 expected["input_ids"].append(known[position])
                 expected["positions"].append(position)
@@ -67,12 +69,16 @@ def test_a_batch_becomes_the_inputs_its_definition_says(limits: Limits, data):
 
 @settings(deadline=None)
 @given(limits(), st.data(), st.integers(0, 3))
-def test_examples_fill_every_key_with_a_batch_that_could_be_real(limits: Limits, data, seed: int):
+def test_examples_are_batches_of_exactly_the_asked_sizes(limits: Limits, data, seed: int):
     num_tokens = data.draw(st.integers(1, limits.max_num_batched_tokens))
-    num_reqs = min(num_tokens, limits.max_num_seqs)
-    key = BatchDescriptor(num_tokens, data.draw(st.sampled_from([None, num_reqs])))
-    values, tokens, reqs, live = make_example(key, seed, limits, VOCAB)
-    assert (tokens, reqs) == (num_tokens, num_reqs)
+    num_reqs = data.draw(st.integers(1, min(num_tokens, limits.max_num_seqs)))
+    examples = Examples(limits, VOCAB, BlockAllocator(limits.num_blocks))
+    sizes = {"tokens": num_tokens, "requests": num_reqs}
+    if limits.room(num_reqs).sum() < num_tokens:
+        with pytest.raises(OutOfBlocksError):
+            examples(sizes, seed)
+        return
+    values, step_info = examples(sizes, seed)
     v = {name: tensor.numpy() for name, tensor in values.items()}
     assert set(v) == {spec.name for spec in input_specs(limits)}
     assert v["block_tables"].shape == (num_reqs, limits.max_blocks)
@@ -81,8 +87,9 @@ def test_examples_fill_every_key_with_a_batch_that_could_be_real(limits: Limits,
     owners, positions = v["token_requests"], v["positions"]
     query_lens = np.bincount(owners, minlength=num_reqs)
     assert query_lens.min() >= 1
-    assert query_lens.tolist() == list(live.query_lens)
-    assert v["seq_lens"].tolist() == list(live.seq_lens)
+    assert len(query_lens) == num_reqs
+    assert query_lens.tolist() == list(step_info.query_lens)
+    assert v["seq_lens"].tolist() == list(step_info.seq_lens)
     assert v["seq_lens"].max() <= limits.max_model_len
     for row in range(num_reqs):
         end = v["seq_lens"][row]
@@ -100,49 +107,71 @@ def test_examples_fill_every_key_with_a_batch_that_could_be_real(limits: Limits,
     assert v["input_ids"].max() < VOCAB
 
 
-def test_another_seed_gives_another_example_and_examples_own_their_storage():
-    bounds = Limits(
-        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=4, num_blocks=65
-    )
-    first, second, again = (make_example(BatchDescriptor(12), s, bounds, VOCAB) for s in (0, 1, 0))
-    for name, value in first.values.items():
-        assert torch.equal(value, again.values[name])
-    changed = {n for n, v in first.values.items() if not torch.equal(v, second.values[n])}
+LIMITS = Limits(
+    max_num_seqs=4, max_num_batched_tokens=12, max_model_len=20, block_size=4, num_blocks=17
+)
+MIXED = {"tokens": 12, "requests": 4}
+
+
+def test_another_seed_gives_another_example():
+    examples = Examples(LIMITS, VOCAB, BlockAllocator(LIMITS.num_blocks))
+    first, second, again = (examples(MIXED, seed).values for seed in (0, 1, 0))
+    for name, value in first.items():
+        assert torch.equal(value, again[name])
+    changed = {name for name, value in first.items() if not torch.equal(value, second[name])}
     assert changed >= {"input_ids", "positions", "slot_mapping", "block_tables", "seq_lens"}
 
 
-def test_an_engine_that_serves_nobody_makes_the_examples_of_all_blocks():
-    bounds = Limits(
-        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=4, num_blocks=65
-    )
-    allocator, key = BlockAllocator(bounds.num_blocks), BatchDescriptor(12)
-    examples = Examples(bounds, VOCAB, allocator)
-    listed = make_example(key, 0, bounds, VOCAB, allocator.free_blocks)
-    held = allocator.allocate(1)
-    fewer = examples(key, 0)
-    allocator.free(held)
-    found = examples(key, 0)
-    for name, value in found.values.items():
-        assert torch.equal(value, listed.values[name])
-    assert not torch.equal(fewer.values["block_tables"], found.values["block_tables"])
-
-
-def test_examples_outlive_the_next_one():
-    bounds = Limits(
-        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=4, num_blocks=65
-    )
-    examples = Examples(bounds, VOCAB, BlockAllocator(bounds.num_blocks))
-    first = examples(BatchDescriptor(12), 0)
-    before = {name: value.clone() for name, value in first.values.items()}
-    second = examples(BatchDescriptor(12), 1)
-    for value in second.values.values():
+def test_examples_own_their_storage():
+    examples = Examples(LIMITS, VOCAB, BlockAllocator(LIMITS.num_blocks))
+    first = examples(MIXED, 0).values
+    before = {name: value.clone() for name, value in first.items()}
+    for value in examples(MIXED, 1).values.values():
         value.fill_(-1)
-    assert all(torch.equal(value, before[name]) for name, value in first.values.items())
+    assert all(torch.equal(value, before[name]) for name, value in first.items())
 
 
-def test_uniform_keys_get_one_token_for_each_request():
-    bounds = Limits(
-        max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, block_size=4, num_blocks=65
-    )
-    example = make_example(BatchDescriptor(8, 8, uniform=True), 0, bounds, VOCAB)
-    assert example.values["token_requests"].tolist() == list(range(8))
+@given(
+    num_taken=st.integers(0, 16),
+    num_tokens=st.integers(1, 12),
+    num_reqs=st.integers(1, 4),
+    seed=st.integers(0, 1),
+)
+def test_examples_use_free_blocks_only(num_taken, num_tokens, num_reqs, seed):
+    num_reqs = min(num_reqs, num_tokens)
+    allocator = BlockAllocator(LIMITS.num_blocks)
+    taken = set(allocator.allocate(num_taken))
+    examples = Examples(LIMITS, VOCAB, allocator)
+    key = BatchDescriptor(num_tokens, num_reqs)
+    sizes = {"tokens": num_tokens, "requests": num_reqs}
+    if not examples.can_fill(key):
+        assert 16 - num_taken < max(-(-num_tokens // 4), num_reqs)
+        with pytest.raises(OutOfBlocksError, match="free blocks"):
+            examples(sizes, seed)
+        return
+    values, step_info = examples(sizes, seed)
+    tables = (values["block_tables"], step_info.block_tables)
+    blocks = {block for table in tables for block in table.flatten().tolist()}
+    written = {slot // 4 for slot in values["slot_mapping"].tolist()}
+    assert written <= blocks - {0}
+    assert not blocks & taken
+    assert allocator.num_free == 16 - num_taken
+
+
+@pytest.mark.parametrize(
+    ("key", "num_needed"),
+    [
+        (BatchDescriptor(2), 2),
+        (BatchDescriptor(12), 4),
+        (BatchDescriptor(3, 3, uniform=True), 3),
+        (BatchDescriptor(12, 1), 3),
+    ],
+)
+def test_a_key_needs_blocks_for_all_its_requests(key, num_needed):
+    """A PIECEWISE key is filled by as many requests as there can be, one token each at least."""
+    allocator = BlockAllocator(LIMITS.num_blocks)
+    examples = Examples(LIMITS, VOCAB, allocator)
+    allocator.allocate(16 - num_needed)
+    assert examples.can_fill(key)
+    allocator.allocate(1)
+    assert not examples.can_fill(key)

@@ -1,4 +1,4 @@
-"""Which launches share a compiled variant of a Triton kernel, and which must not."""
+"""Which launches share a compiled variant of a Triton kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stream_of(device_index: int | None) -> int:
 
 
 class Kernel:
-    """Stands in for a ``triton.jit`` function and for what it compiles."""
+    """A fake of a ``triton.jit`` function, and of the kernels that it compiles."""
 
     def __init__(self) -> None:
         self.compilations: list[tuple[Any, ...]] = []
@@ -79,7 +79,7 @@ def test_the_second_launch_of_a_variant_compiles_nothing():
     ],
     ids=["dtype", "another dtype", "number", "constant", "warps", "device"],
 )
-def test_whatever_triton_specialises_on_is_another_variant(tensors, numbers, constants, num_warps):
+def test_all_that_triton_specialises_on_is_another_variant(tensors, numbers, constants, num_warps):
     kernel = Kernel()
     launch = Launcher(kernel, stream_of)
     launch(GRID, (tensor(), tensor()), (5,), (8,), 4)
@@ -100,7 +100,7 @@ def test_a_pointer_that_is_not_aligned_is_left_to_triton():
     assert len(kernel.launches) == 1
 
 
-def test_what_triton_interprets_is_asked_for_anew_each_time():
+def test_an_interpreted_kernel_is_launched_by_triton_each_time():
     class Interpreted:
         num_launches = 0
 

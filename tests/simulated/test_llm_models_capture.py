@@ -63,7 +63,7 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Causa
 
 def run(model: CausalLM, step: Step, formula: str) -> tuple[torch.Tensor, CountOperations]:
     assert model.attention is not None
-    model.attention.prepare_for_replay(key_of(step, formula), step.live)
+    model.attention.prepare_for_replay(key_of(step, formula), step.metadata)
     ids = torch.arange(len(step.positions)) % model.config.vocab_size
     with torch.no_grad(), CountOperations() as operations:
         logits = model(ids, step.positions, step.attn, step.logits_indices)
@@ -76,14 +76,14 @@ def decode_step(seq_lens: list[int], **padding: int) -> Step:
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_a_captured_model_is_cut_at_each_layer_s_attention(architecture: Any) -> None:
+def test_a_captured_model_is_cut_at_each_attention(architecture: Any) -> None:
     """Capture verifies every program: its replay equals eager on the same padded rows."""
     config = replace(ModelConfig.tiny(), architecture=architecture)
     runtime = RuntimeConfig(max_num_seqs=4, max_num_batched_tokens=16)
     parts = assemble(config, EngineConfig(runtime=runtime, dtype="float64", load_format="dummy"))
-    with LLMEngine(**parts._asdict()) as engine:
+    with LLMEngine(parts) as engine:
         graphs = engine.capture().graphs
-    cuts = {(graph.mode, graph.num_graphs, graph.num_gaps) for graph in graphs}
+    cuts = {(graph.mode, graph.num_graphs, graph.num_eager) for graph in graphs}
     assert cuts == {(RuntimeMode.PIECEWISE, 3, 2), (RuntimeMode.FULL, 1, 0)}
     assert {graph.state for graph in graphs} == {"ready"}
 
@@ -91,14 +91,14 @@ def test_a_captured_model_is_cut_at_each_layer_s_attention(architecture: Any) ->
 FORBIDDEN = {"_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero"}
 
 
-@pytest.mark.parametrize("formula", ["static", "uniform", "live"])
+@pytest.mark.parametrize("formula", ["static", "uniform", "host"])
 def test_no_operation_reads_the_device_back(formula: str) -> None:
     _, operations = run(make_model(ModelConfig.tiny()), decode_step([5, 9, 2]), formula)
     assert not FORBIDDEN & operations.counts.keys()
 
 
 @pytest.mark.parametrize("formula", ["static", "uniform"])
-def test_the_static_formula_does_the_same_work_whatever_the_lengths(formula: str) -> None:
+def test_the_static_formula_ignores_lengths(formula: str) -> None:
     model = make_model(ModelConfig.tiny())
     _, short = run(model, decode_step([1, 2, 3]), formula)
     _, long = run(model, decode_step([30, 32, 17]), formula)
@@ -123,7 +123,7 @@ def test_decoding_requests_are_attended_together() -> None:
     tables = shuffled_tables(4, 8, 33, torch.Generator().manual_seed(0))
     # Three that decode and a chunk: two calls in each of the two layers.
     step = make_step([(4, 1), (8, 1), (1, 1), (3, 4)], tables, 4)
-    _, operations = run(model, step, "live")
+    _, operations = run(model, step, "host")
     calls = [n for name, n in operations.counts.items() if "scaled_dot_product" in name]
     assert calls == [4]
 
@@ -140,8 +140,8 @@ def test_forward_leaves_no_tensor_behind() -> None:
         assert torch.equal(tensor, content)
 
 
-@pytest.mark.parametrize("formula", ["static", "uniform", "live"])
-def test_padding_changes_no_real_row_and_no_live_slot(formula: str) -> None:
+@pytest.mark.parametrize("formula", ["static", "uniform", "host"])
+def test_padding_changes_no_real_row_and_no_real_slot(formula: str) -> None:
     results = []
     for padding in (0, 1, 5):
         model = make_model(ModelConfig.tiny())
@@ -157,13 +157,13 @@ def test_padding_changes_no_real_row_and_no_live_slot(formula: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_logits_have_the_model_s_dtype_and_precision(dtype: torch.dtype) -> None:
-    exact, _ = run(make_model(ModelConfig.tiny()), decode_step([5, 9, 2]), "live")
-    for formula in ("static", "live"):
+def test_logits_have_the_models_dtype_and_precision(dtype: torch.dtype) -> None:
+    exact, _ = run(make_model(ModelConfig.tiny()), decode_step([5, 9, 2]), "host")
+    for formula in ("static", "host"):
         model = make_model(ModelConfig.tiny(), dtype)
         logits, _ = run(model, decode_step([5, 9, 2]), formula)
         assert logits.dtype == dtype
-        # Logits have a deviation of 1; two layers of rounded products stand before them.
+        # Logits have a deviation of 1; they come from two layers of rounded products.
         assert (logits.double() - exact).abs().max() < 20 * torch.finfo(dtype).eps
 
 
@@ -189,10 +189,10 @@ def test_a_cache_counts_its_bytes_and_refuses_to_be_empty() -> None:
             KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32)
 
 
-def test_model_and_cache_born_in_inference_mode_are_ordinary() -> None:
+def test_models_and_caches_made_in_inference_mode_are_writable() -> None:
     with torch.inference_mode():
         model = make_model(ModelConfig.tiny())
     # Writing to an inference tensor outside inference mode would be an error.
     random_weights(model, seed=0)
-    logits, _ = run(model, decode_step([5, 9, 2]), "live")
+    logits, _ = run(model, decode_step([5, 9, 2]), "host")
     assert not logits.is_inference()

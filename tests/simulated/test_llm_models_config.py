@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from graphrt_llm.errors import ModelConfigError
-from graphrt_llm.models import Llama3Scaling, ModelConfig
-from graphrt_llm.models.rotary import rotary_table, rotate
+from graphrt_llm.kernels import EAGER
+from graphrt_llm.models import CausalLM, Llama3Scaling, ModelConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -179,25 +179,29 @@ def test_named_shapes() -> None:
 
 
 def test_a_configuration_is_read_without_torch() -> None:
-    read = "from graphrt_llm.models import ModelConfig; ModelConfig.tiny()"
+    read = "from graphrt_llm.model_config import ModelConfig; ModelConfig.tiny()"
     code = f"{read}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_rotation_is_the_turn_of_each_pair_by_its_angle() -> None:
+def test_rotation_turns_each_pair_by_its_angle() -> None:
     config = replace(ModelConfig.tiny(), head_dim=6)
     generator = torch.Generator().manual_seed(0)
-    heads = torch.randn(5, 3, 6, generator=generator, dtype=torch.float64)
+    # Two queries, a key and a value of each token.
+    heads = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
+    before = heads.clone()
     positions = torch.tensor([0, 1, 7, 100, 255])
-    rotation = rotary_table(config).double()[positions]
-    pairs = torch.complex(heads[..., :3], heads[..., 3:])
+    rotation = CausalLM(config, torch.float64).rotary[positions]
+    slots = torch.zeros(9, 2, 1, 6, dtype=torch.float64)
+    slot_mapping = torch.tensor([8, 2, 3, 5, 0])
+    EAGER.rotate_and_store(heads, None, 1e-6, rotation, slots, slot_mapping)
+
+    pairs = torch.complex(before[:, :3, :3], before[:, :3, 3:])
     angles = positions[:, None] / 10_000.0 ** (torch.arange(3, dtype=torch.float64) / 3)
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-    out = torch.empty_like(heads)
-    rotate(heads, rotation, out)
+    rotated = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
     # The table is made in float32: at position 255 its angles carry about 255 of its roundings.
     torch.testing.assert_close(
-        out, torch.cat((turned.real, turned.imag), -1), rtol=0, atol=255 * 2**-23
+        heads[:, :3], torch.cat((rotated.real, rotated.imag), -1), rtol=0, atol=255 * 2**-23
     )
-    rotate(heads, rotation, heads)
-    assert torch.equal(heads, out)
+    assert torch.equal(heads[:, 3], before[:, 3])
+    assert torch.equal(slots[slot_mapping], heads[:, 2:, None])

@@ -21,7 +21,7 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    # Short, so that the test's positions meet stretched, blended and untouched wavelengths.
+    # Short, so that the positions cover stretched, blended and unchanged wavelengths.
     "original_max_position_embeddings": 32,
 }
 SHAPE = {
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_hf_model(family: str, fields: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
-        # Importing third-party code warns about its own dependencies, which is not ours to fix.
+        # Importing it warns about its own dependencies.
         warnings.simplefilter("ignore", DeprecationWarning)
         import transformers
 
@@ -94,7 +94,7 @@ def test_logits_equal_transformers(tmp_path: Path, case: str, max_shard_size: st
         [(0, 40, 1), (2, 30, 29)],
         [(2, 59, 1)],
     ]
-    for formula in ("static", "live"):
+    for formula in ("static", "host"):
         cache = KVCache(
             model.config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32
         )
@@ -113,7 +113,7 @@ def test_logits_equal_transformers(tmp_path: Path, case: str, max_shard_size: st
             # Every token's logits, not only the last ones.
             every = torch.arange(step.num_tokens)
             with torch.no_grad():
-                model.attention.prepare_for_replay(key_of(step, formula), step.live)
+                model.attention.prepare_for_replay(key_of(step, formula), step.metadata)
                 got = model(input_ids, step.positions, step.attn, every)
             wanted = torch.cat([expected[row][b : b + n] for row, b, n in spans])
             assert got.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Which batches the backend for few decoding requests takes, and what it leaves to the other."""
+"""Which batches run the kernel for few decoding requests, and which the fallback backend."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import torch
 
 from graphrt import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from graphrt_llm import LLMEngine, SamplingParams, assembly
-from graphrt_llm.attention import AttentionInputs, AttentionMetadata, choose_attention
-from graphrt_llm.attention.paged import MAX_REQUESTS, PagedAttention, obstacle, triton_decode
-from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.attention import (
+    AttentionInputs,
+    AttentionMetadata,
+    choose_attention,
+    make_attention,
+    paged,
+)
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import ModelConfig
@@ -22,8 +26,8 @@ from graphrt_llm.models import ModelConfig
 CONFIG = ModelConfig.tiny()
 
 
-class Recorded:
-    """Two backends that only say who was asked for what."""
+class Recorder:
+    """A fallback backend and a kernel that record their calls."""
 
     support = AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -37,7 +41,7 @@ class Recorded:
     def prepare_for_capture(self, key: BatchDescriptor) -> None:
         self.calls.append("capture")
 
-    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
+    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
         self.calls.append("replay")
 
     def begin(self, positions: Any, attn: Any) -> tuple[torch.Tensor, ...]:
@@ -53,11 +57,11 @@ class Recorded:
         out.fill_(1)
 
 
-def live(*query_lens: int) -> AttentionMetadata:
+def lengths(*query_lens: int) -> AttentionMetadata:
     return AttentionMetadata(np.array(query_lens), np.array(query_lens) + 3)
 
 
-def run(backend: PagedAttention, num_rows: int, num_requests: int) -> torch.Tensor:
+def run(backend: paged.PagedAttention, num_rows: int, num_requests: int) -> torch.Tensor:
     num_heads = CONFIG.num_heads + 2 * CONFIG.num_kv_heads
     heads = torch.zeros(num_rows, num_heads, CONFIG.head_dim)
     attn = AttentionInputs(*(torch.zeros(num_requests, dtype=torch.int64) for _ in range(4)))
@@ -68,91 +72,90 @@ def run(backend: PagedAttention, num_rows: int, num_requests: int) -> torch.Tens
 
 
 DECODE = BatchDescriptor(8, num_reqs=8, uniform=True)
-LARGEST = BatchDescriptor(MAX_REQUESTS, num_reqs=MAX_REQUESTS, uniform=True)
-TOO_LARGE = BatchDescriptor(MAX_REQUESTS + 1, num_reqs=MAX_REQUESTS + 1, uniform=True)
+LARGEST = BatchDescriptor(paged.MAX_REQUESTS, num_reqs=paged.MAX_REQUESTS, uniform=True)
+TOO_LARGE = BatchDescriptor(paged.MAX_REQUESTS + 1, num_reqs=paged.MAX_REQUESTS + 1, uniform=True)
 MIXED = BatchDescriptor(8, num_reqs=8)
 """A FULL graph of any batch of up to 8 tokens: of as many requests, or of one."""
 PIECE = BatchDescriptor(64)
 
 
 @pytest.mark.parametrize("key", [DECODE, LARGEST])
-def test_full_decode_graphs_of_few_requests_are_ours_and_need_no_plan(key):
-    others = Recorded()
-    backend = PagedAttention(others, others.decode)
+def test_decode_graphs_of_few_requests_run_the_kernel(key):
+    recorder = Recorder()
+    backend = paged.PagedAttention(recorder, recorder.decode)
     backend.prepare_for_capture(key)
     assert run(backend, key.num_tokens, key.num_tokens).eq(1).all()
-    backend.prepare_for_replay(key, live(1, 1))
+    backend.prepare_for_replay(key, lengths(1, 1))
     run(backend, key.num_tokens, key.num_tokens)
-    assert others.calls == [f"decode {key.num_tokens}"] * 2
+    assert recorder.calls == [f"decode {key.num_tokens}"] * 2
 
 
 @pytest.mark.parametrize(
     ("key", "batch"),
     [
-        (TOO_LARGE, live(*[1] * MAX_REQUESTS)),
-        (BatchDescriptor(8, num_reqs=4, uniform=True), live(2, 2)),
-        (MIXED, live(7, 1)),
-        (MIXED, live(*[1] * 8)),
-        (PIECE, live(1, 1, 9)),
-        (PIECE, live(*[1] * (MAX_REQUESTS + 1))),
+        (TOO_LARGE, lengths(*[1] * paged.MAX_REQUESTS)),
+        (BatchDescriptor(8, num_reqs=4, uniform=True), lengths(2, 2)),
+        (MIXED, lengths(7, 1)),
+        (MIXED, lengths(*[1] * 8)),
+        (PIECE, lengths(1, 1, 9)),
+        (PIECE, lengths(*[1] * (paged.MAX_REQUESTS + 1))),
     ],
 )
-def test_every_other_batch_is_the_other_backend_s(key, batch):
-    others = Recorded()
-    backend = PagedAttention(others, others.decode)
+def test_every_other_batch_runs_the_fallback(key, batch):
+    recorder = Recorder()
+    backend = paged.PagedAttention(recorder, recorder.decode)
     backend.prepare_for_capture(key)
     backend.prepare_for_replay(key, batch)
     assert run(backend, key.num_tokens, 4).eq(2).all()
-    assert others.calls == ["capture", "replay", "begin", "forward"]
+    assert recorder.calls == ["capture", "replay", "begin", "forward"]
 
 
-def test_gaps_and_eager_steps_of_few_decoding_requests_are_ours():
-    others = Recorded()
-    backend = PagedAttention(others, others.decode)
+def test_eager_decodes_of_few_requests_run_the_kernel():
+    recorder = Recorder()
+    backend = paged.PagedAttention(recorder, recorder.decode)
     backend.prepare_for_capture(PIECE)
-    backend.prepare_for_replay(PIECE, live(1, 1, 1))
+    backend.prepare_for_replay(PIECE, lengths(1, 1, 1))
     out = run(backend, 64, 32)
-    assert others.calls == ["capture", f"decode {MAX_REQUESTS}"]
-    assert out[:MAX_REQUESTS].eq(1).all()
-    assert out[MAX_REQUESTS:].eq(0).all(), "rows of no request are finite"
+    assert recorder.calls == ["capture", f"decode {paged.MAX_REQUESTS}"]
+    assert out[: paged.MAX_REQUESTS].eq(1).all()
+    assert out[paged.MAX_REQUESTS :].eq(0).all()
 
 
-def test_rows_beyond_the_requests_of_a_graph_have_no_length_to_read():
-    others = Recorded()
-    backend = PagedAttention(others, others.decode)
-    backend.prepare_for_replay(PIECE, live(1, 1, 1))
+def test_rows_beyond_the_requests_are_zeroed():
+    recorder = Recorder()
+    backend = paged.PagedAttention(recorder, recorder.decode)
+    backend.prepare_for_replay(PIECE, lengths(1, 1, 1))
     out = run(backend, 64, 4)
-    assert others.calls == ["decode 4"]
+    assert recorder.calls == ["decode 4"]
     assert out[4:].eq(0).all()
 
 
-def test_a_step_that_is_not_ours_follows_one_that_is():
-    others = Recorded()
-    backend = PagedAttention(others, others.decode)
-    backend.prepare_for_replay(PIECE, live(1))
-    backend.prepare_for_replay(PIECE, live(5))
+def test_kernel_and_fallback_alternate_between_steps():
+    recorder = Recorder()
+    backend = paged.PagedAttention(recorder, recorder.decode)
+    backend.prepare_for_replay(PIECE, lengths(1))
+    backend.prepare_for_replay(PIECE, lengths(5))
     run(backend, 64, 32)
-    backend.prepare_for_replay(PIECE, live(1))
+    backend.prepare_for_replay(PIECE, lengths(1))
     run(backend, 64, 32)
-    assert others.calls == ["replay", "begin", "forward", f"decode {MAX_REQUESTS}"]
+    assert recorder.calls == ["replay", "begin", "forward", f"decode {paged.MAX_REQUESTS}"]
 
 
-def test_support_cache_and_reservation_are_the_other_backend_s():
-    others = Recorded()
-    backend = PagedAttention(others, others.decode)
-    assert backend.support is others.support
-    assert backend.cache is others.cache
+def test_support_cache_and_reservation_are_the_fallbacks():
+    recorder = Recorder()
+    backend = paged.PagedAttention(recorder, recorder.decode)
+    assert backend.support is recorder.support
+    assert backend.cache is recorder.cache
     backend.reserve_for_capture(PIECE)
-    assert others.calls == ["reserve"]
+    assert recorder.calls == ["reserve"]
 
 
-def test_without_a_gpu_it_is_refused_and_not_chosen():
+def test_paged_without_a_gpu_is_refused_and_not_chosen():
     cache = KVCache(CONFIG, num_blocks=8, block_size=4, dtype=torch.bfloat16)
-    assert obstacle(cache) is not None
+    assert paged.obstacle(cache) is not None
     with pytest.raises(AttentionBackendError, match="CUDA"):
-        triton_decode(cache)
+        paged.triton_decode(cache)
     assert choose_attention("auto", cache).name == "sdpa"
-    assert SdpaAttention(cache).support is AttentionSupport.ALWAYS
 
 
 def by_formula(
@@ -174,35 +177,35 @@ def by_formula(
 
 
 class Formula:
-    """As the kernel, with scratch memory that no operation of torch ever touches."""
+    """As the kernel, with scratch memory that no operation of torch touches."""
 
     def __init__(self) -> None:
-        self.holds = (torch.zeros(3), torch.zeros(5))
+        self.keep_alive = (torch.zeros(3), torch.zeros(5))
         self.decoded: list[int] = []
 
-    def __call__(self, heads: torch.Tensor, *others: torch.Tensor) -> None:
+    def __call__(self, heads: torch.Tensor, *inputs: torch.Tensor) -> None:
         self.decoded.append(len(heads))
-        by_formula(heads, *others)
+        by_formula(heads, *inputs)
 
 
 def use_paged(monkeypatch: pytest.MonkeyPatch, decode: Formula) -> None:
-    """Let engines be made with ``decode``, where they would find no kernel without a GPU."""
+    """Let engines be made with ``decode`` instead of the kernel, which needs a GPU."""
     monkeypatch.setattr(
         assembly,
         "make_attention",
-        lambda name, cache, limits: PagedAttention(SdpaAttention(cache), decode),
+        lambda name, cache, limits: paged.PagedAttention(make_attention("sdpa", cache), decode),
     )
 
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
-def test_under_every_policy_an_engine_gives_the_other_backend_s_tokens(mode, monkeypatch):
-    wish = assembly.TINY_CONFIG
-    compilation = replace(wish.runtime.compilation, cudagraph_mode=mode)
-    wish = replace(wish, runtime=replace(wish.runtime, compilation=compilation))
+def test_every_policy_gives_the_tokens_of_the_fallback(mode, monkeypatch):
+    config = assembly.TINY_CONFIG
+    compilation = replace(config.runtime.compilation, cudagraph_mode=mode)
+    config = replace(config, runtime=replace(config.runtime, compilation=compilation))
     decode = Formula()
 
     def served() -> list[list[int]]:
-        with LLMEngine.tiny(wish) as engine:
+        with LLMEngine.tiny(config) as engine:
             engine.capture()
             return engine.generate([[1, 2, 3, 4, 5], [7, 8], [3]], SamplingParams(max_tokens=6))
 
@@ -213,20 +216,21 @@ def test_under_every_policy_an_engine_gives_the_other_backend_s_tokens(mode, mon
     assert bool(decode.decoded) is (mode is not CUDAGraphMode.FULL)
 
 
-def test_every_graph_keeps_what_kernels_know_by_address_alone(monkeypatch):
+def test_every_graph_keeps_memory_that_kernels_get_by_address(monkeypatch):
     decode = Formula()
     use_paged(monkeypatch, decode)
     with LLMEngine.tiny() as engine:
         engine.capture()
-        cache = engine.runtime._model.model.attention.cache.tensor
+        cache = engine.attention_backend.cache.tensor
         for program in engine.runtime.library.programs:
             kept = {id(item.storage) for item in program.externals}
-            assert kept >= {id(held.untyped_storage()) for held in (cache, *decode.holds)}
+            assert kept >= {id(held.untyped_storage()) for held in (cache, *decode.keep_alive)}
 
 
-def test_what_a_backend_holds_is_its_own_and_the_other_s():
-    others = Recorded()
-    others.holds = (torch.zeros(1),)
+def test_keep_alive_includes_the_fallbacks_memory():
+    recorder = Recorder()
+    recorder.keep_alive = (torch.zeros(1),)
     decode = Formula()
-    assert [*PagedAttention(others, decode).holds] == [*decode.holds, *others.holds]
-    assert not SdpaAttention(others.cache).holds
+    backend = paged.PagedAttention(recorder, decode)
+    assert [*backend.keep_alive] == [*decode.keep_alive, *recorder.keep_alive]
+    assert not make_attention("sdpa", recorder.cache).keep_alive

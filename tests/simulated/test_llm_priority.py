@@ -1,4 +1,4 @@
-"""Serving while graphs are captured one by one: the same tokens, and nobody's cache is touched."""
+"""Capturing graphs one by one while serving: the same tokens, and no request's cache changes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from test_llm_overlap import MODES, TRAFFIC, config, prompt, serve
+from llm_traffic import (
+    MODES,
+    TRAFFIC,
+    Arrival,
+    check_same_tokens,
+    engine_config,
+    prompt,
+    serve,
+)
 
-from graphrt import BatchDescriptor, Captured, GraphrtError, MissReason, RuntimeMode
-from graphrt_llm import LLMEngine, SamplingParams
-from graphrt_llm.blocks import BlockAllocator
+from graphrt import Captured, Event, Reason, RuntimeMode
+from graphrt.errors import GraphrtError
+from graphrt_llm import FinishReason, LLMEngine, SamplingParams
 from graphrt_llm.errors import (
-    EngineConfigError,
-    OutOfBlocksError,
     RequestError,
     UnknownRequestError,
 )
-from graphrt_llm.inputs import Examples
-from graphrt_llm.limits import Limits
-from graphrt_llm.request import FinishReason
 
 BOTH = pytest.mark.parametrize("overlap", [False, True])
 
 
 def by_priority(mode: str = "FULL_AND_PIECEWISE", *, overlap: bool = False, **options):
-    return replace(config(mode, overlap=overlap, **options), capture="by_priority")
+    return replace(engine_config(mode, overlap=overlap, **options), capture="by_priority")
 
 
 class Watch:
@@ -38,51 +41,56 @@ class Watch:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        self.cache = engine.runtime._model.model.attention.cache.tensor
+        self.cache = engine.attention_backend.cache.tensor
         self.num_in_flight: list[int] = []
-        """Launched steps with unread tokens, at each call that captured something."""
+        """Steps in flight at each call that captured something."""
         self.num_refused = 0
         """Calls that captured nothing, although something was missing."""
         self.capture_next = engine.runtime.capture_next
         engine.runtime.capture_next = self.watched  # type: ignore[method-assign]
 
     def held(self) -> torch.Tensor:
-        seats = self.engine.scheduler.seats
+        table = self.engine.scheduler.input_batch
         blocks = [
             block
             for request in self.engine.scheduler.running
-            for block in seats.block_tables[request.seat, : seats.num_blocks[request.seat]]
+            for block in table.block_tables[request.row, : table.num_blocks[request.row]]
         ]
         assert len(set(blocks)) == len(blocks)
         return torch.tensor(np.array(blocks, np.int64))
 
     def watched(self, **options) -> int:
-        allocator = self.engine.scheduler.seats.allocator
+        allocator = self.engine.scheduler.input_batch.allocator
         blocks, free = self.held(), allocator.free_blocks
         assert not set(blocks.tolist()) & set(free)
         before = self.cache[:, blocks].clone()
         num_events = len(self.engine.runtime.report().graphs)
-        left = self.capture_next(**options)
+        num_missing = self.capture_next(**options)
         assert torch.equal(self.cache[:, blocks], before), "a capture wrote over a request's cache"
         assert allocator.free_blocks == free
         if len(self.engine.runtime.report().graphs) > num_events:
-            self.num_in_flight.append(len(self.engine._flights))
+            self.num_in_flight.append(len(self.engine._in_flight))
         else:
-            self.num_refused += left > 0
-        return left
+            self.num_refused += num_missing > 0
+        return num_missing
 
 
 def finish_capture(engine: LLMEngine) -> None:
-    """Idle steps capture what is left."""
+    """Idle steps capture the missing graphs."""
     for _ in range(len(engine.runtime.report().missing)):
         assert engine.step() == ((), 0, 0, False, None, 0)
     assert not engine.runtime.report().missing
 
 
+def captured_sizes(events: list[Event]) -> list[tuple[str, int]]:
+    """Mode and tokens of each captured graph, in order of capture."""
+    return [(e.mode.name, e.key.num_tokens) for e in events if isinstance(e, Captured)]
+
+
 @pytest.fixture(scope="module")
 def expected():
-    """Tokens and finish reasons of the traffic, served without a graph, each step waited for."""
-    with LLMEngine.tiny(config(overlap=False)) as engine:
+    """Tokens and finish reasons of the traffic, served without graphs and overlap."""
+    with LLMEngine.tiny(engine_config()) as engine:
         return serve(engine, TRAFFIC)[:2]
 
 
@@ -91,32 +99,33 @@ def expected():
 def test_every_mode_gives_the_same_tokens_while_it_captures(expected, mode, overlap):
     with LLMEngine.tiny(by_priority(mode, overlap=overlap)) as engine:
         watch = Watch(engine)
-        tokens, reasons, num_preempted = serve(engine, TRAFFIC)
-        assert (tokens, reasons) == expected
-        assert num_preempted > 0, "the cache was meant to be too small"
+        served = serve(engine, TRAFFIC)
+        assert served[:2] == expected
+        assert served.num_preempted > 0, "the cache was meant to be too small"
         if mode != "NONE":
             assert len(watch.num_in_flight) > 2
             assert any(graph.state == "ready" for graph in engine.runtime.report().graphs)
         finish_capture(engine)
-        # Everything serves now, and what was captured in between is as good.
+        # Graphs that were captured between steps give the same tokens too.
         assert serve(engine, TRAFFIC)[:2] == expected
 
 
 @BOTH
-def test_a_graph_whose_example_finds_too_few_free_blocks_waits_and_preempts_nobody(overlap):
+def test_a_capture_waits_for_free_blocks_and_preempts_nothing(overlap):
     params = SamplingParams(max_tokens=6)
     prompts = [prompt(index, 3) for index in range(3)]
-    with LLMEngine.tiny(config(overlap=overlap)) as engine:
+    with LLMEngine.tiny(engine_config(overlap=overlap)) as engine:
         served = [engine.generate([tokens], params) for tokens in prompts]
-    with LLMEngine.tiny(by_priority(overlap=overlap)) as engine:
+    events: list[Event] = []
+    with LLMEngine.tiny(by_priority(overlap=overlap), observer=events.append) as engine:
         watch, step, steps = Watch(engine), engine.step, []
         engine.step = lambda: steps.append(step()) or steps[-1]
-        allocator = engine.scheduler.seats.allocator
-        # Three blocks are left: two, once a request has its first. Four requests need four.
+        allocator = engine.scheduler.input_batch.allocator
+        # Three blocks stay free, two once a request runs: too few for an example of four requests.
         held = allocator.allocate(13)
         assert [engine.generate([tokens], params) for tokens in prompts] == served
-        graphs = [(g.mode.name, g.key.num_tokens) for g in engine.runtime.report().graphs]
-        assert graphs == [("PIECEWISE", 2), ("PIECEWISE", 1), ("FULL", 1), ("FULL", 2)]
+        small = [(mode, size) for mode in ("FULL", "PIECEWISE") for size in (1, 2)]
+        assert sorted(captured_sizes(events)) == small
         by_reason = Counter(
             step.decision.reason.name if step.decision is not None else None for step in steps
         )
@@ -129,10 +138,10 @@ def test_a_graph_whose_example_finds_too_few_free_blocks_waits_and_preempts_nobo
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-def test_a_launched_step_outlives_the_capture_that_comes_after_it(mode):
-    """Its tokens, the next step's input, lie in graph storage that a larger graph writes over."""
+def test_tokens_in_flight_survive_a_capture(mode):
+    """They are the next step's input, in graph storage that a larger graph overwrites."""
     params = SamplingParams(max_tokens=12)
-    with LLMEngine.tiny(config(overlap=False)) as engine:
+    with LLMEngine.tiny(engine_config(overlap=False)) as engine:
         served = engine.generate([prompt(0, 3)], params)
     with LLMEngine.tiny(by_priority(mode, overlap=True)) as engine:
         Watch(engine)
@@ -143,7 +152,7 @@ def test_a_launched_step_outlives_the_capture_that_comes_after_it(mode):
         engine._examples.can_fill = lambda key: key.num_tokens == (1 if len(launched) < 5 else 4)
 
         def compared(**options):
-            tokens = launched[-1].unread.tokens if engine._flights else torch.zeros(0)
+            tokens = launched[-1].tokens if engine._in_flight else torch.zeros(0)
             before = tokens.clone()
             left = capture_next(**options)
             was_overwritten.append(not torch.equal(tokens, before))
@@ -154,19 +163,19 @@ def test_a_launched_step_outlives_the_capture_that_comes_after_it(mode):
         assert True in was_overwritten
 
 
-def test_a_launched_step_s_tokens_are_copied_for_a_capture_alone():
+def test_tokens_in_flight_are_copied_only_for_a_capture():
     with LLMEngine.tiny(by_priority("FULL_DECODE_ONLY", overlap=True)) as engine:
         launch, launched, are_its_own = engine._launch, [], []
 
         def watched(batch):
-            if engine._flights:
-                tokens = engine._flights[-1].unread.tokens
-                are_its_own.append(tokens is launched[-1].unread.tokens)
-            launched.append(launch(batch))
-            return launched[-1]
+            if engine._in_flight:
+                are_its_own.append(engine._in_flight[-1].tokens is launched[-1])
+            step = launch(batch)
+            launched.append(step.tokens)
+            return step
 
         engine._launch = watched
-        allocator = engine.scheduler.seats.allocator
+        allocator = engine.scheduler.input_batch.allocator
         held = allocator.allocate(allocator.num_free - 1)
         engine.add_request(prompt(0, 1), SamplingParams(max_tokens=30))
         for _ in range(4):
@@ -182,18 +191,16 @@ def test_a_launched_step_s_tokens_are_copied_for_a_capture_alone():
         assert are_its_own.count(False) <= num_graphs
 
 
-def test_a_batch_s_own_graph_comes_first_and_serves_it():
-    with LLMEngine.tiny(by_priority()) as engine:
+def test_a_batchs_own_graph_is_captured_first_and_used():
+    events: list[Event] = []
+    with LLMEngine.tiny(by_priority(), observer=events.append) as engine:
         engine.add_request(prompt(0, 3), SamplingParams(max_tokens=4))
         first, second, third = (engine.step().decision for _ in range(3))
         assert (first.mode, first.descriptor.num_tokens) == (RuntimeMode.PIECEWISE, 4)
         assert (second.mode, second.descriptor.num_tokens) == (RuntimeMode.FULL, 1)
         assert third == second
         # The third step found its graph, so the next of the plan was captured: the largest.
-        sizes = [
-            (graph.mode.name, graph.key.num_tokens) for graph in engine.runtime.report().graphs
-        ]
-        assert sizes == [("PIECEWISE", 4), ("PIECEWISE", 12), ("FULL", 1)]
+        assert captured_sizes(events) == [("PIECEWISE", 4), ("FULL", 1), ("PIECEWISE", 12)]
 
 
 @BOTH
@@ -206,33 +213,27 @@ def test_a_step_that_captured_returns_its_own_tokens(overlap):
         assert counts == [1] * num_keys + [0 if overlap else 1, 1, 1]
 
 
-def test_an_engine_that_captures_before_serving_captures_nothing_in_a_step():
-    with LLMEngine.tiny(config("FULL", overlap=False)) as engine:
+def test_capture_before_serving_captures_nothing_in_a_step():
+    with LLMEngine.tiny(engine_config("FULL")) as engine:
         engine.generate([prompt(0, 3)])
         engine.step()
         assert not engine.runtime.report().graphs
 
 
-def test_capture_takes_what_is_left_at_once():
-    events = []
+def test_capture_captures_all_missing_graphs_at_once():
+    events: list[Event] = []
     with LLMEngine.tiny(by_priority(), observer=events.append) as engine:
         engine.step()
         assert not engine.capture().missing
         engine.generate([prompt(0, 3)])
-        num_captured = sum(isinstance(event, Captured) for event in events)
-        assert num_captured == len(engine.runtime.plan.capture_order)
+        assert len(captured_sizes(events)) == len(engine.runtime.plan.capture_order)
 
 
-def test_after_a_whole_capture_steps_overlap_from_the_first():
+def test_after_capture_all_steps_overlap():
     with LLMEngine.tiny(by_priority(overlap=True)) as engine:
         engine.capture()
         engine.add_request(prompt(0, 3), SamplingParams(max_tokens=20))
         assert [len(engine.step().outputs) for _ in range(3)] == [0, 1, 1]
-
-
-def test_another_wish_is_refused():
-    with pytest.raises(EngineConfigError, match="by_priority"):
-        replace(config(overlap=False), capture="sometimes")
 
 
 # -- failures
@@ -241,10 +242,10 @@ def test_another_wish_is_refused():
 @BOTH
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_capture_that_fails_changes_no_token(expected, overlap, skips):
-    wish = by_priority(overlap=overlap)
+    asked = by_priority(overlap=overlap)
     if skips:
-        wish = replace(wish, runtime=replace(wish.runtime, on_capture_error="skip"))
-    with LLMEngine.tiny(wish) as engine:
+        asked = replace(asked, runtime=replace(asked.runtime, on_capture_error="skip"))
+    with LLMEngine.tiny(asked) as engine:
         faults, step, calls = engine.runtime.device.faults, engine.step, itertools.count()
 
         def faulty():
@@ -259,16 +260,16 @@ def test_a_capture_that_fails_changes_no_token(expected, overlap, skips):
         assert serve(engine, TRAFFIC)[:2] == expected
         failed = engine.runtime.report().failures
         assert len(failed) == 2
-        # Nothing that failed comes again by itself.
+        # A failed capture is not retried by a step.
         for _ in range(10):
             engine.step()
-        assert engine.runtime.report().missing == dict.fromkeys(failed, MissReason.CAPTURE_FAILED)
+        assert engine.runtime.report().missing == dict.fromkeys(failed, Reason.CAPTURE_FAILED)
         assert not engine.capture().missing
         assert serve(engine, TRAFFIC)[:2] == expected
 
 
 @BOTH
-def test_preemptions_of_a_step_whose_capture_failed_are_told_by_the_next(overlap):
+def test_preemptions_of_a_failed_step_are_reported_by_the_next(overlap):
     with LLMEngine.tiny(by_priority(overlap=overlap)) as engine:
         add, step, requests = engine.scheduler.add, engine.step, []
         engine.scheduler.add = lambda request: requests.append(request) or add(request)
@@ -283,7 +284,7 @@ def test_preemptions_of_a_step_whose_capture_failed_are_told_by_the_next(overlap
             raise OSError("no capture")
 
         engine.step = faulty
-        num_preempted = serve(engine, TRAFFIC)[2]
+        num_preempted = serve(engine, TRAFFIC).num_preempted
         assert num_preempted == sum(request.num_preemptions for request in requests) > 0
 
 
@@ -291,37 +292,37 @@ PREEMPTING = [prompt(index, 3) for index in range(4)], SamplingParams(max_tokens
 """Prompts and parameters of requests that the cache is too small for, all together."""
 
 
-def fail_once_landed(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the step fail that has booked, but not returned, the tokens of the one before."""
+def fail_with_unreturned_tokens(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the step fail that has stored, but not returned, the tokens of the previous one."""
     step = engine.runtime.step
 
     def fails(*args, **options):
-        if engine._landed:
+        if engine._unreturned:
             raise OSError("lost")
         return step(*args, **options)
 
     monkeypatch.setattr(engine.runtime, "step", fails)
 
 
-def test_tokens_that_a_failed_step_did_not_return_reach_no_later_request(monkeypatch):
-    with LLMEngine.tiny(config(overlap=True)) as engine:
+def test_unreturned_tokens_reach_no_later_request(monkeypatch):
+    with LLMEngine.tiny(engine_config(overlap=True)) as engine:
         served = engine.generate(*PREEMPTING)
         with monkeypatch.context() as patch:
-            fail_once_landed(engine, patch)
+            fail_with_unreturned_tokens(engine, patch)
             with pytest.raises(OSError, match="lost"):
                 engine.generate(*PREEMPTING)
         assert not engine.has_unfinished()
         assert engine.generate(*PREEMPTING) == served
 
 
-def test_an_abort_after_a_failed_step_returns_the_tokens_that_step_did_not(monkeypatch):
-    with LLMEngine.tiny(config(overlap=True)) as engine:
+def test_an_abort_returns_tokens_that_a_failed_step_did_not(monkeypatch):
+    with LLMEngine.tiny(engine_config(overlap=True)) as engine:
         add, requests = engine.scheduler.add, []
         engine.scheduler.add = lambda request: requests.append(request) or add(request)
         names = [engine.add_request(tokens, PREEMPTING[1]) for tokens in PREEMPTING[0]]
         outputs = []
         with monkeypatch.context() as patch:
-            fail_once_landed(engine, patch)
+            fail_with_unreturned_tokens(engine, patch)
             with pytest.raises(OSError, match="lost"):
                 deque(map(outputs.append, iter(engine.step, None)), 0)
         returned = [o for result in outputs for o in result.outputs if o.request_id == names[0]]
@@ -335,16 +336,16 @@ def test_an_abort_after_a_failed_step_returns_the_tokens_that_step_did_not(monke
 
 
 @pytest.fixture
-def ended_unseen(monkeypatch):
-    """An engine whose only request "a" ended in a step that failed, its tokens, and those seen."""
+def ended_unreturned(monkeypatch):
+    """An engine whose request "a" ended in a failed step, its tokens, and outputs so far."""
     [tokens] = [prompt(0, 3)]
-    with LLMEngine.tiny(config(overlap=False)) as engine:
+    with LLMEngine.tiny(engine_config(overlap=False)) as engine:
         [served] = engine.generate([tokens], SamplingParams(max_tokens=12))
     stop = served[1]
     assert stop != served[0]
     with LLMEngine.tiny(by_priority(overlap=True)) as engine:
-        # Its second token finds no block free, so it has to be known before the next step.
-        allocator = engine.scheduler.seats.allocator
+        # No block is free for its second token, so that token is read before the next step.
+        allocator = engine.scheduler.input_batch.allocator
         taken = allocator.allocate(allocator.num_free - 1)
         engine.add_request(tokens, SamplingParams(max_tokens=12, stop_token_ids=(stop,)), "a")
         outputs = [output for _ in range(2) for output in engine.step().outputs]
@@ -361,16 +362,16 @@ def ended_unseen(monkeypatch):
         yield engine, served[:2], outputs
 
 
-def test_a_last_token_that_a_failed_step_did_not_return_is_still_to_come(ended_unseen):
-    engine, expected, outputs = ended_unseen
+def test_a_later_step_returns_the_last_token_of_a_failed_one(ended_unreturned):
+    engine, expected, outputs = ended_unreturned
     while engine.has_unfinished():
         outputs += engine.step().outputs
     assert [token for output in outputs for token in output.new_token_ids] == expected
     assert outputs[-1].finish_reason is FinishReason.STOP
 
 
-def test_a_request_that_ended_unseen_can_be_aborted_and_its_id_taken_then(ended_unseen):
-    engine, expected, outputs = ended_unseen
+def test_a_request_that_ended_unreturned_keeps_its_id_busy(ended_unreturned):
+    engine, expected, outputs = ended_unreturned
     with pytest.raises(RequestError, match="no step has returned"):
         engine.add_request([1, 2], request_id="a")
     outputs.append(engine.abort("a"))
@@ -382,98 +383,39 @@ def test_a_request_that_ended_unseen_can_be_aborted_and_its_id_taken_then(ended_
     assert engine.add_request([1, 2], request_id="a") == "a"
 
 
-# -- anything
+# -- any traffic
 
-requests = st.lists(
+rows = st.lists(
     st.tuples(
         st.integers(1, 20),  # prompt
         st.integers(1, 14),  # output
-        st.booleans(),  # drawn, or greedy
-        st.integers(0, 4),  # steps since the one before
+        st.sampled_from([0.0, 1.0]),  # temperature
+        st.integers(0, 12),  # step of arrival
     ),
     min_size=1,
     max_size=7,
 )
 
 
-def serve_and_abort(engine: LLMEngine, rows, goes: tuple[int, int]) -> list[tuple[str, list[int]]]:
-    """Why each request ended, and its tokens; number ``goes[0]`` is aborted at step ``goes[1]``."""
-    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(rows))}
-    ends = dict.fromkeys(tokens, "")
-    due = number = num_added = 0
-    while num_added < len(rows) or engine.has_unfinished():
-        while num_added < len(rows) and due + rows[num_added][3] <= number:
-            num_prompt, num_output, drawn, gap = rows[num_added]
-            due += gap
-            params = SamplingParams(
-                max_tokens=num_output, temperature=1.0 if drawn else 0.0, seed=num_added
-            )
-            engine.add_request(prompt(num_added, num_prompt), params, str(num_added))
-            num_added += 1
-        if number == goes[1]:
-            with suppress(UnknownRequestError):
-                output = engine.abort(str(goes[0]))
-                ends[output.request_id] = output.finish_reason.name
-        for output in engine.step().outputs:
-            tokens[output.request_id] += output.new_token_ids
-            if output.finish_reason is not None:
-                ends[output.request_id] = output.finish_reason.name
-        number += 1
-    return [(ends[name], tokens[name]) for name in tokens]
-
-
 @pytest.fixture(scope="module")
 def captured_before():
-    with LLMEngine.tiny(config("FULL_AND_PIECEWISE", overlap=False)) as engine:
+    with LLMEngine.tiny(engine_config("FULL_AND_PIECEWISE")) as engine:
         engine.capture()
         yield engine
 
 
 @settings(max_examples=15, deadline=None)
-@given(rows=requests, goes=st.tuples(st.integers(0, 6), st.integers(0, 12)), overlap=st.booleans())
-def test_any_traffic_with_aborts_gives_the_tokens_of_graphs_captured_before(
-    captured_before, rows, goes, overlap
-):
-    served = serve_and_abort(captured_before, rows, goes)
+@given(rows=rows, abort=st.tuples(st.integers(0, 6), st.integers(0, 12)), overlap=st.booleans())
+def test_any_traffic_with_aborts_gives_the_same_tokens(captured_before, rows, abort, overlap):
+    traffic = [
+        Arrival(
+            step,
+            prompt(index, num_prompt),
+            SamplingParams(max_tokens=num_output, temperature=temperature, seed=index),
+        )
+        for index, (num_prompt, num_output, temperature, step) in enumerate(rows)
+    ]
+    expected = serve(captured_before, traffic, abort)
     with LLMEngine.tiny(by_priority(overlap=overlap)) as engine:
         Watch(engine)
-        found = serve_and_abort(engine, rows, goes)
-    for (end, tokens), (expected_end, expected_tokens) in zip(found, served, strict=True):
-        if FinishReason.ABORTED.name in (end, expected_end):
-            # Overlap returns tokens later, so an abort finds fewer, or the other way round.
-            shorter = min(len(tokens), len(expected_tokens))
-            assert tokens[:shorter] == expected_tokens[:shorter]
-        else:
-            assert (end, tokens) == (expected_end, expected_tokens)
-
-
-# -- examples
-
-
-LIMITS = Limits(
-    max_num_seqs=4, max_num_batched_tokens=12, max_model_len=20, block_size=4, num_blocks=17
-)
-KEYS = [
-    *(BatchDescriptor(size) for size in (1, 2, 4, 12)),
-    *(BatchDescriptor(size, size, uniform=True) for size in (1, 3)),
-]
-
-
-@given(num_taken=st.integers(0, 16), key=st.sampled_from(KEYS), seed=st.integers(0, 1))
-def test_examples_read_and_write_free_blocks_only(num_taken, key, seed):
-    allocator = BlockAllocator(LIMITS.num_blocks)
-    taken = set(allocator.allocate(num_taken))
-    examples = Examples(LIMITS, 97, allocator)
-    if not examples.can_fill(key):
-        assert 16 - num_taken < max(-(-key.num_tokens // 4), min(key.num_tokens, 4))
-        with pytest.raises(OutOfBlocksError, match="free blocks"):
-            examples(key, seed)
-        return
-    values, num_tokens, num_reqs, live = examples(key, seed)
-    assert (num_tokens, num_reqs) == (key.num_tokens, min(key.num_tokens, 4))
-    blocks = {*values["block_tables"].flatten().tolist(), *live.block_tables.flatten().tolist()}
-    written = {slot // 4 for slot in values["slot_mapping"].tolist()}
-    assert written <= blocks - {0}
-    assert not blocks & taken
-    assert len(set(values["slot_mapping"].tolist())) == num_tokens
-    assert allocator.num_free == 16 - num_taken
+        check_same_tokens(serve(engine, traffic, abort), expected)

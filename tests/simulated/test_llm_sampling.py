@@ -1,4 +1,4 @@
-"""Sampling: the distribution asked for, and the same draw in whatever company."""
+"""Sampling: the right distribution, and the same draw in every batch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from graphrt_llm import FinishReason, SamplingParams
+from graphrt_llm.config import Limits
 from graphrt_llm.errors import SamplingParamsError
-from graphrt_llm.request import FinishReason, Request, SamplingParams
+from graphrt_llm.inputs import input_specs
+from graphrt_llm.request import Request
+from graphrt_llm.runner import NamedInputs
 from graphrt_llm.sampling import Sampler, derive_seed, gumbel_noise, kept_tokens
 
 VOCAB = 23
+LIMITS = Limits(
+    max_num_seqs=2, max_num_batched_tokens=4, max_model_len=8, block_size=4, num_blocks=5
+)
 
 
 def request(seed: int = 0, num_outputs: int = 0, **params) -> Request:
@@ -24,16 +31,23 @@ def request(seed: int = 0, num_outputs: int = 0, **params) -> Request:
 
 def sample(logits: torch.Tensor, requests: list[Request]) -> list[int]:
     sampler = Sampler(max_num_seqs=len(requests), device=torch.device("cpu"))
-    return sampler.sample(logits, requests).tolist()
+    indices = [len(request.output_token_ids) for request in requests]
+    return sampler.sample(logits, requests, greedy=logits.argmax(-1), indices=indices).tolist()
 
 
 def random_logits(num_rows: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def test_greedy_takes_the_largest_and_the_lowest_id_among_equals():
+def test_the_greedy_token_is_the_lowest_id_among_equals():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 3.0, 5.0, 1.0]])
-    assert sample(logits, [request(), request()]) == [1, 0]
+    model = NamedInputs(lambda *inputs: logits)
+    inputs = dict.fromkeys(spec.name for spec in input_specs(LIMITS))
+    outputs = model(**inputs)
+    assert outputs.tokens.tolist() == [1, 0]
+    sampler = Sampler(max_num_seqs=2, device=torch.device("cpu"))
+    tokens = sampler.sample(logits, [request()] * 2, greedy=outputs.tokens, indices=[0, 0])
+    assert tokens is outputs.tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

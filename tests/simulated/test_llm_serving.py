@@ -80,7 +80,7 @@ def test_the_clock_is_virtual_and_jumps_over_idle_time(served):
     assert [step.result.num_tokens for step in steps[:2]] == [3, 16]
 
 
-def test_every_mode_meets_the_same_batches_and_gives_the_same_tokens(served):
+def test_every_mode_gets_the_same_batches_and_tokens(served):
     result, steps, _ = served
     with engine("FULL_AND_PIECEWISE") as graphed:
         graphed.capture()
@@ -102,7 +102,7 @@ def test_parameters_can_be_given_by_request(served):
     assert differing == {2}
 
 
-def test_an_interrupt_takes_effect_between_steps_and_leaves_a_usable_engine(served):
+def test_an_interrupt_between_steps_leaves_a_usable_engine(served):
     with engine() as eager:
         num_steps = 0
 
@@ -142,7 +142,7 @@ def test_a_second_interrupt_acts_at_once():
         serve(eager, TRACE, step_seconds=0.1, on_step=twice)
 
 
-def test_somebody_elses_interrupt_handler_is_left_alone():
+def test_a_foreign_interrupt_handler_is_left_alone():
     def handler(number, frame) -> None:
         raise LookupError
 

@@ -1,4 +1,4 @@
-"""Random weights: the same everywhere, and a model that has something to say."""
+"""Random weights: equal for equal seeds, and greedy texts that vary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def generate(model: CausalLM, prompt: list[int], count: int) -> tuple[list[int],
     before = 0
     for _ in range(count):
         step = make_step([(before, len(tokens) - before)], tables, 16)
-        model.attention.prepare_for_replay(key_of(step, "live"), step.live)
+        model.attention.prepare_for_replay(key_of(step, "host"), step.metadata)
         new = torch.tensor(tokens[before:])
         logits.append(model(new, step.positions, step.attn, step.logits_indices)[0])
         before = len(tokens)

@@ -10,7 +10,7 @@ import pytest
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
-def test_the_first_program_prints_the_output_shown_below_it(
+def test_readme_program_prints_what_it_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = README.read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def test_the_first_program_prints_the_output_shown_below_it(
     assert capsys.readouterr().out == output
 
 
-def test_the_first_screen_holds_at_most_forty_lines() -> None:
+def test_readme_first_screen_is_at_most_forty_four_lines() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
     first_screen = lines[: lines.index("## What it does")]
     assert len(first_screen) <= 44

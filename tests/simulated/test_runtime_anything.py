@@ -7,9 +7,9 @@ from contextlib import suppress
 import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from runtime_lab import MAX_REQS, MAX_TOKENS, POLICIES, RuntimeLab, Toy, assert_equal
 
 from graphrt import Captured, GraphrtError, Retired, Verified
+from lab import MAX_REQS, MAX_TOKENS, POLICIES, RuntimeLab, Toy, assert_equal
 
 BATCHES = st.integers(1, MAX_TOKENS).flatmap(
     lambda n: st.tuples(st.just(n), st.integers(1, min(n, MAX_REQS)), st.integers(0, 9))
@@ -21,13 +21,13 @@ class Life(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(POLICIES[1:]),
-        output_policy=st.sampled_from(["view", "clone", "lease"]),
+        output_policy=st.sampled_from(["view", "clone", "checked_view"]),
         on_error=st.sampled_from(["raise", "skip"]),
         every=st.sampled_from([None, 1, 3]),
     )
     def open(self, policy, output_policy, on_error, every):
-        wishes = {"on_capture_error": on_error, "verify_every": every}
-        self.lab = RuntimeLab(policy, model=Moody(), policy=output_policy, wishes=wishes)
+        asked = {"on_capture_error": on_error, "verify_every": every}
+        self.lab = RuntimeLab(policy, model=Moody(), policy=output_policy, asked=asked).__enter__()
         self.is_stale = False
         self.num_weights = 0
 
@@ -107,7 +107,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "lab"):
-            self.lab.runtime.close()
+            self.lab.__exit__()
             assert self.lab.runtime.library.num_graphs == 0
 
 

@@ -6,7 +6,20 @@ import signal
 
 import pytest
 import torch
-from runtime_lab import (
+
+from graphrt import (
+    Captured,
+    CaptureFailed,
+    RanEager,
+    Reason,
+    Retired,
+    SimulatedDevice,
+    TensorStateGuard,
+    Verified,
+    break_point,
+)
+from graphrt.errors import ConfigError, GraphMemoryError, StateAdvancedError, TooManyFailuresError
+from lab import (
     FULL,
     NONE,
     PIECEWISE,
@@ -18,40 +31,17 @@ from runtime_lab import (
     example,
 )
 
-from graphrt import (
-    Captured,
-    CaptureFailed,
-    CaptureFuseError,
-    ConfigError,
-    Example,
-    GraphMemoryError,
-    MissReason,
-    RanEager,
-    Retired,
-    SimulatedDevice,
-    StateAdvancedError,
-    TensorStateGuard,
-    Verified,
-    break_point,
-)
-
-
-def reasons(lab: RuntimeLab) -> dict:
-    return {
-        (mode, key.num_tokens): why for (mode, key), why in lab.runtime.report().missing.items()
-    }
-
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_key_of_the_plan_is_captured_verified_and_accounted_for(policy):
+def test_capture_covers_and_verifies_every_key_of_the_plan(policy):
     with RuntimeLab(policy) as lab:
-        assert set(reasons(lab).values()) <= {MissReason.NOT_CAPTURED_YET}
+        assert set(lab.missing.values()) <= {Reason.NOT_CAPTURED_YET}
         report = lab.runtime.capture()
         order = list(lab.runtime.plan.capture_order)
         assert {(graph.mode, graph.key) for graph in report.graphs} == set(order)
-        captured = [event for event in lab.events if isinstance(event, Captured)]
+        captured = lab.events_of(Captured)
         assert [(event.mode, event.key) for event in captured] == order
-        verified = [event for event in lab.events if isinstance(event, Verified)]
+        verified = lab.events_of(Verified)
         assert [(event.mode, event.key) for event in verified] == order
         assert all(event.equal and event.max_abs_difference == 0 for event in verified)
         assert not report.missing
@@ -61,14 +51,14 @@ def test_every_key_of_the_plan_is_captured_verified_and_accounted_for(policy):
         ):
             assert graph.state == "ready"
             assert graph.seconds == event.seconds > 0
-            assert (graph.num_graphs, graph.num_gaps) == ((1, 0) if graph.mode is FULL else (2, 1))
+            assert (graph.num_graphs, graph.num_eager) == ((1, 0) if graph.mode is FULL else (2, 1))
             assert graph.memory.num_nodes > 0
-            assert graph.memory.slot_bytes > 0 or graph.mode is FULL
+            assert graph.memory.static_output_bytes > 0 or graph.mode is FULL
         assert report.device == "simulated"
         assert report.capture_seconds > sum(graph.seconds for graph in report.graphs) or not order
 
 
-def test_the_report_counts_each_byte_once():
+def test_report_counts_each_byte_once():
     with RuntimeLab("PIECEWISE") as lab:
         report = lab.runtime.capture()
         assert report.graph_bytes == lab.runtime.library.charged_bytes
@@ -77,23 +67,23 @@ def test_the_report_counts_each_byte_once():
         )
 
 
-def test_progress_counts_captures_and_first_replays():
-    told = []
+def test_capture_progress_counts_captures_and_first_replays():
+    reported = []
     with RuntimeLab() as lab:
-        lab.runtime.capture(lambda *facts: told.append(facts))
+        lab.runtime.capture(lambda *facts: reported.append(facts))
         order = [key for _, key in lab.runtime.plan.capture_order]
     total = 2 * len(order)
-    assert [(done, of) for done, of, _ in told] == [(n, total) for n in range(1, total + 1)]
-    assert [key for _, _, key in told] == 2 * order
+    assert [(done, of) for done, of, _ in reported] == [(n, total) for n in range(1, total + 1)]
+    assert [key for _, _, key in reported] == 2 * order
 
 
-def test_capturing_again_does_nothing_when_everything_serves():
-    told = []
+def test_capture_again_when_all_serve_does_nothing():
+    reported = []
     with RuntimeLab() as lab:
         lab.runtime.capture()
         calls, events = lab.model.num_calls, len(lab.events)
-        lab.runtime.capture(lambda *facts: told.append(facts))
-        assert (lab.model.num_calls, len(lab.events), told) == (calls, events, [])
+        lab.runtime.capture(lambda *facts: reported.append(facts))
+        assert (lab.model.num_calls, len(lab.events), reported) == (calls, events, [])
 
 
 class Counting(torch.nn.Module):
@@ -111,12 +101,12 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
-def test_bug_class_11_warmups_are_honoured_and_guarded_state_is_untouched(warmups):
+def test_capture_warmups_leave_guarded_state_untouched(warmups):
     model = Counting()
     compilation = {"cudagraph_num_of_warmups": warmups}
     guard = TensorStateGuard([model.total])
-    wishes = {"compilation": compilation, "verify_first_replay": False}
-    with RuntimeLab("FULL", model=model, state=guard, wishes=wishes) as lab:
+    asked = {"compilation": compilation, "verify_first_replay": False}
+    with RuntimeLab("FULL", model=model, state=guard, asked=asked) as lab:
         lab.step(4, 4)
         lab.step(4, 4)
         lab.runtime.capture()
@@ -127,10 +117,10 @@ def test_bug_class_11_warmups_are_honoured_and_guarded_state_is_untouched(warmup
             assert model.total == calls
 
 
-def test_bug_class_11_verification_leaves_guarded_state_as_one_step_would():
+def test_verification_advances_guarded_state_by_one_step():
     model = Counting()
     guard = TensorStateGuard([model.total])
-    with RuntimeLab("FULL", model=model, state=guard, wishes={"verify_every": 1}) as lab:
+    with RuntimeLab("FULL", model=model, state=guard, asked={"verify_every": 1}) as lab:
         lab.runtime.capture()
         assert model.total == 0
         for calls in range(1, 4):
@@ -138,7 +128,7 @@ def test_bug_class_11_verification_leaves_guarded_state_as_one_step_would():
             assert model.total == calls
 
 
-def test_bug_class_11_unguarded_state_is_refused_unless_it_is_a_sink():
+def test_state_unguarded_is_refused_unless_may_overwrite():
     model = Counting()
     with (
         RuntimeLab("FULL", model=model) as lab,
@@ -146,8 +136,8 @@ def test_bug_class_11_unguarded_state_is_refused_unless_it_is_a_sink():
     ):
         lab.runtime.capture()
     model = Counting()
-    wishes = {"verify_first_replay": False}
-    with RuntimeLab("FULL", model=model, sinks=[model.total], wishes=wishes) as lab:
+    asked = {"verify_first_replay": False}
+    with RuntimeLab("FULL", model=model, may_overwrite=[model.total], asked=asked) as lab:
         assert not lab.runtime.capture().missing
 
 
@@ -173,24 +163,22 @@ class Switch:
         return self.on
 
 
-def test_a_failing_key_runs_eager_with_its_reason_and_the_others_serve():
+def test_capture_failure_skipped_runs_its_key_eagerly():
     armed = Switch()
     model = FailingAt(4, when=armed)
-    with RuntimeLab("PIECEWISE", model=model, wishes={"on_capture_error": "skip"}) as lab:
+    with RuntimeLab("PIECEWISE", model=model, asked={"on_capture_error": "skip"}) as lab:
         report = lab.runtime.capture()
-        assert reasons(lab) == {(PIECEWISE, 4): MissReason.CAPTURE_FAILED}
+        assert lab.missing == {(PIECEWISE, 4): Reason.CAPTURE_FAILED}
         assert [key.num_tokens for _, key in report.failures] == [4]
         assert "no such size" in next(iter(report.failures.values()))
-        failed = [event for event in lab.events if isinstance(event, CaptureFailed)]
+        failed = lab.events_of(CaptureFailed)
         assert [(event.key.num_tokens, event.error) for event in failed] == [(4, "OSError")]
         armed.on = False
         for num_tokens, mode in ((2, PIECEWISE), (3, NONE), (4, NONE), (7, PIECEWISE)):
             outputs = lab.step(num_tokens, 2)
             assert lab.runtime.last_decision.mode is mode
             assert_equal(outputs, lab.eager(num_tokens, 2))
-        assert {e.reason for e in lab.events if isinstance(e, RanEager)} == {
-            MissReason.CAPTURE_FAILED
-        }
+        assert {e.reason for e in lab.events_of(RanEager)} == {Reason.CAPTURE_FAILED}
         # What failed is tried again, and only that.
         before = len(lab.events)
         assert not lab.runtime.capture().missing
@@ -199,14 +187,14 @@ def test_a_failing_key_runs_eager_with_its_reason_and_the_others_serve():
         assert lab.runtime.last_decision.mode is PIECEWISE
 
 
-def test_an_error_is_raised_and_what_was_captured_before_it_serves():
+def test_capture_error_raised_keeps_earlier_programs():
     # Only the capture fails, not the warm-up: 8 is captured before 4 is tried.
     capturing = Switch(False)
     model = FailingAt(4, when=capturing)
-    told = []
+    reported = []
 
     def progress(done, total, key):
-        told.append(key)
+        reported.append(key)
         capturing.on = True
 
     with RuntimeLab("PIECEWISE", model=model) as lab:
@@ -214,63 +202,63 @@ def test_an_error_is_raised_and_what_was_captured_before_it_serves():
             lab.runtime.capture(progress)
         assert "PIECEWISE" in "".join(raised.value.__notes__)
         capturing.on = False
-        assert reasons(lab) == {
-            (PIECEWISE, 4): MissReason.CAPTURE_FAILED,
-            (PIECEWISE, 2): MissReason.NOT_CAPTURED_YET,
+        assert lab.missing == {
+            (PIECEWISE, 4): Reason.CAPTURE_FAILED,
+            (PIECEWISE, 2): Reason.NOT_CAPTURED_YET,
         }
         for num_tokens, mode in ((4, NONE), (5, PIECEWISE), (8, PIECEWISE)):
             outputs = lab.step(num_tokens, 2)
             assert lab.runtime.last_decision.mode is mode
             assert_equal(outputs, lab.eager(num_tokens, 2))
         assert not lab.runtime.capture().missing
-        assert len([event for event in lab.events if isinstance(event, Captured)]) == len(SIZES)
+        assert len(lab.events_of(Captured)) == len(SIZES)
 
 
-def test_an_error_in_a_first_replay_is_raised_when_the_others_were_tried():
+def test_first_replay_error_is_raised_after_the_others():
     model = Toy()
     broken = Switch()
 
-    def examples(key, seed):
-        if seed == 1 and key.num_tokens == 8 and broken():
+    def examples(sizes, seed):
+        if seed == 1 and sizes["tokens"] == 8 and broken():
             raise RuntimeError("no example")
-        return example(key, seed)
+        return example(sizes, seed)
 
     with RuntimeLab("FULL", model=model, examples=examples) as lab:
         with pytest.raises(RuntimeError, match="no example"):
             lab.runtime.capture()
-        assert reasons(lab) == {(FULL, 8): MissReason.CAPTURE_FAILED}
+        assert lab.missing == {(FULL, 8): Reason.CAPTURE_FAILED}
         lab.step(4, 2)
         assert lab.runtime.last_decision.mode is FULL
         lab.step(8, 2)
-        assert lab.runtime.last_decision[::2] == (NONE, MissReason.CAPTURE_FAILED)
+        assert lab.runtime.last_decision[::2] == (NONE, Reason.CAPTURE_FAILED)
         broken.on = False
         assert not lab.runtime.capture().missing
         lab.step(8, 2)
         assert lab.runtime.last_decision.mode is FULL
 
 
-def test_three_failures_in_a_row_fail_the_rest_without_trying():
+def test_three_failures_in_a_row_fail_the_rest_untried():
     class Never(Toy):
         def forward(self, *, x, ids, lens):
-            if lab.runtime.library.has_open_scope:
+            if lab.runtime.library.scope is not None:
                 self.calls[0][0] += 1
                 raise OSError("never")
             return super().forward(x=x, ids=ids, lens=lens)
 
-    wishes = {"on_capture_error": "skip", "compilation": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
-    with RuntimeLab("FULL", model=Never(), wishes=wishes) as lab:
+    asked = {"on_capture_error": "skip", "compilation": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
+    with RuntimeLab("FULL", model=Never(), asked=asked) as lab:
         report = lab.runtime.capture()
-        assert set(report.missing.values()) == {MissReason.CAPTURE_FAILED}
+        assert set(report.missing.values()) == {Reason.CAPTURE_FAILED}
         assert lab.model.num_calls == 3
-        fused = [text for text in report.failures.values() if "consecutive" in text]
-        assert len(fused) == 1
-        assert CaptureFuseError.__name__ in [
-            event.error for event in lab.events if isinstance(event, CaptureFailed)
+        gave_up = [text for text in report.failures.values() if "consecutive" in text]
+        assert len(gave_up) == 1
+        assert TooManyFailuresError.__name__ in [
+            event.error for event in lab.events_of(CaptureFailed)
         ]
 
 
 class Interrupted(Toy):
-    """Ctrl-C, once, at the n-th time from now that its Python runs, gaps included."""
+    """Ctrl-C, once, at the n-th time from now that its Python runs, eager segments included."""
 
     def __init__(self):
         super().__init__()
@@ -294,31 +282,31 @@ class Interrupted(Toy):
 # Two for each of 3 warm-ups, 3 captures and 3 eager runs; each piecewise replay has one more.
 @pytest.mark.parametrize("at", [1, 6, 7, 8, 11, 13, 14, 15, 18])
 @pytest.mark.parametrize("policy", ["FULL", "PIECEWISE"])
-def test_an_interrupt_anywhere_leaves_nothing_unverified_and_capture_goes_on(policy, at):
+def test_interrupt_anywhere_leaves_nothing_unverified(policy, at):
     with RuntimeLab(policy, model=Interrupted()) as lab:
         lab.model.countdown[0][0] = at
         with pytest.raises(KeyboardInterrupt):
             lab.runtime.capture()
         assert not lab.device.is_capturing()
-        verified = [event for event in lab.events if isinstance(event, Verified)]
-        assert len(reasons(lab)) == len(SIZES) - len(verified)
-        assert set(reasons(lab).values()) == {MissReason.NOT_CAPTURED_YET}
+        verified = lab.events_of(Verified)
+        assert len(lab.missing) == len(SIZES) - len(verified)
+        assert set(lab.missing.values()) == {Reason.NOT_CAPTURED_YET}
         assert_equal(lab.step(2, 2), lab.eager(2, 2))
 
-        told = []
-        report = lab.runtime.capture(lambda done, total, key: told.append((done, total)))
-        assert told == [(n, len(told)) for n in range(1, len(told) + 1)]
+        reported = []
+        report = lab.runtime.capture(lambda done, total, key: reported.append((done, total)))
+        assert reported == [(n, len(reported)) for n in range(1, len(reported) + 1)]
         assert not report.missing
         assert all(graph.seconds > 0 for graph in report.graphs)
         # Nothing that was captured is captured again.
-        assert len([event for event in lab.events if isinstance(event, Captured)]) == len(SIZES)
+        assert len(lab.events_of(Captured)) == len(SIZES)
         for num_tokens in (2, 3, 8):
             assert_equal(lab.step(num_tokens, 2), lab.eager(num_tokens, 2))
             assert lab.runtime.last_decision.mode.name == policy
 
 
 @pytest.mark.parametrize("at", [1, 5, 9, 14, 17])
-def test_ctrl_c_waits_for_the_key_at_hand_and_a_second_one_does_not(at):
+def test_interrupt_waits_for_the_key_and_a_second_does_not(at):
     class Signalled(Interrupted):
         """Raises the signal itself, as a terminal would, in the middle of a forward."""
 
@@ -345,7 +333,7 @@ def test_ctrl_c_waits_for_the_key_at_hand_and_a_second_one_does_not(at):
 
 
 @pytest.mark.parametrize("policy", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_bug_class_2_a_replaced_weight_runs_eager_and_right_until_captured_again(policy):
+def test_weight_replaced_runs_eager_until_recapture(policy):
     with RuntimeLab(policy) as lab:
         lab.runtime.capture()
         first_bytes = lab.runtime.report().graph_bytes
@@ -353,10 +341,10 @@ def test_bug_class_2_a_replaced_weight_runs_eager_and_right_until_captured_again
             lab.model.weight.data = torch.randn(4, 4) + round_number
             report = lab.runtime.check_externals()
             assert "weight" in "".join(report.moved)
-            assert set(reasons(lab).values()) == {MissReason.INVALIDATED}
+            assert set(lab.missing.values()) == {Reason.INVALIDATED}
             for batch in ((3, 3, True), (5, 2, False)):
                 outputs = lab.step(*batch)
-                assert lab.runtime.last_decision[::2] == (NONE, MissReason.INVALIDATED)
+                assert lab.runtime.last_decision[::2] == (NONE, Reason.INVALIDATED)
                 assert_equal(outputs, lab.eager(*batch[:2]))
 
             again = lab.runtime.capture()
@@ -383,19 +371,19 @@ class Routed(Toy):
         return super().forward(x=x, ids=ids, lens=lens)
 
 
-def test_what_still_serves_goes_on_until_the_new_generation_takes_its_place():
+def test_recapture_keeps_what_serves_until_it_is_done():
     with RuntimeLab("FULL", model=Routed()) as lab:
         lab.runtime.capture()
         lab.model.small.data = torch.full((4,), 3.0)
         lab.runtime.check_externals()
-        assert reasons(lab) == {(FULL, 2): MissReason.INVALIDATED}
+        assert lab.missing == {(FULL, 2): Reason.INVALIDATED}
 
         # A recapture that fails takes nothing away.
         lab.device.faults.end = True
         with pytest.raises(Exception, match="end"):
             lab.runtime.capture()
         lab.device.faults.end = False
-        assert reasons(lab).keys() == {(FULL, 2)}
+        assert lab.missing.keys() == {(FULL, 2)}
         assert_equal(lab.step(8, 2), lab.eager(8, 2))
         assert lab.runtime.last_decision.mode is FULL
         assert_equal(lab.step(2, 2), lab.eager(2, 2))
@@ -403,13 +391,13 @@ def test_what_still_serves_goes_on_until_the_new_generation_takes_its_place():
 
         assert not lab.runtime.capture().missing
         assert len(lab.runtime.library.generations) == 1
-        assert [event.num_programs for event in lab.events if isinstance(event, Retired)][-1] == 3
+        assert [event.num_programs for event in lab.events_of(Retired)][-1] == 3
         for num_tokens in (2, 8):
             assert_equal(lab.step(num_tokens, 2), lab.eager(num_tokens, 2))
             assert lab.runtime.last_decision.mode is FULL
 
 
-def test_capturing_again_notices_a_replaced_weight_by_itself():
+def test_recapture_notices_a_replaced_weight():
     with RuntimeLab("FULL") as lab:
         lab.runtime.capture()
         lab.model.weight.data = torch.eye(4)
@@ -418,7 +406,7 @@ def test_capturing_again_notices_a_replaced_weight_by_itself():
         assert lab.runtime.last_decision.mode is FULL
 
 
-def test_a_weight_copied_into_keeps_every_graph_and_shows_at_once():
+def test_weight_copied_into_keeps_every_graph():
     with RuntimeLab() as lab:
         lab.runtime.capture()
         with torch.no_grad():
@@ -429,60 +417,57 @@ def test_a_weight_copied_into_keeps_every_graph_and_shows_at_once():
         assert_equal(outputs, lab.eager(3, 3))
 
 
-def test_a_graph_count_beyond_the_budget_is_an_error_or_a_reason():
-    with RuntimeLab("FULL", wishes={"max_graphs": 2}) as lab:
+def test_max_graphs_exceeded_is_an_error_or_a_reason():
+    with RuntimeLab("FULL", asked={"max_graphs": 2}) as lab:
         with pytest.raises(GraphMemoryError, match="at most 2"):
             lab.runtime.capture()
-        assert reasons(lab) == {(FULL, 2): MissReason.CAPTURE_FAILED}
+        assert lab.missing == {(FULL, 2): Reason.CAPTURE_FAILED}
         lab.step(8, 2)
         assert lab.runtime.last_decision.mode is FULL
-    with RuntimeLab("FULL", wishes={"max_graphs": 2, "on_capture_error": "skip"}) as lab:
+    with RuntimeLab("FULL", asked={"max_graphs": 2, "on_capture_error": "skip"}) as lab:
         assert len(lab.runtime.capture().graphs) == 2
-        assert reasons(lab) == {(FULL, 2): MissReason.CAPTURE_FAILED}
+        assert lab.missing == {(FULL, 2): Reason.CAPTURE_FAILED}
         assert_equal(lab.step(2, 2), lab.eager(2, 2))
 
 
-def test_a_budget_just_enough_is_enough_for_a_recapture_too():
-    with RuntimeLab("FULL", wishes={"max_graphs": len(SIZES)}) as lab:
+def test_max_graphs_just_enough_allows_a_recapture():
+    with RuntimeLab("FULL", asked={"max_graphs": len(SIZES)}) as lab:
         lab.runtime.capture()
         lab.model.weight.data = torch.randn(4, 4)
         lab.runtime.check_externals()
         assert not lab.runtime.capture().missing
 
 
-def test_bytes_beyond_the_budget_are_given_back():
+def test_max_graph_bytes_exceeded_gives_bytes_back():
     with RuntimeLab("FULL") as lab:
         needed = lab.runtime.capture().graph_bytes
-    wishes = {"max_graph_bytes": needed - 1, "on_capture_error": "skip"}
-    with RuntimeLab("FULL", wishes=wishes) as lab:
+    asked = {"max_graph_bytes": needed - 1, "on_capture_error": "skip"}
+    with RuntimeLab("FULL", asked=asked) as lab:
         report = lab.runtime.capture()
         assert 0 < len(report.graphs) < len(SIZES)
-        assert set(report.missing.values()) == {MissReason.CAPTURE_FAILED}
+        assert set(report.missing.values()) == {Reason.CAPTURE_FAILED}
         assert report.graph_bytes <= needed - 1
-        assert {event.error for event in lab.events if isinstance(event, CaptureFailed)} == {
-            "GraphMemoryError"
-        }
+        assert {event.error for event in lab.events_of(CaptureFailed)} == {"GraphMemoryError"}
 
 
-def test_out_of_memory_while_capturing_is_typed_and_the_rest_serves():
+def test_out_of_memory_while_capturing_lets_the_rest_serve():
     device = SimulatedDevice(max_graphs=1)
-    with RuntimeLab("FULL", device=device, wishes={"on_capture_error": "skip"}) as lab:
+    with RuntimeLab("FULL", device=device, asked={"on_capture_error": "skip"}) as lab:
         lab.runtime.capture()
-        assert len(reasons(lab)) == len(SIZES) - 1
+        assert len(lab.missing) == len(SIZES) - 1
         for num_tokens in (2, 8):
             assert_equal(lab.step(num_tokens, 2), lab.eager(num_tokens, 2))
 
 
-def test_an_example_that_does_not_fill_its_key_is_refused():
-    def short(key, seed):
-        full = example(key, seed)
-        return Example(full.values, full.num_tokens - 1, full.num_reqs)
+def test_example_that_does_not_fill_its_key_is_refused():
+    def short(sizes, seed):
+        return example({**sizes, "tokens": sizes["tokens"] - 1}, seed)
 
     with RuntimeLab("FULL", examples=short) as lab, pytest.raises(Exception, match="shape"):
         lab.runtime.capture()
 
 
-def test_an_output_path_that_does_not_exist_is_named():
+def test_output_path_that_does_not_exist_is_named():
     with (
         RuntimeLab("FULL", outputs={"logits": "tokens"}) as lab,
         pytest.raises(ConfigError, match="logits"),

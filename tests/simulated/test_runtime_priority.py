@@ -11,7 +11,28 @@ import pytest
 import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import rule
-from runtime_lab import (
+from test_runtime_anything import Life
+
+from graphrt import (
+    BatchDescriptor,
+    Captured,
+    CaptureFailed,
+    GraphrtError,
+    Reason,
+    Retired,
+    RuntimeMode,
+    Verified,
+    Workspace,
+)
+from graphrt.errors import (
+    ConfigError,
+    LibraryClosedError,
+    MissError,
+    StaleOutputError,
+    VerificationError,
+)
+from graphrt.graphs.gc_pause import MOST_IMMORTAL, is_heap_frozen
+from lab import (
     FULL,
     NONE,
     PIECEWISE,
@@ -21,40 +42,10 @@ from runtime_lab import (
     assert_equal,
     example,
 )
-from test_runtime_anything import Life
-
-from graphrt import (
-    BatchDescriptor,
-    Captured,
-    CaptureFailed,
-    ConfigError,
-    GraphrtError,
-    LibraryClosedError,
-    MissError,
-    MissReason,
-    Retired,
-    RuntimeMode,
-    StaleOutputError,
-    VerificationError,
-    Verified,
-    Workspace,
-)
-from graphrt.graphs.collection import MOST_IMMORTAL, is_heap_frozen
 
 PIECES = [(PIECEWISE, 8), (PIECEWISE, 4), (PIECEWISE, 2)]
 WHOLE = [(FULL, 4), (FULL, 2)]
 """The plan of a lab, in capture order: a decode batch has four requests at most."""
-
-
-def captured(lab: RuntimeLab) -> list[tuple[RuntimeMode, int]]:
-    """What was captured so far, in that order."""
-    events = [event for event in lab.events if isinstance(event, Captured)]
-    return [(event.mode, event.key.num_tokens) for event in events]
-
-
-def reasons(lab: RuntimeLab) -> dict[tuple[RuntimeMode, int], MissReason]:
-    missing = lab.runtime.report().missing
-    return {(mode, key.num_tokens): why for (mode, key), why in missing.items()}
 
 
 def named(lab: RuntimeLab, *names: tuple[RuntimeMode, int]) -> list:
@@ -71,88 +62,91 @@ def check_steps(lab: RuntimeLab) -> None:
 # -- a few keys
 
 
-def test_the_named_keys_are_captured_in_capture_order_and_the_rest_later():
+def test_capture_of_named_keys_leaves_the_rest_for_later():
     with RuntimeLab() as lab:
-        told = []
+        reported = []
         report = lab.runtime.capture(
-            lambda *facts: told.append(facts[:2]), keys=named(lab, (FULL, 2), (PIECEWISE, 8))
+            lambda *facts: reported.append(facts[:2]), keys=named(lab, (FULL, 2), (PIECEWISE, 8))
         )
-        assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-        assert captured(lab) == [(PIECEWISE, 8), (FULL, 2)]
+        assert reported == [(1, 4), (2, 4), (3, 4), (4, 4)]
+        assert lab.captured == [(PIECEWISE, 8), (FULL, 2)]
         assert len(report.graphs) == 2
-        assert set(reasons(lab).values()) == {MissReason.NOT_CAPTURED_YET}
+        assert set(lab.missing.values()) == {Reason.NOT_CAPTURED_YET}
         check_steps(lab)
         assert lab.runtime.last_decision.mode is PIECEWISE
 
         # Those that serve are not captured again.
         assert not lab.runtime.capture(keys=lab.runtime.plan.capture_order).missing
-        assert sorted(captured(lab)) == sorted([*PIECES, *WHOLE])
+        assert sorted(lab.captured) == sorted([*PIECES, *WHOLE])
         check_steps(lab)
 
 
-def test_no_keys_are_no_work_and_strangers_are_refused():
+def test_capture_of_no_or_unknown_keys_does_nothing():
     with RuntimeLab() as lab:
         assert len(lab.runtime.capture(keys=[]).missing) == 5
         [(_, key)] = named(lab, (PIECEWISE, 8))
-        for stranger in ((FULL, key), (PIECEWISE, BatchDescriptor(3)), (NONE, key), "key"):
+        for unknown in ((FULL, key), (PIECEWISE, BatchDescriptor(3)), (NONE, key), "key"):
             with pytest.raises(ConfigError, match="key"):
-                lab.runtime.capture(keys=[stranger, *named(lab, (FULL, 2))])
+                lab.runtime.capture(keys=[unknown, *named(lab, (FULL, 2))])
             with pytest.raises(ConfigError, match="key"):
-                lab.runtime.capture_next(first=stranger)
+                lab.runtime.capture_next(first=unknown)
         assert lab.events == []
 
 
-@pytest.mark.parametrize(("order", "num_growing"), [(SIZES, 2), (SIZES[::-1], 1)])
-def test_bug_class_25_small_keys_first_change_no_result_and_their_growth_shows(order, num_growing):
+@pytest.mark.parametrize(("order", "num_growing"), [(SIZES[::-1], 2), (SIZES, 1)])
+def test_capture_of_small_keys_first_shows_more_growth(order, num_growing):
     with RuntimeLab("FULL") as lab:
         for size in order:
             lab.runtime.capture(keys=named(lab, (FULL, size)))
-        assert captured(lab) == [(FULL, size) for size in order]
+        assert lab.captured == [(FULL, size) for size in order]
         graphs = lab.runtime.report().graphs
         assert sum(graph.memory.pool_growth_bytes > 0 for graph in graphs) == num_growing
+        events = lab.events_of(Captured)
+        grown = [event.pool_growth_bytes > 0 for event in events]
+        assert (grown[0], sum(grown)) == (True, num_growing)
         check_steps(lab)
 
 
-def test_a_named_key_that_failed_is_tried_again_and_no_other_failure_is_forgotten():
+def test_capture_of_a_failed_key_retries_it_alone():
     model = FailsAt(8, 4)
-    with RuntimeLab("FULL", model=model, wishes={"on_capture_error": "skip"}) as lab:
+    with RuntimeLab("FULL", model=model, asked={"on_capture_error": "skip"}) as lab:
         lab.runtime.capture()
-        failed = MissReason.CAPTURE_FAILED
-        assert reasons(lab) == {(FULL, 8): failed, (FULL, 4): failed}
+        failed = Reason.CAPTURE_FAILED
+        assert lab.missing == {(FULL, 8): failed, (FULL, 4): failed}
         model.sizes.clear()
         assert lab.runtime.capture(keys=named(lab, (FULL, 4))).failures.keys() == {
             *named(lab, (FULL, 8))
         }
-        assert reasons(lab) == {(FULL, 8): failed}
+        assert lab.missing == {(FULL, 8): failed}
         assert lab.runtime.capture_next() == 0
-        assert reasons(lab) == {(FULL, 8): failed}
+        assert lab.missing == {(FULL, 8): failed}
 
 
-def test_a_named_key_that_moved_is_captured_anew_with_all_that_serve_and_no_others():
+def test_capture_of_a_moved_key_recaptures_what_serves():
     with RuntimeLab("FULL", model=Routed()) as lab:
         lab.runtime.capture()
         lab.model.small.data = torch.full((4,), 3.0)
         lab.runtime.check_externals()
-        invalidated = MissReason.INVALIDATED
-        assert reasons(lab) == {(FULL, 4): invalidated, (FULL, 2): invalidated}
+        invalidated = Reason.INVALIDATED
+        assert lab.missing == {(FULL, 4): invalidated, (FULL, 2): invalidated}
         lab.runtime.capture(keys=named(lab, (FULL, 4)))
         # Nobody asked for 2, but 8 was serving. What shares a pool goes together.
-        assert captured(lab)[3:] == [(FULL, 8), (FULL, 4)]
-        assert reasons(lab) == {(FULL, 2): MissReason.NOT_CAPTURED_YET}
-        assert [event.num_programs for event in lab.events if isinstance(event, Retired)] == [3]
+        assert lab.captured[3:] == [(FULL, 8), (FULL, 4)]
+        assert lab.missing == {(FULL, 2): Reason.NOT_CAPTURED_YET}
+        assert [event.num_programs for event in lab.events_of(Retired)] == [3]
         check_steps(lab)
         assert lab.runtime.capture_next() == 0
         check_steps(lab)
         assert lab.runtime.last_decision.mode is FULL
 
 
-def test_a_named_key_beside_one_that_moved_leaves_it_and_what_serves_alone():
+def test_capture_of_a_key_beside_a_moved_one_leaves_it():
     with RuntimeLab("FULL", model=Routed()) as lab:
         lab.runtime.capture(keys=named(lab, (FULL, 8), (FULL, 2)))
         lab.model.small.data = torch.full((4,), 3.0)
         lab.runtime.capture(keys=named(lab, (FULL, 4)))
-        assert captured(lab) == [(FULL, 8), (FULL, 2), (FULL, 4)]
-        assert reasons(lab) == {(FULL, 2): MissReason.INVALIDATED}
+        assert lab.captured == [(FULL, 8), (FULL, 2), (FULL, 4)]
+        assert lab.missing == {(FULL, 2): Reason.INVALIDATED}
         check_steps(lab)
 
 
@@ -172,11 +166,11 @@ class Routed(Toy):
 # -- the next key
 
 
-def test_without_a_miss_keys_come_in_capture_order_until_none_is_left():
+def test_capture_next_without_a_miss_follows_capture_order():
     with RuntimeLab() as lab:
         assert [lab.runtime.capture_next() for _ in range(5)] == [4, 3, 2, 1, 0]
-        assert captured(lab) == [*PIECES, *WHOLE]
-        verified = [event for event in lab.events if isinstance(event, Verified)]
+        assert lab.captured == [*PIECES, *WHOLE]
+        verified = lab.events_of(Verified)
         assert [event.equal for event in verified] == [True] * 5
         check_steps(lab)
         num_calls, num_events = lab.model.num_calls, len(lab.events)
@@ -184,64 +178,64 @@ def test_without_a_miss_keys_come_in_capture_order_until_none_is_left():
         assert (lab.model.num_calls, len(lab.events)) == (num_calls, num_events)
 
 
-def test_several_keys_at_a_time():
+def test_capture_next_takes_several_keys_at_a_time():
     with RuntimeLab() as lab:
         assert [lab.runtime.capture_next(2) for _ in range(4)] == [3, 1, 0, 0]
-        assert captured(lab) == [*PIECES, *WHOLE]
+        assert lab.captured == [*PIECES, *WHOLE]
         for at_most in (0, -1, 1.0, True, None):
             with pytest.raises(ConfigError, match="at_most"):
                 lab.runtime.capture_next(at_most)
 
 
-def test_what_steps_missed_most_comes_first_and_of_equals_the_latest():
+def test_capture_next_takes_the_most_missed_key_first():
     with RuntimeLab() as lab:
         for batch in ((3, 3, True), (5, 2, False), (2, 1, False), (5, 2, False), (2, 2, True)):
             lab.step(*batch)
-            assert lab.runtime.last_decision.reason is MissReason.NOT_CAPTURED_YET
+            assert lab.runtime.last_decision.reason is Reason.NOT_CAPTURED_YET
         # Neither of these misses anything that a capture would give it.
         lab.step(4, 2, exclude=frozenset({PIECEWISE, FULL}))
         lab.step(12, 2)
         while lab.runtime.capture_next():
             check_steps(lab)
         missed = [(PIECEWISE, 8), (FULL, 2), (PIECEWISE, 2), (FULL, 4)]
-        assert captured(lab)[:1] == missed[:1]
+        assert lab.captured[:1] == missed[:1]
     with RuntimeLab() as lab:
         for batch in ((3, 3, True), (5, 2, False), (2, 1, False), (5, 2, False), (2, 2, True)):
             lab.step(*batch)
         while lab.runtime.capture_next():
             pass
-        assert captured(lab) == [*missed, (PIECEWISE, 4)]
+        assert lab.captured == [*missed, (PIECEWISE, 4)]
 
 
-def test_of_keys_missed_equally_often_the_one_missed_last_comes_first():
+def test_capture_next_of_equal_misses_takes_the_latest():
     with RuntimeLab() as lab:
         for num_reqs in (4, 2, 2, 4):
             lab.step(num_reqs, num_reqs, True)
         lab.runtime.capture_next()
-        assert captured(lab) == [(FULL, 4)]
+        assert lab.captured == [(FULL, 4)]
 
 
-def test_a_step_that_a_lower_mode_serves_misses_nothing():
+def test_capture_next_counts_no_miss_that_piecewise_served():
     with RuntimeLab() as lab:
         lab.runtime.capture(keys=named(lab, (PIECEWISE, 4)))
         for _ in range(3):
             lab.step(3, 3, True)
             assert lab.runtime.last_decision.mode is PIECEWISE
         lab.step(2, 2, True)
-        assert lab.runtime.last_decision.reason is MissReason.NOT_CAPTURED_YET
+        assert lab.runtime.last_decision.reason is Reason.NOT_CAPTURED_YET
         lab.runtime.capture_next(2)
-        assert captured(lab)[1:] == [(PIECEWISE, 8), (FULL, 2)]
+        assert lab.captured[1:] == [(PIECEWISE, 8), (FULL, 2)]
 
 
-def test_strict_misses_count_too():
-    with RuntimeLab(wishes={"on_miss": "strict"}) as lab:
+def test_capture_next_counts_strict_misses():
+    with RuntimeLab(asked={"on_miss": "strict"}) as lab:
         with pytest.raises(MissError):
             lab.step(2, 2, True)
         lab.runtime.capture_next()
         assert_equal(lab.step(2, 2, True), lab.eager(2, 2))
 
 
-def test_the_first_key_comes_before_every_miss_and_a_refused_one_waits():
+def test_capture_next_first_precedes_misses_and_allow_defers():
     with RuntimeLab() as lab:
         lab.step(2, 2, True)
         [first] = named(lab, (FULL, 4))
@@ -249,17 +243,17 @@ def test_the_first_key_comes_before_every_miss_and_a_refused_one_waits():
         assert lab.runtime.capture_next(first=first, allow=small) == 4
         assert lab.runtime.capture_next(first=first, allow=small) == 3
         assert lab.runtime.capture_next(5, first=first, allow=small) == 3
-        assert captured(lab) == [(FULL, 2), (PIECEWISE, 2)]
-        assert reasons(lab)[FULL, 4] is MissReason.NOT_CAPTURED_YET
+        assert lab.captured == [(FULL, 2), (PIECEWISE, 2)]
+        assert lab.missing[FULL, 4] is Reason.NOT_CAPTURED_YET
         check_steps(lab)
         # One that serves already is no reason to capture nothing.
         [served] = named(lab, (FULL, 2))
         assert lab.runtime.capture_next(first=first) == 2
         assert lab.runtime.capture_next(first=served) == 1
-        assert captured(lab)[2:] == [(FULL, 4), (PIECEWISE, 8)]
+        assert lab.captured[2:] == [(FULL, 4), (PIECEWISE, 8)]
 
 
-def test_the_key_of_a_step_is_told_before_it_is_captured():
+def test_key_for_names_the_key_before_it_is_captured():
     with RuntimeLab() as lab:
         ask = lab.runtime.key_for
 
@@ -275,7 +269,7 @@ def test_the_key_of_a_step_is_told_before_it_is_captured():
             assert name(9) is None
             assert name(2, exclude=frozenset({FULL, PIECEWISE})) is None
             lab.runtime.capture()
-    failing = RuntimeLab(model=FailsAt(4), wishes={"on_capture_error": "skip"})
+    failing = RuntimeLab(model=FailsAt(4), asked={"on_capture_error": "skip"})
     with failing as lab:
         [key] = named(lab, (FULL, 4))
         assert lab.runtime.key_for(3, uniform=True) == key
@@ -300,34 +294,32 @@ class FailsAt(Toy):
         return super().forward(x=x, ids=ids, lens=lens)
 
 
-def test_a_failure_is_raised_once_and_its_key_comes_again_with_a_whole_capture_only():
+def test_capture_next_failure_waits_for_a_whole_capture():
     with RuntimeLab("FULL", model=FailsAt(8)) as lab:
         with pytest.raises(OSError, match="no such size"):
             lab.runtime.capture_next()
-        assert reasons(lab)[FULL, 8] is MissReason.CAPTURE_FAILED
+        assert lab.missing[FULL, 8] is Reason.CAPTURE_FAILED
         assert [lab.runtime.capture_next() for _ in range(3)] == [1, 0, 0]
-        assert captured(lab) == [(FULL, 4), (FULL, 2)]
-        assert [event.error for event in lab.events if isinstance(event, CaptureFailed)] == [
-            "OSError"
-        ]
+        assert lab.captured == [(FULL, 4), (FULL, 2)]
+        assert [event.error for event in lab.events_of(CaptureFailed)] == ["OSError"]
         lab.model.sizes.clear()
         assert not lab.runtime.capture().missing
 
 
-def test_a_skipped_failure_is_kept_and_the_others_go_on():
-    wishes = {"on_capture_error": "skip"}
-    with RuntimeLab("FULL", model=FailsAt(8), wishes=wishes) as lab:
+def test_capture_next_skipped_failure_is_reported():
+    asked = {"on_capture_error": "skip"}
+    with RuntimeLab("FULL", model=FailsAt(8), asked=asked) as lab:
         assert lab.runtime.capture_next(2) == 1
         assert lab.runtime.capture_next(2) == 0
-        assert captured(lab) == [(FULL, 4), (FULL, 2)]
+        assert lab.captured == [(FULL, 4), (FULL, 2)]
         assert [key.num_tokens for _, key in lab.runtime.report().failures] == [8]
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_three_failures_in_a_row_are_enough(on_error):
+def test_capture_next_three_failures_in_a_row_end_it(on_error):
     model = FailsAt(8, 4, 2)
-    wishes = {"on_capture_error": on_error}
-    with RuntimeLab(model=model, wishes=wishes) as lab:
+    asked = {"on_capture_error": on_error}
+    with RuntimeLab(model=model, asked=asked) as lab:
         left = []
         for _ in range(3):
             if on_error == "raise":
@@ -337,9 +329,9 @@ def test_three_failures_in_a_row_are_enough(on_error):
                 left.append(lab.runtime.capture_next())
         assert left in ([], [4, 3, 0])
         assert lab.runtime.capture_next() == 0
-        assert set(reasons(lab).values()) == {MissReason.CAPTURE_FAILED}
-        failed = [event.error for event in lab.events if isinstance(event, CaptureFailed)]
-        assert failed == ["OSError"] * 3 + ["CaptureFuseError"] * 2
+        assert set(lab.missing.values()) == {Reason.CAPTURE_FAILED}
+        failed = [event.error for event in lab.events_of(CaptureFailed)]
+        assert failed == ["OSError"] * 3 + ["TooManyFailuresError"] * 2
         model.sizes.clear()
         assert not lab.runtime.capture().missing
 
@@ -352,18 +344,18 @@ class FailsLater(FailsAt):
         return (super() if fails else super(FailsAt, self)).forward(x=x, ids=ids, lens=lens)
 
 
-def test_what_was_captured_before_the_fuse_serves():
-    wishes = {"on_capture_error": "skip", "compilation": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
-    with RuntimeLab("FULL", model=FailsLater(4, 2, 1), wishes=wishes) as lab:
+def test_capture_next_keeps_what_was_captured_before_it_gave_up():
+    asked = {"on_capture_error": "skip", "compilation": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
+    with RuntimeLab("FULL", model=FailsLater(4, 2, 1), asked=asked) as lab:
         assert lab.runtime.capture_next(4) == 0
-        assert captured(lab) == [(FULL, 8)]
-        assert set(reasons(lab)) == {(FULL, 4), (FULL, 2), (FULL, 1)}
+        assert lab.captured == [(FULL, 8)]
+        assert set(lab.missing) == {(FULL, 4), (FULL, 2), (FULL, 1)}
 
 
-def test_a_program_that_is_wrong_takes_no_other_along():
-    def examples(key, seed):
-        # Eager execution of size 4 reads another live value than its graph did.
-        return example(key, seed)._replace(live=2.0 if key.num_tokens == 4 else None)
+def test_capture_next_wrong_program_fails_alone():
+    def examples(sizes, seed):
+        # Eager execution of size 4 reads another value than its graph did.
+        return example(sizes, seed)._replace(step_info=2.0 if sizes["tokens"] == 4 else None)
 
     class ReadsContext(Toy):
         def forward(self, *, x, ids, lens):
@@ -372,12 +364,12 @@ def test_a_program_that_is_wrong_takes_no_other_along():
             live = get_forward_context().attn_metadata
             return super().forward(x=x if live is None else x * live, ids=ids, lens=lens)
 
-    wishes = {"on_capture_error": "skip"}
-    with RuntimeLab("FULL", model=ReadsContext(), examples=examples, wishes=wishes) as lab:
+    asked = {"on_capture_error": "skip"}
+    with RuntimeLab("FULL", model=ReadsContext(), examples=examples, asked=asked) as lab:
         assert [lab.runtime.capture_next() for _ in range(3)] == [2, 1, 0]
-        assert reasons(lab) == {(FULL, 4): MissReason.CAPTURE_FAILED}
-        assert captured(lab) == [(FULL, 8), (FULL, 4), (FULL, 2)]
-        assert not any(isinstance(event, Retired) for event in lab.events)
+        assert lab.missing == {(FULL, 4): Reason.CAPTURE_FAILED}
+        assert lab.captured == [(FULL, 8), (FULL, 4), (FULL, 2)]
+        assert not lab.events_of(Retired)
 
 
 class Memoises(Toy):
@@ -394,14 +386,14 @@ class Memoises(Toy):
 
 
 @pytest.mark.parametrize("policy", ["FULL", "PIECEWISE"])
-def test_bug_class_9_a_memo_of_an_earlier_part_s_warm_up_never_serves(policy):
+def test_capture_next_memo_of_an_earlier_warm_up_never_serves(policy):
     with RuntimeLab(policy, model=Memoises()) as lab:
         for _ in SIZES:
             with pytest.raises(VerificationError, match="scale"):
                 lab.runtime.capture_next()
             lab.step(4, 2)
         assert lab.runtime.capture_next() == 0
-        assert set(reasons(lab).values()) == {MissReason.CAPTURE_FAILED}
+        assert set(lab.missing.values()) == {Reason.CAPTURE_FAILED}
 
 
 class Scaled(Toy):
@@ -413,7 +405,7 @@ class Scaled(Toy):
         return super().forward(x=x * self.scale, ids=ids, lens=lens)
 
 
-def test_what_somebody_else_set_between_two_parts_is_no_memo():
+def test_capture_next_accepts_attributes_set_in_between():
     with RuntimeLab("FULL", model=Scaled()) as lab:
         lab.runtime.capture_next()
         lab.model.scale = 2.0
@@ -437,7 +429,7 @@ class Grows:
         self.reserved.append(max_key.num_tokens)
         self.prepare(max_key, None)
 
-    def prepare(self, key, live):
+    def prepare(self, key, step_info):
         self.workspace.get((key.num_tokens,), torch.float32)
 
     def freeze(self):
@@ -445,7 +437,7 @@ class Grows:
 
 
 @pytest.mark.parametrize("in_parts", ["capture_next", "keys"])
-def test_bug_class_10_resources_are_reserved_once_for_the_largest_key_of_the_plan(in_parts):
+def test_resource_is_reserved_once_for_the_largest_key(in_parts):
     resource = Grows()
     with RuntimeLab(resources=[resource]) as lab:
         for item in reversed(lab.runtime.plan.capture_order):
@@ -458,20 +450,20 @@ def test_bug_class_10_resources_are_reserved_once_for_the_largest_key_of_the_pla
         assert resource.workspace.num_bytes == 32
 
 
-def test_bug_class_2_a_replaced_weight_is_left_to_a_whole_capture():
+def test_capture_next_leaves_a_replaced_weight_to_capture():
     with RuntimeLab("FULL") as lab:
         lab.runtime.capture_next()
         lab.model.weight.data = torch.eye(4)
         lab.runtime.check_externals()
         assert [lab.runtime.capture_next() for _ in range(3)] == [1, 0, 0]
-        assert reasons(lab) == {(FULL, 8): MissReason.INVALIDATED}
+        assert lab.missing == {(FULL, 8): Reason.INVALIDATED}
         check_steps(lab)
         assert not lab.runtime.capture().missing
         check_steps(lab)
 
 
 @pytest.mark.parametrize("at", range(1, 7))
-def test_an_interrupted_key_is_taken_up_where_it_was(at):
+def test_capture_next_interrupted_goes_on_with_that_key(at):
     class Interrupted(Toy):
         """Ctrl-C, as a terminal would send it, at the n-th time that its Python runs."""
 
@@ -484,16 +476,35 @@ def test_an_interrupted_key_is_taken_up_where_it_was(at):
     with RuntimeLab("FULL", model=Interrupted()) as lab:
         with pytest.raises(KeyboardInterrupt):
             lab.runtime.capture_next(2)
-        verified = [event for event in lab.events if isinstance(event, Verified)]
-        assert len(reasons(lab)) == 3 - len(verified)
+        verified = lab.events_of(Verified)
+        assert len(lab.missing) == 3 - len(verified)
         while lab.runtime.capture_next():
             pass
-        assert captured(lab) == [(FULL, 8), (FULL, 4), (FULL, 2)]
+        assert lab.captured == [(FULL, 8), (FULL, 4), (FULL, 2)]
         check_steps(lab)
 
 
-def test_outputs_of_a_step_end_where_a_capture_begins():
-    with RuntimeLab("FULL", policy="lease", model=FailsAt(4)) as lab:
+def test_unchecked_program_over_a_moved_weight_is_invalid():
+    class Interrupted(Toy):
+        def forward(self, *, x, ids, lens):
+            if self.num_calls + 1 == 4:  # Two warm-ups and a capture have run: none is checked yet.
+                signal.raise_signal(signal.SIGINT)
+            return super().forward(x=x, ids=ids, lens=lens)
+
+    with RuntimeLab("FULL", model=Interrupted()) as lab:
+        with pytest.raises(KeyboardInterrupt):
+            lab.runtime.capture_next(2)
+        lab.model.weight.data = torch.eye(4)
+        while lab.runtime.capture_next():
+            pass
+        assert set(lab.missing.values()) == {Reason.INVALIDATED}
+        check_steps(lab)
+        assert not lab.runtime.capture().missing
+        check_steps(lab)
+
+
+def test_checked_view_expires_when_a_capture_begins():
+    with RuntimeLab("FULL", policy="checked_view", model=FailsAt(4)) as lab:
         lab.runtime.capture_next()
         for fails in (True, False):
             outputs = lab.step(8, 2)
@@ -504,7 +515,7 @@ def test_outputs_of_a_step_end_where_a_capture_begins():
                 outputs["rows"].sum()
 
 
-def test_a_closed_runtime_captures_nothing_more():
+def test_capture_next_after_close_is_refused():
     lab = RuntimeLab()
     lab.runtime.close()
     with pytest.raises(LibraryClosedError):
@@ -521,17 +532,7 @@ class Cycle:
         self.myself = self
 
 
-@pytest.fixture
-def thawed():
-    """The heap as a process has it that froze nothing; this one froze it for speed."""
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("thawed")
-def test_bug_class_17_a_part_collects_what_it_made_and_not_the_old_heap(monkeypatch):
+def test_capture_next_collects_only_what_it_made(monkeypatch):
     made, counts = [], []
     count = gc.get_freeze_count
 
@@ -540,7 +541,7 @@ def test_bug_class_17_a_part_collects_what_it_made_and_not_the_old_heap(monkeypa
             made.append(weakref.ref(Cycle()))
             return super().forward(x=x, ids=ids, lens=lens)
 
-    with RuntimeLab("FULL", model=Littering()) as lab:
+    with RuntimeLab("FULL", model=Littering(), frozen=False) as lab:
         monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
         gc.disable()
         old = weakref.ref(Cycle())
@@ -556,10 +557,9 @@ def test_bug_class_17_a_part_collects_what_it_made_and_not_the_old_heap(monkeypa
         assert old() is None
 
 
-@pytest.mark.usefixtures("thawed")
-def test_bug_class_17_what_dies_between_parts_goes_while_it_is_young():
+def test_capture_next_collects_young_garbage_first():
     """One part ages all that lives, so garbage that it met would outlive the whole series."""
-    with RuntimeLab() as lab:
+    with RuntimeLab(frozen=False) as lab:
         kept = Cycle()
         gc.collect()
         old, kept = weakref.ref(kept), None
@@ -573,14 +573,13 @@ def test_bug_class_17_what_dies_between_parts_goes_while_it_is_young():
         assert old() is None
 
 
-@pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize("fails", [False, True])
-def test_bug_class_17_the_collector_is_left_as_it_was(fails):
+def test_capture_next_leaves_the_collector_as_it_was(fails):
     model = FailsAt(8) if fails else Toy()
-    wishes = {"on_capture_error": "skip"}
+    asked = {"on_capture_error": "skip"}
     for is_enabled in (True, False):
         for is_frozen in (False, True):
-            with RuntimeLab("FULL", model=model, wishes=wishes) as lab:
+            with RuntimeLab("FULL", model=model, asked=asked, frozen=False) as lab:
                 callbacks = list(gc.callbacks)
                 if not is_enabled:
                     gc.disable()
@@ -596,15 +595,14 @@ def test_bug_class_17_the_collector_is_left_as_it_was(fails):
                 assert gc.callbacks == callbacks
 
 
-@pytest.mark.usefixtures("thawed")
-def test_bug_class_17_an_interrupt_while_the_heap_is_put_aside_leaves_it_thawed(monkeypatch):
+def test_capture_next_interrupted_leaves_the_heap_thawed(monkeypatch):
     freeze, callbacks = gc.freeze, list(gc.callbacks)
 
     def interrupted():
         freeze()
         raise KeyboardInterrupt
 
-    with RuntimeLab("FULL") as lab:
+    with RuntimeLab("FULL", frozen=False) as lab:
         monkeypatch.setattr(gc, "freeze", interrupted)
         with pytest.raises(KeyboardInterrupt):
             lab.runtime.capture_next()
@@ -626,7 +624,7 @@ class LifeInParts(Life):
             return size is None or key.num_tokens != size
 
         missing = self.lab.runtime.report().missing
-        before = {item for item, why in missing.items() if why is MissReason.NOT_CAPTURED_YET}
+        before = {item for item, why in missing.items() if why is Reason.NOT_CAPTURED_YET}
         left = self.lab.runtime.capture_next(at_most, allow=allow)
         waiting = [key for _, key in before if allow(key)]
         assert left == len(before) - min(at_most, len(waiting))

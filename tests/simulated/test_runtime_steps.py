@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from runtime_lab import (
+
+from graphrt import (
+    BufferSpec,
+    OutputSpec,
+    Padding,
+    RanEager,
+    Reason,
+    Replayed,
+    RuntimeMode,
+    break_point,
+    no_breaks,
+)
+from graphrt.errors import BatchError, ConfigError, InputMismatchError, MissError, StaleOutputError
+from lab import (
     FULL,
     INPUTS,
     MAX_REQS,
@@ -19,23 +32,6 @@ from runtime_lab import (
     Toy,
     assert_equal,
     values,
-)
-
-from graphrt import (
-    ZERO,
-    BatchError,
-    BufferSpec,
-    ConfigError,
-    InputMismatchError,
-    MissError,
-    MissReason,
-    OutputSpec,
-    RanEager,
-    Replayed,
-    RuntimeMode,
-    StaleOutputError,
-    break_point,
-    no_breaks,
 )
 
 # (tokens, requests, uniform) -> mode by policy; sizes 2, 4, 8; at most 4 requests.
@@ -61,7 +57,7 @@ def labs():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batch", SERVED_BY)
-def test_a_step_equals_eager_on_the_padded_batch_bit_for_bit(labs, policy, batch):
+def test_step_equals_eager_on_the_padded_batch(labs, policy, batch):
     lab = labs[policy]
     for seed in range(3):
         outputs = lab.step(*batch, seed=seed)
@@ -82,7 +78,7 @@ def test_a_step_equals_eager_on_the_padded_batch_bit_for_bit(labs, policy, batch
         max_size=6,
     ),
 )
-def test_no_step_sees_what_an_earlier_one_left(labs, policy, steps):
+def test_step_never_sees_rows_of_an_earlier_one(labs, policy, steps):
     """Stale rows of a longer batch would show in a shorter one's padding, and in the result."""
     lab = labs[policy]
     for num_tokens, num_reqs, uniform, seed in steps:
@@ -91,18 +87,18 @@ def test_no_step_sees_what_an_earlier_one_left(labs, policy, steps):
         assert_equal(outputs, lab.eager(num_tokens, num_reqs, seed))
 
 
-def test_a_full_replay_runs_no_model_python_and_a_piecewise_one_its_gaps_only(labs):
-    for policy, batch, gaps in (("FULL", (3, 3, True), 0), ("PIECEWISE", (5, 2, False), 1)):
+def test_step_runs_no_python_but_eager_segments(labs):
+    for policy, batch, num_eager in (("FULL", (3, 3, True), 0), ("PIECEWISE", (5, 2, False), 1)):
         model = labs[policy].model
-        calls, gap_calls = model.num_calls, model.num_gap_calls
+        calls, eager_calls = model.num_calls, model.num_eager_calls
         for _ in range(4):
             labs[policy].step(*batch)
         assert model.num_calls == calls
-        assert model.num_gap_calls == gap_calls + 4 * gaps
+        assert model.num_eager_calls == eager_calls + 4 * num_eager
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_gaps_meet_the_same_grad_mode_in_eager_and_replayed_steps(grad):
+def test_step_has_gradients_off_in_eager_and_replay(grad):
     seen = []
 
     class Asking(Toy):
@@ -121,28 +117,28 @@ def test_gaps_meet_the_same_grad_mode_in_eager_and_replayed_steps(grad):
     assert set(seen) == {False}
 
 
-def test_excluded_modes_leave_the_next_best_and_say_so(labs):
+def test_step_with_excluded_modes_takes_the_next_best(labs):
     lab = labs["FULL_AND_PIECEWISE"]
     lab.step(4, 4, True, exclude=frozenset({FULL}))
     assert lab.runtime.last_decision.mode is PIECEWISE
     outputs = lab.step(4, 4, True, exclude=frozenset({FULL, PIECEWISE}))
-    assert lab.runtime.last_decision[::2] == (NONE, MissReason.EXCLUDED)
+    assert lab.runtime.last_decision[::2] == (NONE, Reason.EXCLUDED)
     assert_equal(outputs, lab.eager(4, 4))
 
 
-def test_each_step_is_one_event_with_its_reason_and_a_positive_time(labs):
+def test_step_emits_one_event_with_its_reason(labs):
     lab = labs["FULL_AND_PIECEWISE"]
     expected = [
-        ((3, 3, True), {}, Replayed, FULL, MissReason.PADDED, 4),
-        ((4, 4, True), {}, Replayed, FULL, MissReason.HIT, 4),
-        ((5, 2, False), {}, Replayed, PIECEWISE, MissReason.PADDED, 8),
-        ((9, 2, False), {}, RanEager, NONE, MissReason.ABOVE_MAX, 9),
+        ((3, 3, True), {}, Replayed, FULL, Reason.PADDED, 4),
+        ((4, 4, True), {}, Replayed, FULL, Reason.HIT, 4),
+        ((5, 2, False), {}, Replayed, PIECEWISE, Reason.PADDED, 8),
+        ((9, 2, False), {}, RanEager, NONE, Reason.ABOVE_MAX, 9),
         (
             (4, 1, False),
             {"exclude": frozenset(RuntimeMode)},
             RanEager,
             NONE,
-            MissReason.EXCLUDED,
+            Reason.EXCLUDED,
             4,
         ),
     ]
@@ -161,15 +157,15 @@ def test_each_step_is_one_event_with_its_reason_and_a_positive_time(labs):
 @pytest.mark.parametrize(
     ("policy", "batch", "captured", "reason"),
     [
-        ("NONE", (3, 3, True), True, MissReason.MODE_NONE),
-        ("FULL_DECODE_ONLY", (5, 2, False), True, MissReason.MODE_NONE),
-        ("FULL_AND_PIECEWISE", (9, 2, False), True, MissReason.ABOVE_MAX),
-        ("FULL_AND_PIECEWISE", (3, 3, True), False, MissReason.NOT_CAPTURED_YET),
+        ("NONE", (3, 3, True), True, Reason.MODE_NONE),
+        ("FULL_DECODE_ONLY", (5, 2, False), True, Reason.MODE_NONE),
+        ("FULL_AND_PIECEWISE", (9, 2, False), True, Reason.ABOVE_MAX),
+        ("FULL_AND_PIECEWISE", (3, 3, True), False, Reason.NOT_CAPTURED_YET),
     ],
 )
-def test_strict_mode_names_the_reason_and_runs_nothing(policy, batch, captured, reason):
+def test_step_missed_in_strict_mode_runs_nothing(policy, batch, captured, reason):
     prepared = Prepared()
-    with RuntimeLab(policy, wishes={"on_miss": "strict"}, resources=[prepared]) as lab:
+    with RuntimeLab(policy, asked={"on_miss": "strict"}, resources=[prepared]) as lab:
         if captured:
             lab.runtime.capture()
         calls, keys, events = lab.model.num_calls, len(prepared.keys), len(lab.events)
@@ -192,17 +188,17 @@ class Prepared:
     def reserve(self, max_key):
         self.calls.append("reserve")
 
-    def prepare(self, key, live):
+    def prepare(self, key, step_info):
         self.calls.append("prepare")
-        self.keys.append((key, live))
+        self.keys.append((key, step_info))
 
     def freeze(self):
         self.calls.append("freeze")
 
 
-def test_bug_class_4_a_resource_is_prepared_once_for_every_step():
+def test_resource_is_prepared_once_for_each_step():
     prepared = Prepared()
-    with RuntimeLab(resources=[prepared], wishes={"verify_every": 2}) as lab:
+    with RuntimeLab(resources=[prepared], asked={"verify_every": 2}) as lab:
         report = lab.runtime.capture()
         # A warm-up, a capture and a first replay of each key; reserved first, frozen in between.
         num_keys = len(report.graphs)
@@ -211,27 +207,35 @@ def test_bug_class_4_a_resource_is_prepared_once_for_every_step():
         assert prepared.calls.index("freeze") == 1 + num_keys
         for batch in ((4, 4, True), (3, 3, True), (5, 2, False), (9, 2, False)) * 2:
             prepared.keys.clear()
-            lab.step(*batch, live=batch)
+            lab.step(*batch, step_info=batch)
             # Half of the replays are compared with eager: one step all the same.
             assert prepared.keys == [(lab.runtime.last_decision.descriptor, batch)]
 
 
-def test_prepare_sees_the_inputs_of_its_own_step():
+def test_resource_prepare_sees_the_inputs_of_its_step():
+    static = {}
+
+    class Watched(Toy):
+        def forward(self, *, x, ids, lens):
+            # Every key reads the same buffer, and the largest one reads most of it.
+            static.setdefault("ids", ids)
+            return super().forward(x=x, ids=ids, lens=lens)
+
     class Reading(Prepared):
-        def prepare(self, key, live):
-            super().prepare(key, live)
-            if live is not None:
-                self.seen = lab.runtime._buffers.tensors["ids"][:live].clone()
+        def prepare(self, key, step_info):
+            super().prepare(key, step_info)
+            if step_info is not None:
+                self.seen = static["ids"].as_strided((step_info,), (1,)).clone()
 
     reading = Reading()
-    with RuntimeLab(resources=[reading], wishes={"verify_every": 1}) as lab:
+    with RuntimeLab(model=Watched(), resources=[reading], asked={"verify_every": 1}) as lab:
         lab.runtime.capture()
         for seed, num_tokens in enumerate((4, 5, 9)):
-            lab.step(num_tokens, 2, seed=seed, live=num_tokens)
+            lab.step(num_tokens, 2, seed=seed, step_info=num_tokens)
             assert torch.equal(reading.seen, values(num_tokens, 2, seed)["ids"])
 
 
-def test_a_view_is_overwritten_by_the_next_step_a_clone_is_not():
+def test_output_view_is_overwritten_and_a_clone_is_not():
     with RuntimeLab("FULL", policy="view") as lab:
         lab.runtime.capture()
         first = lab.step(8, 4, seed=1)
@@ -252,7 +256,7 @@ def passing_through(*, x, ids, lens):
 
 
 @pytest.mark.parametrize("num_tokens", [8, 9])
-def test_a_clone_of_an_input_handed_through_survives_in_graph_and_eager_steps(num_tokens):
+def test_output_clone_of_an_input_survives_the_next_step(num_tokens):
     with RuntimeLab("FULL", policy="clone", model=passing_through) as lab:
         lab.runtime.capture()
         first = lab.step(num_tokens, 4, seed=1)["rows"]
@@ -261,8 +265,8 @@ def test_a_clone_of_an_input_handed_through_survives_in_graph_and_eager_steps(nu
 
 
 @pytest.mark.parametrize("later", [(4, 4, True), (5, 2, False), (9, 2, False)])
-def test_a_lease_ends_before_anything_of_the_next_step_runs(later):
-    with RuntimeLab("FULL_AND_PIECEWISE", policy="lease") as lab:
+def test_checked_view_expires_with_any_next_step(later):
+    with RuntimeLab("FULL_AND_PIECEWISE", policy="checked_view") as lab:
         lab.runtime.capture()
         for batch in ((4, 4, True), (5, 2, False), (9, 2, False)):
             rows = lab.step(*batch)["rows"]
@@ -272,7 +276,7 @@ def test_a_lease_ends_before_anything_of_the_next_step_runs(later):
                 rows.sum()
 
 
-def test_a_lease_ends_with_a_step_that_failed_halfway_with_a_capture_and_with_close():
+def test_checked_view_expires_with_failure_capture_and_close():
     armed = [False]
 
     class Failing(Toy):
@@ -282,14 +286,14 @@ def test_a_lease_ends_with_a_step_that_failed_halfway_with_a_capture_and_with_cl
     @break_point
     def fail(hidden):
         if armed[0]:
-            raise OSError("gap")
+            raise OSError("eager segment")
         return hidden + 1
 
-    with RuntimeLab("PIECEWISE", policy="lease", model=Failing()) as lab:
+    with RuntimeLab("PIECEWISE", policy="checked_view", model=Failing()) as lab:
         lab.runtime.capture()
         rows = lab.step(5, 2)["rows"]
         armed[0] = True
-        with pytest.raises(OSError, match="gap"):
+        with pytest.raises(OSError, match="eager segment"):
             lab.step(5, 2)
         armed[0] = False
         with pytest.raises(StaleOutputError):
@@ -303,7 +307,7 @@ def test_a_lease_ends_with_a_step_that_failed_halfway_with_a_capture_and_with_cl
         rows.sum()
 
 
-def test_a_length_by_callable_holds_in_graph_and_eager_steps():
+def test_output_length_by_callable_holds_in_all_steps():
     def model(*, x, ids, lens):
         return torch.cat([x * 2, x[:1]])
 
@@ -315,8 +319,11 @@ def test_a_length_by_callable_holds_in_graph_and_eager_steps():
             assert torch.equal(rows, values(num_tokens, 2)["x"][:-1] * 2)
 
 
-def test_an_absent_optional_input_is_padding_also_after_a_step_that_had_it():
-    inputs = (*INPUTS, BufferSpec("bias", ("tokens",), torch.float32, ZERO, optional=True))
+def test_optional_input_absent_is_padding_again():
+    inputs = (
+        *INPUTS,
+        BufferSpec("bias", ("tokens",), torch.float32, Padding.zero(), optional=True),
+    )
 
     def model(*, x, ids, lens, bias):
         return x + bias[:, None]
@@ -343,9 +350,7 @@ def test_an_absent_optional_input_is_padding_also_after_a_step_that_had_it():
         (MAX_TOKENS + 1, 2, False, InputMismatchError),
     ],
 )
-def test_what_is_no_batch_of_this_runtime_is_refused_by_type(
-    labs, num_tokens, num_reqs, uniform, error
-):
+def test_step_of_an_invalid_batch_is_refused(labs, num_tokens, num_reqs, uniform, error):
     for lab in labs.values():
         before = lab.model.num_calls
         with pytest.raises(error) as raised:
@@ -357,7 +362,7 @@ def test_what_is_no_batch_of_this_runtime_is_refused_by_type(
         assert lab.model.num_calls == before
 
 
-def test_values_that_do_not_fit_are_named_before_anything_runs(labs):
+def test_step_of_values_that_do_not_fit_is_refused(labs):
     for lab in labs.values():
         for change, word in (
             ({"x": torch.zeros(3, WIDTH)}, "'x'"),
@@ -368,19 +373,19 @@ def test_values_that_do_not_fit_are_named_before_anything_runs(labs):
                 lab.runtime.step({**values(4, 4), **change}, num_tokens=4, num_reqs=4, uniform=True)
 
 
-def test_an_empty_batch_is_padded_like_any_other(labs):
+def test_step_of_an_empty_batch_is_padded(labs):
     for lab in labs.values():
         outputs = lab.step(0, 0)
         assert outputs["rows"].shape == (0, WIDTH)
 
 
-def test_a_break_point_declared_away_makes_one_piece():
+def test_no_breaks_captures_piecewise_as_one_piece():
     with RuntimeLab("PIECEWISE") as lab, no_breaks():
         report = lab.runtime.capture()
-        assert {graph.num_gaps for graph in report.graphs} == {0}
+        assert {graph.num_eager for graph in report.graphs} == {0}
 
 
-def test_steps_in_inference_mode_and_outside_it_give_the_same(labs):
+def test_step_in_inference_mode_gives_the_same(labs):
     for lab in labs.values():
         for batch in ((3, 3, True), (5, 2, False), (9, 2, False)):
             plain = {k: v.clone() for k, v in lab.step(*batch).items()}
@@ -389,8 +394,8 @@ def test_steps_in_inference_mode_and_outside_it_give_the_same(labs):
             assert_equal(lab.step(*batch), plain)
 
 
-def test_two_runtimes_given_one_output_spec_keep_their_leases_apart():
-    spec = OutputSpec(OUTPUTS, "lease")
+def test_checked_views_of_a_shared_spec_expire_separately():
+    spec = OutputSpec(OUTPUTS, "checked_view")
     with RuntimeLab("FULL", outputs=spec) as one, RuntimeLab("FULL", outputs=spec) as other:
         for lab in (one, other):
             lab.runtime.capture()
@@ -399,12 +404,12 @@ def test_two_runtimes_given_one_output_spec_keep_their_leases_apart():
         assert torch.equal(rows, one.eager(8, 4)["rows"])
 
 
-def test_outputs_without_declared_axes_are_refused_at_once():
+def test_output_spec_without_axes_is_refused():
     with pytest.raises(ConfigError, match="axes"):
         RuntimeLab("FULL", outputs=OutputSpec(None))
 
 
-def test_bug_class_7_every_captured_key_is_the_key_of_its_own_batch(labs):
+def test_step_of_each_captured_size_hits_its_own_key(labs):
     for lab in labs.values():
         captured = lab.runtime.library.num_cudagraph_captured
         for mode, key in lab.runtime.plan.capture_order:
@@ -414,18 +419,18 @@ def test_bug_class_7_every_captured_key_is_the_key_of_its_own_batch(labs):
             decision = lab.runtime.last_decision
             assert decision.mode is mode
             assert decision.descriptor is key
-            assert decision.reason is MissReason.HIT
+            assert decision.reason is Reason.HIT
         # Nothing is captured while serving.
         assert lab.runtime.library.num_cudagraph_captured == captured
 
 
-def test_speculation_and_adapters_reach_the_graphs_of_their_keys():
-    wishes = {
+def test_step_with_speculation_and_loras_hits_its_key():
+    asked = {
         "num_speculative_tokens": 2,
         "max_loras": 2,
         "compilation": {"cudagraph_capture_sizes": [3, 6, 12]},
     }
-    with RuntimeLab("FULL_AND_PIECEWISE", wishes=wishes) as lab:
+    with RuntimeLab("FULL_AND_PIECEWISE", asked=asked) as lab:
         report = lab.runtime.capture()
         assert len(report.graphs) == len(lab.runtime.plan.capture_order) == 2 * 3 * 3
         for num_loras in (0, 1, 2):
@@ -447,7 +452,7 @@ def test_speculation_and_adapters_reach_the_graphs_of_their_keys():
 
 
 @pytest.mark.parametrize("policy", ["FULL", "PIECEWISE"])
-def test_bug_class_22_captured_in_inference_mode_steps_outside_it_and_the_reverse(policy):
+def test_capture_in_inference_mode_serves_steps_outside_it(policy):
     with torch.inference_mode():
         lab = RuntimeLab(policy)
         lab.runtime.capture()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runtime_lab import FULL, INPUTS, NONE, SIZES, RuntimeLab, Toy, assert_equal, example, values
 
 from graphrt import (
     BufferSpec,
     CaptureFailed,
-    MissReason,
+    Reason,
     Replayed,
     TensorStateGuard,
-    VerificationError,
     Verified,
     get_forward_context,
 )
+from graphrt.errors import VerificationError
+from lab import FULL, INPUTS, NONE, SIZES, RuntimeLab, Toy, assert_equal, example, values
 
 ROWS = {"rows": "tokens"}
 
@@ -51,8 +51,8 @@ class Memoises(torch.nn.Module):
 
 
 def with_live(live):
-    def examples(key, seed):
-        return example(key, seed)._replace(live=live)
+    def examples(sizes, seed):
+        return example(sizes, seed)._replace(step_info=live)
 
     return examples
 
@@ -66,38 +66,38 @@ def with_live(live):
         ("PIECEWISE", Memoises, {}),
     ],
 )
-def test_bug_classes_3_and_9_a_frozen_host_value_or_memo_never_serves(policy, model, options):
+def test_verification_of_frozen_value_or_memo_fails(policy, model, options):
     with RuntimeLab(policy, model=model(), outputs=ROWS, **options) as lab:
         with pytest.raises(VerificationError) as raised:
             lab.runtime.capture()
         assert policy in raised.value.subject
-        assert set(lab.runtime.report().missing.values()) == {MissReason.CAPTURE_FAILED}
-        lab.step(4, 2, live=3.0)
-        assert lab.runtime.last_decision[::2] == (NONE, MissReason.CAPTURE_FAILED)
-        assert not any(isinstance(event, Replayed) for event in lab.events)
+        assert set(lab.runtime.report().missing.values()) == {Reason.CAPTURE_FAILED}
+        lab.step(4, 2, step_info=3.0)
+        assert lab.runtime.last_decision[::2] == (NONE, Reason.CAPTURE_FAILED)
+        assert not lab.events_of(Replayed)
 
 
-def test_a_program_that_failed_verification_cannot_be_replayed_by_hand_either():
-    wishes = {"on_capture_error": "skip"}
-    with RuntimeLab("FULL", model=Memoises(), outputs=ROWS, wishes=wishes) as lab:
+def test_verification_failure_invalidates_the_program():
+    asked = {"on_capture_error": "skip"}
+    with RuntimeLab("FULL", model=Memoises(), outputs=ROWS, asked=asked) as lab:
         report = lab.runtime.capture()
         assert {graph.state for graph in report.graphs} == {"invalid"}
         assert len(report.failures) == len(SIZES)
-        failed = [event for event in lab.events if isinstance(event, CaptureFailed)]
+        failed = lab.events_of(CaptureFailed)
         assert [event.error for event in failed] == ["VerificationError"] * len(SIZES)
         assert all("expected" in event.message for event in failed)
-        assert [event.equal for event in lab.events if isinstance(event, Verified)] == [False] * 3
+        assert [event.equal for event in lab.events_of(Verified)] == [False] * 3
 
 
-def test_a_cause_that_was_removed_is_captured_and_serves():
+def test_verification_failure_repaired_is_captured_again():
     model = ReadsContext()
-    wishes = {"on_capture_error": "skip"}
+    asked = {"on_capture_error": "skip"}
     live = [2.0]
 
-    def examples(key, seed):
-        return example(key, seed)._replace(live=live[0])
+    def examples(sizes, seed):
+        return example(sizes, seed)._replace(step_info=live[0])
 
-    with RuntimeLab("FULL", model=model, outputs=ROWS, wishes=wishes, examples=examples) as lab:
+    with RuntimeLab("FULL", model=model, outputs=ROWS, asked=asked, examples=examples) as lab:
         assert len(lab.runtime.capture().missing) == len(SIZES)
         num_bytes = lab.runtime.report().graph_bytes
         live[0] = None
@@ -110,24 +110,24 @@ def test_a_cause_that_was_removed_is_captured_and_serves():
         assert lab.runtime.last_decision.mode is FULL
 
 
-def test_without_verification_nothing_is_compared_and_the_first_replay_still_happens():
-    wishes = {"verify_first_replay": False}
-    with RuntimeLab("FULL", model=Memoises(), outputs=ROWS, wishes=wishes) as lab:
+def test_verification_off_still_replays_each_program_once():
+    asked = {"verify_first_replay": False}
+    with RuntimeLab("FULL", model=Memoises(), outputs=ROWS, asked=asked) as lab:
         report = lab.runtime.capture()
         assert {graph.state for graph in report.graphs} == {"ready"}
-        assert not any(isinstance(event, Verified) for event in lab.events)
+        assert not lab.events_of(Verified)
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_one_of_every_n_replays_is_compared(every):
-    with RuntimeLab(wishes={"verify_every": every}) as lab:
+def test_verify_every_compares_one_of_n_replays(every):
+    with RuntimeLab(asked={"verify_every": every}) as lab:
         lab.runtime.capture()
         lab.events.clear()
         for number in range(1, 8):
             outputs = lab.step(3, 3, True, seed=number)
             assert_equal(outputs, lab.eager(3, 3, seed=number))
             lab.step(9, 2)  # an eager step is not counted
-            verified = [event for event in lab.events if isinstance(event, Verified)]
+            verified = lab.events_of(Verified)
             assert len(verified) == number // every
         assert len(lab.step_events) == 14
 
@@ -137,9 +137,9 @@ def corrupt(lab: RuntimeLab) -> None:
     lab.model.number[0] = 5.0
 
 
-def test_a_wrong_replay_is_caught_when_sampled_and_its_graph_serves_no_more():
-    wishes = {"verify_every": 2}
-    with RuntimeLab("FULL", model=FrozenHostValue(), outputs=ROWS, wishes=wishes) as lab:
+def test_verify_every_finds_a_wrong_replay_and_stops_its_graph():
+    asked = {"verify_every": 2}
+    with RuntimeLab("FULL", model=FrozenHostValue(), outputs=ROWS, asked=asked) as lab:
         lab.runtime.capture()
         corrupt(lab)
         lab.step(4, 2)
@@ -147,10 +147,10 @@ def test_a_wrong_replay_is_caught_when_sampled_and_its_graph_serves_no_more():
             lab.step(4, 2)
         rows = lab.step(4, 2)["rows"]
         assert torch.equal(rows, values(4, 2)["x"] * 5)
-        assert lab.runtime.last_decision[::2] == (NONE, MissReason.CAPTURE_FAILED)
+        assert lab.runtime.last_decision[::2] == (NONE, Reason.CAPTURE_FAILED)
         lab.step(8, 2)  # not compared yet
         assert lab.runtime.last_decision.mode is FULL
-        (failed,) = [event for event in lab.events if isinstance(event, CaptureFailed)]
+        (failed,) = lab.events_of(CaptureFailed)
         assert failed.error == "VerificationError"
         # Captured anew, with the value of now.
         assert not lab.runtime.capture().missing
@@ -158,7 +158,7 @@ def test_a_wrong_replay_is_caught_when_sampled_and_its_graph_serves_no_more():
         assert lab.runtime.last_decision.mode is FULL
 
 
-def test_a_difference_of_state_alone_is_caught():
+def test_verify_every_finds_a_difference_of_state():
     class Writes(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -171,7 +171,7 @@ def test_a_difference_of_state_alone_is_caught():
 
     model = Writes()
     guard = TensorStateGuard([model.cache])
-    options = {"outputs": ROWS, "state": guard, "wishes": {"verify_every": 1}}
+    options = {"outputs": ROWS, "state": guard, "asked": {"verify_every": 1}}
     with RuntimeLab("FULL", model=model, **options) as lab:
         lab.runtime.capture()
         assert not model.cache.any()
@@ -183,12 +183,12 @@ def test_a_difference_of_state_alone_is_caught():
         assert torch.equal(model.cache, before)
 
 
-def test_a_tolerance_accepts_what_bits_would_not():
+def test_verify_tolerance_accepts_small_differences():
     class Drifts(FrozenHostValue):
         pass
 
     for tolerance, is_caught in ((None, True), (1e-3, False)):
-        options = {"wishes": {"verify_every": 1}, "verify_tolerance": tolerance}
+        options = {"asked": {"verify_every": 1}, "verify_tolerance": tolerance}
         with RuntimeLab("FULL", model=Drifts(), outputs=ROWS, **options) as lab:
             lab.runtime.capture()
             lab.model.number[0] = 1 + 1e-5
@@ -200,7 +200,7 @@ def test_a_tolerance_accepts_what_bits_would_not():
                 assert lab.runtime.last_decision.mode is FULL
 
 
-def test_bug_class_24_a_replay_that_fails_is_never_repeated_eagerly():
+def test_step_whose_replay_fails_is_not_repeated_eagerly():
     with RuntimeLab("FULL", model=Toy()) as lab:
         lab.runtime.capture()
         calls = lab.model.num_calls
@@ -214,12 +214,12 @@ def test_bug_class_24_a_replay_that_fails_is_never_repeated_eagerly():
         assert_equal(lab.step(4, 2), lab.eager(4, 2))
 
 
-def test_a_buffer_that_the_model_writes_is_staged_anew_for_the_replay():
+def test_written_buffer_is_staged_again_for_the_replay():
     def doubling(*, x, ids, lens):
         return {"rows": x.mul_(2) + 0}
 
     inputs = (BufferSpec("x", INPUTS[0].shape, torch.float32, written=True), *INPUTS[1:])
-    options = {"inputs": inputs, "outputs": ROWS, "wishes": {"verify_every": 1}}
+    options = {"inputs": inputs, "outputs": ROWS, "asked": {"verify_every": 1}}
     with RuntimeLab("FULL", model=doubling, **options) as lab:
         lab.runtime.capture()
         for num_tokens in (8, 3, 9):

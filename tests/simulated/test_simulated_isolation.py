@@ -1,4 +1,4 @@
-"""Two devices, two threads: nobody sees the other's window."""
+"""Two devices, two threads: neither sees what the other records."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import torch
 from simulated_recording import record, same
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphrt.device.base import Device
-from graphrt.device.cuda_query import answering
 from graphrt.device.simulated import SimulatedDevice
 from graphrt.errors import CaptureInProgressError, ForbiddenOperationError
 
@@ -38,14 +36,6 @@ def in_thread(work: Any, *, context: contextvars.Context | None = None) -> Any:
     return result
 
 
-def test_it_is_a_device() -> None:
-    device = SimulatedDevice()
-    assert isinstance(device, Device)
-    assert (device.name, device.torch_device) == ("simulated", torch.device("cpu"))
-    device.close()
-    device.close()
-
-
 def test_two_devices_share_nothing() -> None:
     one, two = SimulatedDevice(), SimulatedDevice()
     x = torch.ones(4)
@@ -64,7 +54,7 @@ def test_two_devices_share_nothing() -> None:
     one.close()
 
 
-def test_windows_of_two_devices_may_be_open_in_two_threads() -> None:
+def test_two_devices_record_in_two_threads() -> None:
     one, two = SimulatedDevice(), SimulatedDevice()
     x = torch.randn(8, 8)
     stream = one.stream("capture")
@@ -84,7 +74,7 @@ def test_windows_of_two_devices_may_be_open_in_two_threads() -> None:
     two.close()
 
 
-def test_many_threads_record_on_one_device_at_once() -> None:
+def test_one_device_records_in_many_threads() -> None:
     device = SimulatedDevice()
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -118,7 +108,7 @@ def test_many_threads_record_on_one_device_at_once() -> None:
     device.close()
 
 
-def test_a_window_belongs_to_its_thread() -> None:
+def test_recording_belongs_to_its_thread() -> None:
     device = SimulatedDevice()
     stream, pool, x = device.stream("capture"), device.new_pool(), torch.ones(4)
     with device.use(stream):
@@ -137,7 +127,7 @@ def test_a_window_belongs_to_its_thread() -> None:
 
         y, still, eager = in_thread(joined, context=contextvars.copy_context())
         assert eager == [5.0] * 4
-        assert still  # The copied context still knows of the window; its modes are gone.
+        assert still  # The copied context still knows of the recording; its modes are gone.
         out = y * 10
         graph = recording.end()
     assert not device.is_capturing()
@@ -146,7 +136,7 @@ def test_a_window_belongs_to_its_thread() -> None:
     device.close()
 
 
-def test_a_worker_that_joined_is_refused_the_same_operations() -> None:
+def test_joined_thread_is_refused_the_same_operations() -> None:
     device = SimulatedDevice()
     stream, pool, x = device.stream("capture"), device.new_pool(), torch.ones(4)
     with device.use(stream):
@@ -160,66 +150,57 @@ def test_a_worker_that_joined_is_refused_the_same_operations() -> None:
             in_thread(joined)
         with pytest.raises(ForbiddenOperationError):
             recording.end()
-    assert "in joined" in caught.value.source
+    assert "joined: x.sum().item()" in caught.value.source
     assert not device.is_capturing()
     device.close()
 
 
-def test_one_pool_takes_one_window_at_a_time() -> None:
+def begin_on(device: SimulatedDevice, pool: Any, name: str) -> Any:
+    with device.use(device.stream(name)):
+        return device.begin(pool, device.stream(name), name)
+
+
+def test_second_recording_into_a_pool_is_refused() -> None:
     device = SimulatedDevice()
     stream, pool = device.stream("capture"), device.new_pool()
     with device.use(stream):
         recording = device.begin(pool, stream, "mine")
         with pytest.raises(CaptureInProgressError):
-            in_thread(lambda: record(device, pool, lambda: torch.ones(2)))
+            device.begin(pool, stream, "same thread")
+        with pytest.raises(CaptureInProgressError):
+            in_thread(lambda: begin_on(device, pool, "other stream"))
         recording.abort(ValueError())
     device.close()
 
 
 @pytest.fixture
 def no_capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """What torch answers where nobody captures; CPU builds cannot be asked."""
+    """What torch answers where nothing is captured; CPU builds cannot be asked."""
     answer = bool
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", answer)
     return answer
 
 
-def test_torch_is_told_of_a_capture_only_where_one_is_open(
-    no_capture: Callable[[], bool],
-) -> None:
+def test_torch_reports_a_capture_only_where_one_is_open(no_capture: Callable[[], bool]) -> None:
     device = SimulatedDevice()
     stream = device.stream("capture")
     with device.use(stream):
         recording = device.begin(device.new_pool(), stream, "mine")
         assert torch.cuda.is_current_stream_capturing()
         assert not in_thread(torch.cuda.is_current_stream_capturing)
-        with device.answering_capture():
+        with device.report_capturing():
             assert torch.cuda.is_current_stream_capturing()
         assert torch.cuda.is_current_stream_capturing()
         recording.abort(ValueError())
     assert torch.cuda.is_current_stream_capturing is no_capture
-    with device.answering_capture():
+    with device.report_capturing():
         assert torch.cuda.is_current_stream_capturing()
         assert not device.is_capturing()
     assert torch.cuda.is_current_stream_capturing is no_capture
     device.close()
 
 
-def test_answers_may_end_in_another_order_than_they_began(
-    no_capture: Callable[[], bool],
-) -> None:
-    first, second = answering(lambda: False), answering(lambda: True)
-    first.__enter__()
-    assert not torch.cuda.is_current_stream_capturing()
-    second.__enter__()
-    assert torch.cuda.is_current_stream_capturing()
-    first.__exit__(None, None, None)
-    assert torch.cuda.is_current_stream_capturing()
-    second.__exit__(None, None, None)
-    assert torch.cuda.is_current_stream_capturing is no_capture
-
-
-def test_an_aborted_window_leaves_no_mode_behind() -> None:
+def test_abort_leaves_no_mode_behind() -> None:
     device = SimulatedDevice()
     x = torch.ones(2)
     modes = list(_get_current_dispatch_mode_stack())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,6 +154,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "one result twice": lambda x, i: [(x * 2)] * 2,
     "empty": lambda x, i: (x[:0] * 2, torch.cat([x[:0], x[:1]]), x[:0].sum()),
     "scalars": lambda x, i: (x.sum() + 1, x[0, 0] * 2, x * torch.scalar_tensor(2.0)),
+    "numbers of equal value": lambda x, i: (i * 2, i * 2.0, i + 1, i + True, i + 1.0),
     "integers": lambda x, i: (i + 1, i // 2, i * i, i.remainder(3), i << 1, i.sum(), i.cumsum(0)),
     "kernel without an out variant": lambda x, i: torch.nn.functional.fold(
         x.view(1, 4, 16), (5, 5), (2, 2)
@@ -215,6 +217,7 @@ def test_complex_numbers_keep_their_conjugate_bit(device: SimulatedDevice, mode:
             z.conj() * 2,
             (z.conj() + 1).abs(),
             z.conj().imag + 1,
+            (z + 1).conj().imag * 2,
             torch.view_as_real(z) * 2,
         )
 
@@ -226,7 +229,7 @@ def test_complex_numbers_keep_their_conjugate_bit(device: SimulatedDevice, mode:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_replays_draw_what_eager_draws_and_capture_draws_nothing(
+def test_replays_draw_what_eager_draws_and_capture_nothing(
     device: SimulatedDevice, mode: Any
 ) -> None:
     x, weights, generator = torch.ones(64), torch.rand(4, 8), torch.Generator()
@@ -279,7 +282,7 @@ def write_cache(cache: torch.Tensor, row: torch.Tensor, at: torch.Tensor) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_custom_operators_are_recorded_with_a_fake_or_without_results(
+def test_custom_operator_with_a_fake_or_no_result_is_recorded(
     device: SimulatedDevice, mode: Any
 ) -> None:
     x, cache, at = torch.randn(4), torch.zeros(3, 4), torch.tensor([1])
@@ -327,13 +330,13 @@ class Decoder(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_decode_with_a_static_cache_replays_bit_equal(
+def test_decode_with_a_static_cache_replays_bit_equal(
     device: SimulatedDevice, mode: Any, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(5)
     model = torch.nn.Sequential(*[Decoder(16, 2, 8) for _ in range(2)]).to(dtype)
-    twin = torch.nn.Sequential(*[Decoder(16, 2, 8) for _ in range(2)]).to(dtype)
-    twin.load_state_dict(model.state_dict())
+    eager = torch.nn.Sequential(*[Decoder(16, 2, 8) for _ in range(2)]).to(dtype)
+    eager.load_state_dict(model.state_dict())
     x, position = torch.randn(4, 16, dtype=dtype), torch.tensor([0])
 
     def step(layers: torch.nn.Sequential) -> torch.Tensor:
@@ -349,20 +352,28 @@ def test_a_decode_with_a_static_cache_replays_bit_equal(
         position.fill_(at)
         graph.replay()
         with mode():
-            assert same(out, step(twin))
-    assert all(map(same, model.state_dict().values(), twin.state_dict().values()))
+            assert same(out, step(eager))
+    assert all(map(same, model.state_dict().values(), eager.state_dict().values()))
 
 
 def test_externals_are_the_users_objects_in_order_of_first_touch(device: SimulatedDevice) -> None:
     linear, x, cache = torch.nn.Linear(4, 4), torch.randn(2, 4), torch.zeros(2, 4)
-    graph, _ = record(device, device.new_pool(), lambda: cache.copy_(linear(x)))
+    only_viewed, viewed = torch.ones(4), torch.ones(8)
+
+    def body() -> None:
+        cache.copy_(linear(x))
+        only_viewed.view(2, 2)
+        cache.add_(torch.ops.aten._unsafe_view(viewed, [2, 4]))  # Its schema shows no view.
+
+    graph, _ = record(device, device.new_pool(), body)
+    assert graph.num_nodes == 3
     uses = [(use.tensor, use.written) for use in graph.externals]
     expected = {id(x): False, id(linear.weight): False, id(linear.bias): False, id(cache): True}
-    assert {id(tensor): written for tensor, written in uses} == expected
-    assert uses[-1][0] is cache
+    assert {id(tensor): written for tensor, written in uses} == expected | {id(viewed): False}
+    assert [tensor is cache for tensor, _ in uses[-2:]] == [True, False]
 
 
-def test_a_replay_ignores_the_modes_it_is_called_in(device: SimulatedDevice) -> None:
+def test_replay_ignores_the_modes_it_is_called_in(device: SimulatedDevice) -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
     a, b = torch.randn(64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
 
@@ -373,13 +384,16 @@ def test_a_replay_ignores_the_modes_it_is_called_in(device: SimulatedDevice) -> 
     graph, out = record(device, device.new_pool(), compute)
     with torch.no_grad():
         expected = compute()
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+    saved: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad(), hooks:
         graph.replay()
     assert all(map(same, out, expected))
+    assert saved == []
     assert not torch.is_inference_mode_enabled()
 
 
-def test_what_autocast_did_while_recording_is_replayed(device: SimulatedDevice) -> None:
+def test_recorded_autocast_is_replayed(device: SimulatedDevice) -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4)
 
     def product() -> torch.Tensor:
@@ -393,7 +407,7 @@ def test_what_autocast_did_while_recording_is_replayed(device: SimulatedDevice) 
     assert out.dtype is torch.bfloat16
 
 
-def test_a_function_kept_from_before_the_reset_raises_and_keeps_nothing(
+def test_replay_kept_over_a_reset_raises_and_keeps_nothing(
     device: SimulatedDevice,
 ) -> None:
     pool = device.new_pool()
@@ -413,6 +427,9 @@ def test_a_function_kept_from_before_the_reset_raises_and_keeps_nothing(
         kept()
     with pytest.raises(RetiredProgramError):
         graph.replay()
+    graph_gone = weakref.ref(graph)
+    del graph, kept
+    assert graph_gone() is None  # Without a collection.
 
 
 UNARY = [torch.neg, torch.sin, torch.Tensor.t, torch.Tensor.contiguous, torch.relu, torch.clone]
@@ -437,7 +454,7 @@ IN_PLACE = [torch.Tensor.add_, torch.Tensor.mul_, torch.Tensor.copy_]
 def test_any_program_replays_as_eager(
     device: SimulatedDevice, steps: list[Any], forget: int, mode: Any
 ) -> None:
-    """Random programs over a window of recent values: blocks are freed and reused all along."""
+    """Random programs over the latest few values: blocks are freed and reused all along."""
     x = torch.randn(4, 4)
 
     def run() -> list[torch.Tensor]:
@@ -473,6 +490,7 @@ def test_inference_tensors_are_read_and_written_like_others(
             return state.add_(x) * 2
 
     graph, out = record(device, device.new_pool(), advance, mode)
+    assert not out.is_inference()
     for step in (1, 2):
         graph.replay()
         assert state.tolist() == [step] * 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from graphrt.verify.compare import compare
+from graphrt.verify import compare
 
 NAN = float("nan")
 
@@ -34,7 +34,7 @@ def example() -> dict[str, Any]:
     }
 
 
-def test_equal_results_are_equal() -> None:
+def test_compare_of_equal_results_counts_values() -> None:
     found = compare(example(), example())
     assert found.is_equal
     assert found.max_abs_difference == 0
@@ -60,7 +60,7 @@ def test_equal_results_are_equal() -> None:
         (lambda r: r.update(t=[r["t"]]), "['t']"),
     ],
 )
-def test_a_difference_names_its_place(change: Any, path: str) -> None:
+def test_compare_of_changed_results_names_the_place(change: Any, path: str) -> None:
     changed = example()
     change(changed)
     found = compare(example(), changed)
@@ -69,7 +69,7 @@ def test_a_difference_names_its_place(change: Any, path: str) -> None:
     assert [difference.path for difference in reverse.differences] == [path]
 
 
-def test_a_difference_gives_its_size_its_first_index_and_both_values() -> None:
+def test_difference_gives_size_first_index_and_values() -> None:
     expected = torch.zeros(3, 4)
     actual = expected.clone()
     actual[1, 2], actual[2, 0] = 0.5, -2.0
@@ -85,7 +85,7 @@ def test_a_difference_gives_its_size_its_first_index_and_both_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_nan_equals_nan_whatever_its_bits(dtype: torch.dtype) -> None:
+def test_compare_takes_any_nan_for_equal(dtype: torch.dtype) -> None:
     bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[dtype.itemsize]
     poison = torch.full((2,), 0xFF if bits is torch.uint8 else -1, dtype=bits).view(dtype)
     computed = torch.full((2,), NAN).to(dtype)
@@ -96,7 +96,7 @@ def test_nan_equals_nan_whatever_its_bits(dtype: torch.dtype) -> None:
     assert not compare(computed, torch.ones(2).to(dtype), tolerance=1e9).is_equal
 
 
-def test_bits_count_by_default_and_a_tolerance_is_absolute() -> None:
+def test_compare_wants_equal_bits_or_an_absolute_tolerance() -> None:
     assert not compare(torch.tensor(0.0), torch.tensor(-0.0)).is_equal
     one, near = torch.tensor([1.0, 5.0]), torch.tensor([1.0, 5.001])
     assert not compare(one, near).is_equal
@@ -110,7 +110,7 @@ def test_bits_count_by_default_and_a_tolerance_is_absolute() -> None:
     assert compare(torch.tensor(math.inf), torch.tensor(math.inf)).is_equal
 
 
-def test_one_difference_without_a_size_makes_the_largest_unknown() -> None:
+def test_difference_of_nan_makes_the_largest_unknown() -> None:
     expected = [torch.zeros(1), torch.zeros(1), torch.zeros(1)]
     for nan_at in range(3):
         actual = [torch.full((1,), 2.0 + i) for i in range(3)]
@@ -119,20 +119,21 @@ def test_one_difference_without_a_size_makes_the_largest_unknown() -> None:
         assert math.isnan(compare(expected, actual).max_abs_difference)
 
 
-def test_host_values_are_compared_by_type_and_value() -> None:
+def test_compare_of_host_values_wants_equal_type_and_value() -> None:
     assert compare((1, "a", None, NAN), (1, "a", None, NAN)).is_equal
     assert not compare(1, True).is_equal
     assert not compare(1, 1.0).is_equal
+    assert not compare(0.0, -0.0).is_equal
 
 
-def test_opaque_values_are_listed_not_compared() -> None:
+def test_compare_of_opaque_values_lists_them() -> None:
     found = compare({"cache": object()}, {"cache": object()})
     assert found.is_equal
     assert found.unchecked == ("['cache']",)
     assert not compare(object(), 1).is_equal
 
 
-def test_layout_and_empty_tensors_do_not_matter() -> None:
+def test_compare_ignores_strides() -> None:
     x = torch.arange(6.0).view(2, 3)
     assert compare(x, x.t().contiguous().t()).is_equal
     assert compare(torch.zeros(0, 3), torch.zeros(0, 3)).is_equal
@@ -140,13 +141,13 @@ def test_layout_and_empty_tensors_do_not_matter() -> None:
     assert not compare(torch.tensor([1 + 2j]), torch.tensor([1 + 3j])).is_equal
 
 
-def test_a_long_list_of_differences_is_shortened() -> None:
+def test_comparison_of_many_differences_shows_few() -> None:
     found = compare(list(range(9)), list(range(1, 10)))
     assert "and 5 more" in str(found)
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=6), st.data())
-def test_one_changed_element_is_found_where_it_is(values: list[float], data: st.DataObject) -> None:
+def test_compare_finds_one_changed_element(values: list[float], data: st.DataObject) -> None:
     expected = torch.tensor(values)
     assert compare(expected, expected.clone()).is_equal
     index = data.draw(st.integers(0, len(values) - 1))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.batch import BatchDescriptor, Decision, MissReason, RuntimeMode
+from graphrt import CUDAGraphWrapper, GraphLibrary, break_point
+from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.device.simulated import SimulatedDevice
-from graphrt.graphs.breaks import break_point
-from graphrt.graphs.library import GraphLibrary
-from graphrt.graphs.wrapper import CUDAGraphWrapper
-from graphrt.verify.explain import explain
+from graphrt.verify import explain
 
 
-@pytest.mark.parametrize("reason", list(MissReason))
-def test_every_reason_is_explained(reason: MissReason) -> None:
+@pytest.mark.parametrize("reason", list(Reason))
+def test_explain_of_each_reason_names_it(reason: Reason) -> None:
     mode = RuntimeMode.NONE if reason.is_miss else RuntimeMode.FULL
     text = explain(Decision(mode, BatchDescriptor(17), reason))
     assert reason.name in text
@@ -22,7 +20,7 @@ def test_every_reason_is_explained(reason: MissReason) -> None:
     assert ("eager" in text) is reason.is_miss
 
 
-def test_something_else_is_refused() -> None:
+def test_explain_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError):
         explain(3)
 
@@ -32,7 +30,7 @@ def attention(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_a_program_says_what_is_captured_what_is_not_and_why() -> None:
+def test_explain_of_a_program_says_what_is_captured() -> None:
     class Meta:
         pass
 
@@ -57,9 +55,9 @@ def test_a_program_says_what_is_captured_what_is_not_and_why() -> None:
         assert "model PIECEWISE" in text
         assert "never replayed" in text
         assert "2 device graphs" in text
-        assert "1. eager gap: " in text
+        assert "1. eager: " in text
         assert "attention" in text
-        assert "not captured: 1 gap," in text
+        assert "not captured: 1 eager segment," in text
         assert "= 3" in text  # the frozen host value
         assert "not compared" in text
         assert "written outside the pool" in text

@@ -1,17 +1,17 @@
-"""Scratch that freezes, state that is put back, and what takes part in capture."""
+"""Scratch memory that freezes, state that is restored, and what counts as a resource."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from graphrt import Resource, StateGuard, TensorStateGuard, Workspace
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.errors import FrozenBufferError
-from graphrt.graphs.state import Resource, StateGuard, TensorStateGuard, Workspace
 
 
-def test_a_workspace_grows_and_hands_out_the_same_bytes() -> None:
+def test_workspace_before_freeze_grows_and_shares_its_bytes() -> None:
     workspace = Workspace("scratch")
     assert workspace.num_bytes == 0
     first = workspace.get((4, 2), torch.float32)
@@ -26,7 +26,7 @@ def test_a_workspace_grows_and_hands_out_the_same_bytes() -> None:
     assert larger.eq(1).all()
 
 
-def test_growth_after_freeze_names_workspace_key_and_bytes() -> None:
+def test_workspace_growth_when_frozen_is_refused() -> None:
     workspace = Workspace("attention")
     workspace.get((8,), torch.uint8)
     workspace.freeze()
@@ -41,7 +41,7 @@ def test_growth_after_freeze_names_workspace_key_and_bytes() -> None:
     assert workspace.get((2,), torch.float32).data_ptr() == address
 
 
-def test_it_thaws_when_every_generation_over_it_has_gone() -> None:
+def test_workspace_thaws_with_its_last_generation() -> None:
     workspace = Workspace("scratch")
     workspace.freeze(1)
     workspace.freeze(1)
@@ -56,7 +56,7 @@ def test_it_thaws_when_every_generation_over_it_has_gone() -> None:
     assert workspace.get((1,), torch.uint8).shape == (1,)
 
 
-def test_a_workspace_born_in_inference_mode_is_written_outside_it() -> None:
+def test_workspace_of_inference_mode_is_written_outside_it() -> None:
     workspace = Workspace("scratch")
     with torch.inference_mode():
         scratch = workspace.get((4,), torch.float32)
@@ -64,7 +64,7 @@ def test_a_workspace_born_in_inference_mode_is_written_outside_it() -> None:
     assert scratch.tolist() == [1.0] * 4
 
 
-def test_tensor_state_comes_back_in_place() -> None:
+def test_state_guard_restores_in_place() -> None:
     cache, counter = torch.ones(3, 4), torch.tensor(5)
     guard = TensorStateGuard({"cache": cache[1:], "counter": counter})
     assert isinstance(guard, StateGuard)
@@ -81,7 +81,7 @@ def test_tensor_state_comes_back_in_place() -> None:
     assert counter == 5
 
 
-def test_state_made_in_inference_mode_and_no_state_at_all() -> None:
+def test_state_guard_of_inference_tensors_or_none_works() -> None:
     with torch.inference_mode():
         state = torch.zeros(2)
     guard = TensorStateGuard([state])
@@ -94,11 +94,11 @@ def test_state_made_in_inference_mode_and_no_state_at_all() -> None:
     nothing.restore(nothing.save())
 
 
-def test_a_resource_is_known_by_its_three_methods() -> None:
+def test_resource_is_known_by_its_three_methods() -> None:
     class Plan:
         def reserve(self, max_key: object) -> None: ...
 
-        def prepare(self, key: object, live: object) -> None: ...
+        def prepare(self, key: object, step_info: object) -> None: ...
 
         def freeze(self) -> None: ...
 

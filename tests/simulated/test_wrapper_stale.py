@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from graph_lab import FULL, KEY, PIECEWISE, Lab
 from hypothesis import example, given, settings, strategies as st
 
-from graphrt.errors import StaleInputError, StreamRaceError, UnkeyedValueError
-from graphrt.graphs import CUDAGraphOptions, StaleCheck
-from graphrt.graphs.stale import Signature, generate_checker
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with Lab() as lab:
-        yield lab
+from graphrt import CUDAGraphOptions, StaleCheck
+from graphrt.errors import StaleInputError, UnkeyedValueError
+from graphrt.graphs.signature import Signature, generate_checker
+from lab import FULL, KEY, PIECEWISE, Lab
 
 
 @dataclass
@@ -53,7 +46,7 @@ def checker_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("level", StaleCheck)
-def test_the_first_replay_checks_everything_whatever_the_level(level: StaleCheck) -> None:
+def test_stale_check_first_replay_checks_all_at_any_level(level: StaleCheck) -> None:
     with Lab(stale_check=level) as lab:
         wrapper = lab.wrap(double)
         lab.capture(wrapper, torch.ones(4), meta=Meta([torch.ones(2)]))
@@ -62,7 +55,7 @@ def test_the_first_replay_checks_everything_whatever_the_level(level: StaleCheck
         assert "args[0]" in str(caught.value)
 
 
-def test_a_miss_names_path_addresses_and_shapes(lab: Lab) -> None:
+def test_stale_input_error_names_path_addresses_and_shapes(lab: Lab) -> None:
     wrapper, x = lab.wrap(double), torch.ones(4)
     meta = Meta([torch.ones(2), torch.ones(2), torch.ones(3)])
     lab.capture(wrapper, x, meta=meta)
@@ -78,7 +71,7 @@ def test_a_miss_names_path_addresses_and_shapes(lab: Lab) -> None:
     assert "(5,)" in message
 
 
-def test_another_object_over_the_same_bytes_is_accepted(lab: Lab) -> None:
+def test_stale_check_accepts_another_view_of_the_same_bytes(lab: Lab) -> None:
     wrapper, x = lab.wrap(double), torch.ones(4)
     lab.capture(wrapper, x)
     for _ in range(3):
@@ -87,7 +80,7 @@ def test_another_object_over_the_same_bytes_is_accepted(lab: Lab) -> None:
         lab.step(wrapper, x.view(2, 2))
 
 
-def test_owning_pool_tensors_are_compared_by_address_and_not_kept(lab: Lab) -> None:
+def test_stale_check_compares_pool_tensors_by_address(lab: Lab) -> None:
     strong = CUDAGraphOptions(weak_ref_output=False)
     first = lab.wrap(double, PIECEWISE, cudagraph_options=strong)
     last = lab.wrap(double, PIECEWISE)
@@ -103,7 +96,7 @@ def test_owning_pool_tensors_are_compared_by_address_and_not_kept(lab: Lab) -> N
     assert not generation.pool.live_blocks()
 
 
-def test_identity_is_kept_from_the_first_replay_and_never_refreshed(lab: Lab) -> None:
+def test_stale_check_never_refreshes_the_first_identity(lab: Lab) -> None:
     seen = []
     x = torch.ones(4)
     signature = Signature.of((x,), {})
@@ -122,7 +115,7 @@ def test_identity_is_kept_from_the_first_replay_and_never_refreshed(lab: Lab) ->
         assert len(seen) == expected
 
 
-def test_off_compares_nothing_after_the_first_replay() -> None:
+def test_stale_check_off_compares_only_at_first_replay() -> None:
     with Lab(stale_check=StaleCheck.OFF) as lab:
         wrapper, x = lab.wrap(double), torch.ones(4)
         program = lab.capture(wrapper, x)
@@ -130,7 +123,7 @@ def test_off_compares_nothing_after_the_first_replay() -> None:
         assert lab.step(wrapper, torch.zeros(9)) is program.outputs
 
 
-def test_identity_cannot_see_rebound_storage_and_pointer_does() -> None:
+def test_stale_check_pointer_alone_sees_rebound_storage() -> None:
     for level, sees in ((StaleCheck.IDENTITY, False), (StaleCheck.POINTER, True)):
         with Lab(stale_check=level) as lab:
             wrapper, x = lab.wrap(double), torch.ones(4)
@@ -145,17 +138,7 @@ def test_identity_cannot_see_rebound_storage_and_pointer_does() -> None:
             assert lab.library.check_externals().moved == ("args[0]",)
 
 
-def test_bug_class_18_pointer_refuses_a_second_replay_stream() -> None:
-    with Lab(stale_check=StaleCheck.POINTER) as lab:
-        wrapper, x = lab.wrap(double), torch.ones(4)
-        lab.capture(wrapper, x)
-        lab.step(wrapper, x)
-        with lab.device.use(lab.device.stream("second")), pytest.raises(StreamRaceError):
-            lab.step(wrapper, x)
-        lab.step(wrapper, x)
-
-
-def test_opaque_leaves_are_listed_and_not_compared(lab: Lab) -> None:
+def test_stale_check_lists_opaque_leaves_as_unchecked(lab: Lab) -> None:
     wrapper, x = lab.wrap(double), torch.ones(4)
     program = lab.capture(wrapper, x, registry=object())
     assert program.unchecked == ("kwargs['registry']",)
@@ -167,7 +150,7 @@ def test_opaque_leaves_are_listed_and_not_compared(lab: Lab) -> None:
     ("args", "kwargs"),
     [((), {}), ((1, 2), {}), ((1,), {"n": 1}), (([1, 2],), {}), (({"a": 1},), {})],
 )
-def test_more_or_fewer_arguments_are_another_structure(
+def test_stale_check_of_more_or_fewer_arguments_raises(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     for other_args, other_kwargs in (
@@ -179,7 +162,7 @@ def test_more_or_fewer_arguments_are_another_structure(
             checker_for(args, kwargs)(other_args, other_kwargs)
 
 
-def test_a_grown_list_is_another_structure_even_as_the_same_object() -> None:
+def test_stale_check_of_a_grown_list_raises() -> None:
     items = [torch.ones(1), torch.ones(1)]
     check = checker_for((items,), {})
     check((items,), {})
@@ -188,7 +171,7 @@ def test_a_grown_list_is_another_structure_even_as_the_same_object() -> None:
         check((items,), {})
 
 
-def test_a_container_that_contains_itself_is_walked_once() -> None:
+def test_stale_check_walks_a_recursive_container_once() -> None:
     items: list[Any] = [torch.ones(1)]
     items.append(items)
     checker_for((items,), {})((items,), {})
@@ -239,9 +222,7 @@ def same(left: Any, right: Any) -> bool:
 @example(captured=[1], given_now=(1,))
 @example(captured=0.0, given_now=-0.0)
 @example(captured=1, given_now=True)
-def test_bug_class_3_a_host_value_anywhere_must_be_the_captured_one(
-    captured: Any, given_now: Any
-) -> None:
+def test_stale_check_host_value_changed_anywhere_raises(captured: Any, given_now: Any) -> None:
     check = checker_for((captured,), {"n": captured})
     check((captured,), {"n": captured})
     check((copy.deepcopy(captured),), {"n": captured})
@@ -253,7 +234,7 @@ def test_bug_class_3_a_host_value_anywhere_must_be_the_captured_one(
                 check(args, kwargs)
 
 
-def test_a_changed_host_value_says_what_to_do(lab: Lab) -> None:
+def test_unkeyed_value_error_says_what_to_do(lab: Lab) -> None:
     wrapper, x = lab.wrap(double), torch.ones(4)
     lab.capture(wrapper, x, n=4)
     lab.step(wrapper, x, n=4)

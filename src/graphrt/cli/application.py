@@ -1,8 +1,8 @@
-"""The commands, and what becomes of their errors.
+"""The commands and their exit statuses.
 
-A command answers in a fraction of a second: what one command needs is imported inside it, and
-commands of other packages (entry-point group ``graphrt.commands``) are loaded when they are used.
-Bad input: exit status 2, the text on stderr, and with ``--json`` an error object alone on stdout.
+What one command needs is imported inside it, and commands of other packages (entry-point group
+``graphrt.commands``) are loaded when they are used, so that a command starts fast. Bad input: exit
+status 2, the text on stderr, and with ``--json`` an error object alone on stdout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command that ``arguments`` (None: those of the process) name, and exit."""
+    """Run the command named by ``arguments`` (None: those of the process), and exit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         command = typer.main.get_command(_application(words))
@@ -46,21 +46,23 @@ def resolve(
     config: Config,
     as_json: AsJson = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="An explicit wish that would be adjusted is an error.")
+        bool,
+        typer.Option("--strict", help="An explicit option that would be adjusted is an error."),
     ] = False,
 ) -> None:
     """Show the plan a config resolves to: mode, sizes, keys, and every adjustment."""
-    from graphrt.cli import answers, files
+    from graphrt.cli.files import read_config
     from graphrt.config import resolve as resolve_config
 
-    wishes, facts = files.read_config(config)
-    resolved = resolve_config(wishes, facts, strict=strict)
+    resolved = resolve_config(*read_config(config), strict=strict)
     if as_json:
-        print(json.dumps(answers.of_resolved(resolved)))
-        return
-    from graphrt.cli import tables
+        from graphrt.cli.json_output import of_resolved
 
-    tables.show_resolved(resolved)
+        print(json.dumps(of_resolved(resolved)))
+    else:
+        from graphrt.cli.tables import show_resolved
+
+        show_resolved(resolved)
 
 
 def dispatch(
@@ -71,21 +73,22 @@ def dispatch(
     as_json: AsJson = False,
 ) -> None:
     """Say for each batch, one JSON object a line, which graph serves it and why."""
-    from graphrt.cli import answers, files
+    from graphrt.cli.files import decide, read_batches, read_config
     from graphrt.config import resolve as resolve_config
     from graphrt.dispatch import CUDAGraphDispatcher
 
-    wishes, facts = files.read_config(config)
-    dispatcher = CUDAGraphDispatcher(resolve_config(wishes, facts).plan)
-    # Every line is checked before the first answer, so that a script never sees half of them.
-    answered = [(batch, files.decide(dispatcher, batch)) for batch in files.read_batches(batches)]
+    dispatcher = CUDAGraphDispatcher(resolve_config(*read_config(config)).plan)
+    # All lines are checked before the first is printed, so that a script never sees half of them.
+    decided = [(batch, decide(dispatcher, batch)) for batch in read_batches(batches)]
     if as_json:
-        for _, decision in answered:
-            print(json.dumps(answers.of_decision(decision)))
-        return
-    from graphrt.cli import tables
+        from graphrt.cli.json_output import of_decision
 
-    tables.show_decisions(answered)
+        for _, decision in decided:
+            print(json.dumps(of_decision(decision)))
+    else:
+        from graphrt.cli.tables import show_decisions
+
+        show_decisions(decided)
 
 
 BUILT_IN: dict[str, Callable[..., None]] = {"resolve": resolve, "dispatch": dispatch}
@@ -109,27 +112,25 @@ def _application(words: Sequence[str]) -> typer.Typer:
     return application
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"graphrt {version('graphrt')}")
+        raise typer.Exit
+
+
 def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version",
-            help="Print the version.",
-            is_eager=True,
-            callback=lambda wanted: _print_version() if wanted else None,
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
         ),
     ] = False,
 ) -> None:
     pass
 
 
-def _print_version() -> NoReturn:
-    print(f"graphrt {version('graphrt')}")
-    raise typer.Exit
-
-
 def _register(application: typer.Typer, entry: EntryPoint) -> None:
-    """Add a command that hands all its words, ``--help`` too, to the one it stands for."""
+    """Add a command that passes all its arguments, ``--help`` too, to the one of ``entry``."""
 
     def command(context: typer.Context) -> None:
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -153,19 +154,15 @@ def _register(application: typer.Typer, entry: EntryPoint) -> None:
 def _load(entry: EntryPoint) -> Callable[..., object]:
     try:
         loaded: object = entry.load()
+        if not callable(loaded):
+            raise TypeError(f"a {type(loaded).__name__}, which cannot be called")
     except GraphrtError:
         raise
     except Exception as error:
-        raise _broken(entry, f"{type(error).__name__}: {error}") from error
-    if not callable(loaded):
-        raise _broken(entry, f"a {type(loaded).__name__}")
+        raise CommandError(
+            f"graphrt {entry.name}",
+            expected=f"a function at {entry.value}",
+            found=f"{type(error).__name__}: {error}",
+            do="repair or uninstall the package that registered it; other commands are unaffected",
+        ) from error
     return loaded
-
-
-def _broken(entry: EntryPoint, found: str) -> CommandError:
-    return CommandError(
-        f"graphrt {entry.name}",
-        expected=f"a function at {entry.value}",
-        found=found,
-        do="mend or remove the package that registered it; the other commands are unaffected",
-    )

@@ -1,6 +1,6 @@
 """The two input files: a config (JSON) and batches (JSON lines). Their keys are stable.
 
-Everything wrong with a config is said at once; of a batch file the first wrong line, by its number.
+An error names every problem of a config, but only the first wrong line of a batch file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.config import Facts, RuntimeConfig
-from graphrt.config.checked import config_error, unknown_key
+from graphrt.config.options import config_error, unknown_key
 from graphrt.dispatch import CUDAGraphDispatcher
 from graphrt.errors import BatchError, ConfigError, ConfigProblem
 
@@ -48,16 +48,14 @@ class Batch(NamedTuple):
 
 
 def read_config(path: Path) -> tuple[RuntimeConfig, Facts]:
-    """Return the wishes and facts of a config file. Raises ``ConfigError`` with every problem."""
+    """Return the options and facts of a config file. Raises ``ConfigError`` with every problem."""
     subject = f"config {path}"
     try:
         value, repeated = _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
+        found = error.strerror or type(error).__name__
         raise ConfigError(
-            subject,
-            expected="a readable file",
-            found=error.strerror or type(error).__name__,
-            do="check the path",
+            subject, expected="a readable file", found=found, do="check the path"
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
@@ -69,32 +67,29 @@ def read_config(path: Path) -> tuple[RuntimeConfig, Facts]:
     problems = [ConfigProblem(name, "the same key twice", "each key once") for name in repeated]
     known = ("compilation", *RUNTIME_KEYS, *FACT_KEYS)
     problems += [unknown_key(name, known) for name in value if name not in known]
-    wishes: dict[str, Any] = {name: value[name] for name in RUNTIME_KEYS if name in value}
+    options: dict[str, Any] = {name: value[name] for name in RUNTIME_KEYS if name in value}
     compilation = value.get("compilation", {})
     if isinstance(compilation, dict):
-        problems += [
-            unknown_key(name, COMPILATION_KEYS, inside="compilation.")
-            for name in compilation
-            if name not in COMPILATION_KEYS
-        ]
-        wishes["compilation"] = {
-            name: compilation[name] for name in COMPILATION_KEYS if name in compilation
-        }
+        inner = options["compilation"] = {}
+        for name in compilation:
+            if name in COMPILATION_KEYS:
+                inner[name] = compilation[name]
+            else:
+                problems.append(unknown_key(name, COMPILATION_KEYS, inside="compilation."))
     else:
         problems.append(ConfigProblem("compilation", _kind(compilation), "a JSON object"))
-    facts: dict[str, Any] = {"piecewise_available": True}
-    facts |= {name: value[name] for name in FACT_KEYS if name in value}
     try:
-        config = RuntimeConfig(**wishes)
+        config = RuntimeConfig(**options)
     except ConfigError as error:
         problems += error.problems
     try:
-        said = Facts(**facts)
+        asked_facts = {name: value[name] for name in FACT_KEYS if name in value}
+        facts = Facts(**{"piecewise_available": True, **asked_facts})
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise config_error(subject, problems)
-    return config, said
+    return config, facts
 
 
 def read_batches(source: str) -> Iterator[Batch]:
@@ -124,12 +119,8 @@ def decide(dispatcher: CUDAGraphDispatcher, batch: Batch) -> Decision:
             batch.num_tokens, batch.uniform, batch.num_active_loras, batch.exclude
         )
     except BatchError as error:
-        raise BatchError(
-            f"{batch.place}: {error.subject}",
-            expected=error.expected,
-            found=error.found,
-            do=error.do,
-        ) from error
+        error.subject = f"{batch.place}: {error.subject}"
+        raise
 
 
 def _batch(place: str, line: str) -> Batch:

@@ -1,4 +1,4 @@
-"""Tables a person reads. Loaded only where one is printed: rich is slow to import."""
+"""Tables for people. Imported only where one is printed: rich is slow to import."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from graphrt.batch import Decision, RuntimeMode
-from graphrt.cli.answers import plain
 from graphrt.cli.files import Batch
+from graphrt.cli.json_output import plain
 from graphrt.config import Resolved
 
 
 def show_resolved(resolved: Resolved) -> None:
+    """Print the plan and its adjustments."""
     plan = resolved.plan
     table = Table(title="Plan", show_header=False)
     table.add_column(style="bold")
@@ -32,10 +33,10 @@ def show_resolved(resolved: Resolved) -> None:
     console = Console()
     console.print(table)
     if not resolved.adjustments:
-        console.print("Every wish is honoured.")
+        console.print("Every option is used as asked.")
         return
     changes = Table(title="Adjustments")
-    for name in ("wish", "asked", "effective", "reason"):
+    for name in ("option", "asked", "effective", "reason"):
         changes.add_column(name, overflow="fold")
     for item in resolved.adjustments:
         asked, effective = str(plain(item.asked)), str(plain(item.effective))
@@ -43,9 +44,10 @@ def show_resolved(resolved: Resolved) -> None:
     console.print(changes)
 
 
-def show_decisions(answered: Sequence[tuple[Batch, Decision]]) -> None:
+def show_decisions(decided: Sequence[tuple[Batch, Decision]]) -> None:
+    """Print one row for each batch."""
     table = Table("batch", "LoRA", "excluded", "mode", "graph", "reason", title="Decisions")
-    for batch, decision in answered:
+    for batch, decision in decided:
         key = decision.descriptor
         graph = ""
         if decision.mode is not RuntimeMode.NONE:
@@ -64,7 +66,7 @@ def show_decisions(answered: Sequence[tuple[Batch, Decision]]) -> None:
 
 
 def _ranges(values: Sequence[int]) -> str:
-    """1, 2, 4, 8..248 by 8: runs of equal steps, as the ladder is made of."""
+    """Runs of equal steps in short: 1, 2, 4, 8..248 by 8."""
     parts: list[str] = []
     rest = list(values)
     while rest:

@@ -1,13 +1,19 @@
-"""From wishes and facts to an immutable plan: ``resolve(config, facts) -> Resolved``. Torch-free.
+"""From options and facts to an immutable plan: ``resolve(config, facts) -> Resolved``. Torch-free.
 
-Wishes (``RuntimeConfig``), facts (``Facts``) and what follows (``Plan``) are three types, all
-frozen; nothing is ever written again.
+What a user asks (``RuntimeConfig``), what is true here (``Facts``) and what follows (``Plan``) are
+three types, all frozen.
 """
 
-from graphrt.config.facts import AttentionSupport, Facts, ModeLimit
+from graphrt.config.options import (
+    AttentionSupport,
+    CompilationConfig,
+    CompilationLevel,
+    Facts,
+    ModeLimit,
+    RuntimeConfig,
+)
 from graphrt.config.plan import Adjustment, Plan, Resolved
 from graphrt.config.resolution import resolve
-from graphrt.config.wishes import CompilationConfig, CompilationLevel, RuntimeConfig
 
 __all__ = [
     "Adjustment",

@@ -1,20 +1,22 @@
-"""What resolution returns: the immutable plan, and what it changed of the user's wishes.
+"""The immutable plan: which keys exist, at which sizes, and how a batch is padded to one of them.
 
-A new mode, another limit, other sizes: another plan. Nothing in a plan is ever "decided later".
+Unit of sizes: tokens. In formulas S = max_num_seqs, B = max_num_batched_tokens, q = tokens of one
+request in a uniform batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
-from graphrt.config.wishes import CompilationLevel, RuntimeConfig
+from graphrt.config.options import CompilationLevel, RuntimeConfig
 
 
 class Adjustment(NamedTuple):
-    """One wish that could not be honoured as it was asked."""
+    """One option that could not be used as it was asked."""
 
     field: str
     asked: object
@@ -27,6 +29,7 @@ class Plan:
     """Which graphs exist, and how a batch is padded to one of them.
 
     Units: sizes are tokens. Sizes and counts ascend. Equal inputs of ``resolve`` give equal plans.
+    A plan never changes: another mode, limit or size is another plan.
     """
 
     cudagraph_mode: CUDAGraphMode
@@ -43,8 +46,6 @@ class Plan:
     """The largest of ``capture_sizes``; 0 if there is none."""
     padding_table: tuple[int, ...]
     """``padding_table[n]``: the smallest capture size >= n, for n in 0..max_capture_size."""
-    decode_padding_table: tuple[int, ...]
-    """The same of ``decode_capture_sizes``."""
     max_loras: int
     lora_counts: tuple[int, ...]
     """Adapter counts that have graphs."""
@@ -65,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The plan, every change to the user's wishes in order, and the config with them applied.
+    """The plan, every change to the options in order, and the config with these applied.
 
     Resolving ``config`` again, with the same facts, gives the same plan and no adjustment.
     """
@@ -73,3 +74,92 @@ class Resolved:
     plan: Plan
     adjustments: tuple[Adjustment, ...]
     config: RuntimeConfig
+
+
+def default_maximum(
+    max_num_seqs: int, query_len: int, compute_capability: tuple[int, int] | None
+) -> int:
+    """``min(S * q * 2, 512)``, 1024 on compute capability 10.x.
+
+    Twice the largest decode batch leaves room for mixed ones.
+    """
+    is_10 = compute_capability is not None and compute_capability[0] == 10
+    return min(max_num_seqs * query_len * 2, 1024 if is_10 else 512)
+
+
+def ladder(maximum: int) -> list[int]:
+    """1, 2, 4, then by 8 from 8, by 16 from 256: padding wastes at most one such step."""
+    rungs = [1, 2, 4, *range(8, 256, 8), *range(256, maximum + 1, 16)]
+    return [rung for rung in rungs if rung <= maximum]
+
+
+def default_decode_sizes(
+    limit: int, query_len: int, *, extra_requests: Sequence[int]
+) -> tuple[int, ...]:
+    """Multiples of q within ``limit``: the ladder counts requests, not tokens."""
+    requests = {*ladder(limit // query_len), *extra_requests}
+    return tuple(sorted(count * query_len for count in requests if count * query_len <= limit))
+
+
+def decode_sizes_of(sizes: Sequence[int], limit: int, query_len: int) -> tuple[int, ...]:
+    """A user's sizes within ``limit``, each rounded up to a multiple of q.
+
+    One that rounding would carry past the limit becomes the largest multiple within it instead, so
+    that the largest batches keep a graph.
+    """
+    largest = limit // query_len * query_len
+    rounded = {min(-(-size // query_len) * query_len, largest) for size in sizes if size <= limit}
+    return tuple(sorted(rounded - {0}))
+
+
+def padding_table(sizes: Sequence[int]) -> tuple[int, ...]:
+    """``table[n]`` is the smallest of the ascending ``sizes`` that is >= n, for 0..the largest."""
+    return tuple(sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1)) if sizes else ()
+
+
+def captured_lora_counts(
+    max_loras: int, lora_capture: str, *, query_len: int, with_zero: bool
+) -> tuple[int, ...]:
+    """Adapter counts that get graphs, ascending. Without adapters: 0 alone.
+
+    With speculative decoding "each" captures the maximum only: it keeps the compiled code single.
+    """
+    if max_loras == 0:
+        return (0,)
+    if lora_capture == "powers_of_two":
+        counts = {1 << power for power in range(max_loras.bit_length())} | {max_loras}
+    elif lora_capture == "each" and query_len == 1:
+        counts = set(range(1, max_loras + 1))
+    else:
+        counts = {max_loras}
+    return tuple(sorted(counts | {0} if with_zero else counts))
+
+
+def capture_order(
+    mode: CUDAGraphMode,
+    *,
+    capture_sizes: Sequence[int],
+    decode_capture_sizes: Sequence[int],
+    lora_counts: Sequence[int],
+    query_len: int,
+    max_num_seqs: int,
+) -> tuple[tuple[RuntimeMode, BatchDescriptor], ...]:
+    """Every key with its mode, in the order of capture.
+
+    Largest first: smaller graphs then reuse the pool's memory. PIECEWISE before FULL. Most adapters
+    first.
+    """
+    mixed, decode = mode.mixed_mode(), mode.decode_mode()
+    keys: list[tuple[RuntimeMode, BatchDescriptor]] = []
+    for count in lora_counts:
+        if mixed is not RuntimeMode.NONE:
+            for size in capture_sizes:
+                # The pieces do not depend on requests; a full graph does, through attention.
+                num_reqs = min(size, max_num_seqs) if mixed is RuntimeMode.FULL else None
+                keys.append((mixed, BatchDescriptor(size, num_reqs, False, count > 0, count)))
+        if mode.separate_routine() and decode is RuntimeMode.FULL:
+            for size in decode_capture_sizes:
+                num_reqs = size // query_len
+                keys.append((decode, BatchDescriptor(size, num_reqs, True, count > 0, count)))
+    keys.sort(key=lambda item: (item[0], -item[1].num_tokens, -item[1].num_active_loras))
+    return tuple(keys)

@@ -1,28 +1,39 @@
-"""Wishes and facts become a plan, once and purely; each change to a wish is an ``Adjustment``."""
+"""Options and facts become a plan, once and purely; each change to an option is an ``Adjustment``.
+
+The mode is lowered step by step, each with a reason. Less attention support never gives more graph;
+more graph means first more for uniform decode batches, then more for mixed ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import NamedTuple
 
 from graphrt.batch import CUDAGraphMode, RuntimeMode
-from graphrt.config.checked import config_error
-from graphrt.config.facts import Facts
-from graphrt.config.keys import capture_order, captured_lora_counts
-from graphrt.config.modes import MODE_FIELD, resolve_mode
-from graphrt.config.plan import Adjustment, Plan, Resolved
-from graphrt.config.sizes import (
+from graphrt.config.options import (
+    CAPTURE_SIZES,
+    AttentionSupport,
+    CompilationLevel,
+    Facts,
+    RuntimeConfig,
+    config_error,
+)
+from graphrt.config.plan import (
+    Adjustment,
+    Plan,
+    Resolved,
+    capture_order,
+    captured_lora_counts,
     decode_sizes_of,
     default_decode_sizes,
     default_maximum,
-    default_sizes,
+    ladder,
     padding_table,
 )
-from graphrt.config.wishes import CAPTURE_SIZES, CompilationLevel, RuntimeConfig
 from graphrt.errors import ConfigError, ConfigProblem
 
+MODE_FIELD = "cudagraph_mode"
 SIZES_FIELD = CAPTURE_SIZES
 MAXIMUM_FIELD = "max_cudagraph_capture_size"
 COMPILE_FIELD = "compile_sizes"
@@ -31,56 +42,49 @@ EVERY_FEW_USERS = range(1, 33)
 """The sizes ``interactivity`` adds."""
 
 
-class _Sizes(NamedTuple):
-    mixed: tuple[int, ...]
-    decode: tuple[int, ...]
-    adjustments: list[Adjustment]
-
-
 def resolve(config: RuntimeConfig, facts: Facts, strict: bool = False) -> Resolved:
-    """Return the plan for ``config`` where ``facts`` hold, and what of the wishes was changed.
+    """Return the plan for ``config`` where ``facts`` hold, and which options were changed.
 
-    Pure: equal inputs give equal results. With ``strict`` an explicit wish that would be adjusted
-    is an error that lists all such adjustments. Raises ``ConfigError`` for what cannot be honoured.
+    Pure: equal inputs give equal results. With ``strict`` an explicit option that would be adjusted
+    is an error that lists all such adjustments. Raises ``ConfigError`` for what is not possible.
     """
-    wish = config.compilation
+    options = config.compilation
     query_len = 1 + config.num_speculative_tokens
     level = _level(config)
-    asked = wish.cudagraph_mode or CUDAGraphMode.FULL_AND_PIECEWISE
-    mode, adjustments = resolve_mode(asked, level=level, query_len=query_len, facts=facts)
-    sizes = _sizes(config, facts, mode, query_len)
-    adjustments += sizes.adjustments
+    asked = options.cudagraph_mode or CUDAGraphMode.FULL_AND_PIECEWISE
+    mode, adjustments = _mode(asked, level=level, query_len=query_len, facts=facts)
+    capture_sizes, decode_capture_sizes, size_adjustments = _sizes(config, facts, mode, query_len)
+    adjustments += size_adjustments
     lora_counts = captured_lora_counts(
         config.max_loras,
         config.lora_capture,
         query_len=query_len,
-        with_zero=wish.cudagraph_specialize_lora,
+        with_zero=options.cudagraph_specialize_lora,
     )
     if config.lora_capture == "each" and query_len > 1 and config.max_loras > 1:
         reason = "speculative decoding captures the largest number of adapters only"
         adjustments.append(Adjustment(LORA_FIELD, "each", "max_only", reason))
     if strict:
-        _refuse_adjustments(config, adjustments)
-    table = padding_table(sizes.mixed)
+        _raise_if_adjusted(config, adjustments)
+    table = padding_table(capture_sizes)
     plan = Plan(
         cudagraph_mode=mode,
         level=level,
         query_len=query_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        capture_sizes=sizes.mixed,
-        decode_capture_sizes=sizes.decode,
-        max_capture_size=sizes.mixed[-1] if sizes.mixed else 0,
+        capture_sizes=capture_sizes,
+        decode_capture_sizes=decode_capture_sizes,
+        max_capture_size=capture_sizes[-1] if capture_sizes else 0,
         padding_table=table,
-        decode_padding_table=padding_table(sizes.decode),
         max_loras=config.max_loras,
         lora_counts=lora_counts,
         lora_padding_table=padding_table(lora_counts),
-        compile_sizes=_compile_sizes(config, sizes.mixed, table),
+        compile_sizes=_compile_sizes(config, capture_sizes, table),
         capture_order=capture_order(
             mode,
-            capture_sizes=sizes.mixed,
-            decode_capture_sizes=sizes.decode,
+            capture_sizes=capture_sizes,
+            decode_capture_sizes=decode_capture_sizes,
             lora_counts=lora_counts,
             query_len=query_len,
             max_num_seqs=config.max_num_seqs,
@@ -91,20 +95,75 @@ def resolve(config: RuntimeConfig, facts: Facts, strict: bool = False) -> Resolv
 
 def _level(config: RuntimeConfig) -> CompilationLevel:
     """Level 3 if something was asked that only it has; else none: break points need no compiler."""
-    wish = config.compilation
-    if wish.level is None:
-        only_at_3 = wish.compile_sizes
-        return CompilationLevel.PIECEWISE if only_at_3 else CompilationLevel.NO_COMPILATION
-    if wish.compile_sizes and wish.level is not CompilationLevel.PIECEWISE:
-        raise _problem(
-            COMPILE_FIELD, f"{list(wish.compile_sizes)} at level {int(wish.level)}", "level 3"
-        )
-    return wish.level
+    level, compile_sizes = config.compilation.level, config.compilation.compile_sizes
+    if level is None:
+        return CompilationLevel.PIECEWISE if compile_sizes else CompilationLevel.NO_COMPILATION
+    if compile_sizes and level is not CompilationLevel.PIECEWISE:
+        raise _problem(COMPILE_FIELD, f"{list(compile_sizes)} at level {int(level)}", "level 3")
+    return level
 
 
-def _sizes(config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: int) -> _Sizes:
-    wish = config.compilation
-    asked, asked_maximum = wish.cudagraph_capture_sizes, wish.max_cudagraph_capture_size
+def _mode(
+    asked: CUDAGraphMode, *, level: CompilationLevel, query_len: int, facts: Facts
+) -> tuple[CUDAGraphMode, list[Adjustment]]:
+    """Return the effective mode and the steps that led to it.
+
+    Raises ``ConfigError`` if mixed batches are to run FULL and attention is never captured.
+    """
+    steps: list[Adjustment] = []
+    support, who = facts.least_support()
+    piecewise = facts.piecewise_at(level)
+    without_graph = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+
+    def step(mode: CUDAGraphMode, lower: CUDAGraphMode, reason: str) -> CUDAGraphMode:
+        if lower is not mode:
+            steps.append(Adjustment(MODE_FIELD, mode, lower, reason))
+        return lower
+
+    mode = asked
+    for limit in facts.mode_limits:
+        if mode not in (limit.mode, CUDAGraphMode.NONE):
+            mode = step(mode, limit.mode, limit.reason)
+
+    if level is CompilationLevel.PIECEWISE and facts.splitting == "none":
+        piecewise, without_graph = False, CUDAGraphMode.NONE
+        if mode.has_piecewise_cudagraphs():
+            reason = "compile level 3 without splitting ops is one piece that holds attention"
+            mode = step(mode, CUDAGraphMode.FULL, reason)
+
+    said = f"{who} supports {support.name}"
+    if mode.mixed_mode() is RuntimeMode.FULL and support < AttentionSupport.ALWAYS:
+        if support is AttentionSupport.NEVER:
+            found = f"{mode.name}, but {said}: attention cannot be in any full graph"
+            accepted = "PIECEWISE, FULL_AND_PIECEWISE or NONE" if piecewise else "NONE"
+            raise _problem(MODE_FIELD, found, accepted)
+        lower = CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
+        mode = step(mode, lower, f"{said}; a full graph of mixed batches needs ALWAYS")
+    if mode.decode_mode() is RuntimeMode.FULL and support is AttentionSupport.NEVER:
+        mode = step(mode, without_graph, f"{said}; full graphs of decode batches need more")
+    if (
+        mode.decode_mode() is RuntimeMode.FULL
+        and query_len > 1
+        and support < AttentionSupport.UNIFORM_BATCH
+    ):
+        reason = f"{said}; decode batches of {query_len} tokens a request need UNIFORM_BATCH"
+        mode = step(mode, without_graph, reason)
+    if not piecewise:
+        mode = step(mode, mode.without_piecewise(), "piecewise graphs are not available")
+
+    # The rules above, or another limit, may have chosen a mode that a limit does not permit.
+    for limit in facts.mode_limits:
+        if mode not in (limit.mode, CUDAGraphMode.NONE):
+            mode = step(mode, CUDAGraphMode.NONE, limit.reason)
+    return mode, steps
+
+
+def _sizes(
+    config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: int
+) -> tuple[tuple[int, ...], tuple[int, ...], list[Adjustment]]:
+    """Return the sizes of mixed batches, those of decode batches, and what was adjusted."""
+    options = config.compilation
+    asked, asked_maximum = options.cudagraph_capture_sizes, options.max_cudagraph_capture_size
     batch_limit = config.max_num_batched_tokens
     adjustments: list[Adjustment] = []
     if mode is CUDAGraphMode.NONE:
@@ -112,7 +171,7 @@ def _sizes(config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: 
             adjustments.append(Adjustment(SIZES_FIELD, asked, (), "graphs are off"))
         if asked_maximum is not None:
             adjustments.append(Adjustment(MAXIMUM_FIELD, asked_maximum, None, "graphs are off"))
-        return _Sizes((), (), adjustments)
+        return (), (), adjustments
 
     too_large = f"no batch has more than max_num_batched_tokens = {batch_limit} tokens"
     if asked is not None:
@@ -138,8 +197,8 @@ def _sizes(config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: 
             extra.append(config.max_num_seqs)
         if config.interactivity:
             extra += EVERY_FEW_USERS
-        mixed = default_sizes(maximum, extra=extra)
-    return _Sizes(mixed, _decode_sizes(config, mode, query_len, mixed, maximum), adjustments)
+        mixed = tuple(sorted({*ladder(maximum), *(size for size in extra if size <= maximum)}))
+    return mixed, _decode_sizes(config, mode, query_len, mixed, maximum), adjustments
 
 
 def _decode_sizes(
@@ -149,16 +208,15 @@ def _decode_sizes(
     mixed: tuple[int, ...],
     maximum: int,
 ) -> tuple[int, ...]:
-    wish = config.compilation
     if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
         return ()
     limit = min(query_len * config.max_num_seqs, maximum)
-    if wish.cudagraph_capture_sizes is not None:
+    if config.compilation.cudagraph_capture_sizes is not None:
         return decode_sizes_of(mixed, limit, query_len)
     extra = []
     if config.interactivity:
         extra += [-(-size // query_len) for size in EVERY_FEW_USERS]
-    if wish.max_cudagraph_capture_size is None:
+    if config.compilation.max_cudagraph_capture_size is None:
         extra.append(limit // query_len)
     if query_len == 1:
         return tuple(sorted({size for size in (*mixed, *extra) if size <= limit}))
@@ -186,22 +244,21 @@ def _compile_sizes(
     return tuple(sorted(sizes))
 
 
-def _refuse_adjustments(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> None:
-    was_asked = {
-        MODE_FIELD: config.compilation.cudagraph_mode is not None,
-        SIZES_FIELD: config.compilation.cudagraph_capture_sizes is not None,
-        MAXIMUM_FIELD: config.compilation.max_cudagraph_capture_size is not None,
+def _raise_if_adjusted(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> None:
+    options = config.compilation
+    explicit = {
+        MODE_FIELD: options.cudagraph_mode is not None,
+        SIZES_FIELD: options.cudagraph_capture_sizes is not None,
+        MAXIMUM_FIELD: options.max_cudagraph_capture_size is not None,
         LORA_FIELD: True,
     }
-    refused = [
-        ConfigProblem(
-            item.field, f"{_shown(item.asked)} would become {_shown(item.effective)}", item.reason
-        )
-        for item in adjustments
-        if was_asked[item.field]
+    problems = [
+        ConfigProblem(field, f"{_shown(asked)} would become {_shown(effective)}", reason)
+        for field, asked, effective, reason in adjustments
+        if explicit[field]
     ]
-    if refused:
-        raise config_error("resolve, strict", refused)
+    if problems:
+        raise config_error("resolve, strict", problems)
 
 
 def _shown(value: object) -> object:
@@ -209,7 +266,7 @@ def _shown(value: object) -> object:
 
 
 def _applied(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> RuntimeConfig:
-    """The config in which every adjusted wish has its effective value. The last step wins."""
+    """The config in which every adjusted option has its effective value. The last step wins."""
     outer = {item.field: item.effective for item in adjustments}
     inner = {name: outer.pop(name) for name in tuple(outer) if hasattr(config.compilation, name)}
     compilation = replace(config.compilation, **inner)  # type: ignore[arg-type]  # names are data

@@ -1,7 +1,7 @@
 """The device protocol: what capture and replay need from a GPU, or from its simulation.
 
-Two implementations are siblings behind it: ``device/cuda.py`` and ``device/simulated/``. One
-contract suite holds both to the promises written here.
+``device/cuda/`` and ``device/simulated/`` implement it, and do not know each other. One suite of
+tests, the device contract, holds both to the promises written here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceLimits:
-    """What the device can hold. None: no limit that is known."""
+    """What the device can hold. None: no known limit."""
 
     max_graphs: int | None
     max_streams: int | None
@@ -32,7 +32,7 @@ class MemoryReading(NamedTuple):
     reserved_bytes: int
     """Held by the allocator, used or not."""
     pool_bytes: int
-    """Held by the pool asked about; 0 without one."""
+    """Held by the pool that was passed; 0 without one."""
 
 
 class Block(NamedTuple):
@@ -41,11 +41,11 @@ class Block(NamedTuple):
     address: int
     num_bytes: int
     source: str
-    """File, line and function that allocated it; empty where it cannot be known."""
+    """File, line and function that allocated it; empty where that is unknown."""
 
 
-class ExternalUse(NamedTuple):
-    """A tensor that is not pool-owned and that a recording touched."""
+class TensorUse(NamedTuple):
+    """A tensor outside every pool that a recording reads or writes."""
 
     tensor: torch.Tensor
     written: bool
@@ -70,7 +70,7 @@ class Pool(Protocol):
 
     @property
     def handle(self) -> Any:
-        """What other libraries know this pool by (CUDA: the MempoolId_t pair)."""
+        """Names this pool to other libraries (CUDA: the ``MempoolId_t`` pair)."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """True if the storage of ``tensor`` lies in this pool."""
@@ -82,27 +82,27 @@ class Pool(Protocol):
         """Bytes held from the device, used or not."""
 
     def release(self) -> None:
-        """Give everything up. Only the library calls this, after every graph over it was reset."""
+        """Return the memory. Only the library calls this, once every graph over it is reset."""
 
 
 class DeviceGraph(Protocol):
     """One instantiated graph."""
 
     replay: Callable[[], None]
-    """Ready-bound, without arguments. Errors: ``DeviceReplayError``."""
+    """Takes no arguments. May be bound once and kept. Errors: ``DeviceReplayError``."""
 
     @property
     def num_nodes(self) -> int | None:
-        """Kernel nodes; None where it cannot be known."""
+        """Kernel nodes; None where their number is unknown."""
 
     @property
     def uses_rng(self) -> bool: ...
 
     @property
-    def externals(self) -> Sequence[ExternalUse]:
-        """Tensors outside every pool that the recording touched, in order of first touch.
+    def externals(self) -> Sequence[TensorUse]:
+        """Tensors outside every pool that the recording used, in order of first use.
 
-        Empty when the recording did not observe.
+        Empty for a recording with ``observe=False``.
         """
 
     def reset(self) -> None:
@@ -110,26 +110,26 @@ class DeviceGraph(Protocol):
 
 
 class Recording(Protocol):
-    """An open window: what is issued on its stream is recorded, not run."""
+    """An open recording: what is issued on its stream becomes part of a graph, and does not run."""
 
     def end(self, allow_empty: bool = False) -> DeviceGraph:
-        """Close the window. ``EmptyCaptureError`` for zero nodes unless ``allow_empty``.
+        """End the recording. ``EmptyCaptureError`` for zero nodes unless ``allow_empty``.
 
-        An error leaves the window closed and the device able to capture again.
+        After an error it has ended too, and the device can capture again.
         """
 
     def abort(self, first_error: BaseException) -> BaseException:
-        """Close the window and drop what was recorded. Never raises.
+        """End the recording and drop it. Never raises.
 
         Returns ``first_error``, translated to a ``GraphrtError`` (with the foreign error as its
         cause) if it is one of the device's own; errors of the clean-up are notes on it.
         """
 
     def join_thread(self) -> AbstractContextManager[None]:
-        """Entered by a worker thread whose work belongs to this recording."""
+        """A worker thread enters it to issue work for this recording."""
 
     def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
-        """Record ``fn(*args)`` as one node that the recorder does not look into.
+        """Record ``fn(*args)`` as one node, whatever it does inside.
 
         ``out_meta``: tensors (any device, ``meta`` too) giving shape, stride and dtype of each
         result, in the result's structure. On CUDA this is a plain call.
@@ -138,7 +138,7 @@ class Recording(Protocol):
 
 @runtime_checkable
 class Device(Protocol):
-    """Streams, pools and windows of one device."""
+    """Streams, pools and recordings of one device."""
 
     @property
     def name(self) -> str:
@@ -161,9 +161,9 @@ class Device(Protocol):
         """
 
     def forget_stream(self, stream: Stream) -> None:
-        """Let others have what a named stream occupies; its name makes another from now on.
+        """Free the name of ``stream`` and its place among the device's streams. Idempotent.
 
-        Nobody may use ``stream`` any longer. What was issued on it still runs. Idempotent.
+        What was issued on it still runs. Do not use it any longer: another name may get it.
         """
 
     def current_stream(self) -> Stream:
@@ -173,13 +173,13 @@ class Device(Protocol):
         """Make ``stream`` current for the calling thread."""
 
     def mark(self, stream: Stream) -> Mark:
-        """Name everything issued on ``stream`` so far."""
+        """Everything issued on ``stream`` so far."""
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """Later work on ``stream`` waits for ``mark``, not for what was issued after it."""
+        """Later work on ``stream`` waits for ``mark``, not for what was issued after ``mark``."""
 
     def order(self, after: Stream, before: Stream) -> None:
-        """``wait(after, mark(before))``: fork, join, hand-over."""
+        """``wait(after, mark(before))``: to fork, join or hand over."""
 
     def begin(
         self,
@@ -189,40 +189,40 @@ class Device(Protocol):
         generators: Sequence[torch.Generator] = (),
         observe: bool = True,
     ) -> Recording:
-        """Open a window on the calling thread; ``stream`` must be current.
+        """Start a recording on the calling thread; ``stream`` must be current.
 
-        ``CaptureInProgressError`` if the thread is in one. ``observe=False`` skips learning the
-        externals (for callables that hold compiled code, which runs differently under a mode).
+        ``CaptureInProgressError`` if one is open on the thread. ``observe=False``: the graph has no
+        ``externals`` (for callables with compiled code, which runs differently under a mode).
         """
 
     def is_capturing(self) -> bool:
-        """True inside a window of the calling thread."""
+        """Whether a recording is open on the calling thread."""
 
-    def answering_capture(self) -> AbstractContextManager[None]:
-        """While entered, libraries that ask torch whether a capture runs are told yes.
+    def report_capturing(self) -> AbstractContextManager[None]:
+        """While entered, ``torch.cuda.is_current_stream_capturing()`` is true on this thread.
 
-        Entered for the last warm-up, so that it takes the same branches as the capture.
+        Entered for the last warm-up, so that libraries take the same branches as in the capture.
         """
 
     def alloc(
         self, pool: Pool, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A pool tensor, allocated outside a window. As any other to inference mode: writable."""
+        """A pool tensor, allocated outside a recording. Never an inference tensor: writable."""
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor over the same bytes that keeps nothing allocated, if ``tensor`` is pool-owned.
 
-        Any other tensor is returned itself. Never born in inference mode: gaps write it outside.
+        Any other tensor is returned itself. Never an inference tensor: eager segments write it.
         """
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """True if any pool of this device, not yet released, owns ``tensor``."""
+        """True if ``tensor`` lies in a pool of this device that is not released."""
 
     def synchronize(self, stream: Stream | None = None) -> None:
-        """Wait for ``stream``, or for the device. Never called by hot functions."""
+        """Wait for ``stream``, or for the device. No function of the hot path calls it."""
 
     def trim(self) -> None:
-        """Give cached unused blocks back, and what libraries cache per stream. Once per scope."""
+        """Return unused cached blocks, and what libraries cache per stream. Once per scope."""
 
     def memory(self, pool: Pool | None = None) -> MemoryReading: ...
 

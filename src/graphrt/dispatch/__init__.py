@@ -2,6 +2,5 @@
 
 from graphrt.dispatch.buckets import BucketDispatcher, BucketKey
 from graphrt.dispatch.dispatcher import CUDAGraphDispatcher
-from graphrt.dispatch.priority import CapturePriority
 
-__all__ = ["BucketDispatcher", "BucketKey", "CUDAGraphDispatcher", "CapturePriority"]
+__all__ = ["BucketDispatcher", "BucketKey", "CUDAGraphDispatcher"]

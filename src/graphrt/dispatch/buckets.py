@@ -1,6 +1,6 @@
 """Dispatch for any callable: named axes, each with its sizes; every axis is padded up on its own.
 
-Same decisions, same reasons, same laws as for token batches. The key is a ``BatchDescriptor`` whose
+Same decisions and reasons as for token batches. The key is a ``BatchDescriptor`` whose
 ``num_tokens`` is the first axis and whose ``variant`` is a ``BucketKey``: every size, in the order
 of the axes, and the caller's own variant. Programs, contexts and wrappers need no second key type.
 """
@@ -8,14 +8,14 @@ of the axes, and the caller's own variant. Programs, contexts and wrappers need 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
-from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, MissReason, RuntimeMode
-from graphrt.dispatch.dispatcher import NOTHING, Unpublished, checked_unpublished, counted, excluded
+from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.dispatch.dispatcher import NOTHING, Unavailable, check_count, check_keys, check_modes
 from graphrt.errors import BatchError, ConfigError
 
 
@@ -32,8 +32,9 @@ class BucketDispatcher:
 
     ``axes``: name -> sizes (any order; stored ascending, once each); the first named axis is the
     key's ``num_tokens``. There is one key for every combination of sizes, largest volume first.
-    ``mode`` must treat all calls alike: FULL, PIECEWISE or NONE. ``unpublished`` and ``variant`` as
-    for ``CUDAGraphDispatcher``. Raises ``ConfigError`` for an axis without sizes or a pair policy.
+    ``mode`` must treat all calls alike: FULL, PIECEWISE or NONE. ``unavailable`` and ``variant`` as
+    for ``CUDAGraphDispatcher``. Raises ``ConfigError`` for an axis without sizes, a mode of two
+    different routines, or a wrong ``unavailable``.
     """
 
     __slots__ = ("_mode", "_served", "_variant", "axes", "keys")
@@ -42,11 +43,19 @@ class BucketDispatcher:
         self,
         axes: Mapping[str, Sequence[int]],
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
-        unpublished: Unpublished = MappingProxyType({}),
+        unavailable: Unavailable = MappingProxyType({}),
         variant: object = None,
     ) -> None:
-        self.axes = {name: _checked_sizes(name, sizes) for name, sizes in axes.items()}
+        self.axes = {name: tuple(sorted(set(sizes))) for name, sizes in axes.items()}
         """Axis name -> its sizes, ascending."""
+        for name, listed in self.axes.items():
+            if not listed or not all(type(size) is int and size >= 1 for size in listed):
+                raise ConfigError(
+                    f"axis {name!r}",
+                    expected="at least one size, each an integer >= 1",
+                    found=repr(list(axes[name])),
+                    do="list the sizes this axis is padded to",
+                )
         if not axes or mode.separate_routine():
             raise ConfigError(
                 "bucket dispatch",
@@ -59,13 +68,14 @@ class BucketDispatcher:
         self.keys: tuple[tuple[RuntimeMode, BatchDescriptor], ...] = ()
         """Every key with its mode, in capture order."""
         if self._mode is not RuntimeMode.NONE:
-            combinations = sorted(product(*self.axes.values()), key=_volume, reverse=True)
+            combinations = list(product(*self.axes.values()))
+            combinations.sort(key=lambda sizes: (prod(sizes), sizes), reverse=True)
             self.keys = tuple((self._mode, self._describe(sizes)) for sizes in combinations)
-        missing = checked_unpublished(unpublished, self.keys)
+        missing = check_keys(unavailable, self.keys)
         # Padded sizes -> (decision of an exact call, decision of a padded one), or why not.
-        self._served: dict[object, tuple[Decision, Decision] | MissReason] = {
+        self._served: dict[object, tuple[Decision, Decision] | Reason] = {
             item[1].variant: missing.get(
-                item, (Decision(*item, MissReason.HIT), Decision(*item, MissReason.PADDED))
+                item, (Decision(*item, Reason.HIT), Decision(*item, Reason.PADDED))
             )
             for item in self.keys
         }
@@ -76,9 +86,35 @@ class BucketDispatcher:
         """Return mode, key and reason for a call of these unpadded axis ``sizes``.
 
         Decisions with a graph are shared; an eager one is built for the call, whose sizes have no
-        bound.
+        bound. Raises ``BatchError`` for a missing or unknown axis, a size that is no integer >= 0,
+        or an ``exclude`` that holds no modes.
+        """
+        real = self._in_order(sizes)
+        is_excluded = self._mode in check_modes(exclude)
+        if self._mode is RuntimeMode.NONE:
+            return self._none(real, Reason.MODE_NONE)
+        if any(size > listed[-1] for size, listed in zip(real, self.axes.values(), strict=True)):
+            return self._none(real, Reason.ABOVE_MAX)
+        if is_excluded:
+            return self._none(real, Reason.EXCLUDED)
+        padded = tuple(
+            listed[bisect_left(listed, size)]
+            for size, listed in zip(real, self.axes.values(), strict=True)
+        )
+        served = self._served[BucketKey(padded, self._variant)]
+        if isinstance(served, Reason):
+            return self._none(real, served)
+        exact, rounded_up = served
+        return exact if padded == real else rounded_up
+
+    def key_of(self, sizes: Mapping[str, int]) -> BatchDescriptor:
+        """The key of exactly these axis sizes, whether they are listed or not.
+
         Raises ``BatchError`` for a missing or unknown axis, or a size that is no integer >= 0.
         """
+        return self._describe(self._in_order(sizes))
+
+    def _in_order(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         if sizes.keys() != self.axes.keys():
             raise BatchError(
                 f"axes {sorted(sizes)}",
@@ -87,42 +123,10 @@ class BucketDispatcher:
                 f"unknown {sorted(sizes.keys() - self.axes.keys())}",
                 do="name every axis the dispatcher was built with",
             )
-        asked = tuple(counted(name, sizes[name], least=0) for name in self.axes)
-        is_excluded = self._mode in excluded(exclude)
-        if self._mode is RuntimeMode.NONE:
-            return self._none(asked, MissReason.MODE_NONE)
-        if any(size > listed[-1] for size, listed in zip(asked, self.axes.values(), strict=True)):
-            return self._none(asked, MissReason.ABOVE_MAX)
-        if is_excluded:
-            return self._none(asked, MissReason.EXCLUDED)
-        padded = tuple(
-            listed[bisect_left(listed, size)]
-            for size, listed in zip(asked, self.axes.values(), strict=True)
-        )
-        served = self._served[BucketKey(padded, self._variant)]
-        if isinstance(served, MissReason):
-            return self._none(asked, served)
-        exact, rounded_up = served
-        return exact if padded == asked else rounded_up
+        return tuple(check_count(name, sizes[name], least=0) for name in self.axes)
 
     def _describe(self, sizes: tuple[int, ...]) -> BatchDescriptor:
         return BatchDescriptor(sizes[0], variant=BucketKey(sizes, self._variant))
 
-    def _none(self, sizes: tuple[int, ...], why: MissReason) -> Decision:
+    def _none(self, sizes: tuple[int, ...], why: Reason) -> Decision:
         return Decision(RuntimeMode.NONE, self._describe(sizes), why)
-
-
-def _volume(sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    return prod(sizes), sizes
-
-
-def _checked_sizes(name: str, sizes: Iterable[int]) -> tuple[int, ...]:
-    listed = tuple(sorted(set(sizes)))
-    if not listed or not all(type(size) is int and size >= 1 for size in listed):
-        raise ConfigError(
-            f"axis {name!r}",
-            expected="at least one size, each an integer >= 1",
-            found=repr(list(sizes)),
-            do="list the sizes this axis is padded to",
-        )
-    return listed

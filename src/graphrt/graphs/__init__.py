@@ -5,53 +5,51 @@ Recording and replaying are two types that share no class: what replays cannot c
 
 from __future__ import annotations
 
-from graphrt.errors import LateInitError
 from graphrt.graphs.breaks import break_at, break_call, break_point, forbid_in_capture, no_breaks
 from graphrt.graphs.buffers import BoundBuffers, BufferSet
-from graphrt.graphs.bufferspec import FILL_ONCE, KEEP, SENTINEL, ZERO, BufferSpec, Padding
-from graphrt.graphs.builder import ProgramBuilder
-from graphrt.graphs.externals import External, ExternalsReport
-from graphrt.graphs.failures import FailureRecord
-from graphrt.graphs.generation import Generation
-from graphrt.graphs.jobs import CaptureJob, CaptureReport
-from graphrt.graphs.library import GraphBudget, GraphLibrary
+from graphrt.graphs.bufferspec import BufferSpec, Padding
+from graphrt.graphs.capture import capture_program, has_undeclared
+from graphrt.graphs.catalog import Catalog, Entry, Key, OwnerEntries, too_many_failures
+from graphrt.graphs.environment import CaptureEnvironment, require_no_grad
+from graphrt.graphs.gc_pause import frozen_heap, gc_paused
+from graphrt.graphs.held import ExternalsReport, HeldTensor
+from graphrt.graphs.library import Generation, GraphBudget, GraphLibrary
 from graphrt.graphs.outputs import BoundOutputs, OutputSpec
-from graphrt.graphs.program import GraphMemory, Program
-from graphrt.graphs.scope import CaptureScope
-from graphrt.graphs.segments import EagerSegment, GraphSegment
-from graphrt.graphs.stale import StaleCheck
-from graphrt.graphs.state import Resource, StateGuard, TensorStateGuard, Workspace
+from graphrt.graphs.program import EagerSegment, GraphMemory, GraphSegment, Program, Returned
+from graphrt.graphs.recorder import ProgramRecorder
+from graphrt.graphs.resources import Resource, StateGuard, TensorStateGuard, Workspace
+from graphrt.graphs.scope import CaptureOptions, CaptureScope
+from graphrt.graphs.signature import StaleCheck
 from graphrt.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 __all__ = [
-    "FILL_ONCE",
-    "KEEP",
-    "SENTINEL",
-    "ZERO",
     "BoundBuffers",
     "BoundOutputs",
     "BufferSet",
     "BufferSpec",
     "CUDAGraphOptions",
     "CUDAGraphWrapper",
-    "CaptureJob",
-    "CaptureReport",
+    "CaptureEnvironment",
+    "CaptureOptions",
     "CaptureScope",
+    "Catalog",
     "EagerSegment",
-    "External",
+    "Entry",
     "ExternalsReport",
-    "FailureRecord",
     "Generation",
     "GraphBudget",
     "GraphLibrary",
     "GraphMemory",
     "GraphSegment",
-    "LateInitError",
+    "HeldTensor",
+    "Key",
     "OutputSpec",
+    "OwnerEntries",
     "Padding",
     "Program",
-    "ProgramBuilder",
+    "ProgramRecorder",
     "Resource",
+    "Returned",
     "StaleCheck",
     "StateGuard",
     "TensorStateGuard",
@@ -59,6 +57,12 @@ __all__ = [
     "break_at",
     "break_call",
     "break_point",
+    "capture_program",
     "forbid_in_capture",
+    "frozen_heap",
+    "gc_paused",
+    "has_undeclared",
     "no_breaks",
+    "require_no_grad",
+    "too_many_failures",
 ]

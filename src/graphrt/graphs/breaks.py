@@ -1,6 +1,6 @@
 """Break points: where a PIECEWISE capture ends a segment and plain Python runs between graphs.
 
-A break point finds the open builder through the forward context. Without one, or in any other
+A break point finds the recorder through the forward context. Without one, or in any other
 mode, it is a plain call: a FULL capture records the function with the rest.
 """
 
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError, LateInitError
-
-if TYPE_CHECKING:
-    from graphrt.graphs.builder import ProgramBuilder
+from graphrt.graphs.recorder import ProgramRecorder
+from graphrt.source import caller_source
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,10 +50,10 @@ def break_point(
     """Make a function or method a break point: PIECEWISE programs run it between two graphs.
 
     Its arguments are bound at capture: tensors to their storage, host values to what they were,
-    objects by reference. What it returns is copied into *slots* that the next graph reads.
+    objects by reference. What it returns is copied into *static outputs* that the next graph reads.
 
-    ``out``: keyword under which a replay passes the slot; the function writes it (and allocates
-    its result where the keyword is absent or None). The preferred form: nothing is copied.
+    ``out``: keyword under which a replay passes the static output; the function writes it (and
+    allocates its result where the keyword is absent or None). The preferred form: no copy.
     ``capture_stub``: runs at capture in place of the function; must return the same structure.
 
     Aliasing: in a capture, the kernels before it have not run: its pool-owned arguments are zero.
@@ -68,11 +66,11 @@ def break_point(
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        builder = _cutting_builder(label)
-        if builder is None:
+        recorder = _cutting_recorder(label)
+        if recorder is None:
             return fn(*args, **kwargs)
         bound, rest, stub = _bind_self(fn, args, capture_stub)
-        return builder.run_gap(
+        return recorder.run_eager(
             bound, rest, kwargs, name=_site(label), out=keyword_of_out, stub=stub
         )
 
@@ -82,10 +80,10 @@ def break_point(
 def break_call(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
     """Call ``fn`` as a break point at this one place."""
     label = _label(fn)
-    builder = _cutting_builder(label)
-    if builder is None:
+    recorder = _cutting_recorder(label)
+    if recorder is None:
         return fn(*args, **kwargs)
-    result: R = builder.run_gap(fn, args, kwargs, name=_site(label))
+    result: R = recorder.run_eager(fn, args, kwargs, name=_site(label))
     return result
 
 
@@ -99,7 +97,7 @@ def break_at(
     """While entered, the ``forward`` of matching modules of ``model`` are break points.
 
     ``types``: module classes. ``names``: module paths, with ``*`` and ``?`` as in a shell. Yields
-    the paths that matched. For models one cannot edit: programs captured inside keep their gaps.
+    the paths that matched. For models one cannot edit: programs captured inside keep their breaks.
 
     Errors: ``ConfigError`` if nothing matches.
     """
@@ -139,7 +137,7 @@ def no_breaks() -> AbstractContextManager[ForwardContext]:
 
 
 def forbid_in_capture(what: str) -> None:
-    """Raise ``LateInitError`` if a window of this thread is open; call it where ``what`` happens.
+    """Raise ``LateInitError`` while this thread records; call it where ``what`` happens.
 
     For code that initialises, compiles or tunes on first use: the warm-up must have done it.
     """
@@ -154,16 +152,16 @@ def forbid_in_capture(what: str) -> None:
         )
 
 
-def _cutting_builder(label: str) -> ProgramBuilder | None:
+def _cutting_recorder(label: str) -> ProgramRecorder | None:
     if torch.compiler.is_compiling():
         _refuse_dynamo(label)
     context = current_forward_context()
     if context is None or context.capture_scope is None or not context.breaks:
         return None
-    builder: ProgramBuilder | None = context.capture_scope.builder
-    if builder is None or context.cudagraph_runtime_mode is not builder.mode or not builder.cuts:
+    recorder: ProgramRecorder | None = context.capture_scope.recorder
+    if recorder is None or context.cudagraph_runtime_mode is not recorder.mode or not recorder.cuts:
         return None
-    return builder
+    return recorder
 
 
 def _refuse_dynamo(label: str) -> NoReturn:
@@ -200,12 +198,5 @@ def _label(fn: Callable[..., Any]) -> str:
 
 
 def _site(label: str) -> str:
-    """Name the innermost line outside graphrt and torch that led to the break point."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("graphrt", "torch"):
-            break
-        frame = frame.f_back
-    code = frame.f_code
-    return f"{label} ({code.co_filename}:{frame.f_lineno} in {code.co_name})"
+    """Name the break point and the user's line that led to it."""
+    return f"{label} ({caller_source()})"

@@ -2,7 +2,7 @@
 
 A buffer is allocated once at the largest size and never moves; every key reads a prefix of it, so
 all keys share the same bytes. The rows between the real and the padded size hold what the spec
-declares, and staging keeps that true with as few fills as the sizes of consecutive steps allow.
+declares. Staging tracks which padded rows hold stale data and refills only those.
 """
 
 from __future__ import annotations
@@ -16,40 +16,23 @@ from typing import Any
 import torch
 
 from graphrt.device.base import Device
-from graphrt.errors import (
-    InputMismatchError,
-    LibraryClosedError,
-    StaticBufferError,
+from graphrt.errors import InputMismatchError, LibraryClosedError, StaticBufferError
+from graphrt.graphs.bufferspec import (
+    Box,
+    Buffer,
+    BufferSpec,
+    PaddingGroup,
+    group_padding,
+    remember,
 )
-from graphrt.graphs.bufferspec import BufferSpec
-from graphrt.graphs.tails import Box, Buffer, Tail, group_tails, remember
 
 Sizes = int | Mapping[str, int]
 """Real sizes of a step: a number where the specs use one axis, else axis -> number."""
 
-_layout = operator.attrgetter("shape", "dtype", "device")
-
-
-class _Plan:
-    """How the inputs of one set of names are staged at one combination of real sizes."""
-
-    __slots__ = ("buffers", "destinations", "groups", "layout", "repeatable", "tails")
-
-    def __init__(
-        self,
-        buffers: tuple[Buffer, ...],
-        destinations: list[torch.Tensor],
-        tails: list[tuple[Tail, Box | None, Box | None]],
-    ) -> None:
-        self.buffers = buffers
-        self.destinations = destinations
-        # (tail, its real sizes in this step, its dirty sizes after the replay).
-        self.tails = tails
-        # True if staging this plan twice in a row leaves nothing to fill the second time.
-        self.repeatable = all(real == after for _, real, after in tails)
-        # Shape, dtype and device of each source as last seen, and the copies that suit them.
-        self.layout: list[tuple[Any, ...]] = []
-        self.groups: list[tuple[list[torch.Tensor], list[int] | None]] = []
+_shape = operator.attrgetter("shape")
+# Not the device itself, which is slower to read and to compare: a source that moved to another GPU
+# is copied one by one, and as correctly.
+_layout = operator.attrgetter("shape", "dtype", "is_cpu")
 
 
 class BoundBuffers:
@@ -68,7 +51,7 @@ class BoundBuffers:
         self.views = {name: buffer.view(sizes) for name, buffer in owner._buffers.items()}
 
     def stage(self, n: Sizes, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy one step's inputs into the buffers and make the padding true.
+        """Copy one step's inputs into the buffers and refill padded rows that hold stale data.
 
         Shapes:   each value has its spec's shape with the *real* sizes ``n`` (at most the padded
                   ones); its dtype may be any that converts without changing kind.
@@ -76,34 +59,38 @@ class BoundBuffers:
                   waiting: pin them, and do not rewrite them before an event of yours says so.
         Errors:   ``InputMismatchError`` before anything is written.
         """
+        if torch.is_grad_enabled():
+            # A source that requires grad would make the buffer part of its graph.
+            with torch.no_grad():
+                self.stage(n, values)
+            return
         owner = self._owner
         names = tuple(values)
-        plan = self._plans.get((owner._real_sizes(n), names))
-        if plan is None:
-            plan = self._plan(n, names)
+        try:
+            plan = self._plans[n if type(n) is int else owner._pick(n), names]
+        except (LookupError, TypeError):
+            plan = self._find_plan(n, names)
         sources = list(values.values())
         try:
             layout = list(map(_layout, sources))
         except AttributeError:
             layout = []
-        if layout != plan.layout or len(layout) != len(sources):
-            self._regroup(plan, sources)
+        if layout != plan.layout:
+            plan.group_copies(sources)
 
-        if owner._settled is not plan:
-            owner._settled = None  # An error between two tails leaves neither plan's sizes behind.
-            for tail, real, after in plan.tails:
-                dirty = tail.dirty
+        if owner._clean_for is not plan:
+            owner._clean_for = None  # An error between two groups leaves neither plan's sizes.
+            for group, real, after in plan.padding:
+                dirty = group.dirty
                 if dirty != real and dirty is not None:
-                    tail.clean(dirty, real)
-                tail.dirty = after
-            owner._settled = plan if plan.repeatable else None
+                    group.refill(dirty, real)
+                group.dirty = after
+            owner._clean_for = plan if plan.is_repeatable else None
 
-        if torch.is_grad_enabled():
-            # A source that requires grad would make the buffer part of its graph.
-            with torch.no_grad():
-                self._copy(plan, sources)
-        else:
-            self._copy(plan, sources)
+        non_blocking = owner._non_blocking
+        for destinations, pick in plan.groups:
+            chosen = sources if pick is None else pick(sources)
+            torch._foreach_copy_(destinations, chosen, non_blocking=non_blocking)
 
     @property
     def specs(self) -> Mapping[str, BufferSpec]:
@@ -119,100 +106,30 @@ class BoundBuffers:
             for name, buffer in self._owner._buffers.items()
         }
 
-    def _copy(self, plan: _Plan, sources: list[torch.Tensor]) -> None:
-        non_blocking = self._owner._non_blocking
-        for destinations, positions in plan.groups:
-            chosen = sources if positions is None else [sources[i] for i in positions]
-            torch._foreach_copy_(destinations, chosen, non_blocking=non_blocking)
-
-    def _plan(self, n: Sizes, names: tuple[str, ...]) -> _Plan:
-        """First sight of these real sizes with these names: check both, build the views."""
+    def _find_plan(self, n: Sizes, names: tuple[str, ...]) -> _Plan:
+        """Check real sizes and names seen for the first time, and build the views for them."""
         owner = self._owner
         owner._require_open()
-        real = owner._checked_sizes(n, self.sizes, str(self.key))
-        self._check_names(names)
-        tails: list[tuple[Tail, Box | None, Box | None]] = []
-        for tail in owner._tails:
-            box = tail.sizes(real) if tail.name is None or tail.name in names else None
-            # The replay that follows writes every padded row.
-            tails.append((tail, box, tail.sizes(self.sizes) if tail.written else box))
-        buffers = tuple(owner._buffers[name] for name in names)
-        plan = _Plan(buffers, [buffer.view(real) for buffer in buffers], tails)
-        remember(self._plans, (owner._real_sizes(n), names), plan)
+        place = owner._real_sizes(n), names
+        plan = self._plans.get(place)
+        if plan is None:
+            real = owner._checked_sizes(n, self.sizes, str(self.key))
+            owner._require_inputs(names)
+            padding: list[tuple[PaddingGroup, Box | None, Box | None]] = []
+            for group in owner._padding:
+                box = group.box(real) if group.name is None or group.name in names else None
+                # The replay that follows writes every padded row.
+                padding.append((group, box, group.box(self.sizes) if group.written else box))
+            plan = _Plan([owner._buffers[name] for name in names], real, padding)
+            remember(self._plans, place, plan)
         return plan
-
-    def _check_names(self, names: tuple[str, ...]) -> None:
-        specs = self._owner.specs
-        for name in names:
-            if name not in specs:
-                near = get_close_matches(str(name), specs, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else "declare a BufferSpec for it"
-                raise _mismatch(f"input {name!r}", f"one of {', '.join(specs)}", "no buffer", hint)
-            if specs[name].policy.kind == "fill_once":
-                raise _mismatch(
-                    f"static buffer {name!r}",
-                    "no value: it was filled once, at allocation",
-                    "a value",
-                    "leave it out, or declare another padding",
-                )
-        missing = [
-            name
-            for name, spec in specs.items()
-            if name not in names and not spec.optional and spec.policy.kind != "fill_once"
-        ]
-        if missing:
-            raise _mismatch(
-                f"static buffer {missing[0]!r}",
-                f"values for {', '.join(missing)}",
-                f"values for {', '.join(names) or 'nothing'}",
-                "give every input, or declare it optional",
-            )
-
-    def _regroup(self, plan: _Plan, sources: list[torch.Tensor]) -> None:
-        """Check sources of a layout not seen last time, and group their copies."""
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for i, (buffer, view, source) in enumerate(
-            zip(plan.buffers, plan.destinations, sources, strict=True)
-        ):
-            subject = f"static buffer {buffer.spec.name!r}"
-            if not isinstance(source, torch.Tensor):
-                raise _mismatch(
-                    subject,
-                    f"a tensor of shape {tuple(view.shape)}, {view.dtype}",
-                    type(source).__name__,
-                    "leave an absent optional input out" if source is None else "",
-                )
-            # A shape that merely broadcasts would be copied in silence.
-            if source.shape != view.shape:
-                raise _mismatch(
-                    subject,
-                    f"shape {tuple(view.shape)} from {buffer.spec.shape} at the real sizes",
-                    f"shape {tuple(source.shape)}",
-                )
-            if not torch.can_cast(source.dtype, view.dtype):
-                raise _mismatch(
-                    subject,
-                    f"{view.dtype}, or a dtype that converts to it without changing kind",
-                    str(source.dtype),
-                )
-            # A destination with gaps would make CUDA copy its whole group one by one.
-            kind = (view.dtype, source.dtype, source.device, view.is_contiguous())
-            groups.setdefault(kind, []).append(i)
-        if len(groups) == 1:
-            plan.groups = [(plan.destinations, None)]
-        else:
-            plan.groups = [
-                ([plan.destinations[i] for i in positions], positions)
-                for positions in groups.values()
-            ]
-        plan.layout = list(map(_layout, sources))
 
 
 class BufferSet:
     """Every static input of a callable, allocated once and shared by all keys.
 
     ``capacity``: axis -> largest padded size. ``axis_sizes(key)``: axis -> padded size of that
-    key. ``device``: where the buffers live. One thread at a time uses a set.
+    key. ``device``: where the buffers are. One thread at a time uses a set.
 
     Errors: ``StaticBufferError`` for a duplicate name or an axis without capacity.
     """
@@ -243,13 +160,16 @@ class BufferSet:
         self._axis_sizes = axis_sizes
         # Only a copy *to* a GPU may run on: whoever reads a host buffer does not wait for it.
         self._non_blocking = torch_device.type != "cpu"
-        self._tails = group_tails(self._buffers.values())
-        self._written = [tail for tail in self._tails if tail.written]
+        self._padding = group_padding(self._buffers.values())
+        self._written = [group for group in self._padding if group.written]
         self._bound: dict[Hashable, BoundBuffers] = {}
-        self._live: dict[Any, BoundBuffers] = {}
-        self._settled: _Plan | None = None
+        self._unpadded: dict[Any, BoundBuffers] = {}
+        # Names and shapes of values -> the real sizes that they have.
+        self._sizes_of_shapes: dict[tuple[Any, ...], dict[str, int]] = {}
+        # The plan that may be staged now without refilling anything.
+        self._clean_for: _Plan | None = None
         self._closed = False
-        self._pick: Callable[[Mapping[str, int]], Any] = (
+        self._pick: Callable[[Any], Any] = (
             operator.itemgetter(*self.axes) if self.axes else lambda sizes: ()
         )
 
@@ -260,11 +180,11 @@ class BufferSet:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for all buffers."""
+        """Bytes of all buffers."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def bind(self, key: Hashable) -> BoundBuffers:
-        """The buffers as ``key`` sees them. The same key gives the same object.
+        """The buffers at the padded sizes of ``key``; one key always gives the same object.
 
         Binding announces a run over the padded views, staged or not, so rows that the graph
         writes count as dirty from here on.
@@ -284,44 +204,95 @@ class BufferSet:
                     )
             bound = self._bound[key] = BoundBuffers(self, key, sizes)
         if self._written:
-            self._soil(bound)
+            self._mark_dirty(bound)
         return bound
 
-    def live(self, sizes: Sizes) -> BoundBuffers:
+    def unpadded(self, sizes: Sizes) -> BoundBuffers:
         """The buffers at exactly these real sizes, unpadded: what an eager step reads.
 
         Its ``stage`` takes the same sizes and writes the same storage as that of every key.
         """
         real = self._real_sizes(sizes)
-        live = self._live.get(real)
-        if live is None:
+        unpadded = self._unpadded.get(real)
+        if unpadded is None:
             self._require_open()
             checked = self._checked_sizes(sizes, self.capacity, "an eager step")
-            live = BoundBuffers(self, "an eager step", checked)
-            remember(self._live, real, live)
+            unpadded = BoundBuffers(self, "an eager step", checked)
+            remember(self._unpadded, real, unpadded)
         if self._written:
-            self._soil(live)
-        return live
+            self._mark_dirty(unpadded)
+        return unpadded
+
+    def real_sizes(self, values: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Read the real size of every axis off the shapes of ``values``.
+
+        Inputs may be absent, as long as each axis is in the shape of one that is given.
+        Errors: ``InputMismatchError`` for an unknown name, for a shape that is not its spec's, for
+                two inputs that disagree about an axis, and for an axis of no given input.
+        """
+        try:
+            place = (*values, *map(_shape, values.values()))
+            return self._sizes_of_shapes[place].copy()
+        except (KeyError, AttributeError, TypeError):
+            sizes = self._read_sizes(values)
+        remember(self._sizes_of_shapes, place, sizes)
+        return sizes.copy()
 
     def close(self) -> None:
         """Drop the buffers. Views that callers hold keep their bytes. Idempotent."""
         self._closed = True
-        for bound in (*self._bound.values(), *self._live.values()):
+        for bound in (*self._bound.values(), *self._unpadded.values()):
             bound._plans.clear()
             bound.views.clear()
         self._bound.clear()
-        self._live.clear()
+        self._unpadded.clear()
         self._buffers.clear()
-        self._tails.clear()
+        self._padding.clear()
         self._written.clear()
-        self._settled = None
+        self._clean_for = None
 
-    def _soil(self, bound: BoundBuffers) -> None:
+    def _mark_dirty(self, bound: BoundBuffers) -> None:
         """The callable is about to write every row of its written buffers at these sizes."""
-        self._settled = None
-        for tail in self._written:
-            sizes = tail.sizes(bound.sizes)
-            tail.dirty = sizes if tail.dirty is None else tuple(map(max, tail.dirty, sizes))
+        self._clean_for = None
+        for group in self._written:
+            group.mark_dirty(bound.sizes)
+
+    def _read_sizes(self, values: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        self._require_known(values)
+        read: dict[str, tuple[int, str]] = {}  # axis -> its size, and where that was read
+        for name, value in values.items():
+            declared = self.specs[name].shape
+            _require_tensor(f"input {name!r}", value, f"a tensor of shape {declared}")
+            if value.dim() != len(declared):
+                raise _mismatch(
+                    f"input {name!r}",
+                    f"{len(declared)} dimensions, {declared}",
+                    f"{value.dim()} dimensions, {tuple(value.shape)}",
+                )
+            for dim, (size, found) in enumerate(zip(declared, value.shape, strict=True)):
+                place = f"input {name!r}, dimension {dim}"
+                if isinstance(size, int):
+                    if found != size:
+                        raise _mismatch(place, f"{size}, from its spec {declared}", str(found))
+                    continue
+                expected, source = read.setdefault(size, (found, place))
+                if found != expected:
+                    raise _mismatch(
+                        place,
+                        f"axis {size!r} of size {expected}, as in {source}",
+                        str(found),
+                        "give inputs of one batch, each of its real size",
+                    )
+        for axis in self.axes:
+            if axis not in read:
+                names = [name for name, spec in self.specs.items() if axis in spec.axes]
+                raise _mismatch(
+                    f"axis {axis!r}",
+                    f"a value for {' or '.join(names)}, whose shape has this axis",
+                    f"values for {', '.join(values) or 'nothing'}",
+                    "give one of these inputs, or say the real sizes",
+                )
+        return {axis: read[axis][0] for axis in self.axes}
 
     def _real_sizes(self, n: Sizes) -> Any:
         """``n`` as a dictionary key: a number for one axis, else a tuple in axis order."""
@@ -351,6 +322,37 @@ class BufferSet:
                 )
         return real
 
+    def _require_inputs(self, names: tuple[str, ...]) -> None:
+        """Refuse names that no buffer has, and a step without an input that is not optional."""
+        self._require_known(names)
+        missing = [
+            name
+            for name, spec in self.specs.items()
+            if name not in names and not spec.optional and spec.policy.kind != "fill_once"
+        ]
+        if missing:
+            raise _mismatch(
+                f"static buffer {missing[0]!r}",
+                f"values for {', '.join(missing)}",
+                f"values for {', '.join(names) or 'nothing'}",
+                "give every input, or declare it optional",
+            )
+
+    def _require_known(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.specs:
+                near = get_close_matches(str(name), self.specs, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else "declare a BufferSpec for it"
+                expected = f"one of {', '.join(self.specs)}"
+                raise _mismatch(f"input {name!r}", expected, "no buffer", hint)
+            if self.specs[name].policy.kind == "fill_once":
+                raise _mismatch(
+                    f"static buffer {name!r}",
+                    "no value: it was filled once, at allocation",
+                    "a value",
+                    "leave it out, or declare another padding",
+                )
+
     def _require_axes(self, sizes: Mapping[str, int], what: str) -> None:
         missing = [axis for axis in self.axes if axis not in sizes]
         if missing:
@@ -369,6 +371,73 @@ class BufferSet:
                 found="buffers that were dropped with it",
                 do="make a new BufferSet",
             )
+
+
+class _Plan:
+    """How the inputs of one set of names are staged at one combination of real sizes."""
+
+    __slots__ = ("buffers", "destinations", "groups", "is_repeatable", "layout", "padding")
+
+    def __init__(
+        self,
+        buffers: list[Buffer],
+        real: Mapping[str, int],
+        padding: list[tuple[PaddingGroup, Box | None, Box | None]],
+    ) -> None:
+        self.buffers = buffers
+        self.destinations = [buffer.view(real) for buffer in buffers]
+        # (group, its real sizes in this step, its dirty sizes after the replay).
+        self.padding = padding
+        # True if staging this plan twice in a row leaves nothing to fill the second time.
+        self.is_repeatable = all(real == after for _, real, after in padding)
+        # What ``_layout`` read off each source last time, and the copies that suit it.
+        self.layout: list[tuple[Any, ...]] | None = None
+        self.groups: list[tuple[list[torch.Tensor], operator.itemgetter[Any] | None]] = []
+
+    def group_copies(self, sources: list[torch.Tensor]) -> None:
+        """Check sources of a layout not seen last time, and group their copies."""
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for i, (buffer, view, source) in enumerate(
+            zip(self.buffers, self.destinations, sources, strict=True)
+        ):
+            subject = f"static buffer {buffer.spec.name!r}"
+            _require_tensor(subject, source, f"a tensor of shape {tuple(view.shape)}, {view.dtype}")
+            # A shape that merely broadcasts would be copied in silence.
+            if source.shape != view.shape:
+                raise _mismatch(
+                    subject,
+                    f"shape {tuple(view.shape)} from {buffer.spec.shape} at the real sizes",
+                    f"shape {tuple(source.shape)}",
+                )
+            if not torch.can_cast(source.dtype, view.dtype):
+                raise _mismatch(
+                    subject,
+                    f"{view.dtype}, or a dtype that converts to it without changing kind",
+                    str(source.dtype),
+                )
+            # A strided target would make CUDA copy its whole group one by one.
+            kind = (view.dtype, source.dtype, source.device, view.is_contiguous())
+            groups.setdefault(kind, []).append(i)
+        if len(groups) == 1:
+            self.groups = [(self.destinations, None)]
+        else:
+            self.groups = [
+                ([self.destinations[i] for i in positions], _pick_items(positions))
+                for positions in groups.values()
+            ]
+        self.layout = list(map(_layout, sources))
+
+
+def _pick_items(positions: list[int]) -> operator.itemgetter[Any]:
+    # Of one position an itemgetter gives the item itself, of a slice a list.
+    first = positions[0]
+    return operator.itemgetter(*(positions if len(positions) > 1 else [slice(first, first + 1)]))
+
+
+def _require_tensor(subject: str, value: Any, expected: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        do = "leave an absent optional input out" if value is None else ""
+        raise _mismatch(subject, expected, type(value).__name__, do)
 
 
 def _whole_number(subject: str, value: Any) -> int:

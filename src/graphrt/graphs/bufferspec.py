@@ -1,43 +1,63 @@
-"""What a static buffer is: its shape over named axes, its dtype, and what its padding holds."""
+"""A static buffer: its shape over named axes, its dtype, and what its padding holds.
+
+Tracks which padded rows hold stale data and refills only those: no element is filled twice, and
+nothing is filled while sizes do not shrink.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from graphrt.errors import PaddingRequiredError, StaticBufferError
 
+Box = tuple[int, ...]
+"""The leading part of something: its extent in every dimension, or along every axis."""
+
+_Zeros = list[list[torch.Tensor]]
+_Fills = list[tuple[torch.Tensor, float | int | bool]]
+
+# What is cached by real size: two axes make many pairs.
+_MAX_CACHED = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What the rows from the real to the padded size hold. Made by the four names below."""
+    """What the rows from the real to the padded size hold."""
 
-    kind: Literal["keep", "zero", "sentinel", "fill_once"]
+    kind: Literal["keep", "zero", "fill", "fill_once"]
     value: float | int | bool = 0
 
+    @classmethod
+    def keep(cls) -> Padding:
+        """Padded rows keep what earlier steps wrote: for inputs whose padding nothing reads."""
+        return cls("keep")
+
+    @classmethod
+    def zero(cls) -> Padding:
+        """Padded rows hold 0: the default of floating and complex dtypes."""
+        return cls("zero")
+
+    @classmethod
+    def fill(cls, value: float | int | bool) -> Padding:
+        """Padded rows hold ``value``: -1, or the index of a row reserved for padding."""
+        return cls("fill", value)
+
+    @classmethod
+    def fill_once(cls, value: float | int | bool) -> Padding:
+        """The whole buffer holds ``value`` from its allocation on and is never staged."""
+        return cls("fill_once", value)
+
     def __repr__(self) -> str:
-        name = self.kind.upper()
-        return f"{name}({self.value!r})" if self.kind in ("sentinel", "fill_once") else name
-
-
-KEEP = Padding("keep")
-"""Left as they are: only for inputs whose tail is proven unread."""
-
-ZERO = Padding("zero")
-"""0, the default of floating and complex dtypes."""
-
-
-def SENTINEL(value: float | int | bool) -> Padding:  # noqa: N802 - stands beside KEEP and ZERO
-    """``value``: slot -1, or the index of a reserved sink."""
-    return Padding("sentinel", value)
-
-
-def FILL_ONCE(value: float | int | bool) -> Padding:  # noqa: N802 - stands beside KEEP and ZERO
-    """The whole buffer holds ``value`` from its allocation on and is never staged."""
-    return Padding("fill_once", value)
+        return (
+            f"Padding.{self.kind}({self.value!r})"
+            if "fill" in self.kind
+            else f"Padding.{self.kind}()"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +68,7 @@ class BufferSpec:
     graph itself writes must say ``written``, because every replay then dirties its padding.
 
     Errors: ``PaddingRequiredError`` for an integer or bool dtype without ``padding`` (0 is a live
-    index there: the padded rows of a batch would write into whatever slot 0 belongs to; SGLang
+    index there: the padded rows of a batch would write into whatever row 0 belongs to; SGLang
     #10892, AReno #509); ``StaticBufferError`` for a padding value that the dtype cannot hold.
     """
 
@@ -68,9 +88,9 @@ class BufferSpec:
                     f"static buffer {self.name!r}",
                     expected=f"an explicit padding, because 0 is a live value of {self.dtype}",
                     found="padding=None",
-                    do="declare ZERO or SENTINEL(v), or KEEP if nothing reads padded rows",
+                    do="declare Padding.zero() or .fill(v), or .keep() if no padding is read",
                 )
-            object.__setattr__(self, "padding", ZERO)
+            object.__setattr__(self, "padding", Padding.zero())
         if not _holds(self.dtype, self.policy.value):
             raise StaticBufferError(
                 f"static buffer {self.name!r}",
@@ -81,9 +101,9 @@ class BufferSpec:
         if self.policy.kind == "fill_once" and (self.written or self.optional):
             raise StaticBufferError(
                 f"static buffer {self.name!r}",
-                expected="a FILL_ONCE buffer is neither staged nor written",
+                expected="a Padding.fill_once() buffer is neither staged nor written",
                 found=f"optional={self.optional}, written={self.written}",
-                do="use ZERO or SENTINEL(v) for a buffer whose contents change",
+                do="use Padding.zero() or Padding.fill(v) for a buffer whose contents change",
             )
         if any(size < 0 for size in self.shape if isinstance(size, int)):
             raise StaticBufferError(
@@ -112,3 +132,114 @@ def _holds(dtype: torch.dtype, value: float | int | bool) -> bool:
         return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
     limits = torch.iinfo(dtype)
     return not isinstance(value, float) and limits.min <= value <= limits.max
+
+
+class Buffer:
+    """One allocation and its cached views."""
+
+    __slots__ = ("spec", "tensor", "views")
+
+    def __init__(self, spec: BufferSpec, capacity: Mapping[str, int], device: torch.device) -> None:
+        self.spec = spec
+        shape = self.box(capacity)
+        self.tensor = torch.full(shape, spec.policy.value, dtype=spec.dtype, device=device)
+        self.views: dict[Box, torch.Tensor] = {}
+
+    def box(self, sizes: Mapping[str, int]) -> Box:
+        """The shape at these sizes."""
+        return tuple(sizes[size] if isinstance(size, str) else size for size in self.spec.shape)
+
+    def view(self, sizes: Mapping[str, int]) -> torch.Tensor:
+        """The prefix at these sizes; the same object as long as it stays cached."""
+        box = self.box(sizes)
+        view = self.views.get(box)
+        if view is None:
+            view = self.tensor[tuple(slice(0, size) for size in box)]
+            remember(self.views, box, view)
+        return view
+
+    def difference(self, dirty: Box, real: Box) -> list[torch.Tensor]:
+        """Views of what lies in the box ``dirty`` and not in ``real``; no element twice."""
+        views = []
+        inside: list[slice] = []
+        for dim, (was, now) in enumerate(zip(dirty, real, strict=True)):
+            if was > now:
+                rest = (slice(0, size) for size in dirty[dim + 1 :])
+                views.append(self.tensor[(*inside, slice(now, was), *rest)])
+            inside.append(slice(0, min(was, now)))
+        return views
+
+
+class PaddingGroup:
+    """Buffers whose real sizes always change together, and which of their rows hold stale data.
+
+    ``dirty`` is a size for each of ``axes``: outside that box every buffer holds its pad value.
+    None: they hold it everywhere. ``name``: the optional input that alone makes up the group.
+    """
+
+    __slots__ = ("axes", "buffers", "dirty", "fills", "name", "written")
+
+    def __init__(self, axes: tuple[str, ...], name: str | None, written: bool) -> None:
+        self.axes = axes
+        self.name = name
+        self.written = written
+        self.buffers: list[Buffer] = []
+        self.dirty: Box | None = None
+        # (dirty, real) -> the zeros by dtype, and the other fills. Empty while nothing shrinks.
+        self.fills: dict[tuple[Box, Box | None], tuple[_Zeros, _Fills]] = {}
+
+    def box(self, sizes: Mapping[str, int]) -> Box:
+        """The sizes of this group's axes, in order."""
+        return tuple(sizes[axis] for axis in self.axes)
+
+    def mark_dirty(self, sizes: Mapping[str, int]) -> None:
+        """Note that anything up to ``sizes`` may be written, beside what is dirty already."""
+        box = self.box(sizes)
+        self.dirty = box if self.dirty is None else tuple(map(max, self.dirty, box))
+
+    def refill(self, dirty: Box, real: Box | None) -> None:
+        """Write the pad value wherever ``dirty`` reaches beyond ``real``, and nowhere else."""
+        fills = self.fills.get((dirty, real))
+        if fills is None:
+            fills = self._fills(dirty, real)
+            remember(self.fills, (dirty, real), fills)
+        zeros, others = fills
+        for views in zeros:
+            torch._foreach_zero_(views)
+        for view, value in others:
+            view.fill_(value)
+
+    def _fills(self, dirty: Box, real: Box | None) -> tuple[_Zeros, _Fills]:
+        zeros: dict[torch.dtype, list[torch.Tensor]] = {}
+        others: _Fills = []
+        was = dict(zip(self.axes, dirty, strict=True))
+        for buffer in self.buffers:
+            if real is None:
+                views = [buffer.view(was)]
+            else:
+                now = dict(zip(self.axes, real, strict=True))
+                views = buffer.difference(buffer.box(was), buffer.box(now))
+            if buffer.spec.policy.value == 0:
+                zeros.setdefault(buffer.spec.dtype, []).extend(views)
+            else:
+                others.extend((view, buffer.spec.policy.value) for view in views)
+        return [views for views in zeros.values() if views], others
+
+
+def group_padding(buffers: Iterable[Buffer]) -> list[PaddingGroup]:
+    """Group the padded buffers by what decides their real sizes: axes, absence, replays."""
+    groups: dict[tuple[Any, ...], PaddingGroup] = {}
+    for buffer in buffers:
+        spec = buffer.spec
+        if spec.policy.kind not in ("keep", "fill_once"):
+            place = tuple(dict.fromkeys(spec.axes)), spec.name if spec.optional else None
+            group = groups.setdefault((*place, spec.written), PaddingGroup(*place, spec.written))
+            group.buffers.append(buffer)
+    return list(groups.values())
+
+
+def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep ``value``; a full cache is emptied, because what it holds is cheap to make again."""
+    if len(cache) >= _MAX_CACHED:
+        cache.clear()
+    cache[key] = value

@@ -1,4 +1,4 @@
-"""Owns every program, pool, capture stream, slot and failure record of one runtime.
+"""Owns every program, pool and capture stream of one runtime, and the catalogue of its keys.
 
 Two libraries share nothing. Teardown is explicit and in generations; nothing hangs on ``__del__``.
 """
@@ -6,16 +6,19 @@ Two libraries share nothing. Teardown is explicit and in generations; nothing ha
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.context import ForwardContext
 from graphrt.device.base import Device, Pool, Stream
 from graphrt.errors import (
     CaptureInProgressError,
@@ -30,14 +33,15 @@ from graphrt.errors import (
 )
 from graphrt.events import CaptureFailed, Event, Invalidated, Observer, Retired
 from graphrt.graphs.buffers import BufferSet
-from graphrt.graphs.externals import ExternalsReport
-from graphrt.graphs.failures import FailureBook, FailureRecord
-from graphrt.graphs.generation import Generation, Kind
+from graphrt.graphs.catalog import Catalog, Entry, OwnerEntries, Programs
+from graphrt.graphs.gc_pause import gc_paused
+from graphrt.graphs.held import ExternalsReport
 from graphrt.graphs.program import Program
-from graphrt.graphs.scope import CaptureScope
-from graphrt.graphs.stale import StaleCheck
-from graphrt.graphs.state import Resource, StateGuard, Workspace
-from graphrt.graphs.table import ProgramTable
+from graphrt.graphs.resources import Resource, Workspace
+from graphrt.graphs.scope import CaptureOptions, CaptureScope
+from graphrt.graphs.signature import StaleCheck
+
+Kind = Literal["first", "new", "lazy"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +52,34 @@ class GraphBudget:
     """Pools and executables."""
     max_graphs: int | None = None
     """Device graphs; the device's own limit holds too."""
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """Programs with one pool and one capture stream, retired as a whole.
+
+    ``first`` is pinned; ``new`` takes its place when its scope ends; ``lazy`` ones are of limited
+    size and go, oldest first, when the graph count is exhausted. Programs that share a pool go
+    together, because evicting one crashed survivors that had baked in its cuBLAS workspace
+    (PyTorch #193402, vllm-omni #6587).
+    """
+
+    index: int
+    kind: Kind
+    pool: Pool
+    stream: Stream
+    programs: list[Program] = field(default_factory=list)
+    workspaces: list[Workspace] = field(default_factory=list)
+    """Frozen for as long as this generation lives."""
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(program.num_graphs for program in self.programs)
+
+    @property
+    def charged_bytes(self) -> int:
+        """What retiring this generation gives back: its pool and its executables."""
+        return self.pool.bytes() + sum(program.memory.exec_bytes for program in self.programs)
 
 
 class GraphLibrary:
@@ -89,24 +121,25 @@ class GraphLibrary:
         """Device graphs of successful captures so far; never decremented."""
         self.before_suspend = list(before_suspend)
         self.after_resume = list(after_resume)
+        self.catalog = Catalog(self._on_failure)
+        """Which program serves each key of each owner, or why none does."""
+        self.scope: CaptureScope | None = None
+        """The capture scope that is open."""
         self._generations: list[Generation] = []
         self._observer = observer
         self._has_user_pool = pool is not None
-        self._tables: dict[tuple[str, RuntimeMode], ProgramTable] = {}
         self._streams: list[Stream] = []
         self._buffers: list[BufferSet] = []
         self._reserved: list[tuple[Resource, BatchDescriptor]] = []
-        self._failures = FailureBook(self._report_failure)
-        # One permit: taking it is one atomic list operation, so two threads cannot both have it.
-        self._permits = [object()]
-        self._queued: list[Generation] = []
+        self._scope_lock = threading.Lock()
+        self._retire_later: list[Generation] = []
         self._refusal: Callable[[], GraphrtError] | None = None
         self._is_closed = False
         self._num_generations = 0
         # All generations capture on it, so that warm-ups prepared the stream that is captured. Its
         # name is ours alone: two libraries on one device share no stream.
         self._stream = device.stream(f"graphrt capture {id(self):x}")
-        self._current: Generation | None = self.open_generation("first", pool)
+        self._current: Generation | None = self._open_generation("first", pool)
         _refuse_in_children(self)
 
     # -- programs
@@ -114,43 +147,57 @@ class GraphLibrary:
     def program(self, owner: str | Any, mode: RuntimeMode, key: BatchDescriptor) -> Program | None:
         """Return the published program of an owner (a wrapper, or its name), or None."""
         name = owner if isinstance(owner, str) else owner.owner
-        table = self._tables.get((name, mode))
-        return None if table is None else table.view.get(key)
+        entry = self.catalog.get(name, mode, key)
+        return None if entry is None else entry.program
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """Every published program, by owner and mode in order of creation, then by capture."""
-        return tuple(p for table in self._tables.values() for p in table.view.values())
+        return self.catalog.programs
 
-    def new_table(self, name: str | None, mode: RuntimeMode, default: str) -> ProgramTable:
-        """Make the table of a new owner. Names are unique per mode.
+    @property
+    def failures(self) -> tuple[Entry, ...]:
+        """The keys that failed or were over budget; never tried again until forgotten."""
+        return self.catalog.failures
 
-        Errors: ``ConfigError`` for a ``name`` that is taken; without one, ``default`` is numbered.
-        """
-        if name is not None and (name, mode) in self._tables:
-            raise ConfigError(
-                f"owner {name!r}",
-                expected="a name no other wrapper of this library and mode has",
-                found=f"a second {mode.name} wrapper",
-                do="choose another name, or leave it out",
-            )
-        owner, number = name or default, 2
-        while (owner, mode) in self._tables:
-            owner, number = f"{default}#{number}", number + 1
-        table = self._tables[owner, mode] = ProgramTable(owner, mode, self._refuse_missing)
-        return table
+    def forget_failures(self) -> None:
+        """Let failed keys be tried again, and owners that failed three times in a row."""
+        self.catalog.forget_failures()
 
-    def publish(self, program: Program) -> None:
-        """Put a program where its owner finds it. Called by scopes."""
-        self._tables[program.owner, program.mode].publish(program)
+    def require_program(self, entries: OwnerEntries, key: BatchDescriptor | None) -> Program:
+        """Return an owner's program of ``key``, or raise what its absence means."""
+        program = entries.find(key)
+        if program is None:
+            self._raise_missing(entries, key)
+        return program
+
+    def add(self, scope: CaptureScope, generation: Generation, program: Program) -> Entry:
+        """Take a captured program in, and publish or stage it. Called by captures."""
+        generation.programs.append(program)
+        try:
+            # Only now is it known how many graphs the program needs.
+            self.make_room(0, keep=generation)
+            self.require_budget()
+        except GraphMemoryError:
+            generation.programs.remove(program)
+            program.retire()
+            raise
+        scope.programs.append(program)
+        self.num_cudagraph_captured += program.num_graphs
+        self.catalog.mark_captured(program.owner)
+        if generation.kind == "new":
+            entry = self.catalog.entry(program.owner, program.mode, program.key)
+            entry.staged = program
+            return entry
+        return self.catalog.publish(program)
 
     def drop(self, programs: Sequence[Program]) -> None:
-        """Undo the newest captures: withdraw and reset them. Called by scopes, never later.
+        """Undo the newest captures: withdraw and reset them. Called by captures, never later.
 
         Older programs are only ever retired with their whole generation.
         """
         for program in reversed(programs):
-            self._withdraw(program)
+            self.catalog.withdraw(program)
             program.retire()
             for generation in self._generations:
                 if program in generation.programs:
@@ -159,54 +206,84 @@ class GraphLibrary:
     # -- capture
 
     def capture_scope(
-        self,
-        state: StateGuard | None = None,
-        sinks: Sequence[torch.Tensor] = (),
-        holds: Sequence[torch.Tensor] = (),
-        resources: Sequence[Resource | Workspace] = (),
-        warmups: int = 1,
-        on_error: Literal["raise", "skip"] = "raise",
-        generation: Literal["current", "new", "lazy"] = "current",
-        observe: Literal["capture", "none"] = "capture",
-        allow_escape: Sequence[str] = (),
-    ) -> CaptureScope:
-        """Return the permission to capture, a context manager; see ``CaptureScope``."""
-        return CaptureScope(
-            self,
-            state=state,
-            sinks=sinks,
-            holds=holds,
-            resources=resources,
-            warmups=warmups,
-            on_error=on_error,
-            generation=generation,
-            observe=observe,
-            allow_escape=allow_escape,
-        )
+        self, options: CaptureOptions | None = None, **changes: Any
+    ) -> AbstractContextManager[CaptureScope]:
+        """Return the permission to capture, a context manager; ``changes``: fields of the options.
 
-    def claim_scope(self) -> None:
-        """Take the one permit, or raise why there is none. Called by scopes."""
-        self._refuse_if_unusable()
-        try:
-            self._permits.pop()
-        except IndexError:
+        While it is entered, its thread runs on the capture stream, the garbage collector is
+        paused, and the forward context carries the scope; leaving restores all of that, also after
+        an error. Entering ends the validity of every output that a replay returned.
+
+        Errors: ``ConfigError`` for wrong options; on entry ``CaptureInProgressError`` if a scope
+        of this library is open.
+        """
+        base = CaptureOptions() if options is None else options
+        return self._scope(replace(base, **changes) if changes else base)
+
+    @contextmanager
+    def _scope(self, options: CaptureOptions) -> Iterator[CaptureScope]:
+        self._require_usable()
+        if not self._scope_lock.acquire(blocking=False):
             raise CaptureInProgressError(
                 "capture scope",
                 expected="one open scope per library",
                 found="a scope that is open already",
                 do="leave it first; captures of one library run one after another",
-            ) from None
+            )
+        device, stream = self.device, self._stream
+        with ExitStack() as exits:
+            exits.callback(self._end_scope)
+            scope = self.scope = CaptureScope(self, device, options)
+            if options.generation == "new":
+                scope.generation = self._open_generation("new")
+                exits.push(self._settle_new_generation)
+            caller = device.current_stream()
+            exits.enter_context(gc_paused())
+            device.order(stream, caller)
+            exits.callback(device.order, caller, stream)
+            exits.enter_context(device.use(stream))
+            device.trim()
+            exits.enter_context(ForwardContext(capture_scope=scope))
+            yield scope
 
-    def release_scope(self) -> None:
-        """Give the permit back and do what waited for it."""
-        self._permits.append(object())
-        queued, self._queued = self._queued, []
-        for generation in queued:
+    def _end_scope(self) -> None:
+        self.scope = None
+        self._scope_lock.release()
+        doomed, self._retire_later = self._retire_later, []
+        for generation in doomed:
             self._retire_now(generation)
 
-    @property
-    def has_open_scope(self) -> bool:
-        return not self._permits
+    def _settle_new_generation(self, kind: Any, error: Any, trace: Any) -> None:
+        """Put a rebuilt generation in the current one's place, or give it up after an error."""
+        assert self.scope is not None, "settled before the scope ends"
+        generation = self.scope.generation
+        if error is not None:
+            self.retire(generation)
+            return
+        old, self._current = self._current, generation
+        generation.kind = "first"
+        self.catalog.publish_staged(generation.programs)
+        if old is not None:
+            self.retire(old)
+
+    def generation_for(self, scope: CaptureScope) -> Generation:
+        """The generation that takes the scope's next program; a full lazy one is followed."""
+        kind = scope.options.generation
+        if kind == "current":
+            if self._current is None:
+                self._current = self._open_generation("first")
+            return self._current
+        if kind == "lazy" and not self._has_room(scope.generation):
+            scope.generation = self._lazy_generation()
+            if scope.has_frozen_workspaces:
+                self._freeze_workspaces_in(scope.generation, scope)
+        generation: Generation = scope.generation
+        return generation
+
+    def freeze_workspaces(self, scope: CaptureScope) -> None:
+        """Let no workspace of the scope grow, in this generation and those that follow it."""
+        scope.has_frozen_workspaces = True
+        self._freeze_workspaces_in(self.generation_for(scope), scope)
 
     def register_stream(self, stream: Stream) -> Stream:
         """Declare a side stream: it is joined at each end of a segment and forked at each begin."""
@@ -229,35 +306,19 @@ class GraphLibrary:
         """
         self._buffers.append(buffers)
 
-    def reserve(self, resource: Resource, largest: BatchDescriptor) -> None:
-        """Let a resource allocate for its largest key, once: graphs hold the addresses.
+    @property
+    def static_buffers(self) -> tuple[BufferSet, ...]:
+        return tuple(self._buffers)
 
-        Called by scopes.
-        """
+    def reserve(self, resource: Resource, largest: BatchDescriptor) -> None:
+        """Let a resource allocate for its largest key, once: graphs hold the addresses."""
         for known, key in self._reserved:
             if known is resource and key == largest:
                 return
         resource.reserve(largest)
         self._reserved.append((resource, largest))
 
-    @property
-    def static_buffers(self) -> tuple[BufferSet, ...]:
-        return tuple(self._buffers)
-
-    # -- failures and budget
-
-    @property
-    def failures(self) -> tuple[FailureRecord, ...]:
-        """What failed or was over budget, in order; never tried again until forgotten."""
-        return self._failures.records
-
-    @property
-    def failure_book(self) -> FailureBook:
-        return self._failures
-
-    def forget_failures(self) -> None:
-        """Let failed keys be tried again; closes the fuse."""
-        self._failures.forget()
+    # -- budget
 
     @property
     def charged_bytes(self) -> int:
@@ -269,14 +330,14 @@ class GraphLibrary:
         """Device graphs that are alive."""
         return sum(generation.num_graphs for generation in self._generations)
 
-    def admit(self, estimate_bytes: int = 0) -> bool:
+    def fits_budget(self, estimate_bytes: int = 0) -> bool:
         """True if that many bytes more stay within the budget."""
         limit = self.budget.max_bytes
         return limit is None or self.charged_bytes + estimate_bytes <= limit
 
     def require_budget(self) -> None:
-        """Raise ``GraphMemoryError`` if the byte budget is exceeded. Called by scopes."""
-        if not self.admit():
+        """Raise ``GraphMemoryError`` if the byte budget is exceeded."""
+        if not self.fits_budget():
             raise GraphMemoryError(
                 "graph budget",
                 expected=f"at most {self.budget.max_bytes} bytes of pools and executables",
@@ -287,7 +348,7 @@ class GraphLibrary:
     def make_room(self, num_graphs: int, keep: Generation | None = None) -> None:
         """Retire lazy generations, oldest first, until ``num_graphs`` more may exist.
 
-        Errors: ``GraphMemoryError`` if nothing is left to retire. Called outside windows.
+        Errors: ``GraphMemoryError`` if nothing is left to retire. Never called while recording.
         """
         limits = (self.budget.max_graphs, self.device.limits.max_graphs)
         limit = min((value for value in limits if value is not None), default=None)
@@ -314,50 +375,47 @@ class GraphLibrary:
         """Handle of the current generation's pool; None while there is none."""
         return None if self._current is None else self._current.pool.handle
 
-    def current_generation(self) -> Generation:
-        """The generation that scopes add to; opened anew if it was retired."""
-        if self._current is None:
-            self._current = self.open_generation("first")
-        return self._current
+    def _has_room(self, generation: Generation | None) -> bool:
+        return (
+            generation is not None
+            and generation in self._generations
+            and len(generation.programs) < self.generation_size
+        )
 
-    def lazy_generation(self) -> Generation:
+    def _lazy_generation(self) -> Generation:
         """The newest lazy generation that has room for one program more."""
-        for generation in reversed(self._generations):
-            if generation.kind == "lazy":
-                if len(generation.programs) < self.generation_size:
-                    return generation
-                break
-        return self.open_generation("lazy")
+        newest = next((g for g in reversed(self._generations) if g.kind == "lazy"), None)
+        if newest is not None and self._has_room(newest):
+            return newest
+        return self._open_generation("lazy")
 
-    def open_generation(self, kind: Kind, pool: Any = None) -> Generation:
-        generation = Generation(self._num_generations, kind, self._new_pool(pool), self._stream)
+    def _open_generation(self, kind: Kind, handle: Any = None) -> Generation:
+        pool = self.device.new_pool() if handle is None else self.device.new_pool(handle)
+        generation = Generation(self._num_generations, kind, pool, self._stream)
         self._num_generations += 1
         self._generations.append(generation)
         return generation
 
-    def replace_current(self, generation: Generation) -> None:
-        """Make a rebuilt generation the current one; the old one is retired. Called by scopes."""
-        old, self._current = self._current, generation
-        generation.kind = "first"
-        for program in generation.programs:
-            self.publish(program)
-        if old is not None:
-            self.retire(old)
+    @staticmethod
+    def _freeze_workspaces_in(generation: Generation, scope: CaptureScope) -> None:
+        for workspace in scope.options.workspaces:
+            workspace.freeze(generation)
+            if workspace not in generation.workspaces:
+                generation.workspaces.append(workspace)
 
     def retire(self, generation: Generation | int | None = None) -> None:
         """Retire a generation (or its index), or all: its programs go, its memory is given back.
 
-        While a scope is open this waits for its exit. In order: unpublish, wait for the device,
-        drop the generated functions, reset the graphs newest first, drop slots and workspaces,
-        release the pool, emit ``Retired``.
+        While a scope is open this waits for its exit. In order: withdraw from the catalogue, wait
+        for the device, drop the generated functions, reset the graphs newest first, thaw the
+        workspaces, release the pool, emit ``Retired``.
         """
         doomed = [item for item in self._generations if generation in (None, item, item.index)]
         for item in reversed(doomed):
-            if self.has_open_scope:
-                if item not in self._queued:
-                    self._queued.append(item)
-            else:
+            if self.scope is None:
                 self._retire_now(item)
+            elif item not in self._retire_later:
+                self._retire_later.append(item)
 
     def _retire_now(self, generation: Generation) -> None:
         if generation not in self._generations:
@@ -365,7 +423,7 @@ class GraphLibrary:
         freed_bytes = generation.charged_bytes
         num_programs = len(generation.programs)
         for program in generation.programs:
-            self._withdraw(program)
+            self.catalog.withdraw(program)
         self.device.synchronize()
         for program in reversed(generation.programs):
             program.retire()
@@ -394,12 +452,7 @@ class GraphLibrary:
         for generation in self._generations:
             for program in generation.programs:
                 checked.update(id(item.storage) for item in program.externals)
-                knows = program.knows_externals
-                names = [
-                    item.name
-                    for item in program.externals
-                    if (item.touched or not knows) and item.has_moved()
-                ]
+                names = program.find_moved()
                 if names:
                     moved.setdefault(program.owner, {})[program] = names
         invalidated = []
@@ -408,7 +461,7 @@ class GraphLibrary:
             doomed = list(programs) if exact else self._of_owner(owner)
             valid = [program for program in doomed if program.is_valid]
             for program in valid:
-                program.invalidate(programs.get(program) or _names_in(programs))
+                self.catalog.invalidate(program, programs.get(program) or _names_in(programs))
                 invalidated.append((program.owner, program.mode, program.key))
             if valid:
                 self.emit(Invalidated(owner, len(valid), _names_in(programs)))
@@ -420,7 +473,7 @@ class GraphLibrary:
         counts: dict[str, int] = {}
         for program in self._of_owner(owner):
             if program.is_valid:
-                program.invalidate()
+                self.catalog.invalidate(program)
                 counts[program.owner] = counts.get(program.owner, 0) + 1
         for name, count in counts.items():
             self.emit(Invalidated(name, count, ()))
@@ -435,7 +488,7 @@ class GraphLibrary:
         of the user's own. Otherwise every generation is retired here, *before* memory goes, and
         the runtime captures again after ``resume``.
         """
-        self._refuse_if_unusable()
+        self._require_usable()
         if keep_programs and not self._has_user_pool:
             raise ConfigError(
                 "suspend(keep_programs=True)",
@@ -443,7 +496,7 @@ class GraphLibrary:
                 found="a pool of the library's own",
                 do="pass keep_programs=False, or give the library a pool backed by virtual memory",
             )
-        self._refuse_open_scope("suspend")
+        self._require_no_scope("suspend")
         for hook in self.before_suspend:
             hook()
         self.device.synchronize()
@@ -454,11 +507,8 @@ class GraphLibrary:
     def resume(self) -> ExternalsReport:
         """Let replays run again; programs whose externals moved in between become invalid."""
         if self._refusal is not _suspended_error:
-            self._refuse_if_unusable()
-        self._refusal = None
-        for generation in self._generations:
-            for program in generation.programs:
-                program.accept()
+            self._require_usable()
+        self._refuse_all(None)
         report = self.check_externals()
         for hook in self.after_resume:
             hook()
@@ -471,7 +521,7 @@ class GraphLibrary:
         """
         if self._is_closed:
             return
-        self._refuse_open_scope("close")
+        self._require_no_scope("close")
         if self._refusal is not _forked_error:
             self.retire()
         for buffers in self._buffers:
@@ -510,34 +560,21 @@ class GraphLibrary:
         """In a forked child every use raises ``ForkedProcessError``: the device is the parent's."""
         self._refuse_all(_forked_error)
 
-    def _new_pool(self, handle: Any) -> Pool:
-        return self.device.new_pool() if handle is None else self.device.new_pool(handle)
-
     def _of_owner(self, owner: str | None) -> list[Program]:
         programs = [p for generation in self._generations for p in generation.programs]
         return [p for p in programs if owner is None or p.owner == owner]
 
-    def _withdraw(self, program: Program) -> None:
-        self._tables[program.owner, program.mode].withdraw(program)
+    def _on_failure(self, entry: Entry) -> None:
+        kind = type(entry.error).__name__
+        self.emit(CaptureFailed(entry.owner, entry.mode, entry.key, kind, str(entry.error)))
 
-    def _report_failure(self, record: FailureRecord) -> None:
-        self.emit(
-            CaptureFailed(
-                record.owner,
-                record.mode,
-                record.key,
-                type(record.error).__name__,
-                str(record.error),
-            )
-        )
-
-    def _refuse_all(self, error: Callable[[], GraphrtError]) -> None:
+    def _refuse_all(self, error: Callable[[], GraphrtError] | None) -> None:
         self._refusal = error
         for generation in self._generations:
             for program in generation.programs:
-                program.refuse(error)
+                program.disable(error)
 
-    def _refuse_if_unusable(self) -> None:
+    def _require_usable(self) -> None:
         if self._refusal is not None:
             raise self._refusal()
         if self._is_closed:
@@ -548,8 +585,8 @@ class GraphLibrary:
                 do="make a new library and capture again",
             )
 
-    def _refuse_open_scope(self, what: str) -> None:
-        if self.has_open_scope:
+    def _require_no_scope(self, what: str) -> None:
+        if self.scope is not None:
             raise CaptureInProgressError(
                 f"{what} of a graph library",
                 expected="no open capture scope",
@@ -557,33 +594,34 @@ class GraphLibrary:
                 do="leave the scope first",
             )
 
-    def _refuse_missing(self, table: ProgramTable, key: BatchDescriptor | None) -> NoReturn:
-        self._refuse_if_unusable()
+    def _raise_missing(self, entries: OwnerEntries, key: BatchDescriptor | None) -> NoReturn:
+        self._require_usable()
         if key is None:
             raise ContextError(
-                f"{table.owner} {table.mode.name}",
+                f"{entries.owner} {entries.mode.name}",
                 expected="a batch descriptor in the forward context of a graph step",
                 found="None",
                 do="enter ForwardContext(mode, key), or mode NONE to run eager",
             )
-        known = sorted(table.view, key=lambda other: abs(other.num_tokens - key.num_tokens))
-        raise _unseen_key_error(table, key, known[:3])
-
-
-def _names_in(programs: Mapping[Program, Sequence[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for names in programs.values() for name in names))
+        known = sorted(Programs(entries), key=lambda other: abs(other.num_tokens - key.num_tokens))
+        # Made elsewhere, because a local variable that holds a raised error is a cycle.
+        raise _unseen_key_error(entries, key, known[:3])
 
 
 def _unseen_key_error(
-    table: ProgramTable, key: BatchDescriptor, nearest: Sequence[BatchDescriptor]
+    entries: OwnerEntries, key: BatchDescriptor, nearest: Sequence[BatchDescriptor]
 ) -> CaptureOutsideScopeError:
     error = CaptureOutsideScopeError(
         expected="a key that was captured: " + (", ".join(map(str, nearest)) or "none is"),
         found="an unseen key, and no capture scope in the forward context",
         do="capture it in library.capture_scope(), or dispatch only to captured keys",
     )
-    error.locate(owner=table.owner, mode=table.mode.name, key=str(key))
+    error.locate(owner=entries.owner, mode=entries.mode.name, key=str(key))
     return error
+
+
+def _names_in(programs: Mapping[Program, Sequence[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for names in programs.values() for name in names))
 
 
 def _suspended_error() -> SuspendedError:

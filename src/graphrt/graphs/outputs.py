@@ -15,27 +15,36 @@ import torch
 
 from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError
 from graphrt.graphs.buffers import Sizes
-from graphrt.graphs.leaves import Node, Path, map_tensors, rebuild, walk
+from graphrt.graphs.bufferspec import remember
 from graphrt.graphs.program import Program
+from graphrt.graphs.values import (
+    Node,
+    Path,
+    map_tensors,
+    own_copy,
+    rebuild,
+    tensors_of,
+    walk,
+)
 
 Length = str | Callable[[Any], int]
-"""How long a dimension really is: the name of an axis, or a function of what ``take`` was given."""
+"""How long a dimension really is: an axis by name, or a function of what ``unpad`` was given."""
 
-OutputPolicy = Literal["view", "clone", "lease"]
-
-_MAX_CACHED = 1024
+OutputPolicy = Literal["view", "clone", "checked_view"]
 
 
 class OutputSpec:
-    """Which dimensions of a callable's outputs are padded, and who owns what ``take`` returns.
+    """Which dimensions of a callable's outputs are padded, and who owns what ``unpad`` returns.
 
     ``axes``: path -> length of dimension 0, or path -> {dimension: length}. A path joins names and
     indices with dots (``logits``, ``0``, ``past.1.key``); the empty path is the output itself. A
     tensor without an entry is returned whole.
 
     ``policy``: ``"view"``, slices of graph storage, valid until the next replay; ``"clone"``,
-    tensors of the caller's own; ``"lease"``, views that raise ``StaleOutputError`` when they are
-    used after the next ``take`` or ``expire`` of this spec (for debugging: every use is checked).
+    tensors of the caller's own; ``"checked_view"``, views that raise ``StaleOutputError``
+    when they are used after the next ``unpad`` or ``expire`` of this spec (for debugging).
+
+    ``replay_count``: how often outputs were overwritten, as ``unpad`` and ``expire`` count it.
     """
 
     def __init__(
@@ -43,13 +52,22 @@ class OutputSpec:
         axes: Mapping[str, Length | Mapping[int, Length]] | None,
         policy: OutputPolicy = "view",
     ) -> None:
-        if policy not in ("view", "clone", "lease"):
+        if policy not in ("view", "clone", "checked_view"):
             raise ConfigError(
-                "output policy", expected="view, clone or lease", found=repr(policy), do="pick one"
+                "output policy",
+                expected="view, clone or checked_view",
+                found=repr(policy),
+                do="pick one",
             )
         self.policy: OutputPolicy = policy
-        self.axes = None if axes is None else MappingProxyType(_by_dimension(axes))
-        self._term = _Term()
+        self.axes: Mapping[str, Mapping[int, Length]] | None = None
+        if axes is not None:
+            by_dimension = {
+                path: dict(lengths) if isinstance(lengths, Mapping) else {0: lengths}
+                for path, lengths in axes.items()
+            }
+            self.axes = MappingProxyType(by_dimension)
+        self.replay_count = 0
 
     @classmethod
     def infer(
@@ -66,7 +84,7 @@ class OutputSpec:
         return cls(_infer(first, second), policy)
 
     def bind(self, captured: Program | Any) -> BoundOutputs:
-        """Prepare ``take`` for one key's program, or for the outputs it returned."""
+        """Prepare ``unpad`` for one key's program, or for the outputs it returned."""
         outputs = captured.outputs if isinstance(captured, Program) else captured
         if self.axes is None:
             raise ConfigError(
@@ -75,57 +93,50 @@ class OutputSpec:
                 found="neither",
                 do="pass axes={} if no output is padded, or use OutputSpec.infer",
             )
-        return BoundOutputs(outputs, self.axes, self.policy, self._term)
+        return BoundOutputs(self, outputs, self.axes)
 
     def expire(self) -> None:
-        """End every lease: call it before anything of the same library replays."""
-        self._term.number += 1
+        """Make every checked view invalid: call it before anything of the same library replays."""
+        self.replay_count += 1
 
 
 class BoundOutputs:
     """One program's outputs, cut to real sizes. ``opaque``: paths that no policy can own."""
 
-    __slots__ = ("_axes", "_hand_out", "_outputs", "_policy", "_taken", "_term", "opaque")
+    __slots__ = ("_axes", "_copy_containers", "_cuts", "_key", "_outputs", "_spec", "opaque")
 
     def __init__(
-        self,
-        outputs: Any,
-        axes: Mapping[str, Mapping[int, Length]],
-        policy: OutputPolicy,
-        term: _Term,
+        self, spec: OutputSpec, outputs: Any, axes: Mapping[str, Mapping[int, Length]]
     ) -> None:
         nodes = list(walk(outputs))
         _check_paths(nodes, axes)
         self.opaque = tuple(_dotted(node.path) for node in nodes if node.kind == "opaque")
+        self._spec = spec
         self._axes = axes
         self._outputs = outputs
-        self._policy = policy
-        self._term = term
-        self._taken: dict[Any, Any] = {}
-        self._hand_out = _hand_out(nodes)
+        self._cuts: dict[Any, Any] = {}
+        self._key = _cache_key(axes)
+        self._copy_containers = _container_copier(nodes)
 
-    def take(self, n: Sizes) -> Any:
+    def unpad(self, n: Sizes) -> Any:
         """The outputs of the latest replay at the real sizes ``n``: a number, or axis -> number.
 
         Aliasing: by policy, see ``OutputSpec``. Under ``"view"`` one size gives the same tensor
                   objects each time; containers that can be changed are made anew.
         Errors:   ``InputMismatchError`` for a length beyond the padded one.
         """
-        key = n if isinstance(n, int) else frozenset(n.items())
-        cut = self._taken.get(key)
-        if cut is None:
+        try:
+            cut = self._cuts[n if type(n) is int else self._key(n)]
+        except LookupError:
             cut = self._cut(n)
-            if len(self._taken) >= _MAX_CACHED:
-                self._taken.clear()
-            self._taken[key] = cut
-        if self._policy == "view":
-            return self._hand_out(cut)
-        if self._policy == "clone":
-            return map_tensors(cut, lambda leaf: leaf.clone())
-        term = self._term
-        term.number += 1
-        number = term.number
-        return map_tensors(cut, lambda leaf: _leased(leaf, term, number))
+        spec = self._spec
+        if spec.policy == "view":
+            return cut if self._copy_containers is None else self._copy_containers(cut)
+        if spec.policy == "clone":
+            return own_copy(cut)
+        spec.replay_count += 1
+        replay = spec.replay_count
+        return map_tensors(cut, lambda tensor: _checked(tensor, spec, replay))
 
     def _cut(self, n: Sizes) -> Any:
         def cut_leaf(path: Path, leaf: Any) -> Any:
@@ -136,7 +147,18 @@ class BoundOutputs:
                 leaf = leaf.narrow(dim, 0, _real_length(_dotted(path), leaf.shape[dim], length, n))
             return leaf
 
-        return rebuild(self._outputs, cut_leaf)
+        cut = rebuild(self._outputs, cut_leaf)
+        remember(self._cuts, n if isinstance(n, int) else self._key(n), cut)
+        return cut
+
+
+def _cache_key(axes: Mapping[str, Mapping[int, Length]]) -> Callable[[Any], Any]:
+    """Make the function that turns the real sizes of a step into what a cut is cached by."""
+    lengths = [length for dims in axes.values() for length in dims.values()]
+    names = dict.fromkeys(length for length in lengths if isinstance(length, str))
+    if any(map(callable, lengths)):
+        return lambda n: frozenset(n.items())  # A function may read any of the sizes.
+    return operator.itemgetter(*names) if names else lambda n: ()
 
 
 def _real_length(path: str, padded: int, length: Length, n: Sizes) -> int:
@@ -152,7 +174,7 @@ def _real_length(path: str, padded: int, length: Length, n: Sizes) -> int:
             subject,
             expected=f"a real size of axis {length!r}",
             found=f"sizes of {', '.join(n)}",
-            do="pass the sizes of every declared axis to take()",
+            do="pass the sizes of every declared axis to unpad()",
         )
     real = operator.index(real)
     if not 0 <= real <= padded:
@@ -160,43 +182,30 @@ def _real_length(path: str, padded: int, length: Length, n: Sizes) -> int:
             subject,
             expected=f"a length of 0 to {padded}, the padded one",
             found=str(real),
-            do="correct the declared length, or take from the program of the step's key",
+            do="correct the declared length, or unpad the program of the step's key",
         )
     return real
 
 
-def _hand_out(nodes: list[Node]) -> Callable[[Any], Any]:
-    """How a cached result is given away so that nobody can change the cache through it."""
+def _container_copier(nodes: list[Node]) -> Callable[[Any], Any] | None:
+    """Make the function that copies what a caller could change of a cached result."""
     changeable = [
         node for node in nodes if node.kind == "container" and not isinstance(node.value, tuple)
     ]
     if not changeable:
-        return _same
+        return None
     root = nodes[0].value
     if len(changeable) == 1 and type(root) in (dict, list):
         return type(root).copy  # type: ignore[no-any-return]  # dict.copy or list.copy
-    return _with_own_containers
+    return lambda value: map_tensors(value, _same)
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _with_own_containers(value: Any) -> Any:
-    return rebuild(value, lambda _, leaf: leaf)
-
-
 def _dotted(path: Path) -> str:
     return ".".join(str(step.name) for step in path)
-
-
-def _by_dimension(
-    axes: Mapping[str, Length | Mapping[int, Length]],
-) -> dict[str, Mapping[int, Length]]:
-    return {
-        path: dict(lengths) if isinstance(lengths, Mapping) else {0: lengths}
-        for path, lengths in axes.items()
-    }
 
 
 def _check_paths(nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]]) -> None:
@@ -273,27 +282,17 @@ def _no_inference(expected: str, found: str) -> ConfigError:
     )
 
 
-# --- leases
+# --- checked views
 
 
-class _Term:
-    """The number of the latest take; leases of earlier ones are over."""
+class CheckedView(torch.Tensor):
+    """A view of graph storage that refuses every use after the next replay.
 
-    __slots__ = ("number",)
-
-    def __init__(self) -> None:
-        self.number = 0
-
-
-class LeasedTensor(torch.Tensor):
-    """A view of graph storage that refuses every use after its term.
-
-    What shares its bytes (views, slices) is leased for the same term; results of their own are
-    plain tensors.
+    What shares its bytes (views, slices) is checked alike; results of their own are plain tensors.
     """
 
-    _term: _Term
-    _number: int
+    _spec: OutputSpec
+    _replay: int
 
     @classmethod
     def __torch_function__(
@@ -304,33 +303,31 @@ class LeasedTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        leases = [node.value for node in walk((args, kwargs)) if type(node.value) is cls]
-        for lease in leases:
-            if lease._number != lease._term.number:
+        views = [tensor for tensor in tensors_of((args, kwargs)) if type(tensor) is cls]
+        for view in views:
+            if view._replay != view._spec.replay_count:
                 raise StaleOutputError(
-                    "leased output",
+                    "checked output",
                     expected="a use before the next replay, which overwrites the bytes",
-                    found=f"{getattr(func, '__name__', func)} of take {lease._number}, "
-                    f"after take or expiry {lease._term.number}",
-                    do="use it sooner, clone it, or take with the policy 'clone'",
+                    found=f"{getattr(func, '__name__', func)} of the output of replay "
+                    f"{view._replay}, after replay {view._spec.replay_count}",
+                    do="use it sooner, clone it, or unpad with the policy 'clone'",
                 )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            leased = {lease.untyped_storage().data_ptr(): lease for lease in leases}
+            checked = {view.untyped_storage().data_ptr(): view for view in views}
 
-            def lease_again(_: Path, leaf: Any) -> Any:
-                if not isinstance(leaf, torch.Tensor) or isinstance(leaf, cls):
-                    return leaf
-                lease = leased.get(leaf.untyped_storage().data_ptr())
-                return leaf if lease is None else _leased(leaf, lease._term, lease._number)
+            def check_alias(tensor: torch.Tensor) -> torch.Tensor:
+                view = checked.get(tensor.untyped_storage().data_ptr())
+                if view is None or isinstance(tensor, cls):
+                    return tensor
+                return _checked(tensor, view._spec, view._replay)
 
-            return rebuild(result, lease_again)
+            return map_tensors(result, check_alias)
 
 
-def _leased(leaf: Any, term: _Term, number: int) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    lease = leaf.as_subclass(LeasedTensor)
-    lease._term = term
-    lease._number = number
-    return lease
+def _checked(tensor: torch.Tensor, spec: OutputSpec, replay: int) -> CheckedView:
+    view = tensor.as_subclass(CheckedView)
+    view._spec = spec
+    view._replay = replay
+    return view

@@ -1,32 +1,127 @@
 """A program: what a capture left behind, ready to be replayed. It cannot capture.
 
-``check`` and ``replay`` are attributes, and a change of state swaps them: a program that must not
-run has raising ones, so that state costs nothing per step. Keep the program, never its ``replay``.
+It is an ordered list of segments, each a device graph or an eager call between two of them.
+``check`` and ``replay`` are attributes that a change of state swaps: a program that must not run
+has raising ones, so that its state costs nothing per step. Keep the program, never its ``replay``.
 """
 
 from __future__ import annotations
 
+import keyword
+import linecache
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.device.base import Device, Stream
+from graphrt.device.base import Device, DeviceGraph, Stream
 from graphrt.errors import (
+    BreakOutputError,
     GraphrtError,
     InvalidProgramError,
     ReplayError,
     RetiredProgramError,
     StreamRaceError,
+    UnkeyedValueError,
 )
-from graphrt.graphs.externals import External
-from graphrt.graphs.flat import FlatReplay, Replay, generate_replay
-from graphrt.graphs.segments import GraphSegment, Segment
-from graphrt.graphs.stale import Checker, InputLeaf, Signature, StaleCheck, generate_checker
+from graphrt.graphs.generated import make_function
+from graphrt.graphs.held import HeldTensor
+from graphrt.graphs.signature import Checker, InputLeaf, Signature, StaleCheck, generate_checker
+from graphrt.graphs.values import Path, format_path, same_host_value, walk
 
+Replay = Callable[[], None]
 State = Literal["captured", "ready", "invalid", "retired"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSegment:
+    """One device graph."""
+
+    graph: DeviceGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """One leaf of what an eager segment returned at capture, and must return at each replay."""
+
+    path: Path
+    kind: Literal["static_output", "passed", "host", "opaque"]
+    """static_output: a tensor, copied into pool memory that the next graph reads; passed: an
+    argument, or a view of one; host: a value the model's Python has already acted on."""
+    value: Any
+    """static_output, passed: a tensor over the bytes the next graph reads; host: the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagerSegment:
+    """``fn(*args, **kwargs)``, run at every replay where capture met the break point."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    returned: tuple[Returned, ...]
+    site: str
+    """Module path, file and line of the break point."""
+    writes_out: bool
+    """True if ``fn`` gets its static output under a keyword and may return nothing."""
+
+    @property
+    def static_outputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors whose bytes the next graphs read; each replay overwrites them."""
+        return tuple(leaf.value for leaf in self.returned if leaf.kind == "static_output")
+
+    def store(self, result: Any) -> None:
+        """Copy what a replay returned into the static outputs.
+
+        Errors: ``BreakOutputError`` for another structure, shape or dtype; ``UnkeyedValueError``
+        for another host value.
+        """
+        if result is None and self.writes_out:
+            return
+        leaves = [node for node in walk(result) if node.kind != "container"]
+        if [leaf.path for leaf in leaves] != [leaf.path for leaf in self.returned]:
+            raise self._misfit("the structure returned at capture", f"{type(result).__name__}")
+        for expected, found in zip(self.returned, leaves, strict=True):
+            self._store_leaf(expected, found.value)
+
+    def _store_leaf(self, expected: Returned, found: Any) -> None:
+        place = format_path(expected.path, root="result")
+        value = expected.value
+        if expected.kind == "host" and not same_host_value(value, found):
+            raise UnkeyedValueError(
+                f"eager segment {self.site}: {place}",
+                expected=f"{value!r}, the value the model acted on at capture",
+                found=repr(found),
+                do="put it in the key's `variant` or return a tensor",
+            )
+        if expected.kind in ("host", "opaque") or found is value:
+            return
+        if not isinstance(found, torch.Tensor):
+            raise self._misfit(f"{place}: a tensor", type(found).__name__)
+        if found.shape != value.shape or found.dtype is not value.dtype:
+            raise self._misfit(
+                f"{place}: {value.dtype} of shape {tuple(value.shape)}",
+                f"{found.dtype} of shape {tuple(found.shape)}",
+            )
+        if expected.kind == "static_output":
+            # Detached: a step outside no_grad must not tie its history to the static output.
+            value.copy_(found.detach())
+        elif found.data_ptr() != value.data_ptr() or found.stride() != value.stride():
+            raise self._misfit(f"{place}: the argument it returned at capture", "another tensor")
+
+    def _misfit(self, expected: str, found: str) -> BreakOutputError:
+        return BreakOutputError(
+            f"eager segment {self.site}",
+            expected=expected,
+            found=found,
+            do="return the same shapes at every step of a key, or capture again",
+        )
+
+
+Segment = GraphSegment | EagerSegment
 
 
 class GraphMemory(NamedTuple):
@@ -36,8 +131,8 @@ class GraphMemory(NamedTuple):
     """What the pool took from the device for it; 0 where earlier blocks sufficed."""
     exec_bytes: int
     """Free memory of the driver less the allocator's part: the executables. Lumpy."""
-    slot_bytes: int
-    """Pool memory that receives what gaps return."""
+    static_output_bytes: int
+    """Pool memory that receives what eager segments return."""
     external_bytes: int
     """Storage outside the pool that the program keeps alive; shared with other programs."""
     num_nodes: int | None
@@ -47,30 +142,28 @@ class GraphMemory(NamedTuple):
 class Program:
     """An ordered list of segments over stable storage, found by (owner, mode, key).
 
-    ``state``: ``captured`` (never replayed), ``ready`` (first call checked; only these may be
-    dispatched to), ``invalid`` (an external moved), ``retired``.
     ``outputs``: what the callable returned; the next replay of any program of the library
     overwrites it. None once retired.
-    ``knows_externals``: True if ``externals`` tells exactly what the graphs read and write.
-    ``hooked_modules``: modules with forward hooks, whose Python ran at capture and never again.
-    ``unchecked``: paths of arguments that no check compares (opaque objects).
+    ``externals``: the tensors outside the pool that it holds. ``knows_externals``: True if they
+    tell exactly what the graphs read and write. ``is_observed``: True if its capture was observed.
     """
 
     __slots__ = (
         "__weakref__",
-        "_after_gap",
+        "_after_eager",
+        "_checker",
         "_device",
-        "_flat",
-        "_has_replayed",
+        "_filename",
+        "_function",
+        "_is_retired",
         "_moved",
         "_refusal",
         "_stale_check",
         "_stream",
-        "_trained",
         "check",
         "externals",
         "generation",
-        "hooked_modules",
+        "is_observed",
         "key",
         "knows_externals",
         "memory",
@@ -80,11 +173,13 @@ class Program:
         "replay",
         "segments",
         "signature",
-        "state",
+        "source",
     )
 
     check: Checker
+    """Raises unless the arguments are those that were captured."""
     replay: Replay
+    """Launches the segments. The first call of ``check`` installs it."""
 
     def __init__(
         self,
@@ -96,13 +191,13 @@ class Program:
         segments: Sequence[Segment],
         signature: Signature,
         outputs: Any,
-        externals: Sequence[External],
+        externals: Sequence[HeldTensor],
         memory: GraphMemory,
         device: Device,
         stale_check: StaleCheck = StaleCheck.IDENTITY,
-        after_gap: Callable[[], None] | None = None,
+        after_eager: Callable[[], None] | None = None,
+        is_observed: bool = True,
         knows_externals: bool = False,
-        hooked_modules: Sequence[str] = (),
     ) -> None:
         self.owner = owner
         self.mode = mode
@@ -113,18 +208,23 @@ class Program:
         self.outputs = outputs
         self.externals = tuple(externals)
         self.memory = memory
+        self.is_observed = is_observed
         self.knows_externals = knows_externals
-        self.hooked_modules = tuple(hooked_modules)
-        self.state: State = "captured"
         self._device = device
         self._stale_check = stale_check
-        self._after_gap = after_gap
-        self._flat = self._generate()
-        self._trained: Checker | None = None
-        self._has_replayed = False
         self._stream: Stream | None = None
-        self._moved: tuple[str, ...] = ()
+        self._moved: tuple[str, ...] | None = None
+        """What moved, once the program is invalid."""
+        self._is_retired = False
         self._refusal: Callable[[], GraphrtError] | None = None
+        self._checker: Checker | None = None
+        self._filename = _free_filename(self.title)
+        function, self.source = generate_replay(self.segments, self._filename, after_eager)
+        """The generated replay, one line or more per segment; eager ones name their site."""
+        if len(self.segments) == 1 and isinstance(self.segments[0], GraphSegment):
+            # One line that calls one callable: the callable itself does the same, sooner.
+            function = self.segments[0].graph.replay
+        self._function = function
         self._install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,63 +244,65 @@ class Program:
         return f"{self.owner} {self.mode.name} {self.key}"
 
     @property
+    def state(self) -> State:
+        """``captured`` (never called), ``ready`` (first call checked), ``invalid``, ``retired``."""
+        if self._is_retired:
+            return "retired"
+        if self._moved is not None:
+            return "invalid"
+        return "captured" if self._checker is None else "ready"
+
+    @property
+    def is_valid(self) -> bool:
+        """True if nothing it reads has moved and its graphs exist."""
+        return self._moved is None and not self._is_retired
+
+    @property
     def inputs(self) -> tuple[InputLeaf, ...]:
         """What capture saw in its arguments, leaf by leaf."""
         return tuple(leaf for leaf in self.signature.leaves.values() if leaf.kind != "container")
 
     @property
     def unchecked(self) -> tuple[str, ...]:
+        """Paths of arguments that no check compares (opaque objects)."""
         return tuple(leaf.path for leaf in self.inputs if leaf.kind == "opaque")
-
-    @property
-    def source(self) -> str:
-        """The generated replay, one line per segment; gaps name their break point."""
-        return self._flat.source
 
     @property
     def num_graphs(self) -> int:
         return sum(isinstance(segment, GraphSegment) for segment in self.segments)
 
     @property
-    def num_gaps(self) -> int:
+    def num_eager(self) -> int:
+        """Eager segments: Python that runs at every replay."""
         return len(self.segments) - self.num_graphs
 
-    @property
-    def external_bytes(self) -> int:
-        """Bytes outside the pool that this program keeps alive."""
-        return self.memory.external_bytes
+    def find_moved(self) -> list[str]:
+        """Names of the tensors it reads that another storage stands behind now.
 
-    @property
-    def is_valid(self) -> bool:
-        return self.state in ("captured", "ready")
-
-    def annotated_replay(self) -> Replay:
-        """Return a replay with a profiler range per segment. For a look; it is not kept."""
-        return generate_replay(self.title, self.segments, self._after_gap, annotate=True).function
+        Where the device cannot see all that a graph reads, of all that it holds.
+        """
+        return [
+            item.name
+            for item in self.externals
+            if (item.touched or not self.knows_externals) and item.has_moved()
+        ]
 
     def invalidate(self, names: Sequence[str] = ()) -> None:
-        """Refuse replays from now on because ``names`` moved. A retired program stays so."""
-        if self.state != "retired":
-            self.state = "invalid"
-            self._moved = tuple(names)
-            self._install()
-
-    def refuse(self, error: Callable[[], GraphrtError]) -> None:
-        """Make every use raise ``error()`` until ``accept``, whatever the state."""
-        self._refusal = error
+        """Refuse replays from now on because ``names`` moved."""
+        self._moved = tuple(names)
         self._install()
 
-    def accept(self) -> None:
-        """Undo ``refuse``."""
-        self._refusal = None
+    def disable(self, error: Callable[[], GraphrtError] | None) -> None:
+        """Make every use raise ``error()``, whatever the state; None ends that."""
+        self._refusal = error
         self._install()
 
     def retire(self) -> None:
         """Reset the graphs, newest first, and let go of everything. Only the library calls this."""
-        self.state = "retired"
-        self._flat.forget()
-        self._flat = FlatReplay(_nothing, "", self._flat.filename)
-        self._trained = None
+        self._is_retired = True
+        linecache.cache.pop(self._filename, None)
+        self._checker = None
+        self._function = _nothing
         self._install()
         for segment in reversed(self.segments):
             if isinstance(segment, GraphSegment):
@@ -208,36 +310,28 @@ class Program:
         self.segments = ()
         self.outputs = None
         self.externals = ()
-        self._after_gap = None
-
-    def _generate(self) -> FlatReplay:
-        flat = generate_replay(self.title, self.segments, self._after_gap)
-        if len(self.segments) == 1 and isinstance(self.segments[0], GraphSegment):
-            # One line that calls one callable: the callable itself does the same, sooner.
-            return flat._replace(function=self.segments[0].graph.replay)
-        return flat
 
     def _install(self) -> None:
         """Set ``check`` and ``replay`` to what the state allows."""
         refusal = self._refusal
-        if self.state == "retired":
+        if self._is_retired:
             refusal = self._retired_error
-        elif refusal is None and self.state == "invalid":
+        elif refusal is None and self._moved is not None:
             refusal = self._invalid_error
         if refusal is not None:
             self.check = self.replay = _raising(refusal)
-        elif self._trained is None:
+        elif self._checker is None:
             self.check = self._check_first
             self.replay = _raising(self._unchecked_error)
         else:
-            self.check = self._trained
-            self.replay = self._flat.function if self._has_replayed else self._replay_first
+            self.check = self._checker
+            self.replay = self._function
 
     def _check_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Compare everything with what capture saw, then install the generated pair."""
+        """Compare everything with what capture saw, then install the generated checker."""
         self.signature.compare(args, kwargs, self.title)
         self._stream = self._device.current_stream()
-        self._trained = generate_checker(
+        self._checker = generate_checker(
             self._stale_check,
             self.signature,
             args,
@@ -245,15 +339,6 @@ class Program:
             by_address=partial(_owns, self._device),
             full_check=self._check_fully,
         )
-        self.state = "ready"
-        self._install()
-
-    def _replay_first(self) -> None:
-        self._flat.function()
-        # Devices learn from a graph's first replay and hand out a leaner callable after it.
-        self._flat.forget()
-        self._flat = self._generate()
-        self._has_replayed = True
         self._install()
 
     def _check_fully(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -278,11 +363,11 @@ class Program:
         )
 
     def _invalid_error(self) -> GraphrtError:
-        moved = ", ".join(self._moved) or "it was invalidated by hand"
+        moved = f"moved: {', '.join(self._moved)}" if self._moved else "it was invalidated by hand"
         return InvalidProgramError(
             self.title,
             expected="externals where they were at capture",
-            found=f"moved: {moved}" if self._moved else moved,
+            found=moved,
             do="run the step eager and capture again; to change weights, copy into them",
         )
 
@@ -295,6 +380,92 @@ class Program:
         )
 
 
+def generate_replay(
+    segments: Sequence[Segment],
+    filename: str,
+    after_eager: Callable[[], None] | None = None,
+) -> tuple[Replay, str]:
+    """Write the replay of ``segments`` as one function, a line or more each; return it, its text.
+
+    It reads no context, hashes nothing and tests nothing per graph. Its text is registered with
+    ``linecache`` under ``filename``, so a traceback out of an eager segment shows its site.
+    ``after_eager`` runs after every eager segment, before its result is stored (it joins streams).
+    """
+    # Constants are globals of the function, not default arguments: a program of 65 segments has
+    # some 150 of them, and each default argument is copied at each call.
+    constants: dict[str, Any] = {"after_eager": after_eager, "Tensor": torch.Tensor}
+    lines = ["def replay():"]
+    for number, segment in enumerate(segments):
+        if isinstance(segment, GraphSegment):
+            constants[f"graph_{number}"] = segment.graph.replay
+            lines.append(f"    graph_{number}()")
+        else:
+            body = _eager_lines(number, segment, constants, after_eager is not None)
+            lines += [f"    {line}" for line in body]
+    source = "\n".join([*lines, ""])
+    # No modification time: linecache keeps such an entry when it checks its files.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    return make_function(source, filename, constants), source
+
+
+def _eager_lines(
+    number: int, segment: EagerSegment, constants: dict[str, Any], joins: bool
+) -> list[str]:
+    constants[f"eager_{number}"] = segment.fn
+    constants[f"store_{number}"] = segment.store
+    arguments = []
+    for index, value in enumerate(segment.args):
+        constants[f"arg_{number}_{index}"] = value
+        arguments.append(f"arg_{number}_{index}")
+    others = {}
+    for name, value in segment.kwargs.items():
+        if name.isidentifier() and not keyword.iskeyword(name):
+            constants[f"arg_{number}_{name}"] = value
+            arguments.append(f"{name}=arg_{number}_{name}")
+        else:
+            others[name] = value
+    if others:
+        constants[f"others_{number}"] = others
+        arguments.append(f"**others_{number}")
+    comment = f"  # {segment.site}".replace("\n", " ")
+    lines = [f"result = eager_{number}({', '.join(arguments)}){comment}"]
+    if joins:  # What it returned may still be in the making on a side stream.
+        lines.append("after_eager()")
+    only = segment.returned[0] if len(segment.returned) == 1 else None
+    if only is None or only.path or only.kind == "opaque":
+        return [*lines, f"store_{number}(result){comment}"]
+    if only.kind == "host" and only.value is not None:
+        return [*lines, f"store_{number}(result){comment}"]
+    constants[f"expected_{number}"] = only.value
+    absent = " and result is not None" if segment.writes_out else ""
+    lines.append(f"if result is not expected_{number}{absent}:{comment}")
+    if only.kind != "static_output":
+        return [*lines, f"    store_{number}(result)"]
+    # The usual result is one tensor that fits: it is checked and copied in line, because the
+    # general way through ``store`` costs several times as much.
+    constants[f"shape_{number}"] = only.value.shape
+    constants[f"dtype_{number}"] = only.value.dtype
+    constants[f"copy_{number}"] = only.value.copy_
+    return [
+        *lines,
+        f"    if (result.__class__ is Tensor and result.shape == shape_{number}",
+        f"            and result.dtype is dtype_{number} and not result.requires_grad):",
+        f"        copy_{number}(result)",
+        "    else:",
+        f"        store_{number}(result)",
+    ]
+
+
+def _free_filename(title: str) -> str:
+    """Two libraries may hold programs of one name; each keeps its own text."""
+    filename = f"<graphrt {title}>"
+    number = 2
+    while filename in linecache.cache:
+        filename = f"<graphrt {title} ({number})>"
+        number += 1
+    return filename
+
+
 def _owns(device: Device, tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and device.owns(tensor)
 
@@ -304,7 +475,7 @@ def _nothing() -> None:
 
 
 def _raising(error: Callable[[], GraphrtError]) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def raises(*_: Any, **__: Any) -> NoReturn:
         raise error()
 
-    return refuse
+    return raises

@@ -7,16 +7,17 @@ only replay; ``__call__`` is on the path of every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError
-
-if TYPE_CHECKING:
-    from graphrt.graphs.library import GraphLibrary
-    from graphrt.graphs.program import Program
+from graphrt.graphs.capture import capture_program
+from graphrt.graphs.catalog import Programs
+from graphrt.graphs.library import GraphLibrary
+from graphrt.graphs.program import Program
+from graphrt.graphs.scope import CaptureOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +25,7 @@ class CUDAGraphOptions:
     """How one wrapper captures."""
 
     debug_log_enable: bool = True
-    """Mark this wrapper's ``Captured`` events for display."""
+    """Accepted, without effect: what is shown of a capture is its observer's choice."""
     gc_disable: bool = False
     """Accepted, without effect: no capture ever collects."""
     weak_ref_output: bool = True
@@ -61,8 +62,8 @@ class CUDAGraphWrapper:
         self.runtime_mode = _single_mode(runtime_mode)
         self.cudagraph_options = cudagraph_options or CUDAGraphOptions()
         default_name = getattr(runnable, "__qualname__", type(runnable).__qualname__)
-        self._table = library.new_table(name, self.runtime_mode, default_name)
-        self.owner = self._table.owner
+        self._entries = library.catalog.add_owner(name, self.runtime_mode, default_name)
+        self.owner = self._entries.owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program of the context's key, or call the runnable.
@@ -74,15 +75,17 @@ class CUDAGraphWrapper:
         """
         context = current_forward_context()
         # One look-up on self: a class with __getattr__ pays for each (40 ns on CPython 3.11).
-        table = self._table
-        if context is None or context.cudagraph_runtime_mode is not table.mode:
+        entries = self._entries
+        if context is None or context.cudagraph_runtime_mode is not entries.mode:
             return self.runnable(*args, **kwargs)
         if context.capture_scope is not None:
             return self._call_in_scope(context, args, kwargs)
         key = context.batch_descriptor
-        # A key of None finds no program and is refused where that is noticed.
-        program = table.memo_program if key is table.memo_key else table.find(key)
-        # Read, then called: CPython 3.11 does not specialise a method call that finds a slot.
+        if key is entries.memo_key:
+            program = entries.memo_program
+        else:
+            program = self.library.require_program(entries, key)
+        # Read, then called: CPython 3.11 does not specialise a method call of a slotted attribute.
         check = program.check
         check(args, kwargs)
         replay = program.replay  # only now: the first check installs it
@@ -92,34 +95,48 @@ class CUDAGraphWrapper:
     def _call_in_scope(
         self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        scope = context.capture_scope
-        builder = scope.builder
+        """Run inline while something records; else replay, or capture on this call."""
+        scope, key = context.capture_scope, context.batch_descriptor
         if self.library.device.is_capturing():
-            if builder is not None:
-                builder.num_inlined += 1
             return self.runnable(*args, **kwargs)
-        if builder is not None and builder.in_gap:
+        if scope.recorder is not None and scope.recorder.in_eager:
             raise BreakError(
                 f"{self.owner} {self.runtime_mode.name}",
-                expected="gaps that call no wrapper of the mode being captured",
-                found=f"called inside a gap of {builder.owner}",
-                do="enter a ForwardContext with mode NONE in the gap, or unwrap it there",
+                expected="eager segments that call no wrapper of the mode being captured",
+                found=f"called inside an eager segment of {scope.recorder.owner}",
+                do="enter a ForwardContext with mode NONE in the segment, or unwrap it there",
             )
-        key = context.batch_descriptor
-        if scope.library is not self.library:
-            program = self._table.find(key)
-            return program(*args, **kwargs)
-        program = scope.find(self._table, key)
+        if scope.library is not self.library or key is None:
+            return self.library.require_program(self._entries, key)(*args, **kwargs)
+        entry = self.library.catalog.entry(self.owner, self.runtime_mode, key)
+        is_new = scope.options.generation == "new"
+        program = entry.staged if is_new else entry.valid_program
         if program is not None:
             return program(*args, **kwargs)
-        return scope.capture(
-            self._table, key, self.runnable, args, kwargs, self.cudagraph_options
+        options = self.options_within(scope.options)
+        if options.observe is None:
+            options = replace(options, observe="always")
+        return capture_program(
+            self.library,
+            self.owner,
+            self.runtime_mode,
+            key,
+            self.runnable,
+            args,
+            kwargs,
+            options,
+            check_state=scope.checks_state,
         ).outputs
+
+    def options_within(self, options: CaptureOptions) -> CaptureOptions:
+        """``options`` of a scope, changed to what this wrapper asks."""
+        weak = options.weak_outputs and self.cudagraph_options.weak_ref_output
+        return replace(options, weak_outputs=weak)
 
     @property
     def concrete_cudagraph_entries(self) -> Mapping[BatchDescriptor, Program]:
-        """Read-only: key -> program. An entry appears only after its capture succeeded."""
-        return self._table.view
+        """Read-only: key -> program. A program appears only after its capture succeeded."""
+        return Programs(self._entries)
 
     @property
     def graph_pool(self) -> Any:

@@ -1,4 +1,4 @@
-"""Planning from traffic: traces in, capture sizes out. Pure, offline, torch-free."""
+"""Traffic traces: readers of two published forms and a generator. Pure, offline, torch-free."""
 
 from graphrt.planner.trace import (
     TraceRequest,

@@ -1,8 +1,8 @@
-"""Traffic: readers of two published trace forms, and a seeded generator of the same kind.
+"""Traffic traces: readers of two published forms, and a seeded generator of similar traffic.
 
-Arrivals are seconds after the first row. A row that arrives before its predecessor is an error, not
-sorted in silence: a trace is replayed in its own order, and a jump back means that it was mixed up.
-Rows are counted from 1, header and blank lines included, as an editor counts them.
+Arrivals are seconds after the first row. A row that arrives before its predecessor is an error and
+is not sorted in silence, because a trace is replayed in its own order. Rows are counted from 1,
+header and blank lines included, as an editor counts them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TIMESTAMP = re.compile(
     r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII
 )
 _EPOCH = {True: datetime(1970, 1, 1), False: datetime.fromisoformat("1970-01-01T00:00:00Z")}
-"""Without and with a time zone: only differences are used, and only like may be subtracted."""
+"""By "has no time zone": only differences are used, and the two kinds cannot be subtracted."""
 
 _REQUESTS_PER_SECOND = 19_366 / 3_502
 
-# (quantile, tokens), straight lines between. Median, p99 and maximum are published. The p90 is the
-# one that makes the mean of the lines the published mean; the p99.9 keeps the long tail thin.
+# (quantile, tokens), straight lines between. Median, p99 and maximum are published. The p90 is
+# chosen so that the mean is the published one, the p99.9 so that few requests are very long.
 _PROMPT_QUANTILES = ((0.0, 1), (0.5, 1020), (0.9, 1852), (0.99, 4142), (0.999, 6000), (1.0, 14050))
 _OUTPUT_QUANTILES = ((0.0, 1), (0.5, 129), (0.9, 480), (0.99, 601), (1.0, 1000))
 
@@ -51,7 +51,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Where we are: enough to say what is wrong, and where."""
+    """One line of a file, with its place for error messages."""
 
     path: Path
     number: int
@@ -106,9 +106,10 @@ def generate_azure_like(num_requests: int, seed: int) -> list[TraceRequest]:
     """Return seeded requests with the published statistics of the Azure 2023 conversation trace.
 
     Prompt tokens: mean 1155, median 1020, p99 4142, at most 14050. Output tokens: 211, 129, 601,
-    1000. Arrivals: Poisson, 19,366 requests in 3,502 s. Lengths and arrivals are independent, which
-    those of the real trace are not quite. Source: Azure/AzurePublicDataset (Splitwise, ISCA 2024);
-    no row of it is used. Equal arguments give equal requests.
+    1000. Arrivals: Poisson, 19,366 requests in 3,502 s. Lengths and arrivals are independent; in
+    the real trace they are slightly correlated. Source: Azure/AzurePublicDataset (Splitwise, ISCA
+    2024); no row of it is used. Equal arguments give equal requests. Raises ``TraceError`` for
+    fewer than one request.
     """
     if num_requests < 1:
         raise TraceError(
@@ -135,7 +136,7 @@ def _at_quantile(knots: tuple[tuple[float, int], ...], quantile: float) -> int:
 
 
 def _rows(path: Path) -> Iterator[_Row]:
-    """Lines that are not blank, decoded one by one, so that an undecodable one can be named."""
+    """Lines that are not blank, decoded one by one, so that an error can name the row."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -215,7 +216,7 @@ def _mooncake_row(row: _Row) -> tuple[int, int, int]:
     if not isinstance(value, dict) or not value.keys() >= set(MOONCAKE_FIELDS):
         row.wrong(f"an object with {', '.join(MOONCAKE_FIELDS)}", _short(row.text))
     milliseconds, prompt, output = (value[name] for name in MOONCAKE_FIELDS)
-    # The bounds turn away NaN and infinity too.
+    # The bounds exclude NaN and infinity too.
     is_number = type(milliseconds) in (int, float) and 0 <= milliseconds <= _LARGEST_MILLISECONDS
     if not is_number:
         row.wrong("timestamp: a number of milliseconds >= 0", _short(repr(milliseconds)))

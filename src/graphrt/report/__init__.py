@@ -1,5 +1,51 @@
 """What happened, for people and for other programs: counters, tables, a page, Prometheus.
 
 This room knows events and batches only. Everything in it follows from the stream of events, so it
-works as well on a stream that was recorded elsewhere.
+works as well on a stream that was recorded elsewhere. ``graphrt.report.prometheus`` is imported by
+those who use it: it needs the extra ``metrics``.
 """
+
+from graphrt.report.metrics import (
+    RELATIVE_ERROR,
+    Histogram,
+    Metrics,
+    RunningHistogram,
+    StepMetrics,
+    TokenSeries,
+)
+from graphrt.report.page import ReportPage, check_report_path, render_report, write_report
+from graphrt.report.tables import (
+    PolicyRun,
+    TextRow,
+    TextTable,
+    capture_table,
+    comparison_table,
+    eager_reasons,
+    miss_table,
+    size_text,
+    summarize_runs,
+    time_text,
+)
+
+__all__ = [
+    "RELATIVE_ERROR",
+    "Histogram",
+    "Metrics",
+    "PolicyRun",
+    "ReportPage",
+    "RunningHistogram",
+    "StepMetrics",
+    "TextRow",
+    "TextTable",
+    "TokenSeries",
+    "capture_table",
+    "check_report_path",
+    "comparison_table",
+    "eager_reasons",
+    "miss_table",
+    "render_report",
+    "size_text",
+    "summarize_runs",
+    "time_text",
+    "write_report",
+]

@@ -1,18 +1,25 @@
 """What a runtime did, counted as it happens, in memory that does not grow with the steps.
 
-``StepMetrics`` is an observer: hand it to a runtime, then take ``snapshot()`` whenever the numbers
-are wanted. A snapshot is a value; those of several ranks or runs ``merge`` into one.
+``StepMetrics`` is an observer: give it to a runtime, then call ``snapshot()`` at any time. A
+snapshot is a value; those of several ranks or runs ``merge`` into one.
+
+Distributions are log-spaced buckets with exact totals beside them. Bucket ``i`` holds the values in
+``(GAMMA**(i-1), GAMMA**i]``; the value half-way (harmonically) between its bounds is at most
+``RELATIVE_ERROR`` away from every value in it. Source: DDSketch (Masson, Rim, Lee; VLDB 2019), with
+a fixed range in place of collapsing buckets.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import reduce
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple, TypeVar
 
-from graphrt.batch import MissReason, RuntimeMode
+from graphrt.batch import Reason, RuntimeMode
 from graphrt.events import (
     Captured,
     CaptureFailed,
@@ -23,17 +30,226 @@ from graphrt.events import (
     Retired,
     Verified,
 )
-from graphrt.report.histogram import Histogram, RunningHistogram
-from graphrt.report.series import RunningTokenSeries, TokenSeries
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+RELATIVE_ERROR = 0.01
+"""Of a quantile, against the sample of that rank, for samples within ``RANGE``."""
+
+RANGE = (1e-3, 1e9)
+"""Samples outside share the outermost bucket of their side. In microseconds: 1 ns to 1,000 s."""
+
+GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+_SCALE = 1 / math.log(GAMMA)
+_FIRST, _LAST = (math.ceil(math.log(bound) * _SCALE) for bound in RANGE)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """A finished distribution, in the unit of its samples. The default is the empty one."""
+
+    buckets: tuple[tuple[int, int], ...] = ()
+    """(bucket, samples in it), ascending, without empty buckets."""
+    count: int = 0
+    total: float = 0.0
+    minimum: float = math.inf
+    maximum: float = -math.inf
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    def quantile(self, q: float) -> float | None:
+        """Estimate the sample of rank ``floor(q * (count - 1))``; None without samples.
+
+        Errors: ``ValueError`` for ``q`` outside 0..1.
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"a quantile lies within 0..1, not {q}")
+        rank = math.floor(q * (self.count - 1))
+        seen = 0
+        for bucket, samples in self.buckets:
+            seen += samples
+            if seen > rank:
+                return min(max(_middle(bucket), self.minimum), self.maximum)
+        return None
+
+    def merge(self, other: Histogram) -> Histogram:
+        """The distribution of both sets of samples."""
+        buckets = Counter(dict(self.buckets))
+        buckets.update(dict(other.buckets))
+        return Histogram(
+            buckets=tuple(sorted(buckets.items())),
+            count=self.count + other.count,
+            total=self.total + other.total,
+            minimum=min(self.minimum, other.minimum),
+            maximum=max(self.maximum, other.maximum),
+        )
+
+    def bars(self, buckets_per_bar: int = 3) -> tuple[list[float], list[float]]:
+        """Edges of neighbouring bars, one more than bars, and the share of samples in each.
+
+        The default bars are 6 % wide. Empty lists without samples.
+        """
+        counts: dict[int, int] = {}
+        for bucket, samples in self.buckets:
+            bar = bucket // buckets_per_bar
+            counts[bar] = counts.get(bar, 0) + samples
+        if not counts:
+            return [], []
+        bars = range(min(counts), max(counts) + 1)
+        # Bucket i ends at GAMMA**i, so the bar that begins with it begins at GAMMA**(i - 1).
+        edges = [GAMMA ** (bar * buckets_per_bar - 1) for bar in (*bars, bars.stop)]
+        return edges, [counts.get(bar, 0) / self.count for bar in bars]
+
+    def counts_within(self, bounds: Sequence[float]) -> list[int]:
+        """How many samples are at most each of the ascending ``bounds``.
+
+        A bucket that a bound cuts counts where its middle lies.
+        """
+        return [
+            sum(samples for bucket, samples in self.buckets if _middle(bucket) <= bound)
+            for bound in bounds
+        ]
+
+
+class RunningHistogram:
+    """A distribution to which samples are added, in memory that does not grow with them."""
+
+    __slots__ = ("_buckets", "_count", "_maximum", "_minimum", "_total")
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, int] = {}
+        self._count = 0
+        self._total = 0.0
+        self._minimum = math.inf
+        self._maximum = -math.inf
+
+    def add(self, value: float) -> None:
+        """Count ``value``. Runs on the step's path."""
+        bucket = math.ceil(math.log(value) * _SCALE) if value > 0 else _FIRST
+        if not _FIRST <= bucket <= _LAST:
+            bucket = min(max(bucket, _FIRST), _LAST)
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+        self._count += 1
+        self._total += value
+        if value < self._minimum:
+            self._minimum = value
+        if value > self._maximum:
+            self._maximum = value
+
+    def freeze(self) -> Histogram:
+        """The distribution so far."""
+        # dict() copies in one step of the interpreter: safe beside a thread that adds.
+        return Histogram(
+            buckets=tuple(sorted(dict(self._buckets).items())),
+            count=self._count,
+            total=self._total,
+            minimum=self._minimum,
+            maximum=self._maximum,
+        )
+
+
+def _middle(bucket: int) -> float:
+    """The value whose relative distance to both bounds of the bucket is ``RELATIVE_ERROR``."""
+    return float(2 * GAMMA**bucket / (GAMMA + 1))
+
+
+NUM_BINS = 256
+_MODES = tuple(RuntimeMode)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSeries:
+    """Tokens by runtime mode over step number, in a fixed number of bins.
+
+    While steps are few each has its own bin; when the bins are full, neighbours merge and every bin
+    then holds twice as many steps. Totals stay exact. The default is the empty series.
+    """
+
+    num_steps: int = 0
+    steps_per_bin: int = 1
+    """A power of two; the last bin may hold fewer."""
+    tokens: Mapping[RuntimeMode, tuple[int, ...]] = field(
+        default_factory=lambda: dict.fromkeys(_MODES, ())
+    )
+    """Unpadded tokens of each bin, equally many bins for each mode."""
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The step number at which each bin begins, and the one after the last bin's end."""
+        return (*range(0, self.num_steps, self.steps_per_bin), self.num_steps)
+
+    def tokens_per_step(self, mode: RuntimeMode) -> list[float]:
+        """The mean of each bin, over all its steps."""
+        bins = zip(self.tokens[mode], pairwise(self.edges), strict=True)
+        return [tokens / (end - start) for tokens, (start, end) in bins]
+
+    def merge(self, other: TokenSeries) -> TokenSeries:
+        """Lay two series side by side, step n of one beside step n of the other (two ranks)."""
+        steps_per_bin = max(self.steps_per_bin, other.steps_per_bin)
+        mine, theirs = self._with_bins_of(steps_per_bin), other._with_bins_of(steps_per_bin)
+        return TokenSeries(
+            num_steps=max(self.num_steps, other.num_steps),
+            steps_per_bin=steps_per_bin,
+            tokens={
+                mode: tuple(a + b for a, b in zip_longest(mine[mode], theirs[mode], fillvalue=0))
+                for mode in _MODES
+            },
+        )
+
+    def _with_bins_of(self, steps_per_bin: int) -> Mapping[RuntimeMode, Sequence[int]]:
+        bins: dict[RuntimeMode, Sequence[int]] = dict(self.tokens)
+        width = self.steps_per_bin
+        while width < steps_per_bin:
+            bins = {mode: _in_pairs(values) for mode, values in bins.items()}
+            width *= 2
+        return bins
+
+
+class RunningTokenSeries:
+    """A series to which steps are added, in memory that does not grow with them."""
+
+    __slots__ = ("_bins", "_num_steps", "_shift")
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._shift = 0
+        self._bins: list[list[int]] = [[0] * NUM_BINS for _ in _MODES]
+
+    def add(self, mode: RuntimeMode, num_tokens: int) -> None:
+        """Count the next step. Runs on the step's path."""
+        number = self._num_steps >> self._shift
+        if number == NUM_BINS:
+            self._bins = [_in_pairs(values) + [0] * (NUM_BINS // 2) for values in self._bins]
+            self._shift += 1
+            number = NUM_BINS // 2
+        self._bins[mode][number] += num_tokens
+        self._num_steps += 1
+
+    def freeze(self) -> TokenSeries:
+        """The series so far."""
+        num_steps, shift = self._num_steps, self._shift
+        used = -(-num_steps >> shift)
+        return TokenSeries(
+            num_steps=num_steps,
+            steps_per_bin=1 << shift,
+            tokens={mode: tuple(self._bins[mode][:used]) for mode in _MODES},
+        )
+
+
+def _in_pairs(values: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(values[::2], values[1::2], fillvalue=0)]
 
 
 class StepKind(NamedTuple):
-    """What tells one step from another: there are few kinds, however many steps."""
+    """The facts by which steps are counted: there are few kinds, however many steps."""
 
     mode: RuntimeMode
     num_padded_tokens: int | None
     """The captured size that served the step; None for eager steps, which have none."""
-    reason: MissReason
+    reason: Reason
     uniform: bool
 
 
@@ -46,7 +262,7 @@ class StepCounts(NamedTuple):
     num_padded_tokens: int = 0
 
     def plus(self, other: StepCounts) -> StepCounts:
-        return StepCounts(*(a + b for a, b in zip(self, other, strict=True)))
+        return StepCounts(*_sums(self, other))
 
     @property
     def padding_percent(self) -> float:
@@ -60,33 +276,22 @@ class CaptureTotals(NamedTuple):
 
     programs: int = 0
     graphs: int = 0
-    gaps: int = 0
+    eager_segments: int = 0
     nodes: int | None = 0
-    """None where the device did not say for every program."""
+    """None where the device did not report them for every program."""
     seconds: float = 0.0
     pool_growth_bytes: int = 0
     exec_bytes: int = 0
-    slot_bytes: int = 0
+    static_output_bytes: int = 0
     external_bytes: int = 0
-    """Held alive by the programs, not made by them."""
+    """Tensors that the programs keep alive and did not allocate."""
 
     def plus(self, other: CaptureTotals) -> CaptureTotals:
-        unknown = self.nodes is None or other.nodes is None
-        return CaptureTotals(
-            programs=self.programs + other.programs,
-            graphs=self.graphs + other.graphs,
-            gaps=self.gaps + other.gaps,
-            nodes=None if unknown else (self.nodes or 0) + (other.nodes or 0),
-            seconds=self.seconds + other.seconds,
-            pool_growth_bytes=self.pool_growth_bytes + other.pool_growth_bytes,
-            exec_bytes=self.exec_bytes + other.exec_bytes,
-            slot_bytes=self.slot_bytes + other.slot_bytes,
-            external_bytes=self.external_bytes + other.external_bytes,
-        )
+        return CaptureTotals(*_sums(self, other))
 
     @property
     def graph_bytes(self) -> int:
-        """What the programs take: pool, slots in it included, and executables."""
+        """Memory of the programs: the pool, static outputs included, and executables."""
         return self.pool_growth_bytes + self.exec_bytes
 
 
@@ -96,7 +301,7 @@ class VerificationTotals(NamedTuple):
     equal: int = 0
     different: int = 0
     max_abs_difference: float = 0.0
-    """Infinite where a comparison met something that is no number."""
+    """Infinite if a compared value was NaN."""
 
     def plus(self, other: VerificationTotals) -> VerificationTotals:
         return VerificationTotals(
@@ -107,7 +312,7 @@ class VerificationTotals(NamedTuple):
 
 
 class LifetimeTotals(NamedTuple):
-    """Sums over what ended: programs whose externals moved, generations given back."""
+    """Sums over programs that were invalidated or retired."""
 
     invalidated_programs: int = 0
     retired_generations: int = 0
@@ -115,12 +320,18 @@ class LifetimeTotals(NamedTuple):
     freed_bytes: int = 0
 
     def plus(self, other: LifetimeTotals) -> LifetimeTotals:
-        return LifetimeTotals(*(a + b for a, b in zip(self, other, strict=True)))
+        return LifetimeTotals(*_sums(self, other))
+
+
+def _sums(first: Sequence[Any], second: Sequence[Any]) -> Iterator[Any]:
+    """Field by field; None (unknown) plus anything is None."""
+    for a, b in zip(first, second, strict=True):
+        yield None if a is None or b is None else a + b
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """A snapshot. The default is the empty one, which changes nothing in a merge."""
+    """A snapshot of ``StepMetrics``. The default is the empty one; merging it changes nothing."""
 
     steps: Mapping[StepKind, StepCounts] = field(default_factory=dict)
     host_us: Mapping[RuntimeMode, Histogram] = field(default_factory=dict)
@@ -134,18 +345,11 @@ class Metrics:
 
     def merge(self, other: Metrics) -> Metrics:
         """The numbers of both, as of two ranks that stepped side by side."""
-        steps, host_us, captures = dict(self.steps), dict(self.host_us), dict(self.captures)
-        for kind, counts in other.steps.items():
-            steps[kind] = steps.get(kind, StepCounts()).plus(counts)
-        for mode, histogram in other.host_us.items():
-            host_us[mode] = host_us.get(mode, Histogram()).merge(histogram)
-        for mode, totals in other.captures.items():
-            captures[mode] = captures.get(mode, CaptureTotals()).plus(totals)
         return Metrics(
-            steps=steps,
-            host_us=host_us,
+            steps=_joined(self.steps, other.steps, StepCounts.plus),
+            host_us=_joined(self.host_us, other.host_us, Histogram.merge),
             series=self.series.merge(other.series),
-            captures=captures,
+            captures=_joined(self.captures, other.captures, CaptureTotals.plus),
             failures=dict(Counter(self.failures) + Counter(other.failures)),
             verifications=self.verifications.plus(other.verifications),
             lifetimes=self.lifetimes.plus(other.lifetimes),
@@ -153,14 +357,14 @@ class Metrics:
 
     def total(self) -> StepCounts:
         """All steps together."""
-        return _sum(self.steps.values())
+        return reduce(StepCounts.plus, self.steps.values(), StepCounts())
 
     def by_mode(self) -> dict[RuntimeMode, StepCounts]:
-        """Steps by what they ran; every mode is there, with zeros if need be."""
-        return {
-            mode: _sum(counts for kind, counts in self.steps.items() if kind.mode is mode)
-            for mode in RuntimeMode
-        }
+        """Steps by what they ran; every mode has an entry, with zeros if it never ran."""
+        found = dict.fromkeys(RuntimeMode, StepCounts())
+        for kind, counts in self.steps.items():
+            found[kind.mode] = found[kind.mode].plus(counts)
+        return found
 
     def by_captured_size(self) -> dict[int, StepCounts]:
         """Graph steps by the captured size that served them, ascending."""
@@ -171,9 +375,9 @@ class Metrics:
                 found[kind.num_padded_tokens] = before.plus(counts)
         return dict(sorted(found.items()))
 
-    def miss_reasons(self) -> dict[MissReason, int]:
+    def miss_reasons(self) -> dict[Reason, int]:
         """Eager steps by reason, most frequent first; they sum to the steps of mode NONE."""
-        found = Counter[MissReason]()
+        found = Counter[Reason]()
         for kind, counts in self.steps.items():
             if kind.mode is RuntimeMode.NONE:
                 found[kind.reason] += counts.steps
@@ -181,17 +385,18 @@ class Metrics:
 
     def host_us_of_all(self) -> Histogram:
         """Host time per step in microseconds, whatever the step ran."""
-        merged = Histogram()
-        for histogram in self.host_us.values():
-            merged = merged.merge(histogram)
-        return merged
+        return reduce(Histogram.merge, self.host_us.values(), Histogram())
 
     def captures_of_all(self) -> CaptureTotals:
         """All captured programs together."""
-        total = CaptureTotals()
-        for captured in self.captures.values():
-            total = total.plus(captured)
-        return total
+        return reduce(CaptureTotals.plus, self.captures.values(), CaptureTotals())
+
+
+def _joined(mine: Mapping[K, V], other: Mapping[K, V], plus: Callable[[V, V], V]) -> dict[K, V]:
+    joined = dict(mine)
+    for key, value in other.items():
+        joined[key] = plus(joined[key], value) if key in joined else value
+    return joined
 
 
 class StepMetrics:
@@ -202,7 +407,7 @@ class StepMetrics:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[RuntimeMode, int | None, MissReason, bool], list[int]] = {}
+        self._steps: dict[tuple[RuntimeMode, int | None, Reason, bool], list[int]] = {}
         self._host_us = [RunningHistogram() for _ in RuntimeMode]
         self._series = RunningTokenSeries()
         self._captures: dict[RuntimeMode, CaptureTotals] = {}
@@ -214,15 +419,41 @@ class StepMetrics:
         if isinstance(event, Replayed):
             mode, reason, num_tokens, num_padded_tokens, _, uniform, host_us = event
             self._count_step((mode, num_padded_tokens, reason, uniform), num_tokens, host_us)
-        elif isinstance(event, RanEager):
+            return
+        if isinstance(event, RanEager):
             reason, num_tokens, _, uniform, host_us = event
             self._count_step((RuntimeMode.NONE, None, reason, uniform), num_tokens, host_us)
-        else:
-            self._count_rare(event)
+            return
+        match event:
+            case Captured():
+                captured = CaptureTotals(
+                    programs=1,
+                    graphs=event.num_graphs,
+                    eager_segments=event.num_eager,
+                    nodes=event.num_nodes,
+                    seconds=event.seconds,
+                    pool_growth_bytes=event.pool_growth_bytes,
+                    exec_bytes=event.exec_bytes,
+                    static_output_bytes=event.static_output_bytes,
+                    external_bytes=event.external_bytes,
+                )
+                before = self._captures.get(event.mode, CaptureTotals())
+                self._captures[event.mode] = before.plus(captured)
+            case CaptureFailed(error=error):
+                self._failures[error] = self._failures.get(error, 0) + 1
+            case Verified(equal=equal, max_abs_difference=difference):
+                largest = math.inf if math.isnan(difference) else difference
+                verified = VerificationTotals(int(equal), int(not equal), largest)
+                self._verifications = self._verifications.plus(verified)
+            case Invalidated(num_programs=programs):
+                self._lifetimes = self._lifetimes.plus(LifetimeTotals(programs))
+            case Retired(num_programs=programs, freed_bytes=freed):
+                self._lifetimes = self._lifetimes.plus(LifetimeTotals(0, 1, programs, freed))
+            # Kinds of events that are added later are not counted here.
 
     def _count_step(
         self,
-        kind: tuple[RuntimeMode, int | None, MissReason, bool],
+        kind: tuple[RuntimeMode, int | None, Reason, bool],
         num_tokens: int,
         host_us: float,
     ) -> None:
@@ -235,42 +466,8 @@ class StepMetrics:
         self._host_us[mode].add(host_us)
         self._series.add(mode, num_tokens)
 
-    def _count_rare(self, event: Event) -> None:
-        match event:
-            case Captured():
-                before = self._captures.get(event.mode, CaptureTotals())
-                self._captures[event.mode] = before.plus(
-                    CaptureTotals(
-                        programs=1,
-                        graphs=event.num_graphs,
-                        gaps=event.num_gaps,
-                        nodes=event.num_nodes,
-                        seconds=event.seconds,
-                        pool_growth_bytes=event.pool_growth_bytes,
-                        exec_bytes=event.exec_bytes,
-                        slot_bytes=event.slot_bytes,
-                        external_bytes=event.external_bytes,
-                    )
-                )
-            case CaptureFailed(error=error):
-                self._failures[error] = self._failures.get(error, 0) + 1
-            case Verified(equal=equal, max_abs_difference=difference):
-                seen = math.inf if math.isnan(difference) else difference
-                self._verifications = self._verifications.plus(
-                    VerificationTotals(
-                        equal=int(equal), different=int(not equal), max_abs_difference=seen
-                    )
-                )
-            case Invalidated(num_programs=programs):
-                self._lifetimes = self._lifetimes.plus(
-                    LifetimeTotals(invalidated_programs=programs)
-                )
-            case Retired(num_programs=programs, freed_bytes=freed):
-                self._lifetimes = self._lifetimes.plus(LifetimeTotals(0, 1, programs, freed))
-            # An event of a later room has nothing to count here.
-
     def snapshot(self) -> Metrics:
-        """The numbers so far, as a value that later events do not touch."""
+        """The numbers so far, as a value that later events do not change."""
         # dict() copies in one step of the interpreter: safe beside a thread that counts.
         steps = {}
         for (mode, size, reason, uniform), (num_steps, num_tokens) in dict(self._steps).items():
@@ -290,10 +487,3 @@ class StepMetrics:
             verifications=self._verifications,
             lifetimes=self._lifetimes,
         )
-
-
-def _sum(counts: Iterable[StepCounts]) -> StepCounts:
-    total = StepCounts()
-    for each in counts:
-        total = total.plus(each)
-    return total

@@ -1,23 +1,31 @@
-"""The report page: what it says, and how it gets to its path whole or not at all.
+"""One self-contained HTML page about runs of one traffic: tables, plots, configuration.
 
-Needs the extra ``report`` when it is checked, rendered or written.
+The page loads nothing: no script, no font, no link. Needs the extra ``report``.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
-from graphrt.errors import ReportError
-from graphrt.report.summary import PolicyRun
-from graphrt.report.tables import TextTable
+from graphrt.errors import MissingExtraError, ReportError
+from graphrt.report.tables import (
+    PolicyRun,
+    TextTable,
+    capture_table,
+    comparison_table,
+    miss_table,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportPage:
-    """What the page says. All text is escaped."""
+    """The contents of the page. All text is escaped."""
 
     title: str
     lead: str
@@ -29,14 +37,19 @@ class ReportPage:
     """Further tables: configuration, plan, adjustments. Those without rows are left out."""
 
 
+class _Plot(NamedTuple):
+    title: str
+    caption: str
+    data: str
+    """SVG in base64: as an image of its own, its ids cannot meet those of another plot."""
+
+
 def write_report(path: Path, page: ReportPage) -> Path:
-    """Render ``page``, put it at ``path`` in one move, and return the path it has now.
+    """Render ``page``, put it at ``path`` in one move, and return the path without links.
 
     Errors: ``ReportError`` where it cannot be written; what was at ``path`` is then untouched.
     ``MissingExtraError`` without matplotlib and jinja2.
     """
-    from graphrt.report.html import render_report
-
     place = check_report_path(path)
     text = render_report(page)
     # In the same folder, because only a move within one file system is atomic.
@@ -57,8 +70,7 @@ def check_report_path(path: Path) -> Path:
 
     Errors: ``ReportError``; ``MissingExtraError`` without matplotlib and jinja2.
     """
-    import graphrt.report.html  # noqa: F401  the libraries are missed here or nowhere
-
+    _check_libraries()
     try:
         place = path.expanduser().resolve()
         if not place.parent.is_dir():
@@ -73,6 +85,70 @@ def check_report_path(path: Path) -> Path:
             raise
         raise _not_writable(path, str(error)) from error
     return place
+
+
+def render_report(page: ReportPage) -> str:
+    """The page as text. Errors: ``MissingExtraError`` without matplotlib and jinja2."""
+    _check_libraries()
+    from jinja2 import Environment, StrictUndefined
+
+    template = files("graphrt.report").joinpath("page.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    text: str = environment.from_string(template).render(
+        page=page,
+        comparison=comparison_table(page.runs),
+        plots=_plots(page.runs),
+        tables=[miss_table(page.runs), capture_table(page.runs), *page.tables],
+    )
+    return text
+
+
+def _check_libraries() -> None:
+    try:
+        import jinja2  # noqa: F401
+
+        import graphrt.report.plots  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("the HTML report", extra="report", found=str(error)) from error
+
+
+def _plots(runs: Sequence[PolicyRun]) -> list[_Plot]:
+    from graphrt.report import plots
+
+    shown = [
+        (
+            "Tokens by what each step ran",
+            "Unpadded tokens a step, in the order of the steps. Long runs show averages of "
+            "neighbouring steps.",
+            plots.tokens_over_time,
+            any(run.metrics.steps for run in runs),
+        ),
+        (
+            "Host time a step",
+            "How long the host was busy with a step, as shares of a run's steps. The dark line "
+            "is the median.",
+            plots.host_times,
+            any(run.metrics.host_us for run in runs),
+        ),
+        (
+            "Padding by captured size",
+            "Tokens that each captured size carried, and the padding that filled it up. Eager "
+            "steps have no padding and are not shown.",
+            plots.padding_by_size,
+            any(run.metrics.by_captured_size() for run in runs),
+        ),
+        (
+            "Eager steps by reason",
+            "A step that no graph serves always has a reason.",
+            plots.miss_reasons,
+            any(run.metrics.miss_reasons() for run in runs),
+        ),
+    ]
+    return [
+        _Plot(title, caption, base64.b64encode(draw(runs).encode()).decode())
+        for title, caption, draw, has_data in shown
+        if has_data
+    ]
 
 
 def _not_writable(path: Path, found: str) -> ReportError:

@@ -1,7 +1,7 @@
 """Plots of runs as SVG text: one panel a run, the same axes throughout, one colour a meaning.
 
-Needs the extra ``report``. Figures are built without pyplot, so no state of the process changes
-but the style settings, for the time of a call.
+Needs matplotlib, from the extra ``report``. Figures are built without pyplot, so no state of the
+process changes but the style settings, for the time of a call.
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ from collections.abc import Callable, Sequence
 from io import StringIO
 from typing import Any
 
-from graphrt.batch import RuntimeMode
-from graphrt.errors import MissingExtraError
-from graphrt.report.summary import PolicyRun, eager_reasons
-from graphrt.report.tables import time_text
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-try:
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-except ImportError as error:
-    raise MissingExtraError("the HTML report", extra="report", found=str(error)) from error
+from graphrt.batch import RuntimeMode
+from graphrt.report.tables import PolicyRun, eager_reasons, time_text
 
 MODE_COLORS = {
     RuntimeMode.FULL: "#0b5c8e",
     RuntimeMode.PIECEWISE: "#6fb3d9",
     RuntimeMode.NONE: "#e3a13b",
 }
-"""Blue is graph, amber is eager: told apart by lightness too."""
+"""Blue is graph, amber is eager: they differ in lightness too."""
 
 _INK = "#24292f"
 _FAINT = "#8c959f"
@@ -92,7 +87,10 @@ def tokens_over_time(runs: Sequence[PolicyRun]) -> str:
                 base = top
             panel.set_title(run.name)
         _label_outer(panels, "step", "tokens a step")
-        _legend_of_modes(figure, runs)
+        ran = {kind.mode for run in runs for kind in run.metrics.steps}
+        modes = [mode for mode in MODE_COLORS if mode in ran]
+        names = ["NONE (eager)" if mode is RuntimeMode.NONE else mode.name for mode in modes]
+        _legend(figure, [Patch(color=MODE_COLORS[mode], linewidth=0) for mode in modes], names)
 
     return _svg(draw, height=1.1 + 1.75 * _rows(len(runs)))
 
@@ -216,13 +214,6 @@ def _label_outer(panels: Sequence[Axes], x: str, y: str, columns: int = 2) -> No
             panel.tick_params(labelbottom=True)
         if number % columns == 0:
             panel.set_ylabel(y)
-
-
-def _legend_of_modes(figure: Figure, runs: Sequence[PolicyRun]) -> None:
-    ran = {kind.mode for run in runs for kind in run.metrics.steps}
-    modes = [mode for mode in MODE_COLORS if mode in ran]
-    names = ["NONE (eager)" if mode is RuntimeMode.NONE else mode.name for mode in modes]
-    _legend(figure, [Patch(color=MODE_COLORS[mode], linewidth=0) for mode in modes], names)
 
 
 def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:

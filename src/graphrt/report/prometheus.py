@@ -1,12 +1,13 @@
 """Metrics for Prometheus, computed when they are scraped: a step pays for counting only.
 
-Needs the extra ``metrics``. Labels are members of closed sets, so the number of series is bounded.
+Needs the extra ``metrics``. Labels are members of closed sets, so that the series are few.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from graphrt.errors import ConfigError, MissingExtraError
 from graphrt.events import Event
@@ -68,82 +69,51 @@ class PrometheusObserver(Collector):
 
 
 def _families(metrics: Metrics) -> Iterator[Metric]:
-    yield from _steps(metrics)
-    yield _host_seconds(metrics)
-    yield from _captures(metrics)
-
-
-def _steps(metrics: Metrics) -> Iterator[Metric]:
     steps = CounterMetricFamily(
         "graphrt_steps",
         "Steps by what they ran and why.",
         labels=("mode", "reason", "uniform"),
     )
-    counted: dict[tuple[str, str, str], int] = {}
+    counted: Counter[tuple[str, str, str]] = Counter()
     for kind, counts in metrics.steps.items():
-        labels = (kind.mode.name, kind.reason.name, str(kind.uniform).lower())
-        counted[labels] = counted.get(labels, 0) + counts.steps
+        counted[kind.mode.name, kind.reason.name, str(kind.uniform).lower()] += counts.steps
     for labels, value in counted.items():
         steps.add_metric(labels, value)
     yield steps
 
-    tokens = CounterMetricFamily("graphrt_tokens", "Tokens without padding.", labels=("mode",))
-    padding = CounterMetricFamily(
-        "graphrt_padding_tokens", "Tokens added to fill a captured size.", labels=("mode",)
+    modes = {mode.name: counts for mode, counts in metrics.by_mode().items()}
+    tokens = {mode: counts.num_tokens for mode, counts in modes.items()}
+    yield _counter("graphrt_tokens", "Tokens without padding.", "mode", tokens)
+    padding = {mode: counts.num_padded_tokens - tokens[mode] for mode, counts in modes.items()}
+    yield _counter(
+        "graphrt_padding_tokens", "Tokens added to fill a captured size.", "mode", padding
     )
-    for mode, counts in metrics.by_mode().items():
-        tokens.add_metric((mode.name,), counts.num_tokens)
-        padding.add_metric((mode.name,), counts.num_padded_tokens - counts.num_tokens)
-    yield tokens
-    yield padding
 
-
-def _host_seconds(metrics: Metrics) -> Metric:
-    family = HistogramMetricFamily(
+    host_seconds = HistogramMetricFamily(
         "graphrt_step_host_seconds", "Host time of a step.", labels=("mode",)
     )
-    bounds_us = [1e6 * bound for bound in HOST_SECONDS_BOUNDS]
+    bounds_us = [*(1e6 * bound for bound in HOST_SECONDS_BOUNDS), math.inf]
+    names = [*(f"{bound:g}" for bound in HOST_SECONDS_BOUNDS), "+Inf"]
     for mode, histogram in metrics.host_us.items():
-        counts = histogram.counts_within([*bounds_us, math.inf])
-        names = [f"{bound:g}" for bound in HOST_SECONDS_BOUNDS] + ["+Inf"]
-        family.add_metric(
-            (mode.name,),
-            buckets=list(zip(names, counts, strict=True)),
-            sum_value=histogram.total / 1e6,
-        )
-    return family
+        buckets = list(zip(names, histogram.counts_within(bounds_us), strict=True))
+        host_seconds.add_metric((mode.name,), buckets=buckets, sum_value=histogram.total / 1e6)
+    yield host_seconds
 
-
-def _captures(metrics: Metrics) -> Iterator[Metric]:
-    programs = CounterMetricFamily("graphrt_captures", "Programs captured.", labels=("mode",))
-    graphs = CounterMetricFamily(
-        "graphrt_captured_graphs", "Device graphs captured.", labels=("mode",)
-    )
-    seconds = CounterMetricFamily(
-        "graphrt_capture_seconds", "Time spent in captures.", labels=("mode",)
-    )
-    for mode, totals in metrics.captures.items():
-        programs.add_metric((mode.name,), totals.programs)
-        graphs.add_metric((mode.name,), totals.graphs)
-        seconds.add_metric((mode.name,), totals.seconds)
-    yield from (programs, graphs, seconds)
-
+    captures = {mode.name: totals for mode, totals in metrics.captures.items()}
+    programs = {mode: totals.programs for mode, totals in captures.items()}
+    yield _counter("graphrt_captures", "Programs captured.", "mode", programs)
+    graphs = {mode: totals.graphs for mode, totals in captures.items()}
+    yield _counter("graphrt_captured_graphs", "Device graphs captured.", "mode", graphs)
+    seconds = {mode: totals.seconds for mode, totals in captures.items()}
+    yield _counter("graphrt_capture_seconds", "Time spent in captures.", "mode", seconds)
     held = metrics.captures_of_all().graph_bytes - metrics.lifetimes.freed_bytes
     yield GaugeMetricFamily("graphrt_graph_bytes", "Memory that graphs hold.", value=held)
+    yield _counter("graphrt_capture_failures", "Captures that failed.", "error", metrics.failures)
 
-    failures = CounterMetricFamily(
-        "graphrt_capture_failures", "Captures that failed.", labels=("error",)
+    verified = {"true": metrics.verifications.equal, "false": metrics.verifications.different}
+    yield _counter(
+        "graphrt_verifications", "Replays compared with eager execution.", "equal", verified
     )
-    for error, count in metrics.failures.items():
-        failures.add_metric((error,), count)
-    yield failures
-
-    verified = CounterMetricFamily(
-        "graphrt_verifications", "Replays compared with eager execution.", labels=("equal",)
-    )
-    verified.add_metric(("true",), metrics.verifications.equal)
-    verified.add_metric(("false",), metrics.verifications.different)
-    yield verified
     yield CounterMetricFamily(
         "graphrt_invalidated_programs",
         "Programs whose tensors moved.",
@@ -154,3 +124,10 @@ def _captures(metrics: Metrics) -> Iterator[Metric]:
         "Programs given back.",
         value=metrics.lifetimes.retired_programs,
     )
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=(label,))
+    for label_value, value in values.items():
+        family.add_metric((label_value,), value)
+    return family

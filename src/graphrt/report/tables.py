@@ -1,35 +1,122 @@
-"""Tables of runs: once as text cells, for the page, and from those as ``rich`` renderables.
+"""Runs of one traffic under several policies, side by side: as numbers, and as tables of text.
 
-Nothing here prints.
+A table is text cells first; the page and the terminal (``rich``) both show those. Quantiles of
+times are estimates (see ``RELATIVE_ERROR``); everything else is exact. Nothing here prints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
+from graphrt.batch import Reason, RuntimeMode
+from graphrt.report.metrics import Histogram, Metrics, StepCounts
 
-from graphrt.batch import MissReason, RuntimeMode
-from graphrt.report.summary import PolicyRun, eager_reasons, summarize_runs
+if TYPE_CHECKING:
+    from rich.table import Table
+
+BASELINE = "NONE"
+"""The run that step times are compared with: the one in which every step is eager."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRun:
+    """One policy's run: its name, what was counted, and how long it took."""
+
+    name: str
+    metrics: Metrics
+    capture_seconds: float
+    """Warm-ups, captures and first verified replays together."""
+    seconds: float
+    """Serving, without capture."""
+    step_us: Histogram = field(default_factory=Histogram)
+    """Time of whole steps in microseconds, until their results were on the host. Unlike host time
+    it contains the device's work, which a GPU does after the runtime has returned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySummary:
+    """The comparable numbers of one run. Field names are public: ``as_dict`` is a JSON contract."""
+
+    steps: int
+    runtime_modes: dict[str, int]
+    """Steps by what they ran; they sum to ``steps``."""
+    uniform_steps: dict[str, int]
+    """The share of ``runtime_modes`` that were uniform decode batches."""
+    tokens_by_runtime_mode: dict[str, int]
+    """Without padding."""
+    miss_reasons: dict[str, int]
+    """Eager steps by reason; they sum to those of mode NONE."""
+    padding_percent: float
+    num_graphs: int
+    capture_seconds: float
+    graph_bytes: int
+    host_us_p50: float | None
+    """None, like all that follows from it, where no step ran."""
+    host_us_p99: float | None
+    step_us_p50: float | None
+    step_time_ratio_to_none: float | None
+    """Median step time over that of the baseline: below 1 is faster. None without a baseline."""
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarize_runs(runs: Sequence[PolicyRun]) -> dict[str, PolicySummary]:
+    """One summary for each run, by name and in order."""
+    medians = {run.name: run.step_us.quantile(0.5) for run in runs}
+    baseline = medians.get(BASELINE)
+    return {run.name: _summary(run, medians[run.name], baseline) for run in runs}
+
+
+def eager_reasons(runs: Sequence[PolicyRun]) -> list[Reason]:
+    """Every reason for which any run had an eager step, most frequent first."""
+    counts = Counter[Reason]()
+    for run in runs:
+        counts.update(run.metrics.miss_reasons())
+    return [reason for reason, _ in counts.most_common()]
+
+
+def _summary(run: PolicyRun, median: float | None, baseline: float | None) -> PolicySummary:
+    metrics = run.metrics
+    by_mode = sorted(metrics.by_mode().items(), reverse=True)
+    captured = metrics.captures_of_all()
+    return PolicySummary(
+        steps=metrics.total().steps,
+        runtime_modes={mode.name: counts.steps for mode, counts in by_mode},
+        uniform_steps={mode.name: counts.uniform_steps for mode, counts in by_mode},
+        tokens_by_runtime_mode={mode.name: counts.num_tokens for mode, counts in by_mode},
+        miss_reasons={reason.name: steps for reason, steps in metrics.miss_reasons().items()},
+        padding_percent=metrics.total().padding_percent,
+        num_graphs=captured.graphs,
+        capture_seconds=run.capture_seconds,
+        graph_bytes=captured.graph_bytes,
+        host_us_p50=metrics.host_us_of_all().quantile(0.5),
+        host_us_p99=metrics.host_us_of_all().quantile(0.99),
+        step_us_p50=median,
+        step_time_ratio_to_none=median / baseline if median and baseline else None,
+        seconds=run.seconds,
+    )
+
 
 ABSENT = "-"
 
 EXPLANATIONS = {
-    MissReason.HIT: "a graph of exactly this size",
-    MissReason.PADDED: "a graph of a larger size",
-    MissReason.ABOVE_MAX: "the batch is larger than the largest captured size",
-    MissReason.MODE_NONE: "the policy gives this kind of batch no graph",
-    MissReason.EXCLUDED: "the caller excluded every mode that could have served it",
-    MissReason.NO_KEY: "no key of the plan describes the batch",
-    MissReason.LORA_NOT_CAPTURED: "no graph for this number of adapters",
-    MissReason.NOT_CAPTURED_YET: "the graph is planned but not captured yet",
-    MissReason.CAPTURE_FAILED: "the capture failed, or its program failed verification",
-    MissReason.INVALIDATED: "a tensor that the graph reads has moved since its capture",
-    MissReason.RANKS_DISAGREE: "the data-parallel ranks settled on a lesser mode",
-    MissReason.UBATCH_ABORTED: "a split step was called off and no unsplit graph exists",
+    Reason.HIT: "a graph of exactly this size",
+    Reason.PADDED: "a graph of a larger size",
+    Reason.ABOVE_MAX: "the batch is larger than the largest captured size",
+    Reason.MODE_NONE: "the policy gives this kind of batch no graph",
+    Reason.EXCLUDED: "the caller excluded every mode that could have served it",
+    Reason.NO_KEY: "no key of the plan describes the batch",
+    Reason.LORA_NOT_CAPTURED: "no graph for this number of adapters",
+    Reason.NOT_CAPTURED_YET: "the graph is planned but not captured yet",
+    Reason.CAPTURE_FAILED: "the capture failed, or its program failed verification",
+    Reason.INVALIDATED: "a tensor that the graph reads has moved since its capture",
+    Reason.RANKS_DISAGREE: "the data-parallel ranks settled on a lesser mode",
+    Reason.UBATCH_ABORTED: "a split step was called off and no unsplit graph exists",
 }
 """Every reason in words, for readers of a report."""
 
@@ -45,7 +132,7 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table as text, before anyone decides what it looks like."""
+    """A table as text. A ``rich`` console can print it; 80 columns hold four policies."""
 
     title: str
     columns: tuple[str, ...]
@@ -54,56 +141,64 @@ class TextTable:
     is_numeric: bool = True
     """Cells are numbers: they align to the right."""
 
+    def __rich__(self) -> Table:
+        # Imported where a table is printed: rich is slow to import.
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
 
-def comparison(runs: Sequence[PolicyRun]) -> TextTable:
+        table = Table(
+            title=Text(self.title, style="bold"),
+            caption=Text(self.note, style="dim") if self.note else None,
+            title_justify="left",
+            caption_justify="left",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        table.add_column("", no_wrap=True)
+        for column in self.columns:
+            table.add_column(Text(column), justify="right" if self.is_numeric else "left")
+        for row in self.rows:
+            name = Text(f"  {row.name}" if row.is_part else row.name, style="dim" * row.is_part)
+            table.add_row(name, *map(Text, row.cells))
+        return table
+
+
+def comparison_table(runs: Sequence[PolicyRun]) -> TextTable:
     """What each run did with the same traffic: one column a run."""
     summaries = list(summarize_runs(runs).values())
     counts = [run.metrics.by_mode() for run in runs]
     totals = [run.metrics.total() for run in runs]
-    reasons = eager_reasons(runs)
-    modes = [
-        mode
-        for mode in sorted(RuntimeMode, reverse=True)
-        if any(by_mode[mode].steps for by_mode in counts)
-    ]
+    rows: list[TextRow] = []
 
-    def row(name: str, cells: Sequence[str], is_part: bool = False) -> TextRow:
-        return TextRow(name, tuple(cells), is_part)
+    def add(name: str, cells: Iterable[str], is_part: bool = False) -> None:
+        rows.append(TextRow(name, tuple(cells), is_part))
 
-    rows = [row("steps", [f"{total.steps:,}" for total in totals])]
-    for mode in modes:
-        shares = [
-            _share(by_mode[mode].steps, total.steps)
-            for by_mode, total in zip(counts, totals, strict=True)
-        ]
-        rows.append(row(_mode_name(mode), shares, is_part=True))
-    rows.append(row("tokens", [f"{total.num_tokens:,}" for total in totals]))
-    for mode in modes:
-        shares = [
-            _share(by_mode[mode].num_tokens, total.num_tokens)
-            for by_mode, total in zip(counts, totals, strict=True)
-        ]
-        rows.append(row(_mode_name(mode), shares, is_part=True))
-    rows.append(row("padding", [f"{summary.padding_percent:.1f} %" for summary in summaries]))
-    rows.append(
-        row(
-            "eager steps",
-            [f"{summary.runtime_modes[RuntimeMode.NONE.name]:,}" for summary in summaries],
-        )
-    )
-    for reason in reasons:
-        cells = [_count(summary.miss_reasons.get(reason.name, 0)) for summary in summaries]
-        rows.append(row(reason.name, cells, is_part=True))
-    rows += [
-        row("graphs", [_count(summary.num_graphs) for summary in summaries]),
-        row("graph memory", [size_text(summary.graph_bytes) for summary in summaries]),
-        row("capture", [seconds_text(summary.capture_seconds) for summary in summaries]),
-        row("host time, median", [time_text(s.host_us_p50) for s in summaries]),
-        row("p99", [time_text(s.host_us_p99) for s in summaries], is_part=True),
-        row("step time, median", [time_text(s.step_us_p50) for s in summaries]),
-        row("step time / NONE", [_ratio(s.step_time_ratio_to_none) for s in summaries]),
-        row("serving", [seconds_text(summary.seconds) for summary in summaries]),
-    ]
+    def add_with_shares(name: str, number: Callable[[StepCounts], int]) -> None:
+        add(name, (f"{number(total):,}" for total in totals))
+        for mode in sorted(RuntimeMode, reverse=True):
+            if any(by_mode[mode].steps for by_mode in counts):
+                pairs = zip(counts, totals, strict=True)
+                cells = [_share(number(by_mode[mode]), number(total)) for by_mode, total in pairs]
+                add("NONE (eager)" if mode is RuntimeMode.NONE else mode.name, cells, is_part=True)
+
+    add_with_shares("steps", lambda counts: counts.steps)
+    add_with_shares("tokens", lambda counts: counts.num_tokens)
+    add("padding", (f"{summary.padding_percent:.1f} %" for summary in summaries))
+    add("eager steps", (f"{by_mode[RuntimeMode.NONE].steps:,}" for by_mode in counts))
+    for reason in eager_reasons(runs):
+        cells = (_count(summary.miss_reasons.get(reason.name, 0)) for summary in summaries)
+        add(reason.name, cells, is_part=True)
+    add("graphs", (_count(summary.num_graphs) for summary in summaries))
+    add("graph memory", (size_text(summary.graph_bytes) for summary in summaries))
+    add("capture", (_seconds(summary.capture_seconds) for summary in summaries))
+    add("host time, median", (time_text(summary.host_us_p50) for summary in summaries))
+    add("p99", (time_text(summary.host_us_p99) for summary in summaries), is_part=True)
+    add("step time, median", (time_text(summary.step_us_p50) for summary in summaries))
+    ratios = (summary.step_time_ratio_to_none for summary in summaries)
+    add("step time / NONE", (ABSENT if ratio is None else f"{ratio:.2f}" for ratio in ratios))
+    add("serving", (_seconds(summary.seconds) for summary in summaries))
     return TextTable(
         title="The same traffic under each policy",
         columns=tuple(run.name for run in runs),
@@ -114,7 +209,7 @@ def comparison(runs: Sequence[PolicyRun]) -> TextTable:
     )
 
 
-def captures(runs: Sequence[PolicyRun]) -> TextTable:
+def capture_table(runs: Sequence[PolicyRun]) -> TextTable:
     """What was captured for each policy and runtime mode, and what it cost: one row each."""
     rows = []
     for run in runs:
@@ -125,59 +220,24 @@ def captures(runs: Sequence[PolicyRun]) -> TextTable:
                 f"{totals.graphs:,}",
                 ABSENT if totals.nodes is None else f"{totals.nodes:,}",
                 size_text(totals.graph_bytes),
-                seconds_text(totals.seconds),
+                _seconds(totals.seconds),
             )
             rows.append(TextRow(run.name, cells))
     return TextTable(
         title="Captures",
         columns=("mode", "programs", "graphs", "nodes", "memory", "seconds"),
         rows=tuple(rows),
-        note="A program is what one key replays: one graph, or several with eager gaps between. "
-        "Memory: pool, slots in it included, and executables.",
+        note="A program is what one key replays: one graph, or several with eager segments "
+        "between. Memory: the pool, static outputs included, and executables.",
     )
 
 
-def misses(runs: Sequence[PolicyRun]) -> TextTable:
+def miss_table(runs: Sequence[PolicyRun]) -> TextTable:
     """Each reason for which a step of these runs was eager, in words."""
     rows = [TextRow(reason.name, (EXPLANATIONS[reason],)) for reason in eager_reasons(runs)]
     return TextTable(
         title="Why steps ran eager", columns=("meaning",), rows=tuple(rows), is_numeric=False
     )
-
-
-def as_rich(grid: TextTable) -> Table:
-    """The grid as a renderable for a ``rich`` console; 80 columns hold four policies."""
-    table = Table(
-        title=Text(grid.title, style="bold"),
-        caption=Text(grid.note, style="dim") if grid.note else None,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    table.add_column("", no_wrap=True)
-    for column in grid.columns:
-        table.add_column(Text(column), justify="right" if grid.is_numeric else "left")
-    for row in grid.rows:
-        name = Text(f"  {row.name}" if row.is_part else row.name, style="dim" * row.is_part)
-        table.add_row(name, *map(Text, row.cells))
-    return table
-
-
-def comparison_table(runs: Sequence[PolicyRun]) -> Table:
-    """``comparison`` for a terminal."""
-    return as_rich(comparison(runs))
-
-
-def capture_table(runs: Sequence[PolicyRun]) -> Table:
-    """``captures`` for a terminal."""
-    return as_rich(captures(runs))
-
-
-def miss_table(runs: Sequence[PolicyRun]) -> Table:
-    """``misses`` for a terminal."""
-    return as_rich(misses(runs))
 
 
 def size_text(num_bytes: int) -> str:
@@ -203,16 +263,12 @@ def time_text(host_us: float | None) -> str:
     return f"{_three_digits(host_us / 1e6)} s"
 
 
-def seconds_text(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds else ABSENT
-
-
 def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def _mode_name(mode: RuntimeMode) -> str:
-    return "NONE (eager)" if mode is RuntimeMode.NONE else mode.name
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds else ABSENT
 
 
 def _count(number: int) -> str:
@@ -221,7 +277,3 @@ def _count(number: int) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if part else ABSENT
-
-
-def _ratio(ratio: float | None) -> str:
-    return ABSENT if ratio is None else f"{ratio:.2f}"

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.graphs.leaves import Node, format_path, walk
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from graphrt.graphs.values import Node, as_bits, format_path, same_host_value, walk
 
 _MAX_SHOWN = 4
 
@@ -98,7 +96,7 @@ def compare(expected: Any, actual: Any, *, tolerance: float | None = None) -> Co
             sizes.append(size)
         elif one.kind == "host":
             num_compared += 1
-            if not _same_host_value(one.value, other.value, tolerance):
+            if not same_host_value(one.value, other.value, tolerance):
                 differences.append(Difference(path, repr(one.value), repr(other.value)))
     # Not max alone: what it makes of a NaN depends on the order.
     largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
@@ -117,16 +115,20 @@ def _compare_tensors(
     if expected.is_complex():
         expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
     # Almost always so, and known after one wait for the device.
-    if torch.equal(_bits(expected), _bits(actual)):
+    if torch.equal(as_bits(expected), as_bits(actual)):
         return None, 0.0
-    differing = _differing(expected, actual)
+    differing = as_bits(expected) != as_bits(actual)
+    # In float64, because the 8-bit formats have no isnan of their own. It holds the difference of
+    # every dtype but very large int64, where it rounds.
+    left, right = expected.double(), actual.double()
+    differing &= ~(left.isnan() & right.isnan())
     if not bool(differing.any()):
         return None, 0.0
-    # float64 holds the difference of every dtype but very large int64, where it rounds.
-    size = (expected.double() - actual.double()).abs()[differing].max().item()
+    differences = (left - right).abs()
+    size = differences[differing].max().item()
     if tolerance is not None and expected.is_floating_point():
         # A pair of infinities is equal bits; NaN against a number fails the comparison.
-        differing &= ~((expected.double() - actual.double()).abs() <= tolerance)
+        differing &= ~(differences <= tolerance)
         if not bool(differing.any()):
             return None, size
     # Of an empty index (a 0-d tensor) the first is ().
@@ -144,32 +146,10 @@ def _compare_tensors(
     )
 
 
-def _differing(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    differing = _bits(expected) != _bits(actual)
-    if not expected.is_floating_point():
-        return differing
-    # In float64, because the 8-bit formats have no isnan of their own.
-    return differing & ~(expected.double().isnan() & actual.double().isnan())
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as integers, which are equal where its bits are."""
-    return tensor.view(_BITS[tensor.dtype.itemsize]) if tensor.is_floating_point() else tensor
-
-
 def _same_container(one: Node, other: Node) -> bool:
     if type(one.value) is not type(other.value) or one.num_children != other.num_children:
         return False
     return not isinstance(one.value, dict) or one.value.keys() == other.value.keys()
-
-
-def _same_host_value(one: Any, other: Any, tolerance: float | None) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, float):
-        near = tolerance is not None and abs(one - other) <= tolerance
-        return near or one == other or (math.isnan(one) and math.isnan(other))
-    return bool(one == other)
 
 
 def _describe(node: Node) -> str:

@@ -5,36 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import singledispatch
 
-from graphrt.batch import Decision, MissReason, RuntimeMode
-from graphrt.graphs.program import Program
-from graphrt.graphs.segments import GraphSegment
+from graphrt.batch import Decision, Reason, RuntimeMode
+from graphrt.graphs import GraphSegment, Program
 
 _MAX_SHOWN = 8
 
 _WHY = {
-    MissReason.HIT: "a graph of exactly this size exists",
-    MissReason.PADDED: "the batch is padded to the next size, or LoRA count, that has a graph",
-    MissReason.ABOVE_MAX: "the batch is larger than the largest captured size",
-    MissReason.MODE_NONE: "the policy gives this kind of batch no graph",
-    MissReason.EXCLUDED: "the caller excluded every mode that could have served it",
-    MissReason.NO_KEY: "no key of the plan describes this batch",
-    MissReason.LORA_NOT_CAPTURED: "the plan has no graph for this number of adapters",
-    MissReason.NOT_CAPTURED_YET: "its key is planned, but no graph of it is published yet",
-    MissReason.CAPTURE_FAILED: "the capture or the verification of its key failed",
-    MissReason.INVALIDATED: "a tensor that its graph reads has moved since the capture",
-    MissReason.RANKS_DISAGREE: "the data-parallel ranks settled on a lesser mode",
-    MissReason.UBATCH_ABORTED: "its split was called off, and no unsplit graph exists",
+    Reason.HIT: "a graph of exactly this size exists",
+    Reason.PADDED: "the batch is padded to the next size, or LoRA count, that has a graph",
+    Reason.ABOVE_MAX: "the batch is larger than the largest captured size",
+    Reason.MODE_NONE: "the policy gives this kind of batch no graph",
+    Reason.EXCLUDED: "the caller excluded every mode that could have served it",
+    Reason.NO_KEY: "no key of the plan describes this batch",
+    Reason.LORA_NOT_CAPTURED: "the plan has no graph for this number of adapters",
+    Reason.NOT_CAPTURED_YET: "its key is planned, but no graph of it is published yet",
+    Reason.CAPTURE_FAILED: "the capture or the verification of its key failed",
+    Reason.INVALIDATED: "a tensor that its graph reads has moved since the capture",
+    Reason.RANKS_DISAGREE: "the data-parallel ranks settled on a lesser mode",
+    Reason.UBATCH_ABORTED: "its split was called off, and no unsplit graph exists",
 }
 
 _WHAT_TO_DO = {
-    MissReason.ABOVE_MAX: "raise max_cudagraph_capture_size if such batches are common",
-    MissReason.MODE_NONE: "choose a cudagraph_mode that covers it, FULL_AND_PIECEWISE for both",
-    MissReason.EXCLUDED: "look at who passes `exclude` for this step",
-    MissReason.NO_KEY: "add its size to the capture sizes",
-    MissReason.LORA_NOT_CAPTURED: "capture more LoRA counts (lora_capture)",
-    MissReason.NOT_CAPTURED_YET: "capture it, or wait for the capture that is under way",
-    MissReason.CAPTURE_FAILED: "read the failure record of the key; forget_failures() tries again",
-    MissReason.INVALIDATED: "copy into tensors instead of replacing them, or capture again",
+    Reason.ABOVE_MAX: "raise max_cudagraph_capture_size if such batches are common",
+    Reason.MODE_NONE: "choose a cudagraph_mode that covers it, FULL_AND_PIECEWISE for both",
+    Reason.EXCLUDED: "look at who passes `exclude` for this step",
+    Reason.NO_KEY: "add its size to the capture sizes",
+    Reason.LORA_NOT_CAPTURED: "capture more LoRA counts (lora_capture)",
+    Reason.NOT_CAPTURED_YET: "capture it, or wait for the capture that is under way",
+    Reason.CAPTURE_FAILED: "read the failure record of the key; forget_failures() tries again",
+    Reason.INVALIDATED: "copy into tensors instead of replacing them, or capture again",
 }
 
 _STATES = {
@@ -55,14 +54,12 @@ def explain(subject: object) -> str:
 def _(decision: Decision) -> str:
     key, reason = decision.descriptor, decision.reason
     if decision.mode is RuntimeMode.NONE:
-        lines = [f"{key.num_tokens} tokens run eager ({reason.name}): {_WHY[reason]}."]
+        what = f"{key.num_tokens} tokens run eager"
     else:
-        lines = [
-            f"A {decision.mode.name} graph of {key} serves it ({reason.name}): {_WHY[reason]}."
-        ]
-    if reason in _WHAT_TO_DO:
-        lines.append(f"To change that: {_WHAT_TO_DO[reason]}.")
-    return "\n".join(lines)
+        what = f"A {decision.mode.name} graph of {key} serves it"
+    text = f"{what} ({reason.name}): {_WHY[reason]}."
+    do = _WHAT_TO_DO.get(reason)
+    return f"{text}\nTo change that: {do}." if do else text
 
 
 @explain.register
@@ -79,11 +76,11 @@ def _program_lines(program: Program) -> Iterator[str]:
             nodes = segment.graph.num_nodes
             yield f"  {number}. graph" + ("" if nodes is None else f", {_count(nodes, 'kernel')}")
         else:
-            yield f"  {number}. eager gap: {segment.site}"
-    if program.num_gaps:
+            yield f"  {number}. eager: {segment.site}"
+    if program.num_eager:
         yield (
-            f"not captured: {_count(program.num_gaps, 'gap')}, because a break point cuts there; "
-            "its Python runs at every step"
+            f"not captured: {_count(program.num_eager, 'eager segment')}, because a break point "
+            "cuts there; its Python runs at every step"
         )
     elif program.state != "retired":
         yield "not captured: nothing; no Python of the callable runs at a step"
@@ -100,7 +97,7 @@ def _program_lines(program: Program) -> Iterator[str]:
     ]
     yield (
         f"kept alive outside the pool: {_count(len(program.externals), 'tensor')}, "
-        f"{program.external_bytes} bytes"
+        f"{program.memory.external_bytes} bytes"
     )
     if written:
         yield f"written outside the pool: {_some(written)}"

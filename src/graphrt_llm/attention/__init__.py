@@ -1,4 +1,4 @@
-"""Attention over the paged cache: one protocol, several backends, looked up by name."""
+"""Attention over the paged cache: one protocol, and its backends by name."""
 
 from graphrt_llm.attention.base import (
     AttentionBackend,

@@ -1,9 +1,8 @@
-"""What attention is given, what a backend promises, and the point where graphs are cut.
+"""The inputs of attention, the protocol of a backend, and the break point where graphs are cut.
 
-A batch of requests brings its new tokens flattened, request after request. Static tensors say
-where each token's keys and values go and where its request's lie; a FULL graph knows nothing else.
-Between the graphs of a PIECEWISE program, and in eager steps, a backend also has this step's
-lengths on the host.
+The new tokens of a batch are flattened, request after request. Static tensors hold where each
+token's keys and values go and where its request's are; a FULL graph has nothing else. The eager
+segments of a PIECEWISE program, and eager steps, also have this step's lengths on the host.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class AttentionInputs(NamedTuple):
     block_tables: Tensor
     """[requests, max_blocks] Blocks of a request, in order of position."""
     seq_lens: Tensor
-    """[requests] Tokens of a request: those in the cache and the new ones."""
+    """[requests] Tokens of a request, cached and new."""
 
 
 class AttentionMetadata(NamedTuple):
@@ -41,9 +40,9 @@ class AttentionMetadata(NamedTuple):
     query_lens: HostInts
     """New tokens, at least 1 each."""
     seq_lens: HostInts
-    """Tokens in the cache and new ones."""
+    """Cached and new tokens."""
     block_tables: NDArray[np.int64] | None = None
-    """[requests, max_blocks] as in ``AttentionInputs``. Only for a backend that plans on the host
+    """[requests, max_blocks] as in ``AttentionInputs``. Needed by a backend that plans on the host
     which blocks to read."""
 
 
@@ -56,10 +55,10 @@ class Obstacle(NamedTuple):
 
 
 def gpu_obstacle(cache: KVCache, head_dims: Collection[int]) -> Obstacle | None:
-    """What keeps a kernel for GPUs in half precision from serving ``cache``; None if nothing."""
+    """Why a GPU kernel for half precision cannot serve ``cache``; None if it can."""
     device, dtype, head_dim = cache.tensor.device, cache.tensor.dtype, cache.config.head_dim
     if device.type != "cuda":
-        return Obstacle("a CUDA device", f"the cache lies on {device.type}", "use 'sdpa'.")
+        return Obstacle("a CUDA device", f"a cache on {device.type}", "use 'sdpa'.")
     if dtype not in (torch.bfloat16, torch.float16):
         return Obstacle("bfloat16 or float16", f"a cache of {dtype}", "use 'sdpa'.")
     if head_dim not in head_dims:
@@ -70,36 +69,36 @@ def gpu_obstacle(cache: KVCache, head_dims: Collection[int]) -> Obstacle | None:
 class AttentionBackend(Protocol):
     """Computes causal attention of new tokens over the paged cache that it was made with.
 
-    A key with ``num_reqs`` belongs to a FULL graph: what is called under it must be capturable and
-    know only tensors. Any other key belongs to eager code with the step's lengths at hand.
+    A key with ``num_reqs`` belongs to a FULL graph: calls under it must be capturable and use only
+    tensors. Any other key belongs to eager code, which has the step's lengths on the host.
     """
 
     @property
     def support(self) -> AttentionSupport:
-        """What of it may stand inside a FULL graph."""
+        """Which batches it can serve inside a FULL graph."""
 
     @property
     def cache(self) -> KVCache:
-        """Where the model stores keys and values before it asks for attention."""
+        """Where the model stores keys and values before it calls ``attend``."""
 
     @property
-    def holds(self) -> Sequence[Tensor]:
-        """Memory of its own, from its construction on, that kernels know by address alone.
+    def keep_alive(self) -> Sequence[Tensor]:
+        """Memory of its own, allocated at construction, that kernels receive as addresses.
 
-        Torch does not see that a graph uses it, so somebody has to give it to the runtime to hold.
+        Torch does not see that a graph uses it, so the runtime has to keep it alive.
         """
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        """Allocate what the largest key needs. Nothing may grow or move afterwards."""
+        """Allocate memory for the largest key. Nothing may grow or move afterwards."""
 
     def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        """Called before each warm-up and capture of ``key``: there is no live batch."""
+        """Called before each warm-up and capture of ``key``, when there is no real batch."""
 
-    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
-        """Called before every step that serves a batch, graph or eager: plan on the host here."""
+    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
+        """Called before every step with a real batch, graph or eager: plan on the host here."""
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
-        """What all layers of a step share, computed once, in the graph where there is one."""
+        """Tensors that all layers of a step share, computed once (inside the graph, if any)."""
 
     def forward(
         self,
@@ -109,7 +108,7 @@ class AttentionBackend(Protocol):
         shared: tuple[Tensor, ...],
         out: Tensor,
     ) -> None:
-        """Write what ``attend`` returns into ``out``."""
+        """Write the result of ``attend`` to ``out``."""
 
 
 @break_point(name="attention", out="out")
@@ -121,18 +120,18 @@ def attend(
     shared: tuple[Tensor, ...] = (),
     out: Tensor | None = None,
 ) -> Tensor:
-    """One layer's attention of new tokens, each over its request up to its own position.
+    """Attention of the new tokens in one layer, each over its request up to its own position.
 
     Shapes:   ``heads`` [tokens, num_heads + 2 * num_kv_heads, head_dim]: a token's queries, keys
               and values; ``shared`` what ``begin`` returned; result [tokens, num_heads, head_dim],
               contiguous.
-    Aliasing: the result is ``out`` where given. Rows beyond the real tokens are finite and mean
-              nothing.
+    Aliasing: the result is ``out`` where given. Rows beyond the real tokens are finite and have no
+              meaning.
 
-    Keys and values are in the cache already, at ``attn.slot_mapping``: storing them needs no plan,
-    so it stands in the graph and not in the gap. What they lie in is handed over whole, because
-    each part of it would be an operation, also for a backend that takes none. A function and not a
-    method, so that a PIECEWISE program is cut here for every backend.
+    The model has already stored keys and values at ``attn.slot_mapping``: that needs no plan, so it
+    is part of the graph and not of the eager segment. ``heads`` is passed whole, because slicing it
+    would be an operation, and some backends need no slice. A function and not a method, so that a
+    PIECEWISE program is cut here for every backend.
     """
     if out is None:
         shape = (heads.shape[0], backend.cache.config.num_heads, heads.shape[2])
@@ -150,11 +149,11 @@ class AttentionResource:
     def reserve(self, max_key: BatchDescriptor) -> None:
         self._backend.reserve_for_capture(max_key)
 
-    def prepare(self, key: BatchDescriptor, live: AttentionMetadata | None) -> None:
-        if live is None:
+    def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
+        if step_info is None:
             self._backend.prepare_for_capture(key)
         else:
-            self._backend.prepare_for_replay(key, live)
+            self._backend.prepare_for_replay(key, step_info)
 
     def freeze(self) -> None:
         """Nothing to do: a backend grows in ``reserve_for_capture`` only."""

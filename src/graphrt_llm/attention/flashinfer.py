@@ -1,10 +1,10 @@
-"""Attention by FlashInfer: decode inside FULL graphs, anything in eager code. Half precision, CUDA.
+"""Attention by FlashInfer: decode inside FULL graphs, any batch in eager code. CUDA, 16 bits.
 
 FlashInfer splits work over the GPU by a *plan*, made on the host from a batch's lengths before
-every step. What a graph's kernels read of it lies at addresses that never change: a FULL graph
-replays with the plan of its step. Its launch shape depends on the number of requests alone, so each
-captured number has a wrapper of its own; they share all memory but their plans, because one step
-runs at a time.
+every step. A graph's kernels read the plan from addresses that never change, so a FULL graph
+replays with the plan of its step. The launch shape depends on the number of requests alone, so each
+captured number has its own wrapper; they share all memory but their plans, because steps run one at
+a time.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from graphrt_llm.attention.base import (
     gpu_obstacle,
 )
 from graphrt_llm.blocks import NULL_BLOCK
+from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
-from graphrt_llm.limits import Limits
 
 WORKSPACE_BYTES = 128 * 2**20
-"""Partial results of split work. What FlashInfer's documentation recommends."""
+"""For partial results of split work. The size that FlashInfer's documentation recommends."""
 
 PLAN_BYTES = 2**20
-"""A decode plan: a dozen bytes for each block of threads that fits the GPU at once."""
+"""For a decode plan: a dozen bytes for each block of threads that fits the GPU at once."""
 
 HEAD_DIMS = (64, 128, 256)
 TENSOR_CORE_GROUP = 4
-"""From so many query heads a key head on, tensor cores are faster than FlashInfer's CUDA cores."""
-CUDA_CORE_GROUPS = (1, 2, 3)
+"""Query heads per key head from which tensor cores are faster than CUDA cores."""
 
 
 def obstacle(cache: KVCache) -> Obstacle | None:
-    """What keeps FlashInfer from serving ``cache``; None if nothing does."""
+    """Why FlashInfer cannot serve ``cache``; None if it can."""
     found = gpu_obstacle(cache, HEAD_DIMS)
     if found is not None:
         return found
@@ -58,7 +57,7 @@ def obstacle(cache: KVCache) -> Obstacle | None:
 
 
 class _Staging:
-    """What the kernels read of a batch, in one block of memory: host, and its copy on the device.
+    """What the kernels read of a batch, in one block of host memory and its copy on the device.
 
     For ``rows`` requests: where the blocks of each begin [rows + 1], tokens in its last block
     [rows], then the blocks themselves. One copy moves all of it.
@@ -72,16 +71,16 @@ class _Staging:
 
     def host(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Where blocks begin, the blocks, tokens in the last block: as plans take them."""
-        return _parts(self._host, rows, int(self._array[rows]))
+        return _split(self._host[: 2 * rows + 1 + int(self._array[rows])], rows)
 
     def device(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """The same, on the device; the blocks to the end of the memory."""
-        return _parts(self.memory, rows)
+        return _split(self.memory, rows)
 
     def stage(
         self, rows: int, seq_lens: NDArray[Any], tables: NDArray[Any], block_size: int
     ) -> None:
-        """Fill and copy. Rows without a request stand for one token of the null block."""
+        """Fill and copy. Padding rows read one token of the null block."""
         num_reqs = len(seq_lens)
         num_blocks = -(-seq_lens // block_size)
         begins = self._array[: rows + 1]
@@ -98,15 +97,12 @@ class _Staging:
         self.memory[:size].copy_(self._host[:size], non_blocking=True)
 
 
-def _parts(
-    memory: Tensor, rows: int, num_blocks: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    end = None if num_blocks is None else 2 * rows + 1 + num_blocks
-    return memory[: rows + 1], memory[2 * rows + 1 : end], memory[rows + 1 : 2 * rows + 1]
+def _split(memory: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    return memory[: rows + 1], memory[2 * rows + 1 :], memory[rows + 1 : 2 * rows + 1]
 
 
 class FlashInferAttention:
-    """``limits`` bound what is staged for a batch.
+    """``limits`` bound the memory that is staged for a batch.
 
     Errors: ``AttentionBackendError`` where ``obstacle`` finds one.
     """
@@ -120,11 +116,11 @@ class FlashInferAttention:
         if limits is None:
             raise AttentionBackendError(
                 "attention backend 'flashinfer'",
-                expected="the limits of a batch: they bound what is staged for it",
+                expected="the limits of a batch: they bound the memory that is staged for it",
                 found="None",
                 do="pass limits to make_attention.",
             )
-        # Here, because an extra need not be installed, and because loading it takes a second.
+        # Imported here, because an extra may be absent, and because the import takes a second.
         from flashinfer import decode, prefill
 
         self._fast_decode_plan = decode.fast_decode_plan
@@ -132,8 +128,7 @@ class FlashInferAttention:
 
         self.cache = cache
         config = cache.config
-        group = config.num_heads // config.num_kv_heads
-        self._tensor_cores = group >= TENSOR_CORE_GROUP or group not in CUDA_CORE_GROUPS
+        self._tensor_cores = config.num_heads // config.num_kv_heads >= TENSOR_CORE_GROUP
         self._shape = (config.num_heads, config.num_kv_heads, config.head_dim, cache.block_size)
         self._dtype = cache.tensor.dtype
         self._layers = [(kv[:, :, 0], kv[:, :, 1]) for kv in cache.layers]
@@ -142,34 +137,35 @@ class FlashInferAttention:
         with torch.inference_mode(False):
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             self._staging = _Staging(limits, device)
-        # One FlashInfer kernel family serves chunks and, on tensor cores, decode: one compilation.
+        # The same kernels serve chunks and, on tensor cores, decode: they are compiled once.
         self._prefill: Any = prefill.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, backend="fa2"
         )
         self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=self._tensor_cores)
         self._static: dict[int, Any] = {}
-        """By number of requests: the wrappers that FULL graphs were captured with."""
-        self._is_planned = {id(self._decode): False}
+        """By number of requests: the wrappers of FULL graphs."""
+        self._planned: set[Any] = set()
+        """Decode wrappers that have had a whole plan, which compiles and loads their kernels."""
 
         self._wrapper: Any = None
-        """The one that this step's layers run through; None before the first step."""
+        """The one that the layers of this step run; None before the first step."""
         self._num_tokens = 0
         self._copied: Any = None
-        """Reached once the device has read the host memory of the latest plan."""
+        """The event after the device has read the host memory of the latest plan."""
 
     @property
-    def holds(self) -> Sequence[Tensor]:
-        # The plan of a static wrapper comes later and stays in the wrapper, as long as we live.
+    def keep_alive(self) -> Sequence[Tensor]:
+        # Plans of static wrappers are allocated later; the wrappers keep them.
         return self._workspace, self._staging.memory
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        """Nothing is left to do: ``limits`` bounded it all when the backend was made."""
+        """Nothing to do: all memory was allocated at construction, for ``limits``."""
 
     def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        """Stand in requests of one token each, or one request that brings all, at the null block.
+        """Plan for requests of one token each, or one request with all tokens, in the null block.
 
         A number of requests seen for the first time gets its wrapper here, and its kernels are
-        compiled: before the warm-ups, hence before any window.
+        compiled: before the warm-ups, hence before any recording.
         """
         if key.num_reqs is not None:
             if key.num_reqs != key.num_tokens:
@@ -187,19 +183,22 @@ class FlashInferAttention:
         tables = np.full((num_reqs, num_blocks), NULL_BLOCK)
         self._prepare(key, lengths, lengths, tables)
 
-    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
-        if live.block_tables is None:
+    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
+        if step_info.block_tables is None:
             raise AttentionBackendError(
                 "attention backend 'flashinfer'",
                 expected="AttentionMetadata.block_tables: the plan lists the blocks to read",
                 found="None",
             )
         self._prepare(
-            key, np.asarray(live.query_lens), np.asarray(live.seq_lens), live.block_tables
+            key,
+            np.asarray(step_info.query_lens),
+            np.asarray(step_info.seq_lens),
+            step_info.block_tables,
         )
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
-        """The plan is all that layers share."""
+        """Layers share nothing but the plan."""
         if self._wrapper is None:
             raise AttentionBackendError(
                 "attention backend 'flashinfer'",
@@ -222,7 +221,7 @@ class FlashInferAttention:
             self._wrapper.run(q, self._layers[layer_index], out=out)
             return
         self._wrapper.run(q[:count], self._layers[layer_index], out=out[:count])
-        # Rows without a token would carry whatever lay in this memory, NaN included, onwards.
+        # Padding rows of uninitialised memory, perhaps NaN, would spread through later layers.
         out[count:].zero_()
 
     def _prepare(
@@ -232,8 +231,8 @@ class FlashInferAttention:
         seq_lens: NDArray[Any],
         tables: NDArray[Any],
     ) -> None:
-        # Host memory is filled anew below. In a loop that runs one step ahead this waits for the
-        # copies of the step before, which the device makes first of all: in practice never.
+        # Host memory is refilled below. In a loop that runs one step ahead, copies of the previous
+        # step may be pending; the device makes them first, so this hardly ever waits.
         if self._copied is not None:
             self._copied.synchronize()
         static = None if key.num_reqs is None else self._static.get(key.num_reqs)
@@ -266,23 +265,21 @@ class FlashInferAttention:
         )
         plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._workspace.device)
         wrapper.reset_workspace_buffer(self._workspace, plan)
-        self._is_planned[id(wrapper)] = False
         return wrapper
 
     def _plan_decode(self, wrapper: Any, rows: int) -> None:
         host = self._staging.host(rows)
         is_static = wrapper is not self._decode
-        if not self._is_planned[id(wrapper)] or (self._tensor_cores and not is_static):
-            # The first plan also compiles and loads the kernels.
+        if wrapper not in self._planned or (self._tensor_cores and not is_static):
             wrapper.plan(*host, *self._shape, q_data_type=self._dtype)
-            self._is_planned[id(wrapper)] = True
+            self._planned.add(wrapper)
             return
-        # The same plan without copying what is staged already. A static wrapper only looks at the
-        # lengths of these; the other keeps them, so they have to be the device's.
-        given = host if is_static else self._staging.device(rows)
+        # The same plan without copying what is staged already. A static wrapper only checks the
+        # sizes of these tensors; the other keeps them, so they have to be on the device.
+        staged = host if is_static else self._staging.device(rows)
         self._fast_decode_plan(
             wrapper,
-            *given,
+            *staged,
             *self._shape,
             q_data_type=self._dtype,
             global_override_indptr_cpu=host[0],

@@ -1,8 +1,8 @@
-"""Attention of few decoding requests by our own kernel; everything else by another backend.
+"""Attention of few decoding requests by this package's Triton kernel; other batches elsewhere.
 
-With few requests a decode step's attention is as long as its launches: a kernel that needs no plan
-of the host and no second launch to add up its parts takes 6 us on an H200, FlashInfer's two 10.
-With many requests, or several new tokens, another backend has the better kernels.
+With few requests, launches take most of the time of a decode step's attention. This kernel needs no
+plan on the host and no second launch to combine its parts: 6 us on an H200, FlashInfer's two 10.
+With many requests, or several new tokens each, another backend has the faster kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from graphrt import AttentionSupport, BatchDescriptor
+from graphrt import BatchDescriptor
 from graphrt_llm.attention.base import (
     AttentionBackend,
     AttentionInputs,
@@ -25,18 +25,18 @@ from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 
 MAX_REQUESTS = 16
-"""Requests in a batch, padding included, up to which no other kernel is faster: at 16 FlashInfer's
-is as fast, and has to be planned."""
+"""Requests in a batch, padding included, up to which no other kernel is faster: at 16 FlashInfer is
+as fast, and also needs a plan."""
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 class Decode(Protocol):
-    """What ``kernels.paged_decode.PagedDecode`` is."""
+    """The kernel; see ``kernels.paged_decode.PagedDecode``."""
 
     @property
-    def holds(self) -> Sequence[Tensor]:
-        """As ``AttentionBackend.holds``."""
+    def keep_alive(self) -> Sequence[Tensor]:
+        """As ``AttentionBackend.keep_alive``."""
 
     def __call__(
         self, heads: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor, /
@@ -44,7 +44,7 @@ class Decode(Protocol):
 
 
 def obstacle(cache: KVCache) -> Obstacle | None:
-    """What keeps the kernel from serving ``cache``; None if nothing does."""
+    """Why the kernel cannot serve ``cache``; None if it can."""
     found = gpu_obstacle(cache, HEAD_DIMS)
     if found is not None:
         return found
@@ -67,46 +67,43 @@ def triton_decode(cache: KVCache) -> Decode:
 
 
 class PagedAttention:
-    """``decode`` for batches of at most ``MAX_REQUESTS`` with one token each; else ``others``.
+    """``decode`` for batches of at most ``MAX_REQUESTS`` with one token each; else ``fallback``.
 
-    ``others``: a backend over the same cache. What may stand in a FULL graph is what it says.
+    ``fallback``: a backend over the same cache, whose ``support`` is that of the pair.
     """
 
-    def __init__(self, others: AttentionBackend, decode: Decode) -> None:
-        self.cache = others.cache
-        self._others = others
+    def __init__(self, fallback: AttentionBackend, decode: Decode) -> None:
+        self.cache = fallback.cache
+        self.support = fallback.support
+        self._fallback = fallback
         self._decode = decode
-        self._is_decode = False
-        """Whether the step that was prepared last is ours."""
+        self._uses_decode = False
+        """Whether the step that was prepared last runs by ``decode``."""
 
     @property
-    def support(self) -> AttentionSupport:
-        return self._others.support
-
-    @property
-    def holds(self) -> Sequence[Tensor]:
-        return *self._decode.holds, *self._others.holds
+    def keep_alive(self) -> Sequence[Tensor]:
+        return *self._decode.keep_alive, *self._fallback.keep_alive
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        self._others.reserve_for_capture(max_key)
+        self._fallback.reserve_for_capture(max_key)
 
     def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        # Gaps are not captured: what stands in for a PIECEWISE batch is for the others to say.
-        self._is_decode = _is_decode_graph(key)
-        if not self._is_decode:
-            self._others.prepare_for_capture(key)
+        # The eager segments of a PIECEWISE key are not captured: only the fallback prepares them.
+        self._uses_decode = _is_decode_graph(key)
+        if not self._uses_decode:
+            self._fallback.prepare_for_capture(key)
 
-    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
+    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
         if key.num_reqs is None:
-            num_reqs = len(live.query_lens)
-            self._is_decode = num_reqs <= MAX_REQUESTS and max(live.query_lens) == 1
+            num_reqs = len(step_info.query_lens)
+            self._uses_decode = num_reqs <= MAX_REQUESTS and max(step_info.query_lens) == 1
         else:
-            self._is_decode = _is_decode_graph(key)
-        if not self._is_decode:
-            self._others.prepare_for_replay(key, live)
+            self._uses_decode = _is_decode_graph(key)
+        if not self._uses_decode:
+            self._fallback.prepare_for_replay(key, step_info)
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
-        return () if self._is_decode else self._others.begin(positions, attn)
+        return () if self._uses_decode else self._fallback.begin(positions, attn)
 
     def forward(
         self,
@@ -116,11 +113,11 @@ class PagedAttention:
         shared: tuple[Tensor, ...],
         out: Tensor,
     ) -> None:
-        if not self._is_decode:
-            self._others.forward(layer_index, heads, attn, shared, out)
+        if not self._uses_decode:
+            self._fallback.forward(layer_index, heads, attn, shared, out)
             return
-        # One token a request: row i of the batch is request i. Padded rows have no length; rows
-        # that are no request's are padding of a PIECEWISE graph, and have to be finite.
+        # One token a request: row i of the batch is request i. Padded requests have length 0; rows
+        # beyond the requests are padding of a PIECEWISE graph, and have to be finite.
         layer, (_, _, tables, lengths) = self.cache.layers[layer_index], attn
         num_tokens = heads.shape[0]
         rows = min(num_tokens, lengths.shape[0], MAX_REQUESTS)
@@ -132,6 +129,5 @@ class PagedAttention:
 
 
 def _is_decode_graph(key: BatchDescriptor) -> bool:
-    # A FULL graph of mixed batches has room for as many requests as tokens, and one request may
-    # bring all of them.
+    # Uniform, because one request of a mixed batch may have all of its tokens.
     return key.uniform and key.num_reqs == key.num_tokens <= MAX_REQUESTS

@@ -6,25 +6,25 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from graphrt_llm.attention import flashinfer, paged
+import graphrt_llm.attention.flashinfer as flashinfer
+import graphrt_llm.attention.paged as paged
 from graphrt_llm.attention.base import AttentionBackend
-from graphrt_llm.attention.flashinfer import FlashInferAttention
-from graphrt_llm.attention.paged import PagedAttention, triton_decode
 from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
-from graphrt_llm.limits import Limits
 
 
-def _make_paged(cache: KVCache, limits: Limits | None) -> PagedAttention:
-    decode = triton_decode(cache)
-    return PagedAttention(make_attention(_for_any_batch(cache).name, cache, limits), decode)
+def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
+    decode = paged.triton_decode(cache)
+    fallback = make_attention(_for_any_batch(cache).name, cache, limits)
+    return paged.PagedAttention(fallback, decode)
 
 
 BACKENDS: Mapping[str, Callable[[KVCache, Limits | None], AttentionBackend]] = MappingProxyType(
     {
         "sdpa": lambda cache, limits: SdpaAttention(cache),
-        "flashinfer": FlashInferAttention,
+        "flashinfer": flashinfer.FlashInferAttention,
         "paged": _make_paged,
     }
 )
@@ -33,25 +33,25 @@ AUTO = "auto"
 
 
 class AttentionChoice(NamedTuple):
-    """A backend's name, and why it was taken."""
+    """A backend's name, and why it was chosen."""
 
     name: str
     reason: str
 
 
-def choose_attention(wish: str, cache: KVCache) -> AttentionChoice:
-    """``wish``, or for ``"auto"`` the fastest that can serve ``cache``.
+def choose_attention(asked: str, cache: KVCache) -> AttentionChoice:
+    """``asked``, or for ``"auto"`` the fastest that can serve ``cache``.
 
-    That is our own kernel for few decoding requests, and FlashInfer, or else sdpa, for the rest.
+    That is ``paged`` for few decoding requests, with flashinfer, or else sdpa, for other batches.
     """
-    if wish != AUTO:
-        return AttentionChoice(wish, "asked for")
-    rest = _for_any_batch(cache)
+    if asked != AUTO:
+        return AttentionChoice(asked, "asked for")
+    general = _for_any_batch(cache)
     if paged.obstacle(cache) is not None:
-        return rest
+        return general
+    most = paged.MAX_REQUESTS
     return AttentionChoice(
-        "paged",
-        f"the fastest for up to {paged.MAX_REQUESTS} requests; else {rest.name}: {rest.reason}",
+        "paged", f"the fastest for up to {most} requests; else {general.name}: {general.reason}"
     )
 
 

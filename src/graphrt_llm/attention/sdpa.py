@@ -1,8 +1,8 @@
-"""Attention by PyTorch's own scaled dot product: any device, any dtype.
+"""Attention by PyTorch's scaled dot product: any device, any dtype.
 
 Two formulas give the same result. The *static* one, for FULL graphs, has shapes that only the key
-decides: it reads each request's whole block table and masks what lies beyond a token. The *live*
-one, for eager code, reads as far as the step's lengths reach.
+decides: it reads each request's whole block table and masks what is beyond a token. The *host* one,
+for eager code, takes the step's lengths from the host and reads no further than these.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphrt import AttentionSupport, BatchDescriptor
 from graphrt_llm.attention.base import AttentionInputs, AttentionMetadata
+from graphrt_llm.blocks import blocks_for
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 
@@ -24,20 +25,20 @@ from graphrt_llm.kv_cache import KVCache
 class _Chunk(NamedTuple):
     """Several new tokens of one request."""
 
-    row: int
-    """Of the request."""
+    request: int
+    """Its number in the batch."""
     start: int
-    """Of its first token in the batch."""
+    """Index of its first new token in the batch."""
     num_new: int
     num_all: int
-    """Tokens in the cache and new ones."""
+    """Cached and new tokens."""
 
 
 class _Lengths(NamedTuple):
-    """A live batch, on the host."""
+    """The lengths of a step, on the host."""
 
     num_decodes: int
-    """Requests at its front that bring one token each: they are computed together."""
+    """Requests at the front of the batch with one new token each: they are computed together."""
     longest_decode: int
     chunks: tuple[_Chunk, ...]
     num_tokens: int
@@ -46,12 +47,13 @@ class _Lengths(NamedTuple):
 class SdpaAttention:
     """``cache``: where keys and values are stored, and read by block.
 
-    Memory: a layer copies what it reads. The static formula reads a whole context for each request
-    of a uniform batch, but for each *token* of another, which only short contexts can afford.
+    Memory: a layer copies the blocks that it reads. The static formula reads a whole context for
+    each request of a uniform batch, but for each *token* of another, which is too much memory for
+    long contexts.
     """
 
     support: ClassVar[AttentionSupport] = AttentionSupport.ALWAYS
-    holds: ClassVar[Sequence[Tensor]] = ()
+    keep_alive: ClassVar[Sequence[Tensor]] = ()
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -59,28 +61,28 @@ class SdpaAttention:
         self._num_groups = cache.config.num_heads // cache.config.num_kv_heads
         self._key: BatchDescriptor | None = None
         self._lengths: _Lengths | None = None
-        # What the layers of a live batch share, made by the first that needs it.
+        # Shared by all layers of a step, made by the first that needs it.
         self._decodes: tuple[Tensor, Tensor] | None = None
         self._masks: dict[_Chunk, Tensor] = {}
 
     def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        """Needs nothing: PyTorch's kernels have no plan and no workspace of ours."""
+        """Nothing to do: PyTorch's kernels have no plan, and allocate their own workspace."""
 
     def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        """Stand in one request that brings all tokens, from position 0."""
+        """Prepare for one request that has all tokens of the key, from position 0."""
         self._prepare(key, AttentionMetadata((key.num_tokens,), (key.num_tokens,)))
 
-    def prepare_for_replay(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
-        self._prepare(key, live)
+    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
+        self._prepare(key, step_info)
 
-    def _prepare(self, key: BatchDescriptor, live: AttentionMetadata) -> None:
+    def _prepare(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
         self._key = key
-        self._lengths = None if key.num_reqs is not None else _measure(live)
+        self._lengths = None if key.num_reqs is not None else _measure(step_info)
         self._decodes = None
         self._masks.clear()
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
-        """For the static formula, the block tables [rows, max_blocks] to read and their mask."""
+        """For the static formula: the block tables [rows, max_blocks] to read, and their mask."""
         key = self._key
         if key is None:
             raise _unprepared()
@@ -112,9 +114,9 @@ class SdpaAttention:
             self._attend_together(layer_index, q, tables, mask, out)
         else:
             kv = heads[:, num_heads:].unflatten(1, self._kv_shape[:2])
-            self._attend_live(layer_index, q, kv, attn, out)
+            self._attend_by_host_lengths(layer_index, q, kv, attn, out)
 
-    def _attend_live(
+    def _attend_by_host_lengths(
         self, layer_index: int, q: Tensor, kv: Tensor, attn: AttentionInputs, out: Tensor
     ) -> None:
         lengths = self._lengths
@@ -123,7 +125,7 @@ class SdpaAttention:
         count = lengths.num_decodes
         if count:
             if self._decodes is None:
-                num_blocks = self._blocks_for(lengths.longest_decode)
+                num_blocks = blocks_for(lengths.longest_decode, self.cache.block_size)
                 keys = torch.arange(num_blocks * self.cache.block_size, device=q.device)
                 visible = keys < attn.seq_lens[:count, None, None]
                 tables = attn.block_tables[:count, :num_blocks].contiguous()
@@ -133,7 +135,7 @@ class SdpaAttention:
         for chunk in lengths.chunks:
             tokens = slice(chunk.start, chunk.start + chunk.num_new)
             self._attend_chunk(layer_index, q[tokens], kv[tokens], attn, chunk, out[tokens])
-        # Rows without a token would carry whatever lay in this memory, NaN included, onwards.
+        # Padding rows of uninitialised memory, perhaps NaN, would spread through later layers.
         if lengths.num_tokens < len(out):
             out[lengths.num_tokens :].zero_()
 
@@ -145,11 +147,12 @@ class SdpaAttention:
         Shapes: ``tables`` [rows, num_blocks]; ``mask`` [rows, queries, num_keys], where a query is
         a head of a group for each token, or 1 if all see the same.
 
-        Heads that share a key head stand in as so many queries of it, so that no kernel needs to
-        know of groups, and keys and values are read once for all of them.
+        Heads that share a key head are passed as several queries of it, so that no kernel needs to
+        support groups, and keys and values are read once for all of them.
         """
         rows, num_keys = len(tables), mask.shape[-1]
-        kv = self._gather(layer_index, tables.flatten()).view(rows, num_keys, *self._kv_shape)
+        kv = self.cache.layers[layer_index].index_select(0, tables.flatten())
+        kv = kv.view(rows, num_keys, *self._kv_shape)
         keys, values = kv.transpose(1, 3).unbind(2)
         _, num_kv_heads, width = self._kv_shape
         by_token = (rows, -1, num_kv_heads, self._num_groups, width)
@@ -168,12 +171,12 @@ class SdpaAttention:
         chunk: _Chunk,
         out: Tensor,
     ) -> None:
-        """Several tokens of one request. Without a cached past its new tokens are all it sees."""
+        """Several tokens of one request. If none is cached, keys and values need no gather."""
         num_new, num_all = chunk.num_new, chunk.num_all
         mask = None
         if num_new < num_all:
-            table = attn.block_tables[chunk.row, : self._blocks_for(num_all)]
-            kv = self._gather(layer_index, table).flatten(0, 1)[:num_all]
+            table = attn.block_tables[chunk.request, : blocks_for(num_all, self.cache.block_size)]
+            kv = self.cache.layers[layer_index].index_select(0, table).flatten(0, 1)[:num_all]
             mask = self._masks.get(chunk)
             if mask is None:
                 everything = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device)
@@ -192,28 +195,22 @@ class SdpaAttention:
         )
         out.view(by_token).copy_(result.permute(2, 0, 1, 3))
 
-    def _gather(self, layer_index: int, blocks: Tensor) -> Tensor:
-        return self.cache.layers[layer_index].index_select(0, blocks)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.cache.block_size)
-
     def _additive(self, visible: Tensor) -> Tensor:
-        """The mask in the form that every kernel takes as it is: 0, or minus infinity."""
+        """The mask as numbers to add, which every kernel accepts: 0, or minus infinity."""
         dtype = self.cache.tensor.dtype
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, -torch.inf
         )
 
 
-def _measure(live: AttentionMetadata) -> _Lengths:
-    new, all_ = np.asarray(live.query_lens), np.asarray(live.seq_lens)
+def _measure(step_info: AttentionMetadata) -> _Lengths:
+    new, all_ = np.asarray(step_info.query_lens), np.asarray(step_info.seq_lens)
     is_longer = new > 1
     num_decodes = int(is_longer.argmax()) if is_longer.any() else len(new)
     ends = new.cumsum()
     chunks = tuple(
-        _Chunk(row, int(ends[row] - new[row]), int(new[row]), int(all_[row]))
-        for row in range(num_decodes, len(new))
+        _Chunk(i, int(ends[i] - new[i]), int(new[i]), int(all_[i]))
+        for i in range(num_decodes, len(new))
     )
     longest = int(all_[:num_decodes].max(initial=0))
     return _Lengths(num_decodes, longest, chunks, int(ends[-1]))
@@ -223,6 +220,6 @@ def _unprepared() -> AttentionBackendError:
     return AttentionBackendError(
         "attention backend 'sdpa'",
         expected="to be prepared for the key of this step",
-        found="a forward pass before it, or in the mode of another key",
+        found="a forward pass before that, or under another kind of key",
         do="give the runtime AttentionResource(backend), or call prepare_for_replay yourself.",
     )

@@ -1,1 +1,1 @@
-"""The demo: one traffic, several graph policies, the same tokens; what each step ran, and why."""
+"""The demo: one traffic under several graph policies, the same tokens, every miss explained."""

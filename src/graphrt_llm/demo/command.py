@@ -20,16 +20,17 @@ from rich.text import Text
 from graphrt import CUDAGraphMode, GraphrtError
 
 if TYPE_CHECKING:
-    from graphrt_llm.demo.comparing import Outcome
-    from graphrt_llm.demo.preparing import Options, Prepared
+    from graphrt_llm.demo.compare import Outcome
+    from graphrt_llm.demo.setup import Options, Prepared
 
 DEFAULT_MODES = "NONE,PIECEWISE,FULL_DECODE_ONLY,FULL_AND_PIECEWISE"
 DEFAULT_REPORT = Path("graphrt-report.html")
 
 BAD_INPUT = (ValueError, OSError, ImportError)
-"""What graphrt's errors also are where the caller can mend it; the others are failures of a run."""
+"""Builtin bases of graphrt's errors for bad input; all other errors are failures of a run."""
 
 
+# Typer takes choices from an enum; the values are those of ``graphrt_llm.config``.
 class LoadFormat(StrEnum):
     SAFETENSORS = "safetensors"
     DUMMY = "dummy"
@@ -80,8 +81,8 @@ def demo(
 ) -> None:
     """Serve one traffic under several graph policies; compare tokens, graphs and times."""
     policies = parse_modes(modes)
-    # Not above: the command line lists its commands without loading torch.
-    from graphrt_llm.demo.preparing import Options
+    # Imported here: the command line lists its commands without loading torch.
+    from graphrt_llm.demo.setup import Options
 
     options = Options(
         trace=trace,
@@ -125,12 +126,12 @@ def parse_modes(text: str) -> tuple[CUDAGraphMode, ...]:
 
 
 def run(options: Options, *, as_json: bool) -> bool:
-    """Compare, write the report, print what came out; True if the tokens are the same."""
+    """Compare, write the report, print the results; True if the tokens are the same."""
     from graphrt import write_report
-    from graphrt_llm.demo.comparing import compare_policies
-    from graphrt_llm.demo.preparing import prepare
+    from graphrt_llm.demo.compare import compare_policies
     from graphrt_llm.demo.progress import Bars
-    from graphrt_llm.demo.telling import are_identical, as_json as as_object, as_page
+    from graphrt_llm.demo.report import are_identical, as_json as as_object, as_page
+    from graphrt_llm.demo.setup import prepare
 
     prepared = prepare(options)
     with Bars(Console(stderr=True)) as bars, _threads(1 if options.model is None else None):
@@ -151,10 +152,9 @@ def run(options: Options, *, as_json: bool) -> bool:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Compute on ``count`` CPU threads; None: on as many as torch chose.
+    """Compute on ``count`` CPU threads; None: as many as torch chose.
 
-    The tiny model's operators are too small to share: a second thread would only wait for the
-    first, and on a busy machine for its turn on a core.
+    The tiny model's operators are too small to split: a second thread would only add waiting.
     """
     import torch
 
@@ -168,7 +168,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path) -> None:
     from graphrt import capture_table, comparison_table, miss_table
-    from graphrt_llm.demo.telling import findings, lead
+    from graphrt_llm.demo.report import findings, lead
 
     console = Console()
     runs = [outcome.run for outcome in outcomes]
@@ -177,6 +177,6 @@ def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path) -> Non
         console.print(Text(sentence))
     console.print()
     for table in (comparison_table(runs), miss_table(runs), capture_table(runs)):
-        if table.row_count:
+        if table.rows:
             console.print(table)
     console.print(Text(f"report: {report}"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Progress of a comparison on a terminal: a bar for each capture, a bar for each serving."""
+"""Progress bars of a comparison: for each policy one for its capture, one for its serving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bars:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=console,
-            # Each refresh takes time from the step that it meets.
+            # Each refresh delays the step that runs at that moment.
             refresh_per_second=4,
         )
         self._tasks: dict[tuple[CUDAGraphMode, str], TaskID] = {}

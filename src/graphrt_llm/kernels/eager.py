@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from graphrt_llm.models.rotary import rotate
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
@@ -25,7 +23,7 @@ def norm_linear(
     normed: Tensor,
     out: Tensor,
 ) -> None:
-    # PyTorch's norm makes its own result.
+    # ``normed`` stays unused: PyTorch's norm allocates its own result.
     linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias, out)
 
 
@@ -45,13 +43,13 @@ def norm_gate(
 
 
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    # The product adds to its own result: no addition is a launch of its own.
+    # ``addmm_`` adds the product in place, so that the addition is no launch of its own.
     residual.addmm_(x, weight)
     if bias is not None:
         residual.add_(bias)
 
 
-def turn_and_store(
+def rotate_and_store(
     heads: Tensor,
     qk_norm: Tensor | None,
     eps: float,
@@ -63,10 +61,18 @@ def turn_and_store(
     num_rotated = num_heads - slots.shape[2]
     rotated = heads[:, :num_rotated]
     if qk_norm is None:
-        rotate(rotated, rotation, out=rotated)
+        _rotate(rotated, rotation, out=rotated)
     else:
-        # Values too, for nothing: the kernel would first copy a part into contiguous memory.
+        # The values are normalised too and dropped: a part alone would first be copied.
         normed = F.rms_norm(heads, (width,), None, eps)
-        rotate(normed[:, :num_rotated].mul_(qk_norm), rotation, out=rotated)
+        _rotate(normed[:, :num_rotated].mul_(qk_norm), rotation, out=rotated)
     kv = heads[:, num_rotated - slots.shape[2] :].view(num_tokens, 2, -1, width)
     slots.index_copy_(0, slot_mapping, kv)
+
+
+def _rotate(heads: Tensor, rotation: Tensor, out: Tensor) -> None:
+    """Write the rotated ``heads`` [tokens, num_heads, head_dim] to ``out``, perhaps the same."""
+    cos, sin = rotation.unbind(1)
+    half = heads.shape[-1] // 2
+    swapped = torch.cat((heads[..., half:], heads[..., :half]), -1)
+    torch.mul(heads, cos, out=out).addcmul_(swapped, sin)

@@ -1,10 +1,10 @@
-"""One Triton kernel: a few rows through a matrix, with what stands before and behind the product.
+"""One Triton kernel: the product of a few rows and a matrix, fused with norm, bias, gate, residual.
 
-A program owns a few rows of the matrix and reads them once, for all rows of the input. There are no
-tensor cores in it: they want at least 8 rows, and the time is that of reading the matrix.
+A program owns a few rows of the matrix and reads them once, for all rows of the input. It uses no
+tensor cores: they need at least 8 rows, and the time is that of reading the matrix.
 """
 
-# Triton reads the annotations of a kernel itself and knows only its own.
+# Triton reads the annotations of a kernel and accepts only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from graphrt_llm.kernels.launching import Launcher
 MAX_ROWS = 4
 
 MAX_ELEMENTS = {1: 2**62, 2: 2**26, 4: 2**22}
-"""By rows of input: the matrix up to which this is faster than cuBLAS's product and the launches
-around it, as measured on an H200. Every row costs arithmetic, which tensor cores have for free."""
+"""By rows of input: the largest matrix for which this is faster than cuBLAS and the launches around
+it, as measured on an H200. Each further row costs arithmetic, of which tensor cores have plenty."""
 GATED_SHARE = 8
-"""A gated product does twice the arithmetic for an output: from two rows on its limit is lower."""
+"""A gated product has twice the arithmetic per output: from two rows on its limit is lower."""
 
 
 def _product(
@@ -79,7 +79,7 @@ def _product(
                 factors = tl.load(norm + start + element, mask=inside, other=0.0)
         values = values.to(tl.float32)
         if HAS_NORM:
-            # The root mean square divides a whole row: it can wait until the end.
+            # A whole row is divided by its root mean square: once, at the end.
             squares += values * values
             values *= factors.to(tl.float32)[None, :]
         total += values[:, None, :] * part.to(tl.float32)[None, :, :]
@@ -110,7 +110,7 @@ _launch_product = Launcher(triton.jit(_product, do_not_specialize=["num_rows"]))
 
 
 class Tiling(NamedTuple):
-    """How a product is cut."""
+    """How a product is split among programs."""
 
     outputs: int
     """Rows of the matrix that a program owns; twice as many where it is gated."""
@@ -132,7 +132,7 @@ _WIDE = {1: Tiling(8, 512, 2), 2: Tiling(8, 512, 4), 4: Tiling(4, 256, 2)}
 def serves(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
     """Whether this is the faster way to put ``x`` [rows, width] through ``weight``.
 
-    Never where ``weight`` is laid out otherwise than ``Kernels`` says, as a loaded one may be.
+    False where ``weight`` has another layout than ``Kernels`` says, as a loaded one may have.
     """
     num_rows = x.shape[0]
     if not 0 < num_rows <= MAX_ROWS or weight.stride() != (1, weight.shape[0]):
@@ -158,7 +158,7 @@ def product(
     ``norm`` [width]: each row of ``x`` is first divided by its root mean square and multiplied by
     it. ``is_gated``: ``weight`` [width, 2 * outputs] holds gate, then up; the result is
     silu(gate) * up. At most ``MAX_ROWS`` rows. Matrices are as ``Kernels`` says; rows of ``x`` and
-    ``out`` may be apart.
+    ``out`` may be strided.
     """
     num_rows, width = x.shape
     num_outputs = out.shape[1]
@@ -166,7 +166,7 @@ def product(
     tiling = (_GATED if is_gated else _NARROW if num_outputs <= NARROW else _WIDE)[rows]
     _launch_product(
         (triton.cdiv(num_outputs, tiling.outputs), 1, 1),
-        # Never read where they are not given, but they have to be some pointer.
+        # ``x`` is a placeholder pointer where there is no norm or bias: it is then never read.
         (x, x if norm is None else norm, weight, x if bias is None else bias, out),
         (num_rows, num_outputs, x.stride(0), out.stride(0), eps),
         (

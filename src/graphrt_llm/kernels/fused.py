@@ -1,11 +1,11 @@
-"""The kernels in Triton, but for products of many rows. See ``Kernels`` for what each does.
+"""The kernels in Triton, except products of many rows. See ``Kernels`` for what each does.
 
-Few rows through a matrix cost the reading of the matrix: one launch does so once, and whatever
-stands before and behind the product (norm, gate, residual) is free in it. Many rows are cuBLAS's,
-with launches of their own before and behind it. All of it is computed in float32.
+A product of few rows takes the time of reading the matrix once, so one launch computes it together
+with norm, gate or residual at no extra cost. cuBLAS computes products of many rows, with separate
+launches before and after. Everything is computed in float32.
 """
 
-# Triton reads the annotations of a kernel itself and knows only its own.
+# Triton reads the annotations of a kernel and accepts only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphrt_llm.kernels import eager, few_rows
+import graphrt_llm.kernels.eager as eager
+import graphrt_llm.kernels.few_rows as few_rows
 from graphrt_llm.kernels.launching import Launcher
 
 MAX_BLOCK = 1024
@@ -51,7 +52,7 @@ def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr) -> None:  # noqa: N803
     tl.store(out + row * width + column, product.to(out.dtype.element_ty), mask=inside)
 
 
-def _turn_and_store(
+def _rotate_and_store(
     heads,
     qk_norm,
     rotation,
@@ -64,7 +65,7 @@ def _turn_and_store(
     HALF: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    # A program is a head of a token; its halves are apart because a turn mixes them.
+    # A program is a head of a token, loaded in halves, because the rotation mixes these.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     width = 2 * HALF
@@ -95,7 +96,7 @@ def _turn_and_store(
         tl.store(source + HALF, second, mask=inside)
 
     if head >= num_heads:
-        # Keys and values lie in a slot as they do in a token: all keys, then all values.
+        # A slot has the layout of a token: all keys, then all values.
         slot = tl.load(slot_mapping + token)
         target = slots + (slot * 2 * num_kv_heads + head - num_heads) * width + element
         tl.store(target, first, mask=inside)
@@ -104,7 +105,7 @@ def _turn_and_store(
 
 _launch_rms_norm = Launcher(triton.jit(_rms_norm))
 _launch_silu_mul = Launcher(triton.jit(_silu_mul))
-_launch_turn_and_store = Launcher(triton.jit(_turn_and_store))
+_launch_rotate_and_store = Launcher(triton.jit(_rotate_and_store))
 
 
 def norm_linear(
@@ -156,7 +157,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     _launch_rms_norm((rows, 1, 1), (x, weight, out), numbers, (_power_of_2(width),), _warps(width))
 
 
-def turn_and_store(
+def rotate_and_store(
     heads: Tensor,
     qk_norm: Tensor | None,
     eps: float,
@@ -166,9 +167,9 @@ def turn_and_store(
 ) -> None:
     num_tokens, num_rows, width = heads.shape
     num_kv_heads = slots.shape[2]
-    _launch_turn_and_store(
+    _launch_rotate_and_store(
         (num_tokens, num_rows, 1),
-        # Never read without a norm, but it has to be some pointer.
+        # A placeholder pointer where there is no norm: the kernel never reads it.
         (heads, heads if qk_norm is None else qk_norm, rotation, slots, slot_mapping),
         (eps, num_rows - 2 * num_kv_heads, num_kv_heads),
         (qk_norm is not None, width // 2, _power_of_2(width // 2)),

@@ -1,7 +1,7 @@
-"""Launches Triton kernels for less host time.
+"""Launches Triton kernels in less host time.
 
 Triton binds and specialises every argument at every call, which takes longer than most kernels of a
-decode step run. A model asks for the same few variants all the time: they are looked up here.
+decode step run. A model launches the same few variants again and again: they are looked up here.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes. Triton compiles a variant of its own for pointers that are not multiples of it."""
+"""Bytes. Triton compiles another variant for pointers that are not multiples of it."""
 
 Grid = tuple[int, int, int]
 
 
 class _Variant(NamedTuple):
-    """A compiled kernel, as Triton's own launch of it takes it apart."""
+    """A compiled kernel, and the parts of it that Triton's own launch uses."""
 
     kernel: Any
-    """Kept: with it goes its code on the device, in some releases."""
+    """Kept, because some releases unload the code from the device together with it."""
     run: Callable[..., None]
     function: Any
     metadata: Any
@@ -32,12 +32,12 @@ class _Variant(NamedTuple):
 class Launcher:
     """Launches ``kernel``, a ``triton.jit`` function: tensors first, then numbers, then constants.
 
-    What Triton specialises on is in the look-up: dtypes, alignment, device, and the value of every
-    number and constant. So numbers are those of a model and not of a batch, or marked
-    ``do_not_specialize`` and few, and each is of one type at all calls. Triton's knobs are read at
-    a variant's first launch, and its launch hooks hear of that one only.
+    Everything that Triton specialises on is in the look-up: dtypes, alignment, device, and the
+    value of every number and constant. So numbers must be those of a model and not of a batch, or
+    marked ``do_not_specialize`` and few, and each has one type at all calls. Triton reads its knobs
+    and calls its launch hooks at a variant's first launch only.
 
-    ``stream_of(device_index)``: the handle of a device's current stream. None: Triton's own.
+    ``stream_of(device_index)``: the handle of a device's current stream. None: asks Triton.
     """
 
     def __init__(self, kernel: Any, stream_of: Callable[[int | None], int] | None = None) -> None:
@@ -53,7 +53,7 @@ class Launcher:
         constants: tuple[int, ...],
         num_warps: int,
     ) -> None:
-        """Launch on the current stream of the current device, where ``tensors`` lie."""
+        """Launch on the current stream of the current device, that of ``tensors``."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         device = tensors[0].device
         variant = (numbers, constants, num_warps, device, *[tensor.dtype for tensor in tensors])
@@ -61,7 +61,7 @@ class Launcher:
         if compiled is None or reduce(or_, addresses) % ALIGNMENT:
             self._launch_by_triton(variant, grid, addresses, tensors)
             return
-        # Addresses instead of tensors: Triton would ask each for it, and the driver for its kind.
+        # Addresses, because of a tensor Triton asks ``data_ptr``, and the driver what it is.
         compiled.run(
             *grid,
             self._stream_of(device.index),  # type: ignore[misc]  # set with the first variant
@@ -78,10 +78,10 @@ class Launcher:
     def _launch_by_triton(
         self, variant: Any, grid: Grid, addresses: list[int], tensors: tuple[Tensor, ...]
     ) -> None:
-        """Compile if need be, launch, and keep what was compiled if others may take it."""
+        """Compile if needed, launch, and keep the compiled variant if later launches may use it."""
         numbers, constants, num_warps, *_ = variant
         compiled = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps)
-        # What is not aligned is another variant; and Triton's interpreter compiles nothing.
+        # Unaligned pointers are another variant; and Triton's interpreter compiles nothing.
         if compiled is None or reduce(or_, addresses) % ALIGNMENT:
             return
         if self._stream_of is None:

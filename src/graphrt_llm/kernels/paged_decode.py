@@ -1,13 +1,13 @@
 """Attention of one new token a request over the paged cache, in one Triton launch.
 
 A request's context is split among programs, which read it at the same time; the last of them to
-finish adds the parts up. How it is split depends on its length alone: a graph needs no plan, and a
-row's result is the same bits in whatever batch and padding it stands.
+finish combines the parts. The split depends on the length alone: a graph needs no plan, and a row's
+result is the same bits in every batch and with every padding.
 
 Source: online softmax and its split over the keys, Dao 2023 (FlashAttention-2, Flash-Decoding).
 """
 
-# Triton reads the annotations of a kernel itself and knows only its own.
+# Triton reads the annotations of a kernel and accepts only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_SPLITS = 16
 """Programs that share one request's context of one key head; a short context leaves some idle."""
 NUM_WARPS = 4
 MIN_DOT = 16
-"""Rows that a tensor core product has at least; the heads of a group are padded to it."""
+"""Fewest rows of a product on tensor cores; the heads of a group are padded to it."""
 
 
 def _decode(
@@ -79,7 +79,7 @@ def _decode(
             keys = cache + offset[:, None] + element[None, :]
             k = tl.load(keys, mask=is_token[:, None], other=0.0)
             v = tl.load(keys + NUM_KV_HEADS * HEAD_DIM, mask=is_token[:, None], other=0.0)
-            # Powers of two are what the hardware has; ``scale`` carries the change of base.
+            # The hardware computes powers of two; ``scale`` includes the change of base.
             scores = tl.dot(query, tl.trans(k)) * scale
             scores = tl.where(is_token[None, :], scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -100,7 +100,7 @@ def _decode(
             my_weight = weights + (first + split) * 2 * GROUP + member
             tl.store(my_weight, largest, mask=is_member)
             tl.store(my_weight + GROUP, total, mask=is_member)
-            # Every thread has stored before one of them says so.
+            # All threads have stored before one of them counts this split as finished.
             tl.debug_barrier()
             counter = finished + row * NUM_KV_HEADS + kv_head
             num_before = tl.atomic_add(counter, 1, sem="acq_rel")
@@ -124,7 +124,7 @@ def _decode(
                     tl.store(out + place_out * HEAD_DIM + element, merged.to(out.dtype.element_ty))
                 tl.store(counter, 0)
     elif split == 0 and length == 0:
-        # A row without a token would carry whatever lay in this memory, NaN included, onwards.
+        # A padding row of uninitialised memory, perhaps NaN, would spread through later layers.
         nothing = tl.zeros((PADDED_GROUP, HEAD_DIM), out.dtype.element_ty)
         tl.store(target, nothing, mask=is_member[:, None])
 
@@ -133,10 +133,10 @@ _launch_decode = Launcher(triton.jit(_decode))
 
 
 class PagedDecode:
-    """The kernel for up to ``max_rows`` rows over caches of one shape, with what it writes between.
+    """The kernel for up to ``max_rows`` rows over caches of one shape, and its scratch memory.
 
     ``cache``: [num_blocks, block_size, 2, num_kv_heads, head_dim] of one layer, as an example.
-    Calls share scratch memory: they belong on one stream, or into graphs that replay on one.
+    Calls share scratch memory: make them on one stream, or in graphs that replay on one.
     """
 
     def __init__(self, cache: Tensor, num_heads: int, max_rows: int) -> None:
@@ -157,15 +157,15 @@ class PagedDecode:
         )
         shape = (max_rows, num_kv_heads, NUM_SPLITS)
         with torch.inference_mode(False):
-            # Values of each split, weighted; then its largest score and the sum of its weights.
+            # Of each split: its weighted values; its largest score and the sum of its weights.
             self._parts = torch.zeros(*shape, group, head_dim, device=cache.device)
             self._weights = torch.zeros(*shape, 2, group, device=cache.device)
-            # Splits that are done; 0 again at the end of every launch.
+            # Number of finished splits; 0 again at the end of every launch.
             self._finished = torch.zeros(shape[:2], dtype=torch.int32, device=cache.device)
 
     @property
-    def holds(self) -> tuple[Tensor, ...]:
-        """The scratch memory. Launches are given its addresses, so torch sees no use of it."""
+    def keep_alive(self) -> tuple[Tensor, ...]:
+        """The scratch memory. Launches receive its addresses, so torch does not see its use."""
         return self._parts, self._weights, self._finished
 
     def __call__(
@@ -173,13 +173,13 @@ class PagedDecode:
     ) -> None:
         """Write to ``out`` the attention of each query over its row's first ``seq_lens`` tokens.
 
-        Shapes: ``heads`` [rows, >= num_heads, head_dim], a row's queries first, rows may be apart;
+        Shapes: ``heads`` [rows, >= num_heads, head_dim], queries first, rows may be strided;
                 ``cache`` as at construction; ``block_tables`` [>= rows, max_blocks]; ``seq_lens``
                 [>= rows]; ``out`` [rows, num_heads, head_dim], contiguous. A length of 0 gives
                 zeros.
         """
         num_rows = heads.shape[0]
-        assert num_rows <= self.max_rows, "the scratch memory has room for no more rows"
+        assert num_rows <= self.max_rows, "more rows than the scratch memory has room for"
         scratch = (self._parts, self._weights, self._finished)
         _launch_decode(
             (num_rows, self._num_kv_heads, NUM_SPLITS),

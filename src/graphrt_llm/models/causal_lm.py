@@ -1,12 +1,13 @@
 """The decoder of the Llama and Qwen3 families, written for few launches and for capture.
 
-Tokens are flattened: there is no batch dimension. Nothing here reads the device, no shape depends
-on data, and forward makes no tensor that outlives it. The residual stream is updated in place by
-the projections that feed it, so that no addition is a launch of its own.
+Tokens are flattened: there is no batch dimension. Nothing here reads the device back, no shape
+depends on data, and ``forward`` keeps no tensor. Projections add to the residual stream in place,
+so that no addition is a separate launch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 from graphrt_llm.attention import AttentionBackend, AttentionInputs, attend
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kernels import Kernels, choose_kernels
-from graphrt_llm.models.config import ModelConfig
-from graphrt_llm.models.rotary import rotary_table
+from graphrt_llm.model_config import ModelConfig
 
 Device = torch.device | str
 
@@ -35,9 +35,7 @@ class CheckpointTensor(NamedTuple):
 class Projection(nn.Module):
     """Several linear maps of one input, stacked by rows: one matrix product instead of several.
 
-    The matrix alone; the model's kernels say what stands before and behind its product.
-
-    Parameters are undefined until weights are loaded.
+    Only the parameters, undefined until weights are loaded; the kernels compute the product.
     """
 
     def __init__(
@@ -62,9 +60,9 @@ class Projection(nn.Module):
 
 
 class Scratch(NamedTuple):
-    """What every layer writes in its turn, and the same memory in other shapes.
+    """Memory that every layer writes, one after the other, and views of it in other shapes.
 
-    Made once a step: to allocate, and to look at memory in another shape, are operations too.
+    Made once a step, because allocations and views are operations too.
     """
 
     normed: Tensor
@@ -72,11 +70,11 @@ class Scratch(NamedTuple):
     qkv: Tensor
     """[tokens, (num_heads + 2 * num_kv_heads) * head_dim]"""
     heads: Tensor
-    """[tokens, num_heads + 2 * num_kv_heads, head_dim]: ``qkv``."""
+    """[tokens, num_heads + 2 * num_kv_heads, head_dim]: a view of ``qkv``."""
     attended: Tensor
     """[tokens, num_heads, head_dim]"""
     attended_rows: Tensor
-    """[tokens, num_heads * head_dim]: ``attended``."""
+    """[tokens, num_heads * head_dim]: a view of ``attended``."""
     gate_up: Tensor
     """[tokens, 2 * intermediate_size]"""
     gated: Tensor
@@ -99,7 +97,7 @@ class Scratch(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward network, each behind a norm, both added to the residual stream."""
+    """Attention and feed-forward network, each after a norm, both added to the residual stream."""
 
     def __init__(
         self,
@@ -149,7 +147,7 @@ class DecoderLayer(nn.Module):
         norm = self.attention_norm
         kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
         slots = backend.cache.slots[self.index]
-        kernels.turn_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
+        kernels.rotate_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         attend(backend, self.index, heads, attn, shared, out=attended)
         kernels.add_linear(residual, attended_rows, *self.attention_out.matrix)
 
@@ -190,7 +188,7 @@ class CausalLM(nn.Module):
         self.dtype = dtype
         self.kernels = choose_kernels(dtype, torch.device(device))
         self.attention: AttentionBackend | None = None
-        # Parameters born in inference mode could not be written outside it.
+        # Parameters made in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.embedding = _parameter((config.vocab_size, config.hidden_size), dtype, device)
             self.layers = nn.ModuleList(
@@ -250,6 +248,32 @@ class CausalLM(nn.Module):
         yield _whole("model.norm.weight", self.norm)
         if not self.config.tie_word_embeddings:
             yield _whole("lm_head.weight", self.lm_head)
+
+
+def rotary_table(config: ModelConfig) -> Tensor:
+    """[max_position_embeddings, 2, 1, head_dim] float32 on the CPU: cosines, and signed sines.
+
+    The first half of the sines is negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
+    The axis of 1 is for heads. Always float32, because checkpoints were trained with its roundings:
+    at position 100,000 an exact angle is another angle.
+
+    Source: Su et al. 2021 (RoPE), in the half-split form of the Llama checkpoints: element ``i`` of
+    a head is paired with element ``i + head_dim / 2``.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is not None:
+        # 0 at the longest wavelengths, which are stretched; 1 at the shortest, which are not.
+        turns = scaling.original_context * frequencies / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+    return table[:, :, None]
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> nn.Parameter:

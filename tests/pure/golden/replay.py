@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphrt.cli.answers import of_decision, of_resolved
 from graphrt.cli.files import read_config
+from graphrt.cli.json_output import of_decision, of_resolved
 from graphrt.config import Plan, resolve
 from graphrt.dispatch import CUDAGraphDispatcher
-from graphrt.planner.trace import TraceRequest, read_trace
+from graphrt.planner import TraceRequest, read_trace
 
 FOLDER = Path(__file__).resolve().parent
 TRACE = FOLDER / "trace.jsonl"

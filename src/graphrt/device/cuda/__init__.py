@@ -1,19 +1,26 @@
-"""The CUDA device, over torch 2.11 and later. The only room that says ``torch.cuda``.
+"""The CUDA device, over torch 2.11 and later. ``torch.cuda`` is named here and in ``torch_modes``.
 
 Importing it constructs nothing and works on a machine without a GPU; making a ``CUDADevice`` does
-not.
+not. The other names are for those who need one part, such as the tests.
 """
 
-from graphrt.device.cuda.device import CUDADevice
-from graphrt.device.cuda.pool import CUDAPool
-from graphrt.device.cuda.recording import CUDADeviceGraph, CUDARecording
-from graphrt.device.cuda.streams import CUDAMark, CUDAStream
+from graphrt.device.cuda.device import CUDADevice, StreamTable
+from graphrt.device.cuda.failures import error_code, replay_failure, translate
+from graphrt.device.cuda.observe import Observer, UseTracker
+from graphrt.device.cuda.pool import CUDAPool, PoolTable, storage_address
+from graphrt.device.cuda.recording import CaptureState, CUDARecording
 
 __all__ = [
     "CUDADevice",
-    "CUDADeviceGraph",
-    "CUDAMark",
     "CUDAPool",
     "CUDARecording",
-    "CUDAStream",
+    "CaptureState",
+    "Observer",
+    "PoolTable",
+    "StreamTable",
+    "UseTracker",
+    "error_code",
+    "replay_failure",
+    "storage_address",
+    "translate",
 ]

@@ -1,10 +1,9 @@
-"""Streams, pools and windows of one CUDA device."""
+"""One CUDA device: its streams, its pools, and where recordings begin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,19 +16,98 @@ from graphrt.device.base import (
     Stream,
 )
 from graphrt.device.cuda import private
-from graphrt.device.cuda.failures import translate, user_source
-from graphrt.device.cuda.observe import OperatorPlan
-from graphrt.device.cuda.pool import CUDAPool, storage_address
-from graphrt.device.cuda.recording import CUDADeviceGraph, CUDARecording
-from graphrt.device.cuda.streams import NUM_RING_STREAMS, CUDAMark, CUDAStream, StreamTable
-from graphrt.device.cuda_query import answering
+from graphrt.device.cuda.failures import translate
+from graphrt.device.cuda.pool import CUDAPool, PoolTable, storage_address
+from graphrt.device.cuda.recording import CaptureState, CUDARecording
+from graphrt.device.torch_modes import report_capturing
 from graphrt.errors import (
-    AmbientError,
     CaptureError,
     CaptureInProgressError,
     ConfigError,
+    EnvironmentMismatchError,
     LifetimeError,
 )
+from graphrt.source import caller_source
+
+
+class CUDAStream:
+    """A CUDA stream and its name. Compared by identity: the device makes one per stream."""
+
+    __slots__ = ("name", "torch_stream")
+
+    def __init__(self, name: str, torch_stream: torch.cuda.Stream) -> None:
+        self.name = name
+        self.torch_stream = torch_stream
+
+    def __repr__(self) -> str:
+        return f"CUDAStream({self.name!r}, {self.torch_stream.cuda_stream:#x})"
+
+
+class CUDAMark:
+    """An event: everything issued on its stream before it was recorded."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+
+# torch takes its streams in turn from a fixed set of this many per device and priority.
+NUM_STREAMS = 32
+
+
+class StreamTable:
+    """The streams of one device: by name, and by handle."""
+
+    def __init__(self, device_index: int) -> None:
+        self._device_index = device_index
+        self._by_name: dict[str, CUDAStream] = {}
+        self._by_handle: dict[int, CUDAStream] = {}
+        default = torch.cuda.default_stream(device_index)
+        self._by_handle[default.cuda_stream] = CUDAStream("default", default)
+
+    def named(self, name: str) -> CUDAStream:
+        """The stream of this name, made on first use.
+
+        Errors: ``ConfigError`` if all of torch's streams have names.
+        """
+        if name not in self._by_name:
+            taken = {stream.torch_stream.cuda_stream for stream in self._by_name.values()}
+            # Taken in turn, so that the next one may have a name already.
+            for _ in range(NUM_STREAMS):
+                drawn = torch.cuda.Stream(self._device_index)
+                if drawn.cuda_stream not in taken:
+                    break
+            else:
+                raise ConfigError(
+                    f"stream {name!r}",
+                    expected=f"at most {NUM_STREAMS} named streams",
+                    found="as many, all in use",
+                    do="reuse a name, or close libraries that are done with: each has a stream",
+                )
+            self._by_name[name] = self._by_handle[drawn.cuda_stream] = CUDAStream(name, drawn)
+        return self._by_name[name]
+
+    def forget(self, stream: CUDAStream) -> None:
+        """Take the name of ``stream`` away, if it has one; the handle may get another name."""
+        if self._by_name.get(stream.name) is stream:
+            del self._by_name[stream.name]
+            # torch gives the handle to other callers too; they must not see this name.
+            del self._by_handle[stream.torch_stream.cuda_stream]
+
+    def current(self) -> CUDAStream:
+        """The calling thread's current stream; a stream that is not ours is named by handle."""
+        stream = torch.cuda.current_stream(self._device_index)
+        known = self._by_handle.get(stream.cuda_stream)
+        if known is None:
+            known = CUDAStream(f"stream-{stream.cuda_stream:#x}", stream)
+            self._by_handle[stream.cuda_stream] = known
+        return known
+
+    def is_default(self, stream: CUDAStream) -> bool:
+        """Whether this is the stream on which no capture can begin."""
+        default = torch.cuda.default_stream(self._device_index)
+        return stream.torch_stream.cuda_stream == default.cuda_stream
 
 
 class CUDADevice:
@@ -52,36 +130,22 @@ class CUDADevice:
             )
         self.index = index
         self.debug = debug
-        self._torch_device = torch.device("cuda", index)
+        self.torch_device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(index)
-        self._limits = DeviceLimits(
+        self.limits = DeviceLimits(
             max_graphs=None,
-            max_streams=NUM_RING_STREAMS,
+            max_streams=NUM_STREAMS,
             num_sms=properties.multi_processor_count,
         )
         self._streams = StreamTable(index)
-        self._pools: list[CUDAPool] = []
-        # Strong on purpose: see CUDADeviceGraph.
-        self._graphs: dict[int, CUDADeviceGraph] = {}
-        # What schemas say: each window meets the same few operators.
-        self._plans: dict[int, OperatorPlan] = {}
-        self._num_open = 0
-        self._window: ContextVar[CUDARecording | None] = ContextVar("window", default=None)
-        self._answers: ContextVar[bool] = ContextVar("answers", default=False)
+        self.pools = PoolTable()
+        self._captures = CaptureState(index, debug, self.pools)
         self._is_closed = False
 
     @staticmethod
     def is_available() -> bool:
         """Whether torch sees a GPU."""
         return torch.cuda.is_available()
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self._torch_device
-
-    @property
-    def limits(self) -> DeviceLimits:
-        return self._limits
 
     def new_pool(self, handle: Any = None) -> CUDAPool:
         """A fresh pool, or a view of the one that a ``MempoolId_t`` pair names."""
@@ -90,19 +154,11 @@ class CUDADevice:
                 "new_pool", expected="an open device", found="a closed one", do="make another"
             )
         pool = CUDAPool(self.index, handle)
-        self._pools = [known for known in self._pools if not known.is_released] + [pool]
+        self.pools.add(pool)
         return pool
 
     def stream(self, name: str) -> CUDAStream:
-        stream = self._streams.named(name)
-        if stream is None:
-            raise ConfigError(
-                f"stream {name!r}",
-                expected=f"at most {NUM_RING_STREAMS} named streams",
-                found="as many, all in use",
-                do="reuse a name, or close libraries that are done with: each has a stream",
-            )
-        return stream
+        return self._streams.named(name)
 
     def forget_stream(self, stream: Stream) -> None:
         self._streams.forget(_own(stream))
@@ -111,8 +167,7 @@ class CUDADevice:
         return self._streams.current()
 
     def use(self, stream: Stream) -> AbstractContextManager[None]:
-        context: Any = torch.cuda.stream(_own(stream).torch_stream)
-        return cast(AbstractContextManager[None], context)
+        return cast(AbstractContextManager[None], torch.cuda.stream(_own(stream).torch_stream))
 
     def mark(self, stream: Stream) -> CUDAMark:
         event = torch.cuda.Event()
@@ -127,7 +182,7 @@ class CUDADevice:
         except RuntimeError as error:
             failure = translate(error, f"wait of stream {stream.name!r} for a mark")
             if isinstance(failure, CaptureError) and not failure.source:
-                failure.source = user_source().place
+                failure.source = caller_source().with_text
             try:
                 raise failure from failure.__cause__
             finally:
@@ -145,54 +200,48 @@ class CUDADevice:
         observe: bool = True,
     ) -> CUDARecording:
         own_pool, own_stream = _own_pool(pool), _own(stream)
-        is_taken = any(known.is_recording for known in self._pools if known.id == own_pool.id)
+        is_taken = any(known.is_recording for known in self.pools if known.id == own_pool.id)
         if self.is_capturing() or private.is_stream_capturing() or is_taken:
             raise CaptureInProgressError(
                 label,
-                expected="no open window on this thread, stream and pool",
+                expected="no open recording on this thread, stream and pool",
                 found="one that is open",
                 do="end or abort it first; a capture does not nest",
             )
         if self.current_stream() is not own_stream or self._streams.is_default(own_stream):
-            raise AmbientError(
+            raise EnvironmentMismatchError(
                 label,
                 expected=f"stream {own_stream.name!r} current, and not the default stream",
                 found=f"stream {self.current_stream().name!r} current",
-                do="open the window inside device.use(device.stream(name))",
+                do="begin the recording inside device.use(device.stream(name))",
             )
-        own_pool.occupy()
-        return CUDARecording(self, own_pool, own_stream, label, tuple(generators), observe)
+        own_pool.keep_in_use()
+        return CUDARecording(
+            self._captures, own_pool, own_stream.torch_stream, label, generators, observe
+        )
 
     def is_capturing(self) -> bool:
-        recording = self._window.get()
-        # A context copied inside a window may outlive it.
+        recording = self._captures.current.get()
+        # A context that was copied during a recording may outlive it.
         return recording is not None and recording.is_open
 
-    @contextmanager
-    def answering_capture(self) -> Iterator[None]:
-        token = self._answers.set(True)
-        try:
-            with answering(self._answers.get):
-                yield
-        finally:
-            self._answers.reset(token)
+    def report_capturing(self) -> AbstractContextManager[None]:
+        return report_capturing()
 
     def alloc(
         self, pool: Pool, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """An uninitialised pool tensor, belonging to the stream that is current."""
         own = _own_pool(pool)
-        self._refuse_in_window("alloc")
+        self._captures.check_none_open("alloc")
         with torch.cuda.use_mem_pool(cast(Any, own), self.index), _outside_inference_mode():
             tensor = torch.empty_strided(
-                tuple(size), tuple(stride), dtype=dtype, device=self._torch_device
+                tuple(size), tuple(stride), dtype=dtype, device=self.torch_device
             )
-        # A pool that lives gives no segment back, so only a segment it has just taken is unknown.
+        # A pool returns no segment while it lives, so only one it has just taken is unknown.
         address = tensor.untyped_storage().data_ptr()
-        for known in self._pools:
-            if known.id == own.id and not known.holds(address):
-                self.refresh_pools()
-                break
+        if any(known.id == own.id and not known.holds(address) for known in self.pools):
+            self.pools.refresh()
         return tensor
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -200,9 +249,9 @@ class CUDADevice:
         if not self.owns(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        # Neither the observer nor a mode of the caller's shall take this for an operation.
-        # Grad mode is asked for last: to leave inference mode turns it on.
-        with private.past_modes(), _outside_inference_mode(), _without_grad():
+        # This is no operation of the caller's: neither the observer nor other modes shall see it.
+        # Grad mode comes last, because leaving inference mode turns it on.
+        with private.without_modes(), _outside_inference_mode(), _without_grad():
             bare = private.aliasing_storage(storage.data_ptr(), storage.nbytes(), tensor.device)
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 cast(Any, bare), tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -215,20 +264,7 @@ class CUDADevice:
         if not tensor.is_cuda:
             return False
         address = storage_address(tensor)
-        return address is not None and self.holds(address)
-
-    def holds(self, address: int) -> bool:
-        """Whether ``address`` lies in a pool of this device."""
-        # Asked for every operation of a capture: a generator would cost more than the look-up.
-        for pool in self._pools:  # noqa: SIM110
-            if pool.holds(address):
-                return True
-        return False
-
-    def refresh_pools(self) -> None:
-        """Learn the address ranges anew, of views as well: another may have made the pool grow."""
-        for pool in self._pools:
-            pool.refresh()
+        return address is not None and self.pools.holds(address)
 
     def synchronize(self, stream: Stream | None = None) -> None:
         if stream is None:
@@ -237,8 +273,8 @@ class CUDADevice:
             _own(stream).torch_stream.synchronize()
 
     def trim(self) -> None:
-        """Give cached unused blocks back, and cuBLAS's workspaces."""
-        self._refuse_in_window("trim")
+        """Return unused cached blocks, and cuBLAS's workspaces."""
+        self._captures.check_none_open("trim")
         private.clear_blas_workspaces()
         torch.cuda.empty_cache()
 
@@ -255,48 +291,20 @@ class CUDADevice:
         """Reset every graph, newest first, and release every pool. Idempotent."""
         if self._is_closed:
             return
-        self._refuse_in_window("close")
+        self._captures.check_none_open("close")
         self._is_closed = True
         torch.cuda.synchronize(self.index)
-        for graph in reversed(list(self._graphs.values())):
+        for graph in reversed(list(self._captures.graphs.values())):
             graph.reset()
-        for pool in self._pools:
-            pool.release()
-        self._pools = []
-
-    def _opened(self, recording: CUDARecording) -> None:
-        self._num_open += 1
-        self._window.set(recording)
-
-    def _closed(self, recording: CUDARecording) -> None:
-        self._num_open -= 1
-        self._window.set(None)
-
-    @contextmanager
-    def _joined(self, recording: CUDARecording) -> Iterator[None]:
-        token = self._window.set(recording)
-        try:
-            yield
-        finally:
-            self._window.reset(token)
-
-    def _refuse_in_window(self, subject: str) -> None:
-        """Whatever frees or maps device memory would break the capture of any thread."""
-        if self._num_open:
-            raise CaptureInProgressError(
-                subject,
-                expected="no open window on this device",
-                found=f"{self._num_open} open",
-                do="do it after the window has ended",
-            )
+        self.pools.release()
 
 
-# A mode is entered only where it changes something: a capture asks for thousands of aliases, and
-# three modes cost a third of each.
+# A mode is entered only where it changes something: a capture makes thousands of aliases, and three
+# modes are a third of the cost of each.
 
 
 def _outside_inference_mode() -> AbstractContextManager[Any]:
-    """A tensor born in inference mode could not be written outside it."""
+    """A tensor that is made in inference mode cannot be written outside it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 

@@ -1,27 +1,27 @@
-"""A pool of device memory, known by what the allocator says of it.
+"""Pools of device memory, and which addresses lie in them, by the allocator's own snapshot.
 
-Nothing here runs while a window is open: a snapshot is taken when one has closed.
+No snapshot is taken during a recording, but after it has ended.
 """
 
 from __future__ import annotations
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from graphrt.device.base import Block
 from graphrt.device.cuda import private
-from graphrt.device.cuda.failures import is_user_file
 from graphrt.errors import LifetimeError
+from graphrt.source import Source, is_user_file
 
 
 class CUDAPool:
-    """A ``torch.cuda.MemPool``, or a view of somebody else's pool by its handle.
+    """A ``torch.cuda.MemPool``, or a view of another owner's pool by its handle.
 
-    A view keeps the pool from being given back while it lives, and gives up only itself.
+    While a view lives, the memory is not returned. Its release ends the view only.
     """
 
     def __init__(self, device_index: int, handle: private.PoolId | None = None) -> None:
@@ -30,58 +30,53 @@ class CUDAPool:
         if handle is None:
             with torch.cuda.device(device_index):
                 self._memory = torch.cuda.MemPool()
-            self._id: private.PoolId = self._memory.id
+            self.id: private.PoolId = self._memory.id
         else:
-            self._id = (int(handle[0]), int(handle[1]))
-            private.retain_pool(self._id, device_index)
+            self.id = (int(handle[0]), int(handle[1]))
+            private.retain_pool(self.id, device_index)
+        self.handle: Any = self.id
+        """The same ``MempoolId_t`` pair, with torch's own type for a handle."""
         self.is_released = False
         self.num_graphs = 0
-        """Graphs captured into it and not reset yet; kept by the recordings."""
+        """Graphs captured into it and not reset yet; the graphs count themselves."""
         self.is_recording = False
-        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._empty_graph: torch.cuda.CUDAGraph | None = None
         if self._memory is not None:
             with torch.cuda.device(device_index), torch.cuda.stream(torch.cuda.Stream()):
-                self.occupy()
+                self.keep_in_use()
         self._starts: list[int] = []
         self._ends: list[int] = []
         self.refresh()
 
-    @property
-    def handle(self) -> Any:
-        """The ``MempoolId_t`` pair, as ``torch.cuda.graph(pool=...)`` takes it."""
-        return self._id
-
-    @property
-    def id(self) -> private.PoolId:
-        """The handle under the name that ``torch.cuda.use_mem_pool`` asks for."""
-        return self._id
-
-    def occupy(self) -> None:
+    def keep_in_use(self) -> None:
         """Keep the pool in use until its release, by an empty graph.
 
         torch counts a pool's users twice: for device memory, where the pool itself counts, and for
         pinned host memory, where only graphs do. Without this graph the second count falls to zero
         with the last real one, and the next capture into the pool fails an internal assert of the
-        host allocator (seen on torch 2.11). A pool of our own does so when it is made, a view
-        before its first capture: on a stream that captures nothing and is not the default one.
+        host allocator. torch 2.11 needs it; drop it when the oldest supported torch captures into a
+        ``MemPool`` whose graphs were all reset.
+
+        The current stream must not capture, and not be the default one. A pool of our own does this
+        when it is made, a view before its first capture.
         """
-        if self._keeper is not None:
+        if self._empty_graph is not None:
             return
-        keeper = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings(), private.past_modes():
-            warnings.simplefilter("ignore")  # It is empty, and shall be.
-            keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-            keeper.capture_end()
-        self._keeper = keeper
+        graph = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings(), private.without_modes():
+            warnings.simplefilter("ignore")  # torch warns that it is empty.
+            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            graph.capture_end()
+        self._empty_graph = graph
 
     def use_count(self) -> int | None:
-        """Users the allocator counts, less the keeper: graphs, and the pool. None for a view."""
+        """Users by the allocator's count: the real graphs, and the pool. None for a view."""
         if self._memory is None:
             return None
-        return self._memory.use_count() - (self._keeper is not None)
+        return self._memory.use_count() - (self._empty_graph is not None)
 
     def refresh(self) -> None:
-        """Learn the address ranges anew. Called whenever the pool may have grown."""
+        """Read the address ranges again. Called whenever the pool may have grown."""
         ranges = sorted(
             (segment["address"], segment["address"] + segment["total_size"])
             for segment in self._segments()
@@ -117,34 +112,67 @@ class CUDAPool:
         return sum(segment["total_size"] for segment in self._segments())
 
     def release(self) -> None:
-        """Give the memory back. Idempotent. A block that a tensor still holds stays until it goes.
+        """Return the memory, except blocks that a tensor still holds. Idempotent.
 
-        Errors: ``LifetimeError`` while a graph over the pool lives; it would launch into freed
+        Errors: ``LifetimeError`` while a graph over the pool lives: it would launch into freed
         memory.
         """
         if self.is_released:
             return
         if self.num_graphs or self.is_recording:
             raise LifetimeError(
-                f"release of pool {self._id}",
+                f"release of pool {self.id}",
                 expected="every graph over it reset",
                 found=f"{self.num_graphs} graphs"
-                + (" and an open window" if self.is_recording else ""),
+                + (" and an open recording" if self.is_recording else ""),
                 do="reset the graphs first; the library does so when it retires a generation",
             )
         self.is_released = True
         self._starts, self._ends = [], []
-        if self._keeper is not None:
-            self._keeper.reset()
-            self._keeper = None
+        if self._empty_graph is not None:
+            self._empty_graph.reset()
+            self._empty_graph = None
         if self._memory is None:
-            private.release_pool(self._id, self._device_index)
-        self._memory = None  # Its destructor gives the unused segments back to the driver.
+            private.release_pool(self.id, self._device_index)
+        self._memory = None  # Its destructor returns the unused segments to the driver.
 
     def _segments(self) -> list[dict[str, Any]]:
         if self.is_released:
             return []
-        return private.segments_of(self._id, self._device_index)
+        return private.segments_of(self.id, self._device_index)
+
+
+class PoolTable:
+    """The pools of one device."""
+
+    def __init__(self, pools: Iterable[CUDAPool] = ()) -> None:
+        self._pools = list(pools)
+
+    def __iter__(self) -> Iterator[CUDAPool]:
+        return iter(self._pools)
+
+    def add(self, pool: CUDAPool) -> None:
+        """Know ``pool`` until it is released."""
+        self._pools = [known for known in self._pools if not known.is_released] + [pool]
+
+    def holds(self, address: int) -> bool:
+        """Whether ``address`` lies in one of the pools."""
+        # Called for every operation of a capture: a generator would cost more than the look-up.
+        for pool in self._pools:  # noqa: SIM110
+            if pool.holds(address):
+                return True
+        return False
+
+    def refresh(self) -> None:
+        """Read all address ranges again: a pool may have several views, and all have grown."""
+        for pool in self._pools:
+            pool.refresh()
+
+    def release(self) -> None:
+        """Release every pool."""
+        for pool in self._pools:
+            pool.release()
+        self._pools = []
 
 
 def storage_address(tensor: torch.Tensor) -> int | None:
@@ -159,6 +187,7 @@ def storage_address(tensor: torch.Tensor) -> int | None:
 
 def _source(frames: Sequence[dict[str, Any]]) -> str:
     for frame in frames:
-        if frame["filename"].endswith(".py") and is_user_file(frame["filename"]):
-            return f"{frame['filename']}:{frame['line']} in {frame['name']}"
+        file: str = frame["filename"]  # Of C++ too, where torch records those.
+        if file.endswith(".py") and is_user_file(file):
+            return str(Source(file, frame["line"], frame["name"]))
     return ""

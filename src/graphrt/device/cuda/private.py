@@ -1,6 +1,7 @@
 """Everything this device needs that torch and the driver do not promise, in one place.
 
-Each function says what it stands on, and copes with the releases where that is missing.
+Each function works with every supported torch, 2.11 to 2.13. What only some of them need says which
+release ends it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ _THREAD_LOCAL = 1
 
 
 def supported(function: Callable[..., Any], **optional: Any) -> dict[str, Any]:
-    """Those of ``optional`` that ``function`` has a parameter for, by its signature."""
+    """Those of ``optional`` that ``function`` has a parameter for, by its signature.
+
+    For what is younger than torch 2.11: ``check_input_liveness``, ``include_traces``.
+    """
     # A bound method is made anew at each access; what it is bound to is not.
     known = _parameters(getattr(function, "__func__", function))
     return {name: value for name, value in optional.items() if name in known}
@@ -34,28 +39,31 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def bare_operator(operator: Any) -> Callable[..., Any]:
-    """What a call of ``operator`` comes down to, or itself where torch does more than that."""
+    """The builtin that a call of ``operator`` runs; itself where torch's call does more.
+
+    It spares one Python frame for each observed operation.
+    """
     plain = torch._ops.OpOverload
     is_plain = type(operator).__call__ is plain.__call__ and hasattr(operator, "_op")
     bare: Callable[..., Any] = operator._op if is_plain else operator
     return bare
 
 
-def past_modes() -> AbstractContextManager[Any]:
+def without_modes() -> AbstractContextManager[Any]:
     """While entered, no dispatch mode sees an operation.
 
-    torch's own bookkeeping around a capture is made of operations too: it makes and fills the seed
-    and the offset of every generator. A mode of the caller's that raised in one of them would leave
-    a graph half registered, which its destructor does not survive: it ends the process.
+    torch's own bookkeeping around a capture consists of operations too: it makes and fills the seed
+    and the offset of every generator. If a mode of the caller's raises in one of them, the graph is
+    half registered, and its destructor ends the process.
     """
     guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
     return guard
 
 
 def is_stream_capturing() -> bool:
-    """Whether the current stream captures, past whatever ``answering_capture`` has put before it.
+    """Whether the current stream captures, whatever ``report_capturing`` makes torch say.
 
-    True for an invalidated capture that nobody has ended yet.
+    True for an invalidated capture that was not ended yet.
     """
     return bool(torch._C._cuda_isCurrentStreamCapturing())
 
@@ -63,21 +71,19 @@ def is_stream_capturing() -> bool:
 def clear_blas_workspaces() -> None:
     """Drop the scratch memory that torch keeps for cuBLAS per handle and stream.
 
-    A graph bakes the workspace's address. One that is shared between recordings dies with the first
-    of them (PyTorch #193402), so each recording makes its own.
+    A graph contains the workspace's address. If graphs share one, it is freed with the first of
+    them (PyTorch #193402), so each recording makes its own. Drop this when the oldest supported
+    torch has that fixed.
     """
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def segments_of(pool: PoolId, device_index: int) -> list[dict[str, Any]]:
-    """The allocator's segments that belong to ``pool``.
-
-    The arguments of ``memory_snapshot`` grew over the releases; the filter makes all of them agree.
-    """
-    arguments = supported(torch.cuda.memory_snapshot, mempool_id=pool, include_traces=False)
-    if "mempool_id" in arguments and snapshot_takes_references():
-        _give_references(pool)
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(**arguments)
+    """The allocator's segments that belong to ``pool``."""
+    if snapshot_drops_references():
+        _add_references(pool)
+    optional = supported(torch.cuda.memory_snapshot, include_traces=False)
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(mempool_id=pool, **optional)
     return [
         segment
         for segment in segments
@@ -86,22 +92,23 @@ def segments_of(pool: PoolId, device_index: int) -> list[dict[str, Any]]:
 
 
 @cache
-def snapshot_takes_references() -> bool:
-    """Whether a snapshot of one pool drops a reference of each number of its id that is not its.
+def snapshot_drops_references() -> bool:
+    """Whether a snapshot of one pool drops a reference to each number of its id that it never took.
 
-    torch 2.11 does. Numbers above 256 are then freed under whoever holds the id, and the process
-    dies in its next garbage collection.
+    torch 2.11 does. Numbers above 256 are then freed while the id is in use, and the process dies
+    in its next garbage collection. Drop this, and ``_add_references``, when the oldest supported
+    torch has PyTorch #196366 (not merged in September 2026).
     """
     number = int("1234567890123")  # Of its own: a literal would be shared with the code object.
     probe = (0, number)
-    _give_references(probe)
+    _add_references(probe)
     before = sys.getrefcount(number)
     torch.cuda.memory_snapshot(mempool_id=probe)
     after = sys.getrefcount(number)
     return after < before
 
 
-def _give_references(pool: PoolId) -> None:
+def _add_references(pool: PoolId) -> None:
     for number in pool:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
 
@@ -118,18 +125,18 @@ def release_pool(pool: PoolId, device_index: int) -> None:
 
 
 def stop_routing(pool: PoolId, device_index: int) -> None:
-    """No longer route allocations into ``pool``; nothing happens if they are not."""
+    """No longer route allocations into ``pool``, if they are."""
     with suppress(RuntimeError):  # "not currently recording to mempool_id"
         torch._C._cuda_endAllocateToPool(device_index, pool)
 
 
-def begin_bare_capture(stream_handle: int) -> None:
-    """Put a stream into capture mode behind torch's back: see ``recording.unwind``."""
+def begin_driver_capture(stream_handle: int) -> None:
+    """Put a stream into capture mode without torch: see ``CUDARecording._unwind``."""
     _driver_call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream_handle), _THREAD_LOCAL)
 
 
-def end_bare_capture(stream_handle: int) -> None:
-    """Take a stream out of capture mode and drop what it held. Its complaints are expected."""
+def end_driver_capture(stream_handle: int) -> None:
+    """Take a stream out of capture mode and drop what it recorded, whatever error it reports."""
     graph = ctypes.c_void_p()
     with suppress(OSError):
         _driver_call("cuStreamEndCapture", ctypes.c_void_p(stream_handle), ctypes.byref(graph))
@@ -147,8 +154,8 @@ def _driver_call(name: str, *arguments: Any) -> None:
 def aliasing_storage(address: int, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage over bytes that it does not own.
 
-    torch's graph trees build theirs with the private constructor. Where that is gone, the public
-    CUDA array interface does the same: torch keeps the (empty) exporter alive, not the memory.
+    torch's graph trees make theirs with the private constructor. Should a release drop that, the
+    public CUDA array interface does the same: torch keeps the exporter alive, not the bytes.
     """
     construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if construct is not None:
@@ -177,3 +184,44 @@ def count_nodes(raw_graph: int) -> int | None:
         return None
     error, _, num_nodes = runtime.cudaGraphGetNodes(raw_graph, 0)
     return int(num_nodes) if int(error) == 0 else None
+
+
+def kernel_annotations() -> ModuleType | None:
+    """torch's module that names kernels in profiler traces; None before torch 2.12.
+
+    Where the driver or cuda-bindings are too old for it, it does nothing, and says so in its log.
+    """
+    try:
+        from torch.cuda import _graph_annotations
+    except ImportError:
+        return None
+    return _graph_annotations
+
+
+class KernelLabels:
+    """Labels in profiler traces for what this thread's current stream captures until ``close``.
+
+    torch keeps labels by node of a graph, and ``torch.cuda._annotate_cuda_graph_trace`` merges them
+    into an exported trace. To find the nodes it walks the graph: for debug devices only.
+    """
+
+    def __init__(self, annotations: Any, label: str) -> None:
+        self._annotations = annotations
+        # The switch is the process's, and read only when a scope begins.
+        was_enabled = annotations._annotations_enabled
+        annotations.enable_annotations()
+        try:
+            self._scope = annotations.mark_kernels(label)
+            self._scope.__enter__()
+        finally:
+            if not was_enabled:
+                annotations.disable_annotations()
+
+    def close(self) -> None:
+        """Label the nodes. The capture must still be open."""
+        self._scope.__exit__(None, None, None)
+        self._annotations.resolve_pending_annotations()
+
+    def move_to_executable(self, graph: torch.cuda.CUDAGraph) -> None:
+        """A trace knows the nodes by their numbers in the executable graph."""
+        self._annotations.remap_to_exec_graph(graph)

@@ -1,6 +1,6 @@
-"""A window, and the graph that comes out of it.
+"""A recording, and the graph that comes out of it.
 
-Torch is asked directly, without ``torch.cuda.graph``, which synchronises and empties caches on
+It calls torch's ``CUDAGraph`` directly: ``torch.cuda.graph`` synchronises and empties caches on
 every entry. The price is that a failed capture has to be undone here.
 """
 
@@ -9,87 +9,103 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 
-from graphrt.device.base import ExternalUse
+from graphrt.device.base import TensorUse
 from graphrt.device.cuda import private
-from graphrt.device.cuda.failures import ECHO, error_code, replay_failure, translate
-from graphrt.device.cuda.labels import KernelLabels, torch_annotations
-from graphrt.device.cuda.observe import Ledger, Observer
-from graphrt.device.cuda.pool import CUDAPool
-from graphrt.device.cuda.streams import CUDAStream
-from graphrt.errors import CaptureError, DeviceReplayError, EmptyCaptureError
+from graphrt.device.cuda.failures import FOLLOWS_ANOTHER, error_code, replay_failure, translate
+from graphrt.device.cuda.observe import Observer, OperatorInfo, UseTracker
+from graphrt.device.cuda.pool import CUDAPool, PoolTable
+from graphrt.device.torch_modes import enter, leave
+from graphrt.errors import (
+    CaptureError,
+    CaptureInProgressError,
+    DeviceReplayError,
+    EmptyCaptureError,
+)
 
-if TYPE_CHECKING:
-    from graphrt.device.cuda.device import CUDADevice
+
+class CaptureState:
+    """What the recordings and the graphs of one device share."""
+
+    def __init__(self, index: int, debug: bool, pools: PoolTable) -> None:
+        self.index = index
+        self.debug = debug
+        self.pools = pools
+        self.current: ContextVar[CUDARecording | None] = ContextVar("recording", default=None)
+        self.recordings: set[CUDARecording] = set()
+        """Those that are open, of all threads."""
+        self.graphs: dict[int, CUDADeviceGraph] = {}
+        """Those that are not reset, oldest first, by id. Strong on purpose: see there."""
+        self.operators: dict[int, OperatorInfo] = {}
+
+    def check_none_open(self, subject: str) -> None:
+        """To free or map device memory would break the capture of any thread.
+
+        Errors: ``CaptureInProgressError``.
+        """
+        if self.recordings:
+            raise CaptureInProgressError(
+                subject,
+                expected="no open recording on this device",
+                found=f"{len(self.recordings)} open",
+                do="do it after the recording has ended",
+            )
 
 
 class CUDADeviceGraph:
     """One instantiated graph. The device keeps it alive until ``reset``.
 
-    A graph that the garbage collector could destroy would be destroyed in somebody's window, and
-    break the capture there.
+    Otherwise the garbage collector could destroy it during a recording, and break that.
 
     ``replay`` is the bare launch from the start, so that it may be bound once.
     """
 
     def __init__(
         self,
-        device: CUDADevice,
+        state: CaptureState,
         graph: torch.cuda.CUDAGraph,
         pool: CUDAPool,
         label: str,
         *,
-        ledger: Ledger,
+        externals: tuple[TensorUse, ...],
         uses_rng: bool,
         num_nodes: int | None,
     ) -> None:
-        self._device = device
+        self._state = state
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._pool = pool
         self._label = label
-        self._externals = ledger.externals()
-        self._uses_rng = uses_rng
-        self._num_nodes = num_nodes
+        self.externals = externals
+        self.uses_rng = uses_rng
+        """Whether a replay may move a generator: as observed, or True if nothing was."""
+        self.num_nodes = num_nodes
+        """0 for an empty graph, else known on a debug device with cuda-bindings only."""
         self.replay: Callable[[], None] = bare_launch(graph, label)
         pool.num_graphs += 1
-        device._graphs[id(self)] = self
-
-    @property
-    def num_nodes(self) -> int | None:
-        """Nodes: 0 for an empty graph, else known on a debug device with cuda-bindings only."""
-        return self._num_nodes
-
-    @property
-    def uses_rng(self) -> bool:
-        """Whether a replay may move a generator: what was observed, or True if nothing was."""
-        return self._uses_rng
-
-    @property
-    def externals(self) -> Sequence[ExternalUse]:
-        """Tensors outside every pool that the recording touched, in order of first touch."""
-        return self._externals
+        state.graphs[id(self)] = self
 
     def reset(self) -> None:
-        """Destroy the executable and give its hold on the pool back. Idempotent.
+        """Destroy the executable, and no longer count as a user of the pool. Idempotent.
 
-        Errors: ``CaptureInProgressError`` in a window of this device, whose capture it would break.
+        Errors: ``CaptureInProgressError`` during a recording of this device, which it would break.
         """
         if self._graph is None:
             return
-        self._device._refuse_in_window(f"reset of {self._label}")
-        # Let go of it too: while the object lives, the generators keep memory for its numbers.
-        # Whoever still has the old callable launches what torch knows to be gone: an error.
+        self._state.check_none_open(f"reset of {self._label}")
+        # Drop torch's object too: while it lives, the generators keep memory for its numbers. A
+        # caller that still has the old callable gets torch's error that the graph is gone.
         graph, self._graph = self._graph, None
-        self.replay = self._refuse
-        self._externals = ()
+        self.replay = self._fail_replay
+        self.externals = ()
         graph.reset()
         self._pool.num_graphs -= 1
-        del self._device._graphs[id(self)]
+        del self._state.graphs[id(self)]
 
-    def _refuse(self) -> None:
+    def _fail_replay(self) -> None:
         raise DeviceReplayError(
             self._label,
             expected="a graph that was not reset",
@@ -103,7 +119,7 @@ def bare_launch(graph: torch.cuda.CUDAGraph, label: str) -> Callable[[], None]:
 
     The base class's method is bound once: the Python override above it costs more than the call.
     """
-    has_checks = getattr(graph, "_tracker", None) is not None  # They live in the override.
+    has_checks = getattr(graph, "_tracker", None) is not None  # They are in the override.
     replay: Callable[[], None] = (
         graph.replay if has_checks else super(torch.cuda.CUDAGraph, graph).replay
     )
@@ -118,76 +134,76 @@ def bare_launch(graph: torch.cuda.CUDAGraph, label: str) -> Callable[[], None]:
 
 
 class CUDARecording:
-    """An open window on the calling thread. Made by ``CUDADevice.begin``."""
+    """An open recording of the calling thread. Made by ``CUDADevice.begin``.
+
+    ``stream`` is current. Errors: torch's own, translated; what was begun is undone.
+    """
 
     def __init__(
         self,
-        device: CUDADevice,
+        state: CaptureState,
         pool: CUDAPool,
-        stream: CUDAStream,
+        stream: torch.cuda.Stream,
         label: str,
         generators: Sequence[torch.Generator],
         observe: bool,
     ) -> None:
-        self._device = device
+        self._state = state
         self._pool = pool
         self._stream = stream
         self._label = label
-        default = torch.cuda.default_generators[device.index]
-        self._generators = (default, *(each for each in generators if each is not default))
-        self._ledger = Ledger(device.torch_device.type, device.holds, device._plans)
-        self._observer = Observer(self._ledger) if observe else None
-        self._observes = observe
+        # torch registers the default one itself.
+        default = torch.cuda.default_generators[state.index]
+        self._generators = [each for each in generators if each is not default]
+        self._tracker = UseTracker("cuda", state.pools.holds, state.operators)
+        self._observer = Observer(self._tracker) if observe else None
         self._num_uses = pool.use_count()
-        self._graph = torch.cuda.CUDAGraph(keep_graph=device.debug)
-        self._labels: KernelLabels | None = None
-        self.is_open = False
-        self._begin()
-
-    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph(keep_graph=state.debug)
+        self._labels: private.KernelLabels | None = None
         private.clear_blas_workspaces()
-        optional = private.supported(
-            self._graph.capture_begin, check_input_liveness=self._device.debug
-        )
+        optional = private.supported(self._graph.capture_begin, check_input_liveness=state.debug)
         try:
-            with private.past_modes():
-                for generator in self._generators[1:]:  # torch registers the default one itself.
-                    self._graph.register_generator_state(generator)
+            with private.without_modes():
+                self._register_generators(self._graph)
                 self._graph.capture_begin(
-                    self._pool.handle, capture_error_mode="thread_local", **optional
+                    pool.handle, capture_error_mode="thread_local", **optional
                 )
         except RuntimeError as error:
-            raise self._refused(error)  # noqa: B904  It has its cause.
-        self.is_open = True
-        self._pool.is_recording = True
-        self._device._opened(self)
+            raise self._undone(error)  # noqa: B904  It has its cause.
+        pool.is_recording = True
+        state.recordings.add(self)
+        state.current.set(self)
         if self._observer is not None:
-            self._observer.enter()
-        annotations = torch_annotations() if self._device.debug else None
-        if annotations is None:
-            return
-        try:
-            self._labels = KernelLabels(annotations, self._label)
-        except Exception as error:  # noqa: BLE001  Nobody else has this window to close it.
-            raise self.abort(error)  # noqa: B904  It is the same error, or has it as its cause.
+            enter(self._observer)
+        annotations = private.kernel_annotations() if state.debug else None
+        if annotations is not None:
+            try:
+                self._labels = private.KernelLabels(annotations, label)
+            except BaseException as error:  # noqa: BLE001  The caller has no recording to abort.
+                raise self.abort(error)  # noqa: B904  The same error, or it has it as its cause.
+
+    @property
+    def is_open(self) -> bool:
+        return self in self._state.recordings
 
     def end(self, allow_empty: bool = False) -> CUDADeviceGraph:
-        """Close the window and instantiate what it recorded."""
-        assert self.is_open, "a window is ended once"
+        """End the recording and instantiate its graph."""
+        assert self.is_open, "a recording is ended once"
         if self._labels is not None:
             try:
                 self._labels.close()
-            except BaseException as error:  # noqa: BLE001  Nobody else closes this window now.
-                raise self.abort(error)  # noqa: B904  It is the same error, or has it as its cause.
+            except BaseException as error:  # noqa: BLE001  The caller does not abort after an end.
+                raise self.abort(error)  # noqa: B904  The same error, or it has it as its cause.
         self._close()
         try:
-            heard = self._capture_end()
+            caught = self._capture_end()
         except RuntimeError as error:
-            raise self._refused(error)  # noqa: B904  It has its cause.
-        self._ledger.take_failure()  # The callable coped with it; its traceback holds tensors.
-        self._settle()
-        others = [each for each in heard if "graph is empty" not in str(each.message).lower()]
-        is_empty = len(others) < len(heard)
+            raise self._undone(error)  # noqa: B904  It has its cause.
+        # The callable handled its error, if there was one; a traceback keeps tensors allocated.
+        self._tracker.take_failure()
+        self._clean_caches()
+        others = [each for each in caught if "graph is empty" not in str(each.message).lower()]
+        is_empty = len(others) < len(caught)
         if is_empty and not allow_empty:
             self._graph.reset()
             raise EmptyCaptureError(
@@ -201,24 +217,24 @@ class CUDARecording:
             for each in others:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             if self._labels is not None and not is_empty:
-                self._labels.follow(self._graph)
-            if self._device.debug and not is_empty:
+                self._labels.move_to_executable(self._graph)
+            if self._state.debug and not is_empty:
                 num_nodes = private.count_nodes(self._graph.raw_cuda_graph())
-        except BaseException as error:  # noqa: BLE001  Nobody else has this graph to reset it.
+        except BaseException as error:  # noqa: BLE001  The caller has no graph to reset.
             self._graph.reset()
-            raise translate(error)  # noqa: B904  It is the same error, or has it as its cause.
+            raise translate(error)  # noqa: B904  The same error, or it has it as its cause.
         return CUDADeviceGraph(
-            self._device,
+            self._state,
             self._graph,
             self._pool,
             self._label,
-            ledger=self._ledger,
-            uses_rng=self._ledger.uses_rng or not self._observes,
+            externals=self._tracker.externals(),
+            uses_rng=self._tracker.uses_rng or self._observer is None,
             num_nodes=num_nodes,
         )
 
     def abort(self, first_error: BaseException) -> BaseException:
-        """Close the window, drop what was recorded, and say what went wrong. Never raises."""
+        """End the recording, drop it, and say what went wrong. Never raises."""
         failure = self._explain(first_error)
         if self.is_open:
             self._close()
@@ -228,57 +244,59 @@ class CUDARecording:
     @contextmanager
     def join_thread(self) -> Iterator[None]:
         """Record the calling thread's work: the capture stream is current and observed there."""
-        observer = Observer(self._ledger) if self._observes else None
-        with torch.cuda.stream(self._stream.torch_stream), self._device._joined(self):
-            if observer is None:
-                yield
-                return
-            observer.enter()
+        observer = Observer(self._tracker) if self._observer is not None else None
+        current = self._state.current
+        with torch.cuda.stream(self._stream):
+            before = current.set(self)
+            if observer is not None:
+                enter(observer)
             try:
                 yield
             finally:
-                observer.leave()
+                if observer is not None:
+                    leave(observer)
+                current.reset(before)
 
     def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
         """A plain call: CUDA records whatever launches."""
         return fn(*args)
 
-    def _refused(self, error: RuntimeError) -> BaseException:
-        """What to raise when torch refused to begin or end; all of it is undone.
+    def _close(self) -> None:
+        self._pool.is_recording = False
+        self._state.recordings.discard(self)
+        self._state.current.set(None)
+        if self._observer is not None:
+            leave(self._observer)
 
-        Made here and raised by the caller: a local variable that holds a raised error is a cycle
-        through its traceback, which would keep the tensors of every frame in it allocated.
+    def _capture_end(self) -> list[warnings.WarningMessage]:
+        """End torch's capture. Returns torch's warnings: an empty graph is one."""
+        with (
+            self._on_stream(),
+            private.without_modes(),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            self._graph.capture_end()
+            if self._state.debug:  # torch does not instantiate a graph that it keeps.
+                self._graph.instantiate()
+        return caught
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """``error`` translated, or the first device error if ``error`` only follows from it."""
+        first, operation = self._tracker.take_failure()
+        if first is not None and (first is error or error_code(error) == FOLLOWS_ANOTHER):
+            return translate(first, operation)
+        return translate(error)
+
+    def _undone(self, error: RuntimeError) -> BaseException:
+        """Undo a capture that torch failed to begin or end; return what to raise.
+
+        The caller raises it: a local variable that holds a raised error is a cycle through its
+        traceback, which would keep the tensors of every frame in it allocated.
         """
         failure = self._explain(error)
         self._clean_up(self._unwind, failure)
         return failure
-
-    def _close(self) -> None:
-        self.is_open = False
-        self._pool.is_recording = False
-        self._device._closed(self)
-        if self._observer is not None:
-            self._observer.leave()
-
-    def _capture_end(self) -> list[warnings.WarningMessage]:
-        """End torch's capture; return what it warned of, an empty graph for one."""
-        with (
-            self._on_stream(),
-            private.past_modes(),
-            warnings.catch_warnings(record=True) as heard,
-        ):
-            warnings.simplefilter("always")
-            self._graph.capture_end()
-            if self._device.debug:  # A graph that is kept is not instantiated by itself.
-                self._graph.instantiate()
-        return heard
-
-    def _explain(self, error: BaseException) -> BaseException:
-        """The first device error of the window, translated; an echo is never the first."""
-        first, operation = self._ledger.take_failure()
-        if first is not None and (first is error or error_code(error) == ECHO):
-            return translate(first, operation)
-        return translate(error)
 
     def _drop(self) -> None:
         try:
@@ -289,63 +307,69 @@ class CUDARecording:
             self._graph.reset()
 
     def _clean_up(self, first_step: Callable[[], None], failure: BaseException) -> None:
-        """Run every step of the clean-up, whatever the others say; their errors become notes."""
-        for step in (first_step, self._settle):
+        """Run every step of the clean-up, whatever fails; its errors become notes."""
+        for step in (first_step, self._clean_caches):
             try:
                 step()
             except Exception as error:  # noqa: BLE001  It must not replace the first error.
                 failure.add_note(f"while cleaning up after {self._label}: {error!r}")
 
-    def _settle(self) -> None:
-        """What every closed window leaves behind: own workspaces, and a pool that knows itself."""
+    def _clean_caches(self) -> None:
+        """After every recording: drop its BLAS workspaces, and note how the pool has grown."""
         private.clear_blas_workspaces()
-        self._device.refresh_pools()
+        self._state.pools.refresh()
 
     def _unwind(self) -> None:
         """Undo what torch leaves behind when a capture could not be ended.
 
-        ``capture_end`` raises as soon as the driver refuses, and up to some release (PyTorch
-        #180395, #190348) nothing behind that line runs: device and pinned host allocations stay
-        routed to the pool, the pool stays in use, and the generators still believe that they are
-        captured, so that the next random number raises. There is no call to undo all of that. But
-        torch does undo it when the driver agrees to end: so give it an empty capture to end.
+        ``capture_end`` raises as soon as the driver reports an error, and nothing behind that line
+        runs: device and pinned host allocations stay routed to the pool, the pool stays in use, and
+        the generators believe that they are still captured, so that the next random number raises.
+        No call undoes all of that. But torch does it when the driver agrees to end a capture: so
+        give it an empty capture of the driver's to end.
+
+        torch 2.11 needs it. PyTorch #180395 ends the routing, and #190348 releases the pool: drop
+        this when the oldest supported torch has both and resets its generators too.
         """
-        handle = self._stream.torch_stream.cuda_stream
+        handle = self._stream.cuda_stream
         with self._on_stream():
             if private.is_stream_capturing():
-                private.end_bare_capture(handle)
-            private.begin_bare_capture(handle)
+                private.end_driver_capture(handle)
+            private.begin_driver_capture(handle)
             try:
                 self._capture_end()
-            except RuntimeError:  # This torch had undone its routing before it raised.
+            except RuntimeError:  # This torch had ended its routing before it raised.
                 if private.is_stream_capturing():
-                    private.end_bare_capture(handle)
-                private.stop_routing(self._pool.handle, self._device.index)
+                    private.end_driver_capture(handle)
+                private.stop_routing(self._pool.handle, self._state.index)
                 self._free_generators()
             if private.is_stream_capturing():
                 raise CaptureError(
                     self._label,
                     expected="a stream that captures no more",
-                    found=f"stream {self._stream.name!r} still does",
+                    found="the capture stream still does",
                     do="close the device and make another",
                 )
         self._graph.reset()
         num_uses = self._pool.use_count()
         if num_uses is not None and self._num_uses is not None:
             for _ in range(num_uses - self._num_uses):
-                private.release_pool(self._pool.handle, self._device.index)
+                private.release_pool(self._pool.handle, self._state.index)
 
     def _free_generators(self) -> None:
         """Take the generators out of capture mode, by an empty capture that succeeds."""
         graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings(), private.past_modes():
-            for generator in self._generators[1:]:
-                graph.register_generator_state(generator)
+        with warnings.catch_warnings(), private.without_modes():
+            self._register_generators(graph)
             warnings.simplefilter("ignore")  # It is empty.
             graph.capture_begin(capture_error_mode="thread_local")
             graph.capture_end()
         graph.reset()
 
+    def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+
     def _on_stream(self) -> AbstractContextManager[Any]:
-        # A window may end where a side stream is current; torch ends it on its own stream only.
-        return torch.cuda.stream(self._stream.torch_stream)
+        # A recording may end where a side stream is current; torch ends it on its own stream only.
+        return torch.cuda.stream(self._stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.device.simulated.device import Faults, SimulatedDevice
+from graphrt.device.simulated.device import SimulatedDevice
+from graphrt.device.simulated.graph import Faults
 
 __all__ = ["Faults", "SimulatedDevice"]

@@ -14,19 +14,37 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
-from graphrt.device.base import Block
+from graphrt.device.base import Block, DeviceGraph, MemoryReading
 from graphrt.device.simulated.streams import SimulatedStream
-from graphrt.errors import LifetimeError
+from graphrt.errors import GraphMemoryError, LifetimeError
+from graphrt.source import Source
 
 ALIGNMENT = 64
 ARENA_BYTES = 8 << 20
 POISON = 0xFF
 """NaN in every float, -1 in every signed integer, True in a bool."""
+NODE_BYTES = 1843
+"""Driver memory for each node of a graph: 1.8 KiB, measured on an H200."""
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """The thread's recorders see nothing, and tensors made are ordinary ones, while entered."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
 
 
 def extent_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
@@ -37,23 +55,17 @@ def extent_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype)
     return (last + 1) * dtype.itemsize
 
 
+@dataclass(eq=False, slots=True)
 class LiveBlock:
     """A block that a user's storage holds."""
 
-    __slots__ = ("arena", "num_bytes", "offset", "owner", "source", "storage", "touches")
-
-    def __init__(
-        self, arena: Arena, offset: int, num_bytes: int, storage: StorageWeakRef, source: str
-    ) -> None:
-        self.arena = arena
-        self.offset = offset
-        self.num_bytes = num_bytes
-        self.storage = storage
-        self.source = source
-        self.touches = 0
-        """Recorded kernels that read or wrote it."""
-        self.owner: SimulatedStream | None = None
-        """The stream it was allocated on; freed, only that stream may reuse it in this window."""
+    arena: Arena
+    offset: int
+    num_bytes: int
+    storage: StorageWeakRef
+    source: str
+    owner: SimulatedStream | None
+    """The stream it was allocated on; freed, only that stream may reuse it in this recording."""
 
     @property
     def address(self) -> int:
@@ -64,15 +76,20 @@ class LiveBlock:
         return bool(self.storage.expired())
 
 
+@dataclass(eq=False, slots=True)
 class FreeRange:
     """Unused bytes of an arena. ``owner``: the one stream that may take them, None for any."""
 
-    __slots__ = ("num_bytes", "offset", "owner")
+    offset: int
+    num_bytes: int
+    owner: SimulatedStream | None
 
-    def __init__(self, offset: int, num_bytes: int, owner: SimulatedStream | None) -> None:
-        self.offset = offset
-        self.num_bytes = num_bytes
-        self.owner = owner
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+    def suits(self, stream: SimulatedStream | None) -> bool:
+        return self.owner is None or self.owner is stream
 
 
 class Arena:
@@ -88,7 +105,7 @@ class Arena:
         self.end = self.address + num_bytes
         self.top = 0
         self.kept_top = 0
-        """What successful windows and slots have used; ``top`` falls back to it after an abort."""
+        """What finished recordings and ``alloc`` use; ``top`` falls back to it after an abort."""
         self.free: list[FreeRange] = []
         """By offset, neighbours of one owner merged."""
         self._typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: self.base}
@@ -102,54 +119,37 @@ class Arena:
             whole = self._typed[dtype] = self.base.view(dtype)
         return whole.as_strided(size, stride, (address - self.address) // dtype.itemsize)
 
-    def owning(
-        self,
-        offset: int,
-        num_bytes: int,
-        size: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """A tensor with a storage of its own over ``num_bytes`` at ``offset``."""
+    def owning(self, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor with a storage of its own over ``num_bytes`` at ``offset``."""
         count = num_bytes // dtype.itemsize
-        flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
-        return flat.as_strided_(size, stride)
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def poison(self, offset: int, num_bytes: int) -> None:
-        # Not through torch: the modes of an open window would record it.
+        # Not through torch: an open recording would record it.
         ctypes.memset(self.address + offset, POISON, num_bytes)
 
     def give_back(self, offset: int, num_bytes: int, owner: SimulatedStream | None) -> None:
-        """Put a range among the free ones, merged with neighbours of the same owner."""
-        free = self.free
-        at = 0
-        while at < len(free) and free[at].offset < offset:
-            at += 1
-        free.insert(at, FreeRange(offset, num_bytes, owner))
-        self._merge(at)
-        self._merge(at - 1)
-
-    def _merge(self, at: int) -> None:
-        if at < 0 or at + 1 >= len(self.free):
-            return
-        left, right = self.free[at], self.free[at + 1]
-        if left.offset + left.num_bytes == right.offset and left.owner is right.owner:
-            left.num_bytes += right.num_bytes
-            del self.free[at + 1]
+        """Put a range among the free ones."""
+        self.free.append(FreeRange(offset, num_bytes, owner))
+        self._merge_free()
 
     def release_owners(self) -> None:
-        """At the end of a window every stream is joined: any of them may take any range."""
-        ranges = self.free
-        self.free = []
-        for one in ranges:
+        """At the end of a recording every stream is joined: any of them may take any range."""
+        for one in self.free:
             one.owner = None
-            if self.free and self.free[-1].offset + self.free[-1].num_bytes == one.offset:
-                self.free[-1].num_bytes += one.num_bytes
+        self._merge_free()
+
+    def _merge_free(self) -> None:
+        merged: list[FreeRange] = []
+        for one in sorted(self.free, key=lambda free: free.offset):
+            if merged and merged[-1].end == one.offset and merged[-1].owner is one.owner:
+                merged[-1].num_bytes += one.num_bytes
             else:
-                self.free.append(one)
+                merged.append(one)
+        self.free = merged
 
     def lower_top(self, last_live_end: int) -> None:
-        """Forget bytes that only an aborted window had used."""
+        """Forget bytes that only an aborted recording had used."""
         top = max(self.kept_top, last_live_end)
         if top >= self.top:
             return
@@ -168,7 +168,7 @@ class PoolMemory:
         self.arenas: list[Arena] = []
         self.live: dict[int, LiveBlock] = {}
         """By address."""
-        self.in_window = False
+        self.is_recording = False
         self.num_views = 0
 
     def arena_at(self, address: int) -> Arena | None:
@@ -199,18 +199,18 @@ class PoolMemory:
     def poll(self) -> None:
         """Free the blocks whose last user tensor is gone.
 
-        Bytes are poisoned here only inside a window, where nothing was computed yet. Outside, a
-        weak alias may still be read until something else takes the bytes.
+        Bytes are poisoned here only inside a recording, where nothing was computed yet. Outside,
+        a weak alias may still be read until something else takes the bytes.
         """
         dead = [block for block in self.live.values() if block.is_dead]
         for block in dead:
             del self.live[block.address]
             block.arena.give_back(
-                block.offset, block.num_bytes, block.owner if self.in_window else None
+                block.offset, block.num_bytes, block.owner if self.is_recording else None
             )
-            if self.in_window:
+            if self.is_recording:
                 block.arena.poison(block.offset, block.num_bytes)
-        if dead and not self.in_window:
+        if dead and not self.is_recording:
             self._lower_tops()
 
     def _lower_tops(self) -> None:
@@ -218,14 +218,14 @@ class PoolMemory:
             ends = [b.offset + b.num_bytes for b in self.live.values() if b.arena is arena]
             arena.lower_top(max(ends, default=0))
 
-    def open_window(self) -> None:
+    def begin_recording(self) -> None:
         self.poll()
-        self.in_window = True
+        self.is_recording = True
 
-    def close_window(self, keep: bool) -> None:
-        """``keep``: the window ended well, so what it used stays in use."""
+    def end_recording(self, keep: bool) -> None:
+        """``keep``: it ended well, so what it used stays in use."""
         self.poll()
-        self.in_window = False
+        self.is_recording = False
         for arena in self.arenas:
             arena.release_owners()
         if keep:
@@ -234,7 +234,7 @@ class PoolMemory:
             self._lower_tops()
 
     def keep(self) -> None:
-        """What is in use now stays in use: a window ended well, or a slot was allocated."""
+        """What is in use now stays in use."""
         for arena in self.arenas:
             arena.kept_top = arena.top
 
@@ -252,10 +252,9 @@ class PoolMemory:
         num_bytes = (wanted + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         arena, offset = self._find(num_bytes, owner)
         arena.poison(offset, num_bytes)
-        tensor = arena.owning(offset, num_bytes, size, stride, dtype)
+        tensor = arena.owning(offset, num_bytes, dtype).as_strided_(size, stride)
         storage = StorageWeakRef(tensor.untyped_storage())
-        block = LiveBlock(arena, offset, num_bytes, storage, source)
-        block.owner = owner
+        block = LiveBlock(arena, offset, num_bytes, storage, source, owner)
         self.live[block.address] = block
         return tensor, block
 
@@ -265,7 +264,7 @@ class PoolMemory:
         home: Arena | None = None
         for arena in self.arenas:
             for one in arena.free:
-                fits = one.num_bytes >= num_bytes and (one.owner is None or one.owner is owner)
+                fits = one.num_bytes >= num_bytes and one.suits(owner)
                 if fits and (best is None or one.num_bytes < best.num_bytes):
                     best, home = one, arena
         if best is not None and home is not None:
@@ -281,14 +280,9 @@ class PoolMemory:
         if self.arenas:
             arena = self.arenas[-1]
             start = arena.top
-            tail = arena.free[-1] if arena.free else None
             # A free range that touches the top is extended by the missing bytes only.
-            if (
-                tail is not None
-                and tail.offset + tail.num_bytes == arena.top
-                and (tail.owner is None or tail.owner is owner)
-            ):
-                start = tail.offset
+            if arena.free and arena.free[-1].end == arena.top and arena.free[-1].suits(owner):
+                start = arena.free[-1].offset
             if start + num_bytes <= arena.num_bytes:
                 if start != arena.top:
                     arena.free.pop()
@@ -334,14 +328,82 @@ class SimulatedPool:
     def release(self) -> None:
         if self.released:
             return
-        if self.memory.in_window:
+        if self.memory.is_recording:
             raise LifetimeError(
-                "a pool cannot be released while a window records into it",
+                "a pool cannot be released while it is recorded into",
                 expected="every recording ended or aborted",
-                found=f"pool {self.handle} has an open window",
+                found=f"an open recording into pool {self.handle}",
                 do="end or abort the recording first.",
             )
         self.released = True
         self.memory.num_views -= 1
         if not self.memory.num_views:
             self.memory.release()
+
+
+class DeviceMemory:
+    """The memory of one device: its pools, and what the driver keeps for its graphs."""
+
+    def __init__(self, driver_bytes: int, max_graphs: int | None) -> None:
+        self.pools: list[PoolMemory] = []
+        """Released ones too: what still points into them reads poison."""
+        self.graphs: dict[DeviceGraph, int] = {}
+        """Those not reset, and their nodes. Every recorded operation asks for the sum."""
+        self._driver_bytes = driver_bytes
+        self._max_graphs = max_graphs
+
+    def arena_at(self, address: int) -> Arena | None:
+        for pool in self.pools:
+            arena = pool.arena_at(address) if pool.num_views else None
+            if arena is not None:
+                return arena
+        return None
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return self.arena_at(tensor.untyped_storage().data_ptr()) is not None
+
+    def reading(self, pool_bytes: int) -> MemoryReading:
+        return MemoryReading(
+            free_bytes=max(self._driver_bytes - self._used_bytes(), 0),
+            total_bytes=self._driver_bytes,
+            reserved_bytes=self._reserved_bytes(),
+            pool_bytes=pool_bytes,
+        )
+
+    def check_allocation(self, source: Source) -> None:
+        """Errors: ``GraphMemoryError`` once pools and graphs exceed what the driver has."""
+        used = self._used_bytes()
+        if used > self._driver_bytes:
+            raise GraphMemoryError(
+                "the device is out of memory",
+                expected=f"at most {self._driver_bytes} bytes",
+                found=f"{used} bytes after an allocation at {source.with_text}",
+                do="capture fewer or smaller keys, largest first.",
+                operation="an allocation",
+                source=source.with_text,
+            )
+
+    def check_graph(self, label: str, num_nodes: int) -> None:
+        """Errors: ``GraphMemoryError`` if one more graph of ``num_nodes`` does not fit."""
+        if self._max_graphs is not None and len(self.graphs) >= self._max_graphs:
+            raise GraphMemoryError(
+                f"{label}: the device holds no more graphs",
+                expected=f"at most {self._max_graphs} graphs",
+                found=f"{len(self.graphs)} and one more",
+                do="retire a generation first.",
+            )
+        free = self._driver_bytes - self._used_bytes()
+        if num_nodes * NODE_BYTES > free:
+            raise GraphMemoryError(
+                f"{label}: the graph cannot be instantiated",
+                expected=f"{num_nodes * NODE_BYTES} bytes for {num_nodes} nodes",
+                found=f"{free} bytes free",
+                do="capture fewer keys, or retire a generation first.",
+            )
+
+    def _reserved_bytes(self) -> int:
+        # Looks at no block: another thread may be recording.
+        return sum(arena.top for pool in self.pools for arena in pool.arenas)
+
+    def _used_bytes(self) -> int:
+        return self._reserved_bytes() + sum(list(self.graphs.values())) * NODE_BYTES

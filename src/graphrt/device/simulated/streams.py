@@ -7,12 +7,13 @@ stream knew of the other's access and one of the two wrote.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
 
-from graphrt.errors import StreamRaceError
-
-if TYPE_CHECKING:
-    from graphrt.device.simulated.window import Window
+from graphrt.errors import StreamRaceError, UnjoinedStreamError
+from graphrt.source import Source
 
 
 class SimulatedStream:
@@ -20,8 +21,8 @@ class SimulatedStream:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.window: Window | None = None
-        """The window this stream is part of, while that is open."""
+        self.recording: RecordedStreams | None = None
+        """The open recording that this stream belongs to."""
         self.clock: dict[SimulatedStream, int] = {self: 0}
         """How far into each stream the next operation here is known to come after."""
 
@@ -32,14 +33,31 @@ class SimulatedStream:
     def __repr__(self) -> str:
         return f"SimulatedStream({self._name!r})"
 
-    def tick(self) -> int:
-        self.clock[self] += 1
-        return self.clock[self]
+    def mark(self) -> SimulatedMark:
+        if self.recording is not None:
+            self.recording.check_races()
+        return SimulatedMark(self, dict(self.clock), self.recording)
 
-    def learn(self, clock: dict[SimulatedStream, int]) -> None:
-        for stream, ticks in clock.items():
+    def wait(self, mark: SimulatedMark) -> None:
+        """Errors: ``UnjoinedStreamError`` for a mark of another recording, or of none."""
+        recording = mark.recording
+        if recording is not None and not recording.is_open:
+            raise self._crosses(mark, f"a mark that was taken in the closed {recording.label!r}")
+        if recording is not None and self.recording is None:
+            recording.add(self)
+        elif recording is not self.recording:
+            raise self._crosses(mark, "a mark that was taken outside this recording")
+        for stream, ticks in mark.clock.items():
             if ticks > self.clock.get(stream, 0):
                 self.clock[stream] = ticks
+
+    def _crosses(self, mark: SimulatedMark, found: str) -> UnjoinedStreamError:
+        return UnjoinedStreamError(
+            f"stream {self.name!r} waits across the edge of a recording",
+            expected="marks taken and waited for inside the same recording, or both outside",
+            found=f"{found}, on stream {mark.stream.name!r}",
+            do="take the mark again on this side of the edge.",
+        )
 
 
 class SimulatedMark(NamedTuple):
@@ -47,32 +65,77 @@ class SimulatedMark(NamedTuple):
 
     stream: SimulatedStream
     clock: dict[SimulatedStream, int]
-    window: Window | None
+    recording: RecordedStreams | None
 
 
 class Access(NamedTuple):
-    """One recorded touch of the bytes ``start`` to ``end``."""
+    """One recorded operation that touches the bytes ``start`` to ``end``."""
 
     start: int
     end: int
     written: bool
     operation: str
-    source: str
+    source: Source
     tick: int
 
 
-class RaceDetector:
-    """The accesses of one window, by stream.
+class RecordedStreams:
+    """The streams of one recording, and what they touch."""
 
-    It is told nothing before the first mark of the window: until then there is one stream, and
-    whatever forks later comes after it.
-    """
+    def __init__(self, label: str, stream: SimulatedStream) -> None:
+        self.label = label
+        self.stream = stream
+        self.is_open = True
+        self._joined_at: dict[SimulatedStream, int] = {}
+        """How far each stream was when it came in."""
+        self._accesses: dict[SimulatedStream, dict[tuple[int, int, bool], Access]] | None = None
+        self.add(stream)
 
-    def __init__(self) -> None:
-        self._accesses: dict[SimulatedStream, dict[tuple[int, int, bool], Access]] = {}
+    def add(self, stream: SimulatedStream) -> None:
+        stream.recording = self
+        self._joined_at[stream] = stream.clock[stream]
 
-    def record(self, stream: SimulatedStream, access: Access) -> None:
+    def issue(self, stream: SimulatedStream, operation: str, source: Source) -> None:
+        """Count one operation. ``UnjoinedStreamError`` on a stream that is not recorded."""
+        if stream.recording is not self:
+            raise UnjoinedStreamError(
+                f"{operation} was issued on stream {stream.name!r}, which is not being recorded",
+                expected=f"the capture stream {self.stream.name!r}, or one that waits for it",
+                found=f"stream {stream.name!r} at {source.with_text}",
+                do="fork it inside the recording: device.order(side_stream, capture_stream).",
+                operation=operation,
+                source=source.with_text,
+            )
+        stream.clock[stream] += 1
+
+    def check_joined(self) -> None:
+        """Errors: ``UnjoinedStreamError`` for work that the capture stream does not wait for."""
+        for stream, ticks in self._joined_at.items():
+            if stream.clock[stream] > max(ticks, self.stream.clock.get(stream, 0)):
+                raise UnjoinedStreamError(
+                    f"stream {stream.name!r} was not joined before the end of the recording",
+                    expected=f"the capture stream {self.stream.name!r} to wait for its last work",
+                    found=f"work on {stream.name!r} that nothing waits for",
+                    do=f"device.order({self.stream.name!r}, {stream.name!r}) before the end.",
+                )
+
+    def close(self) -> None:
+        self.is_open = False
+        for stream in self._joined_at:
+            stream.recording = None
+
+    def check_races(self) -> None:
+        """From now on. Until the first mark there is one stream, and no race."""
+        if self._accesses is None:
+            self._accesses = {}
+
+    @property
+    def checks_races(self) -> bool:
+        return self._accesses is not None
+
+    def access(self, stream: SimulatedStream, access: Access) -> None:
         """Errors: ``StreamRaceError`` naming both operations."""
+        assert self._accesses is not None, "call check_races() first"
         for other, accesses in self._accesses.items():
             if other is stream:
                 continue
@@ -85,7 +148,7 @@ class RaceDetector:
                     and (earlier.written or access.written)
                 ):
                     raise _race(other, earlier, stream, access)
-        # The latest touch of the same bytes is the one that others must come after.
+        # The latest access to the same bytes is the one that others must come after.
         mine = self._accesses.setdefault(stream, {})
         mine[access.start, access.end, access.written] = access
 
@@ -93,7 +156,7 @@ class RaceDetector:
 def _race(
     other: SimulatedStream, earlier: Access, stream: SimulatedStream, access: Access
 ) -> StreamRaceError:
-    def touch(one: Access, on: SimulatedStream) -> str:
+    def described(one: Access, on: SimulatedStream) -> str:
         verb = "writes" if one.written else "reads"
         return f"{one.operation} {verb} them on stream {on.name!r} at {one.source}"
 
@@ -101,6 +164,52 @@ def _race(
     return StreamRaceError(
         f"two streams touch the same {end - start} bytes and nothing orders them",
         expected="a mark on one stream and a wait for it on the other, between the two",
-        found=f"{touch(earlier, other)}; {touch(access, stream)}",
+        found=f"{described(earlier, other)}; {described(access, stream)}",
         do=f"order the second after the first: device.order({stream.name!r}, {other.name!r}).",
     )
+
+
+class _ThreadState(NamedTuple):
+    stream: SimulatedStream
+    recording: RecordedStreams | None = None
+
+
+class CallingThread:
+    """What the calling thread does on one device: its stream, and whether it records."""
+
+    def __init__(self) -> None:
+        idle = _ThreadState(SimulatedStream("default"))
+        self._state: ContextVar[_ThreadState] = ContextVar("graphrt_simulated", default=idle)
+
+    @property
+    def stream(self) -> SimulatedStream:
+        return self._state.get().stream
+
+    @contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        before = self.stream
+        self._state.set(self._state.get()._replace(stream=stream))
+        try:
+            yield
+        finally:
+            # A recording may have begun or ended in between: that stays.
+            self._state.set(self._state.get()._replace(stream=before))
+
+    def is_capturing(self) -> bool:
+        recording = self._state.get().recording
+        # A copied context still names a recording that has ended.
+        return recording is not None and recording.is_open
+
+    def set_recording(self, recording: RecordedStreams | None) -> None:
+        self._state.set(self._state.get()._replace(recording=recording))
+
+    @contextmanager
+    def join(self, recording: RecordedStreams) -> Iterator[None]:
+        """Work for ``recording``, on its stream unless the thread is on one that it forked."""
+        before = self._state.get()
+        stream = before.stream if before.stream.recording is recording else recording.stream
+        self._state.set(before._replace(stream=stream, recording=recording))
+        try:
+            yield
+        finally:
+            self._state.set(before)

@@ -1,0 +1,51 @@
+"""What ``--json`` prints. Keys and types are stable, because scripts depend on them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from graphrt.batch import Decision, RuntimeMode
+from graphrt.config import Resolved
+
+
+def of_resolved(resolved: Resolved) -> dict[str, Any]:
+    """The plan and its adjustments."""
+    plan = resolved.plan
+    return {
+        "cudagraph_mode": plan.cudagraph_mode.name,
+        "capture_sizes": list(plan.capture_sizes),
+        "decode_capture_sizes": list(plan.decode_capture_sizes),
+        "max_capture_size": plan.max_capture_size,
+        "num_keys": {mode.name: len(keys) for mode, keys in plan.keys.items()},
+        "adjustments": [
+            {
+                "field": item.field,
+                "from": plain(item.asked),
+                "to": plain(item.effective),
+                "reason": item.reason,
+            }
+            for item in resolved.adjustments
+        ],
+    }
+
+
+def of_decision(decision: Decision) -> dict[str, Any]:
+    """Mode, key and reason of one batch."""
+    key = decision.descriptor
+    return {
+        "mode": RuntimeMode(decision.mode).name,
+        "num_tokens": key.num_tokens,
+        "num_reqs": key.num_reqs,
+        "uniform": key.uniform,
+        "has_lora": key.has_lora,
+        "num_active_loras": key.num_active_loras,
+        "reason": decision.reason.name,
+    }
+
+
+def plain(value: object) -> object:
+    """``value`` for JSON: enums by name, tuples as lists."""
+    if isinstance(value, Enum):
+        return value.name
+    return list(value) if isinstance(value, tuple) else value

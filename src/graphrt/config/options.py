@@ -1,0 +1,275 @@
+"""What a user may ask, and the facts that limit it: frozen, keyword-only, checked, one error.
+
+In an option ``None`` means "not asked: ``resolve`` decides". What is asked is used as asked, or is
+adjusted with a reason, or is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import field, fields
+from difflib import get_close_matches
+from enum import Enum, IntEnum
+from functools import wraps
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+
+import pydantic.dataclasses
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+
+from graphrt.batch import CUDAGraphMode
+from graphrt.errors import ConfigError, ConfigProblem
+
+T = TypeVar("T")
+
+CAPTURE_SIZES = "cudagraph_capture_sizes"
+"""In ``compile_sizes``: the sizes that are captured."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def config_class(cls: type[T]) -> type[T]:
+    """Make ``cls`` a strict, frozen value whose wrong construction is a ``ConfigError``.
+
+    pydantic wraps whatever a validator raises, so its ``ValidationError`` is translated here: all
+    problems of one construction, those of a nested config too, are in one error.
+    """
+    built: Any = pydantic.dataclasses.dataclass(
+        frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid", strict=True)
+    )(cls)
+    construct = built.__init__
+    known = tuple(field.name for field in fields(built))
+
+    @wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        try:
+            construct(self, *args, **kwargs)
+        except ValidationError as error:
+            raise config_error(cls.__name__, _problems(error, known)) from error
+
+    built.__init__ = __init__
+    return built  # type: ignore[no-any-return]  # pydantic's decorator is typed for its own caller
+
+
+def config_error(subject: str, problems: Iterable[ConfigProblem]) -> ConfigError:
+    """One error that names every problem."""
+    listed = tuple(problems)
+    count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
+    # One line each, below one another under the label of their part.
+    next_line = "\n" + " " * len("  expected: ")
+    return ConfigError(
+        f"{subject}: {count}",
+        expected=next_line.join(f"{p.field}: {p.accepted}" for p in listed),
+        found=next_line.join(f"{p.field}: {p.found}" for p in listed),
+        do="correct what is named; nothing was built",
+        problems=listed,
+    )
+
+
+def unknown_key(name: str, known: Iterable[str], *, inside: str = "") -> ConfigProblem:
+    """The problem of an unknown name, with the nearest known one."""
+    names = sorted(known)
+    # A cutoff of 0 always finds a nearest name: a bad guess beside the full list does no harm.
+    nearest = get_close_matches(name, names, n=1, cutoff=0.0)
+    guess = f"nearest is {nearest[0]!r}; " if nearest else ""
+    return ConfigProblem(f"{inside}{name}", "an unknown key", f"{guess}known: {', '.join(names)}")
+
+
+def _problems(error: ValidationError, known: tuple[str, ...]) -> Iterable[ConfigProblem]:
+    for item in error.errors(include_url=False):
+        cause = item.get("ctx", {}).get("error")
+        # ("sizes", 2) -> sizes[2]; ("compilation", "level") -> compilation.level
+        first, *rest = item["loc"]
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+        place = str(first) + "".join(parts)
+        if isinstance(cause, ConfigError):
+            for inner in cause.problems:
+                yield inner._replace(field=f"{place}.{inner.field}")
+        elif item["type"] == "unexpected_keyword_argument":
+            yield unknown_key(place, known)
+        elif item["type"] == "unexpected_positional_argument":
+            yield ConfigProblem(f"argument {place}", repr(item["input"]), "keywords only")
+        elif item["type"] == "missing":
+            yield ConfigProblem(place, "nothing", "a value; it has no default")
+        else:
+            accepted = str(cause) if cause is not None else item["msg"]
+            accepted = accepted.removeprefix("Input should be ")
+            yield ConfigProblem(place, repr(item["input"]), accepted)
+
+
+def _by_name(kind: type[Enum], *numbers: int) -> BeforeValidator:
+    """Accept the names of ``kind``, in any case, beside its members; and ``numbers`` as values."""
+    accepted = ", ".join([*map(str, numbers), *kind.__members__])
+
+    def member(value: object) -> object:
+        if isinstance(value, str) and value.strip().upper() in kind.__members__:
+            return kind[value.strip().upper()]
+        if type(value) is int and value in numbers:
+            return kind(value)
+        if value is None or isinstance(value, kind):
+            return value
+        raise ValueError(accepted)
+
+    return BeforeValidator(member)
+
+
+def _sorted_once(values: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(values)))
+
+
+def _as_compile_sizes(value: object) -> object:
+    if value is None:
+        return None
+    given = (value,) if isinstance(value, str) else value
+    if isinstance(given, list | tuple) and all(
+        item == CAPTURE_SIZES if isinstance(item, str) else type(item) is int and item >= 1
+        for item in given
+    ):
+        return tuple(dict.fromkeys(given))
+    raise ValueError(f"integers >= 1, or {CAPTURE_SIZES!r}")
+
+
+_ListAsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class CompilationLevel(IntEnum):
+    """How much of the model is compiled. Graphs need none of it: break points cut plain Python."""
+
+    NO_COMPILATION = 0
+    DYNAMO_AS_IS = 1
+    DYNAMO_ONCE = 2
+    PIECEWISE = 3
+
+
+@config_class
+class CompilationConfig:
+    """Which graphs to capture, and at which sizes.
+
+    Units: sizes are tokens. Modes and levels may be given by name, in any case; lists are accepted
+    where a tuple is stored. Sizes are stored sorted and once each. Raises ``ConfigError`` with
+    every problem of one construction.
+    """
+
+    level: Annotated[CompilationLevel | None, _by_name(CompilationLevel, 0, 1, 2, 3)] = None
+    """0..3 or a name. None: 3 if something was asked that only it has, else 0."""
+    cudagraph_mode: Annotated[CUDAGraphMode | None, _by_name(CUDAGraphMode)] = None
+    """None: FULL_AND_PIECEWISE, as far as the facts permit."""
+    cudagraph_capture_sizes: (
+        Annotated[tuple[Positive, ...], _ListAsTuple, AfterValidator(_sorted_once)] | None
+    ) = None
+    """None: the default ladder."""
+    max_cudagraph_capture_size: Positive | None = None
+    """Top of the default ladder; beside a list it must be the list's largest size."""
+    compile_sizes: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_compile_sizes)] = (
+        None
+    )
+    """Sizes compiled with static shapes; "cudagraph_capture_sizes" means the captured ones."""
+    cudagraph_specialize_lora: bool = True
+    """Also capture graphs without adapters. False: such a batch uses the smallest LoRA graph."""
+    cudagraph_num_of_warmups: NotNegative = 1
+    """Runs before each capture, with the same callable and on the same stream."""
+
+
+def _as_compilation(value: object) -> object:
+    return CompilationConfig(**value) if isinstance(value, Mapping) else value
+
+
+@config_class
+class RuntimeConfig:
+    """Everything a user may ask of one runtime. ``compilation`` may be given as a mapping.
+
+    Raises ``ConfigError`` with every problem of one construction.
+    """
+
+    compilation: Annotated[CompilationConfig, BeforeValidator(_as_compilation)] = (
+        CompilationConfig()
+    )
+    max_num_seqs: Positive = 256
+    """S: most requests in one step."""
+    max_num_batched_tokens: Positive = 8192
+    """B: most tokens in one step."""
+    num_speculative_tokens: NotNegative = 0
+    """A uniform decode request brings ``q = 1 + num_speculative_tokens`` tokens."""
+    max_loras: NotNegative = 0
+    """Most distinct adapters in one batch; 0: none."""
+    lora_capture: Literal["each", "powers_of_two", "max_only"] = "powers_of_two"
+    """Which adapter counts get graphs; the others are rounded up to one that has."""
+    interactivity: bool = False
+    """Add every size 1..32 to the default ladder: less padding for few users, more graphs."""
+    on_miss: Literal["eager", "strict"] = "eager"
+    """strict: a step that would run eager raises ``MissError`` instead."""
+    verify_first_replay: bool = True
+    """Compare each program's first replay with eager before it serves."""
+    verify_every: Positive | None = None
+    """Compare 1 of N replayed steps with eager. None: none."""
+    stale_check: Literal["off", "identity", "pointer"] = "identity"
+    """How a replay checks that its inputs are those that were captured."""
+    on_capture_error: Literal["raise", "skip"] = "raise"
+    """skip: a key whose capture fails runs eager, with CAPTURE_FAILED as its reason."""
+    max_graph_bytes: Positive | None = None
+    max_graphs: Positive | None = None
+
+
+class AttentionSupport(IntEnum):
+    """What an attention backend permits inside a FULL graph. Ordered: more is greater."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    """Every request brings exactly one token."""
+    UNIFORM_BATCH = 2
+    """Every request brings equally many tokens."""
+    ALWAYS = 3
+
+
+Support = Annotated[AttentionSupport, _by_name(AttentionSupport)]
+
+
+@config_class
+class ModeLimit:
+    """Something that permits one mode (and NONE) only: every other mode becomes ``mode``.
+
+    An encoder-decoder model is limited to FULL_DECODE_ONLY, a pooling model to PIECEWISE, a
+    communication library that cannot be captured to NONE. ``reason`` is shown to the user.
+    """
+
+    mode: Annotated[CUDAGraphMode, _by_name(CUDAGraphMode)]
+    reason: Annotated[str, Field(min_length=1)]
+
+
+@config_class
+class Facts:
+    """What the engine and its device permit inside a graph, named without any model or library.
+
+    Names of supports and modes are accepted as strings. Raises ``ConfigError``.
+    """
+
+    attention_support: Support = AttentionSupport.ALWAYS
+    attention_groups: Annotated[
+        Mapping[str, Support],
+        BeforeValidator(lambda value: dict(value) if isinstance(value, Mapping) else value),
+        AfterValidator(MappingProxyType),
+    ] = field(default_factory=lambda: MappingProxyType({}))
+    """Support by attention group; the least one counts, and messages name its group."""
+    has_break_points: bool = True
+    """The model is cut by break points in plain Python; read below compile level 3."""
+    splitting: Literal["attention", "other", "none"] = "attention"
+    """What the compiler cuts at, at level 3: attention, only other ops, or nothing at all."""
+    piecewise_available: bool | None = None
+    """Whether piecewise graphs are possible. None: it follows from the two fields above."""
+    mode_limits: Annotated[tuple[ModeLimit, ...], _ListAsTuple] = ()
+    compute_capability: tuple[int, int] | None = None
+    """(major, minor) of the device; None where it has none."""
+
+    def least_support(self) -> tuple[AttentionSupport, str]:
+        """The support that counts, and what set it."""
+        named = {f"attention group {name!r}": have for name, have in self.attention_groups.items()}
+        named["the attention backend"] = self.attention_support
+        who = min(named, key=lambda name: named[name])
+        return named[who], who
+
+    def piecewise_at(self, level: int) -> bool:
+        """True if the model can be cut, with attention outside the pieces, at compile ``level``."""
+        if self.piecewise_available is not None:
+            return self.piecewise_available
+        return self.splitting == "attention" if level == 3 else self.has_break_points

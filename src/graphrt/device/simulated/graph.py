@@ -1,0 +1,177 @@
+"""A recorded graph: calls in order, and a replay that runs one after the other.
+
+It runs in inference mode and without autocast, which are of the caller and not of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphrt.device.base import TensorUse
+from graphrt.device.simulated.memory import POISON, DeviceMemory, PoolMemory
+from graphrt.device.simulated.ops import leaves
+from graphrt.errors import (
+    CaptureError,
+    DeviceReplayError,
+    GraphMemoryError,
+    RetiredProgramError,
+)
+from graphrt.source import Source
+
+
+@dataclass(kw_only=True, slots=True)
+class Faults:
+    """Where the device shall fail, for tests. Numbers count from 0 in each recording or replay."""
+
+    op: int | None = None
+    """The kernel that fails while it is recorded."""
+    allocation: int | None = None
+    """The allocation in a recording that finds no memory."""
+    end: bool = False
+    """The end of a recording fails."""
+    replay_op: int | None = None
+    """The kernel that fails at replay; those before it have run."""
+
+    def check_op(self, number: int, operation: str, source: Source) -> None:
+        if number == self.op:
+            raise _injected(CaptureError, operation, number, source)
+
+    def check_allocation(self, number: int, source: Source) -> None:
+        if number == self.allocation:
+            raise _injected(GraphMemoryError, "an allocation", number, source)
+
+    def check_end(self) -> None:
+        if self.end:
+            raise CaptureError(
+                "injected fault: the end of the recording failed",
+                expected="no fault",
+                found="device.faults.end is set",
+                do="unset device.faults.",
+            )
+
+
+def _injected(error: type[CaptureError], what: str, number: int, source: Source) -> CaptureError:
+    return error(
+        f"injected fault: {what} failed while capturing",
+        expected="no fault",
+        found=f"fault at {what} number {number}, at {source.with_text}",
+        do="unset device.faults.",
+        operation=what,
+        source=source.with_text,
+    )
+
+
+class Workspace:
+    """Scratch that a library keeps for a stream; the recording that took it owns it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+
+
+@dataclass(slots=True)
+class Call:
+    """One recorded kernel. ``store`` takes its result, where that needs memory."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    store: Callable[[Any], object] | None
+    operation: str
+    source: Source
+
+    def run(self) -> None:
+        result = self.function(*self.args, **self.kwargs)
+        if self.store is not None:
+            self.store(result)
+
+
+def copy_results(targets: Sequence[torch.Tensor | None], results: Any) -> None:
+    """Copy nested results to ``targets``, by position; None: no new tensor."""
+    for target, value in zip(targets, leaves(results), strict=True):
+        if target is not None:
+            target.copy_(value)
+
+
+@dataclass(eq=False, kw_only=True)
+class SimulatedGraph:
+    """One recorded graph. See ``base.DeviceGraph``."""
+
+    label: str
+    calls: Sequence[Call]
+    uses_rng: bool
+    externals: Sequence[TensorUse]
+    held: Sequence[torch.Tensor]
+    """Tensors outside the pool that the calls use: alive as long as the graph."""
+    scratch: Sequence[torch.Tensor]
+    """The pool bytes that are this graph's own."""
+    workspaces: Sequence[Workspace]
+    owned_workspaces: Sequence[Workspace]
+    pool: PoolMemory
+    memory: DeviceMemory
+    faults: Faults
+    poisons_first: bool
+    num_nodes: int = field(init=False)
+    is_reset: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_nodes = len(self.calls)
+        self.replay: Callable[[], None] = self._replay
+
+    def _replay(self) -> None:
+        if self.is_reset:  # A caller kept the function.
+            _raise_retired()
+        for workspace in self.workspaces:
+            if workspace.tensor is None:
+                raise RetiredProgramError(
+                    f"{self.label}: the replay uses scratch memory of a graph that was reset",
+                    expected="scratch memory that this recording owns",
+                    found="a workspace whose owner is gone",
+                    do="let each recording take its own workspaces.",
+                )
+        fault = self.faults.replay_op
+        with torch._C._DisableAutocast(), torch._C._InferenceMode(True):
+            if self.poisons_first:
+                for one in self.scratch:
+                    one.fill_(POISON)
+            for at, call in enumerate(self.calls):
+                if at == fault:
+                    raise self._failed(call, "an injected fault")
+                try:
+                    call.run()
+                except Exception as error:
+                    raise self._failed(call, str(error)) from error
+
+    def reset(self) -> None:
+        if self.is_reset:
+            return
+        self.is_reset = True
+        for workspace in self.owned_workspaces:
+            workspace.tensor = None
+        self.pool.poison_unless_live(
+            [(one.data_ptr(), one.data_ptr() + one.numel()) for one in self.scratch]
+        )
+        # The graph, or the function, may be kept: neither shall keep tensors alive.
+        self.replay = _raise_retired
+        self.calls = self.externals = self.held = self.scratch = self.workspaces = ()
+        del self.memory.graphs[self]
+
+    def _failed(self, call: Call, what: str) -> DeviceReplayError:
+        return DeviceReplayError(
+            f"{self.label}: the replay failed at {call.operation}",
+            expected="every recorded kernel to run",
+            found=f"{what} in {call.operation}, recorded at {call.source}",
+            do="treat what the graph writes as undefined; nothing was run a second time.",
+        )
+
+
+def _raise_retired() -> None:
+    raise RetiredProgramError(
+        "a graph was replayed after its reset",
+        expected="a graph that was not reset",
+        found="a graph whose memory has been given up",
+        do="capture it again.",
+    )

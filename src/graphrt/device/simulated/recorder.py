@@ -1,0 +1,389 @@
+"""The open recording: what torch is asked to do is recorded instead.
+
+Views run at once, on poisoned pool memory, because they move no data. Kernels are recorded, and
+their results allocated. Functions here that call themselves are no closures: such a closure is a
+cycle, and would keep the tensors of a call alive until a collection.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphrt.device.base import TensorUse
+from graphrt.device.simulated.forbidden_ops import (
+    CONSTANT_TENSOR,
+    Operator,
+    check_arguments,
+    check_function,
+)
+from graphrt.device.simulated.graph import Call, Faults, SimulatedGraph, Workspace, copy_results
+from graphrt.device.simulated.memory import (
+    DeviceMemory,
+    PoolMemory,
+    extent_bytes,
+    without_modes,
+)
+from graphrt.device.simulated.ops import (
+    NOT_RECORDED,
+    NewTensor,
+    Operators,
+    Traits,
+    decompose,
+    leaves,
+    tensors_in,
+)
+from graphrt.device.simulated.streams import (
+    Access,
+    CallingThread,
+    RecordedStreams,
+    SimulatedStream,
+)
+from graphrt.device.simulated.tensors import RecordedTensors
+from graphrt.device.torch_modes import enter, is_for_parts, leave, report_capturing
+from graphrt.errors import (
+    CaptureError,
+    EmptyCaptureError,
+    GraphrtError,
+    UnsupportedOperationError,
+)
+from graphrt.source import Source, caller_source
+
+
+@dataclass(kw_only=True)
+class Shared:
+    """What a device shares with its recordings."""
+
+    faults: Faults
+    strict: bool
+    poisons_always: bool
+    workspace_bytes: int | None
+    """None: matrix products take no workspace."""
+    memory: DeviceMemory
+    thread: CallingThread = field(default_factory=CallingThread)
+    operators: Operators = field(default_factory=Operators)
+    workspaces: dict[SimulatedStream, Workspace] = field(default_factory=dict)
+    """Of the open recording, as a library that keeps one for each stream sees them."""
+    compiled_code_guard: Callable[[], AbstractContextManager[Any]] | None = None
+
+
+class SimulatedRecording:
+    """An open recording. See ``base.Recording``."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        pool: PoolMemory,
+        stream: SimulatedStream,
+        label: str,
+        observe: bool,
+    ) -> None:
+        self._shared = shared
+        self._pool = pool
+        self._label = label
+        self._observe = observe
+        self._streams = RecordedStreams(label, stream)
+        self._tensors = RecordedTensors(pool, shared.memory, shared.faults)
+        self._first_error: BaseException | None = None
+        self._calls: list[Call] = []
+        self._uses_rng = False
+        self._workspaces: dict[SimulatedStream, Workspace] = {}
+        self._owned_workspaces: list[Workspace] = []
+        self._modes = ExitStack()
+        pool.begin_recording()
+        shared.thread.set_recording(self._streams)
+        try:
+            self._modes.enter_context(self._recording())
+        except BaseException:
+            self._close(None)
+            raise
+
+    # The ends, and what may happen in between.
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Everything that the calling thread does is recorded."""
+        with ExitStack() as stack:
+            stack.enter_context(report_capturing())
+            if self._shared.compiled_code_guard is not None:
+                stack.enter_context(self._shared.compiled_code_guard())
+            for mode in (_OperatorRecorder(self), _FunctionRecorder(self)):
+                enter(mode)
+                stack.callback(leave, mode)
+            yield
+
+    def end(self, allow_empty: bool = False) -> SimulatedGraph:
+        if not self._streams.is_open:
+            raise CaptureError(
+                f"{self._label}: the recording is closed already",
+                expected="an open recording",
+                found="one that was ended or aborted",
+                do="begin a new recording.",
+            )
+        self._modes.close()
+        graph = None
+        try:
+            graph = self._build(allow_empty)
+        finally:
+            self._close(graph)
+        return graph
+
+    def abort(self, first_error: BaseException) -> BaseException:
+        if self._streams.is_open:
+            self._modes.close()
+            self._close(None)
+        return first_error
+
+    def _close(self, graph: SimulatedGraph | None) -> None:
+        # Kept by the recording, the error would be a cycle through its traceback, and hold tensors.
+        self._first_error = None
+        self._streams.close()
+        # Each recording owns its workspaces: another one must not find them here.
+        self._shared.workspaces.clear()
+        self._shared.thread.set_recording(None)
+        if graph is not None:
+            self._shared.memory.graphs[graph] = graph.num_nodes
+        self._pool.end_recording(keep=graph is not None)
+
+    @contextmanager
+    def join_thread(self) -> Iterator[None]:
+        with self._shared.thread.join(self._streams), self._recording():
+            yield
+
+    def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
+        try:
+            with without_modes():
+                return self._record_opaque(fn, args, out_meta)
+        except GraphrtError as error:
+            self.fail(error)
+            raise
+
+    def _record_opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any) -> Any:
+        source = caller_source()
+        name = getattr(fn, "__name__", type(fn).__name__)
+        if out_meta is None:
+            raise UnsupportedOperationError(
+                f"opaque call of {name} without out_meta",
+                expected="out_meta: tensors (meta ones too) that say what the call returns",
+                found=f"none, at {source}",
+                do="pass out_meta (an empty tuple if it returns None).",
+                operation=name,
+                source=source.with_text,
+            )
+        stream = self._issue(name, source)
+        self._shared.faults.check_op(len(self._calls), name, source)
+        results = self._tensors.allocated(out_meta, stream, source)
+        self._add_call(fn, name, args, {}, (), results, stream, source)
+        return results
+
+    def _build(self, allow_empty: bool) -> SimulatedGraph:
+        """The graph. The modes are gone, the streams still belong to the recording."""
+        if self._first_error is not None:
+            raise self._first_error
+        self._shared.faults.check_end()
+        self._streams.check_joined()
+        if not self._calls and not allow_empty:
+            raise EmptyCaptureError(
+                f"{self._label}: nothing was recorded",
+                expected="at least one kernel in the recording",
+                found="none",
+                do="check that the callable does its work on this device and this stream.",
+            )
+        self._shared.memory.check_graph(self._label, len(self._calls))
+        self._pool.poll()
+        used = self._tensors.used_inputs()
+        uses = [TensorUse(one.tensor, one.written) for one in used if not one.is_constant]
+        return SimulatedGraph(
+            label=self._label,
+            calls=tuple(self._calls),
+            uses_rng=self._uses_rng,
+            externals=tuple(uses) if self._observe else (),
+            held=tuple([one.tensor for one in used]),
+            scratch=self._tensors.scratch(),
+            workspaces=tuple(self._workspaces.values()),
+            owned_workspaces=tuple(self._owned_workspaces),
+            pool=self._pool,
+            memory=self._shared.memory,
+            faults=self._shared.faults,
+            poisons_first=self._shared.poisons_always,
+        )
+
+    # The operators, as torch dispatches them.
+
+    def record_operator(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mode: TorchDispatchMode
+    ) -> Any:
+        """Record ``func``, or run it if it moves no data. ``mode``: what records its parts."""
+        traits = self._shared.operators.traits(func)
+        forbidden = traits.forbidden
+        if traits.depends_on_arguments:
+            forbidden = check_arguments(func, args, kwargs)
+        if forbidden is not None:
+            raise forbidden.error()
+        if traits.is_composite:
+            with mode:
+                return decompose(func, args, kwargs)
+        if traits.moves_no_data:
+            self._tensors.note_inputs(args, is_constant=traits.makes_constant)
+            return func(*args, **kwargs)
+        source = caller_source()
+        described = self._shared.operators.results(func, args, kwargs)
+        if described is NOT_RECORDED:
+            self._tensors.note_inputs(args)
+            return func(*args, **kwargs)
+        stream = self._issue(traits.name, source)
+        if not traits.only_allocates:
+            self._shared.faults.check_op(len(self._calls), traits.name, source)
+        if traits.takes_workspace:
+            self._take_workspace(stream, source)
+        results = self._tensors.allocated(described, stream, source)
+        if not traits.only_allocates:
+            # Replays call it without its Python frame, where torch names it so.
+            call = getattr(func, "_op", func)
+            self._add_call(call, traits.name, args, kwargs, traits.written, results, stream, source)
+            self._uses_rng |= traits.uses_rng
+        return _returned(results, traits, args, kwargs)
+
+    def check_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check a call that torch may answer without dispatching anything."""
+        forbidden = check_function(func, args, kwargs, self._shared.memory.owns)
+        if forbidden is CONSTANT_TENSOR and not self._shared.strict:
+            source = caller_source()
+            warnings.warn_explicit(
+                f"{forbidden.name} while capturing: {forbidden.reason}, at {source.with_text}",
+                UserWarning,
+                source.file or "<unknown>",
+                source.line,
+            )
+        elif forbidden is not None:
+            error = forbidden.error()
+            self.fail(error)
+            raise error
+
+    def fail(self, error: GraphrtError) -> None:
+        """A stream that met an error captures no more, even if the caller goes on."""
+        if self._first_error is None:
+            self._first_error = error
+            error.found = f"{error.found}, while recording {self._label!r}"
+
+    def _add_call(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        written: Collection[int | str],
+        results: Any,
+        stream: SimulatedStream,
+        source: Source,
+    ) -> None:
+        store: Callable[[Any], object] | None = None
+        if isinstance(results, torch.Tensor):
+            store = self._tensors.alias(results).copy_
+        elif tensors_in(results):
+            targets = [
+                self._tensors.alias(leaf) if isinstance(leaf, torch.Tensor) else None
+                for leaf in leaves(results)
+            ]
+            store = partial(copy_results, targets)
+        call = Call(
+            function,
+            tuple([self._tensors.aliased(one, at in written, name) for at, one in enumerate(args)]),
+            {key: self._tensors.aliased(one, key in written, name) for key, one in kwargs.items()},
+            store,
+            name,
+            source,
+        )
+        if self._streams.checks_races:
+            touched = [(one, at in written) for at, one in enumerate(args)]
+            touched += [(one, key in written) for key, one in kwargs.items()]
+            touched.append((results, True))
+            for value, is_written in touched:
+                self._note_access(value, is_written, name, stream, source)
+        self._calls.append(call)
+
+    def _take_workspace(self, stream: SimulatedStream, source: Source) -> None:
+        if self._shared.workspace_bytes is None:
+            return
+        workspace = self._shared.workspaces.get(stream)
+        if workspace is None:
+            new = NewTensor((self._shared.workspace_bytes,), (1,), torch.uint8)
+            workspace = Workspace(self._tensors.allocated(new, stream, source))
+            self._shared.workspaces[stream] = workspace
+            self._owned_workspaces.append(workspace)
+        self._workspaces[stream] = workspace
+
+    def _issue(self, operation: str, source: Source) -> SimulatedStream:
+        stream = self._shared.thread.stream
+        self._streams.issue(stream, operation, source)
+        return stream
+
+    def _note_access(
+        self, value: Any, written: bool, operation: str, stream: SimulatedStream, source: Source
+    ) -> None:
+        for tensor in tensors_in(value):
+            length = extent_bytes(tensor.shape, tensor.stride(), tensor.dtype)
+            start, tick = tensor.data_ptr(), stream.clock[stream]
+            if length:
+                access = Access(start, start + length, written, operation, source, tick)
+                self._streams.access(stream, access)
+
+
+class _OperatorRecorder(TorchDispatchMode):
+    """Sees every operator of the thread it is entered in."""
+
+    def __init__(self, recording: SimulatedRecording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if is_for_parts(types):
+            return NotImplemented
+        try:
+            with torch._C.DisableTorchFunction():
+                return self._recording.record_operator(func, args, kwargs or {}, self)
+        except GraphrtError as error:
+            self._recording.fail(error)
+            raise
+
+
+class _FunctionRecorder(TorchFunctionMode):
+    """Sees the calls that Python answers without asking the dispatcher, such as ``tolist``."""
+
+    def __init__(self, recording: SimulatedRecording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        try:
+            self._recording.check_function(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+        except GraphrtError as error:
+            # Our frames, and torch's below, would keep the tensors of this call with the error.
+            del args, kwargs
+            raise error.with_traceback(None)  # noqa: B904  # the cause is set already
+
+
+def _returned(results: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operator returns: new tensors, and written arguments in their places."""
+    places = traits.returns_written
+    values = (results,) if len(places) == 1 else results or ()
+    returned = [
+        value if place is None else args[place] if isinstance(place, int) else kwargs[place]
+        for place, value in zip(places, values, strict=True)
+    ]
+    if len(places) > 1:
+        return tuple(returned)
+    return returned[0] if returned else None

@@ -1,0 +1,151 @@
+"""The tensors of one recording: what it allocates, and what its calls use in their place.
+
+A call must not own the memory of a user's tensor, or no block would ever be free again. It gets an
+alias: a tensor over the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrt.device.simulated.graph import Faults
+from graphrt.device.simulated.memory import DeviceMemory, LiveBlock, PoolMemory, extent_bytes
+from graphrt.device.simulated.ops import NewTensor, tensors_in
+from graphrt.device.simulated.streams import SimulatedStream
+from graphrt.errors import UnsupportedOperationError
+from graphrt.source import Source, caller_source
+
+
+@dataclass(eq=False, slots=True)
+class HeldInput:
+    """Memory outside every pool that the recording uses, and so keeps."""
+
+    tensor: torch.Tensor
+    is_constant: bool = False
+    """It was made of host values in the recording: no input of the caller's."""
+    used_by_kernel: bool = False
+    written: bool = False
+
+
+class _Alias(NamedTuple):
+    """What calls use for a user's tensor: the same bytes, owning no pool memory."""
+
+    tensor: torch.Tensor
+    held: HeldInput | None
+
+
+class RecordedTensors:
+    """Allocates results, and hands out one alias for each layout of the same bytes."""
+
+    def __init__(self, pool: PoolMemory, memory: DeviceMemory, faults: Faults) -> None:
+        self._pool = pool
+        self._memory = memory
+        self._faults = faults
+        self._num_allocations = 0
+        self._aliases: dict[Hashable, _Alias] = {}
+        self._held: dict[int, HeldInput] = {}
+        """By address of the storage, in order of first use."""
+        self._blocks: dict[LiveBlock, None] = {}
+        """Allocated in this recording, in order."""
+        self._earlier_ranges: set[tuple[int, int]] = set()
+        """Pool bytes that were filled before this recording and that it uses."""
+
+    def allocated(self, described: Any, stream: SimulatedStream, source: Source) -> Any:
+        """``described`` with memory for each tensor in it."""
+        if isinstance(described, (list, tuple)):
+            parts = [self.allocated(one, stream, source) for one in described]
+            kind: Any = type(described)
+            return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+        if isinstance(described, torch.Tensor):
+            described = NewTensor.like(described)
+        if isinstance(described, NewTensor):
+            return self._allocate(described, stream, source)
+        return described
+
+    def _allocate(self, new: NewTensor, stream: SimulatedStream, source: Source) -> torch.Tensor:
+        self._faults.check_allocation(self._num_allocations, source)
+        self._num_allocations += 1
+        with torch._C._InferenceMode(False):
+            tensor, block = self._pool.allocate(
+                new.size, new.stride, new.dtype, str(source), stream
+            )
+        self._memory.check_allocation(source)
+        self._blocks[block] = None
+        return tensor
+
+    def note_inputs(self, args: Sequence[Any], is_constant: bool = False) -> None:
+        """Remember the tensor objects that a view was taken of: kernels may see views only."""
+        for tensor in tensors_in(args):
+            address = tensor.untyped_storage().data_ptr()
+            if address not in self._held and self._memory.arena_at(address) is None:
+                self._held[address] = HeldInput(tensor, is_constant)
+
+    def aliased(self, value: Any, written: bool, operation: str) -> Any:
+        """``value`` with aliases in place of tensors."""
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.device.type != "cpu":
+                raise _unsupported_layout(operation, value)
+            return self.alias(value, written)
+        if type(value) in (list, tuple):
+            return type(value)([self.aliased(one, written, operation) for one in value])
+        return value
+
+    def alias(self, tensor: torch.Tensor, written: bool = False) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        bits = (tensor.is_conj(), tensor.is_neg())
+        key = (tensor.data_ptr(), address, tensor.dtype, tensor.shape, tensor.stride(), bits)
+        known = self._aliases.get(key)
+        if known is None:
+            known = self._aliases[key] = self._new_alias(tensor, address)
+        if known.held is not None:
+            known.held.used_by_kernel = True
+            known.held.written |= written
+        return known.tensor
+
+    def _new_alias(self, tensor: torch.Tensor, address: int) -> _Alias:
+        block = self._pool.live.get(address)
+        arena = block.arena if block is not None else self._memory.arena_at(address)
+        if arena is None:
+            held = self._held.get(address)
+            if held is None:
+                held = self._held[address] = HeldInput(tensor)
+            return _Alias(tensor.detach(), held)
+        start = address + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        alias = arena.view(start, tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.is_conj():
+            alias = alias.conj()
+        if tensor.is_neg():
+            alias = torch._neg_view(alias)
+        if block is None or block not in self._blocks:
+            end = start + extent_bytes(tensor.shape, tensor.stride(), tensor.dtype)
+            self._earlier_ranges.add((start, end))
+        return _Alias(alias, None)
+
+    def scratch(self) -> tuple[torch.Tensor, ...]:
+        """Bytes allocated in this recording, apart from those that were filled before it."""
+        ranges: dict[tuple[int, int], torch.Tensor] = {}
+        for block in self._blocks:
+            start, end = block.address, block.address + block.num_bytes
+            if not any(low < end and start < high for low, high in self._earlier_ranges):
+                ranges[start, end] = block.arena.view(start, (block.num_bytes,), (1,), torch.uint8)
+        return tuple(ranges.values())
+
+    def used_inputs(self) -> list[HeldInput]:
+        """In order of first use, apart from those that were only viewed."""
+        return [one for one in self._held.values() if one.used_by_kernel]
+
+
+def _unsupported_layout(operation: str, tensor: torch.Tensor) -> UnsupportedOperationError:
+    source = caller_source()
+    return UnsupportedOperationError(
+        f"{operation} takes a tensor that the simulated device cannot hold",
+        expected="strided CPU tensors",
+        found=f"layout {tensor.layout} on {tensor.device}, at {source.with_text}",
+        do="convert it before the capture.",
+        operation=operation,
+        source=source.with_text,
+    )

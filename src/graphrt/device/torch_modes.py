@@ -1,0 +1,126 @@
+"""What a device changes in torch for a while: the modes of a thread, and one query of libraries.
+
+A recording may end deep in the caller's code (at a break point), below a mode of the caller's that
+stays: so a mode is left from wherever it is in the stack.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+Mode = TorchDispatchMode | TorchFunctionMode
+
+# Where a dispatch mode saves, when it is entered, torch's flags for "some mode is active".
+_SAVED_FLAGS = (
+    "old_dispatch_mode_flags",
+    "old_non_infra_dispatch_mode_flags",
+    "old_without_ignore_compile_internals_dispatch_mode_flags",
+)
+
+
+def enter(mode: Mode) -> None:
+    """Put ``mode`` on top of the calling thread's stack."""
+    # The base class's own step, whatever the mode adds: it keeps torch's flags in agreement with
+    # the stack.
+    _base(mode).__enter__(mode)
+
+
+def leave(mode: Mode) -> None:
+    """Take ``mode`` out of the calling thread's stack; those above it stay, in their order."""
+    stack: Callable[[], list[Any]] = (
+        _get_current_dispatch_mode_stack
+        if isinstance(mode, TorchDispatchMode)
+        else _get_current_function_mode_stack
+    )
+    above: list[Mode] = []
+    while stack()[-1] is not mode:
+        above.append(stack()[-1])
+        _base(above[-1]).__exit__(above[-1], None, None, None)
+    if len(stack()) == 1:
+        # The flags are the process's, the stack is the thread's. What ``mode`` saved may be about
+        # another thread's mode that was left since; put back, it would stay set for good, and
+        # ``torch.compile`` reads it.
+        for name in _SAVED_FLAGS:
+            saved = getattr(mode, name, None)
+            if saved:
+                saved[-1] = False
+    _base(mode).__exit__(mode, None, None, None)
+    for other in reversed(above):
+        enter(other)
+
+
+def _base(mode: Mode) -> Any:
+    return TorchDispatchMode if isinstance(mode, TorchDispatchMode) else TorchFunctionMode
+
+
+def is_for_parts(types: Collection[type]) -> bool:
+    """Whether an operation takes tensors that are made of others, such as packed weights.
+
+    A mode that answers ``NotImplemented`` sees what they do with their parts; otherwise it would
+    see a tensor without storage, and never the parts.
+    """
+    return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+@contextmanager
+def report_capturing() -> Iterator[None]:
+    """While entered, ``torch.cuda.is_current_stream_capturing()`` is true on the calling thread.
+
+    Libraries branch on that function: some skip reads on the host only while a capture runs. A
+    warm-up must take the same branch, and so must a device that captures without CUDA. Any number
+    of threads may be inside at once; other threads get torch's own answer.
+    """
+    thread = threading.get_ident()
+    _capture_query.add(thread)
+    try:
+        yield
+    finally:
+        _capture_query.remove(thread)
+
+
+class _CaptureQuery:
+    """Replaces torch's function while some thread is in ``report_capturing``.
+
+    There is one for the process, because torch's function is the process's.
+
+    torch has no way to set the answer of its own function, up to 2.13 at least; drop this when the
+    oldest supported torch has one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_scopes: Counter[int] = Counter()
+        """Open scopes of each thread that has any."""
+        self._original: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+
+    def __call__(self) -> bool:
+        return threading.get_ident() in self._num_scopes or self._original()
+
+    def add(self, thread: int) -> None:
+        with self._lock:
+            current = torch.cuda.is_current_stream_capturing
+            # It may be this object already, outside every scope: if somebody saved torch's function
+            # inside a scope, and put it back after.
+            if not self._num_scopes and current is not self:
+                self._original = current
+                torch.cuda.is_current_stream_capturing = self
+            self._num_scopes[thread] += 1
+
+    def remove(self, thread: int) -> None:
+        with self._lock:
+            self._num_scopes[thread] -= 1
+            if not self._num_scopes[thread]:
+                del self._num_scopes[thread]
+            if not self._num_scopes:
+                torch.cuda.is_current_stream_capturing = self._original
+
+
+_capture_query = _CaptureQuery()

@@ -1,0 +1,375 @@
+"""Records one program: opens a recording, cuts it at break points, ends it. It cannot replay.
+
+While a recorder records, the capture scope names it, and break points find it there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.device.base import Device, DeviceGraph, Pool, Recording, Stream
+from graphrt.errors import BreakError, CaptureError, EmptyCaptureError
+from graphrt.graphs.held import HeldTensor, TensorRef, hold, modules_of, tensors_of_modules
+from graphrt.graphs.program import EagerSegment, GraphSegment, Returned, Segment
+from graphrt.graphs.values import (
+    HOST_TYPES,
+    format_call_path,
+    map_tensors,
+    rebuild,
+    tensors_of,
+    walk_call,
+)
+from graphrt.source import traceback_source
+
+
+class ProgramRecorder:
+    """One capture of one callable, on the calling thread and the current stream."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        pool: Pool,
+        stream: Stream,
+        owner: str,
+        mode: RuntimeMode,
+        key: BatchDescriptor,
+        side_streams: Sequence[Stream] = (),
+        generators: Sequence[torch.Generator] = (),
+        observe: bool = True,
+    ) -> None:
+        self.owner = owner
+        self.mode = mode
+        self.key = key
+        self.segments: list[Segment] = []
+        self.outputs: Any = None
+        self.static_output_bytes = 0
+        self.static_output_addresses: set[int] = set()
+        self.in_eager = False
+        """True while an eager segment runs at capture."""
+        self.eager_writes: list[torch.Tensor] = []
+        """Tensors outside the pool that an eager segment wrote while it ran at capture."""
+        self._device = device
+        self._pool = pool
+        self._stream = stream
+        self._side_streams = tuple(side_streams)
+        self._generators = tuple(generators)
+        self._observe = observe
+        # A worker in a copy of the caller's context finds this recorder too, and must not cut.
+        self._thread = threading.get_ident()
+        self._label = f"{owner} {mode.name} {key}"
+        self._eager_inputs: dict[int, TensorRef] = {}
+        """Tensors outside the pool that eager segments are bound to, by id: layers share most."""
+        self._recording: Recording | None = None
+        self._eager_failure: BaseException | None = None
+
+    @property
+    def graphs(self) -> list[DeviceGraph]:
+        return [item.graph for item in self.segments if isinstance(item, GraphSegment)]
+
+    @property
+    def num_eager(self) -> int:
+        return len(self.segments) - len(self.graphs)
+
+    @property
+    def cuts(self) -> bool:
+        """True where a break point ends a segment: in a PIECEWISE recording of this thread."""
+        return (
+            self.mode is RuntimeMode.PIECEWISE
+            and self._recording is not None
+            and self._thread == threading.get_ident()
+        )
+
+    def record(
+        self,
+        runnable: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        weak_outputs: bool,
+    ) -> None:
+        """Run ``runnable`` once inside recordings; fills ``segments`` and ``outputs``.
+
+        An error leaves no recording open and no graph alive, and propagates with its place noted.
+        """
+        try:
+            self._open_segment()
+            result = runnable(*args, **kwargs)
+            if self._eager_failure is not None:
+                # The model caught what its eager segment raised, and went on outside any recording.
+                raise self._eager_failure
+            self._close_segment()
+            # Once the strong output is gone, later captures reuse its bytes. Not sooner, because
+            # the device drops a result that dies inside the recording as unread.
+            self.outputs = map_tensors(result, self._alias) if weak_outputs else result
+            del result
+            if not self.graphs:
+                raise EmptyCaptureError(
+                    expected="at least one kernel outside eager segments",
+                    found="none",
+                    do="check that the callable works on tensors of this device",
+                )
+        except BaseException as error:  # noqa: BLE001 - raised again below, translated or as it is
+            num_segments = len(self.segments)
+            first = self._abort(error)
+            self._note_place(first, error.__traceback__, runnable, num_segments)
+            try:
+                if first is error:
+                    raise
+                raise first from first.__cause__ or error
+            finally:
+                # This frame is in the error's traceback: together they would be a cycle that
+                # keeps pool memory alive.
+                del first
+        finally:
+            self._eager_failure = None
+
+    def run_eager(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        out: str | None = None,
+        stub: Callable[..., Any] | None = None,
+    ) -> Any:
+        """End the segment, run ``fn`` (or ``stub``) eagerly, append it, open the next segment.
+
+        Returns what ``fn`` returned, its tensors replaced by static outputs: pool memory that each
+        replay refills and the next graph reads.
+        """
+        self.in_eager = True
+        try:
+            self._close_segment()
+            site = f"segment {len(self.segments)}: {name}"
+            given = tensors_of((args, kwargs))
+            for tensor in given:
+                if self._owns(tensor):
+                    # The kernels before it have not run: zero keeps index-like values in range.
+                    _zero(tensor)
+            versions = [(tensor, _version(tensor)) for tensor in given]
+            result = (stub or fn)(*args, **kwargs)
+            self._join_side_streams()  # What it returned may still be in the making there.
+            self.eager_writes += [
+                tensor
+                for tensor, version in versions
+                if _version(tensor) != version and not self._owns(tensor)
+            ]
+            returned: list[Returned] = []
+            bind = self._bind(site)
+            value = rebuild(result, self._keep_leaf(given, returned, bind))
+            bound = {key: map_tensors(item, bind) for key, item in kwargs.items()}
+            if out is not None and out not in kwargs:
+                bound.update(self._static_output_for(out, returned, site))
+            self.segments.append(
+                EagerSegment(
+                    fn,
+                    map_tensors(args, bind),
+                    bound,
+                    tuple(returned),
+                    site,
+                    writes_out=out is not None,
+                )
+            )
+            self._open_segment()
+        except BaseException as error:
+            self._eager_failure = error
+            raise
+        finally:
+            self.in_eager = False
+        return value
+
+    def externals(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        keep_alive: Sequence[torch.Tensor],
+        previous: Sequence[HeldTensor] = (),
+    ) -> list[HeldTensor]:
+        """Return everything outside the pool that the program must keep: see ``held.hold``.
+
+        ``modules``: those behind the callable, as they are now.
+        """
+        refs = [
+            *tensors_of_modules(modules),
+            *(
+                TensorRef(format_call_path(node.path), node.value)
+                for node in walk_call(args, kwargs)
+                if node.kind == "tensor"
+            ),
+            *self._eager_inputs.values(),
+            *(TensorRef(f"keep_alive[{index}]", tensor) for index, tensor in enumerate(keep_alive)),
+            *(
+                TensorRef("", use.tensor, written=use.written)
+                for graph in self.graphs
+                for use in graph.externals
+            ),
+            *(TensorRef("", tensor, written=True) for tensor in self.eager_writes),
+        ]
+        return hold(refs, self._device.owns, previous)
+
+    def reset(self) -> None:
+        """Destroy what was recorded, newest first."""
+        for graph in reversed(self.graphs):
+            graph.reset()
+        self.segments.clear()
+        self.outputs = None
+
+    def _join_side_streams(self) -> None:
+        for side in self._side_streams:
+            self._device.order(self._stream, side)
+
+    def _open_segment(self) -> None:
+        self._join_side_streams()
+        label = f"{self._label} segment {len(self.segments)}"
+        self._recording = self._device.begin(
+            self._pool, self._stream, label, self._generators, observe=self._observe
+        )
+        # Work on a stream that stays outside the recording would run once, now, and be missing
+        # from every replay.
+        for side in self._side_streams:
+            self._device.order(side, self._stream)
+
+    def _close_segment(self) -> None:
+        self._join_side_streams()
+        recording, self._recording = self._recording, None
+        assert recording is not None, "a segment is closed only while it is recorded"
+        graph = recording.end(allow_empty=True)
+        if graph.num_nodes == 0:
+            graph.reset()
+        else:
+            self.segments.append(GraphSegment(graph))
+
+    def _abort(self, error: BaseException) -> BaseException:
+        recording, self._recording = self._recording, None
+        first = error if recording is None else recording.abort(error)
+        self.reset()
+        return first
+
+    def _owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and self._device.owns(tensor)
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._device.weak_alias(tensor) if tensor.layout is torch.strided else tensor
+
+    def _bind(self, site: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function that maps a tensor to what an eager segment is bound to instead.
+
+        One tensor is bound to one object wherever it stands, because a segment that returns an
+        argument is recognised by identity.
+        """
+        bound: dict[int, torch.Tensor] = {}
+
+        def bind(tensor: torch.Tensor) -> torch.Tensor:
+            alias = bound.get(id(tensor))
+            if alias is None:
+                alias = bound[id(tensor)] = self._alias(tensor)
+                if alias is tensor:
+                    self._eager_inputs.setdefault(id(tensor), TensorRef(site, tensor))
+            return alias
+
+        return bind
+
+    def _keep_leaf(
+        self,
+        given: Sequence[torch.Tensor],
+        returned: list[Returned],
+        bind: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Callable[[Any, Any], Any]:
+        """Return the function that replaces and lists each leaf of an eager segment's result."""
+        given_ids = set(map(id, given))
+        addresses = {_storage_address(tensor) for tensor in given} - {0}
+
+        def keep(path: Any, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                if _storage_address(value) in addresses:
+                    alias = bind if id(value) in given_ids else self._alias
+                    returned.append(Returned(path, "passed", alias(value)))
+                    return value
+                static = self._static_output(value)
+                returned.append(Returned(path, "static_output", self._alias(static)))
+                return static
+            is_host = isinstance(value, HOST_TYPES)
+            returned.append(Returned(path, "host" if is_host else "opaque", value))
+            return value
+
+        return keep
+
+    def _static_output(self, value: torch.Tensor) -> torch.Tensor:
+        # A broadcast result has fewer bytes than elements; its copy needs room for each.
+        stride = value.contiguous().stride() if 0 in value.stride() else value.stride()
+        static = self._device.alloc(self._pool, value.shape, stride, value.dtype)
+        with torch.no_grad():
+            static.copy_(value)
+        storage = static.untyped_storage()
+        self.static_output_bytes += storage.nbytes()
+        self.static_output_addresses.add(storage.data_ptr())
+        return static
+
+    def _static_output_for(
+        self, out: str, returned: Sequence[Returned], site: str
+    ) -> dict[str, torch.Tensor]:
+        if len(returned) == 1 and returned[0].path == () and returned[0].kind == "static_output":
+            return {out: returned[0].value}
+        raise BreakError(
+            site,
+            expected=f"one tensor returned where {out!r} is not given",
+            found=", ".join(item.kind for item in returned) or "nothing",
+            do=f"allocate and return the tensor when {out!r} is None, write into it otherwise",
+        )
+
+    def _note_place(
+        self,
+        error: BaseException,
+        trace: TracebackType | None,
+        runnable: Callable[..., Any],
+        segment: int,
+    ) -> None:
+        """Say where the capture stopped; what inner rooms already said stays."""
+        module_path = _module_path(trace, runnable)
+        source = str(traceback_source(trace))
+        mode, key = self.mode.name, str(self.key)
+        if isinstance(error, CaptureError):
+            error.locate(
+                owner=self.owner, mode=mode, key=key, segment=segment, module_path=module_path
+            )
+            error.source = error.source or source
+            return
+        place = ", ".join(part for part in (module_path, source) if part)
+        error.add_note(f"while capturing {self.owner}, {mode}, {key}, segment {segment}: {place}")
+
+
+def _module_path(trace: TracebackType | None, runnable: Callable[..., Any]) -> str:
+    """The path of the innermost module of ``runnable`` in a traceback."""
+    names = {id(module): path for path, module in modules_of(runnable).items()}
+    found = ""
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
+
+
+def _zero(tensor: torch.Tensor) -> None:
+    """Zero every element; of a broadcast tensor, each byte once."""
+    steps = tensor.stride()
+    if 0 in steps:
+        shape = [1 if step == 0 else size for size, step in zip(tensor.shape, steps, strict=True)]
+        tensor = tensor.as_strided(shape, steps, tensor.storage_offset())
+    tensor.zero_()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """In-place writes so far; inference tensors do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -1,0 +1,124 @@
+"""What outlives a step and takes part in capture: resources, guarded state, scratch memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from graphrt.context import get_forward_context
+from graphrt.errors import FrozenBufferError
+
+
+@runtime_checkable
+class Resource(Protocol):
+    """Host-side work a graph depends on: attention plans, metadata, scratch of a library."""
+
+    def reserve(self, max_key: Any) -> None:
+        """Allocate for the largest key. Called once, before anything is warmed up."""
+
+    def prepare(self, key: Any, step_info: Any) -> None:
+        """Bring what the graph reads up to date. Called before **every** step.
+
+        Graph, padded and eager steps, warm-ups and captures alike; ``step_info`` describes the step
+        and is None in the last two.
+        """
+
+    def freeze(self) -> None:
+        """From here on a growth raises ``FrozenBufferError``: graphs hold the addresses."""
+
+
+@runtime_checkable
+class StateGuard(Protocol):
+    """Saves state that a callable advances, and restores it."""
+
+    def save(self) -> Any:
+        """Return a token that later calls of the callable do not change."""
+
+    def restore(self, token: Any) -> None:
+        """Write the state of ``token`` back in place: graphs hold the addresses."""
+
+
+class TensorStateGuard:
+    """Guards tensors by cloning them and copying back, in place.
+
+    A token is a list of clones, in the order of ``tensors``; it costs their bytes while it lives.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
+        self.tensors = list(tensors.values() if isinstance(tensors, Mapping) else tensors)
+
+    def save(self) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [tensor.clone() for tensor in self.tensors]
+
+    def restore(self, token: list[torch.Tensor]) -> None:
+        # State made in inference mode can be written in no other; other state in this one too.
+        with torch.inference_mode():
+            if self.tensors:
+                torch._foreach_copy_(self.tensors, token)
+
+
+class Workspace:
+    """Scratch bytes that every caller shares and that may grow until a graph holds their address.
+
+    ``device``: where the bytes live; None is torch's default device. One thread at a time.
+    """
+
+    def __init__(self, name: str, device: torch.device | str | None = None) -> None:
+        self.name = name
+        self.device = device
+        self._bytes: torch.Tensor | None = None
+        self._holders: set[Hashable] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated so far."""
+        return 0 if self._bytes is None else self._bytes.numel()
+
+    @property
+    def is_frozen(self) -> bool:
+        return bool(self._holders)
+
+    def get(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return scratch of this shape; what it holds is undefined.
+
+        Aliasing: every call returns the same bytes, so at most one result is in use at a time. A
+                  growth moves them; earlier results keep the old ones.
+        Errors:   ``FrozenBufferError`` for a growth while frozen.
+        """
+        needed = math.prod(shape) * dtype.itemsize
+        # Scratch born in inference mode, or viewed as another dtype there, could not be written
+        # outside it.
+        with torch.inference_mode(False):
+            if needed > self.num_bytes:
+                self._grow(needed)
+            if self._bytes is None:
+                return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+            return self._bytes[:needed].view(dtype).view(tuple(shape))
+
+    def freeze(self, generation: Hashable = None) -> None:
+        """Refuse growth until every generation that froze it has thawed it.
+
+        Idempotent for one ``generation``.
+        """
+        self._holders.add(generation)
+
+    def thaw(self, generation: Hashable = None) -> None:
+        """Undo ``freeze`` of ``generation``, whose programs are retired."""
+        self._holders.discard(generation)
+
+    def _grow(self, needed: int) -> None:
+        if self._holders:
+            context = get_forward_context()
+            key = context.batch_descriptor if context is not None else None
+            raise FrozenBufferError(
+                f"workspace {self.name!r}" + (f", {key}" if key is not None else ""),
+                expected=f"at most {self.num_bytes} bytes, whose address graphs hold",
+                found=f"a request for {needed} bytes",
+                do="reserve for the largest key in the warm-ups; it thaws when the generations "
+                "captured over it are retired",
+            )
+        self._bytes = torch.empty(needed, dtype=torch.uint8, device=self.device)

@@ -1,0 +1,30 @@
+"""The core of ``Runtime`` and of any engine of its own: keys, capture, checks, runs, for any axes.
+
+What captures keys, checks each first replay, runs a key, counts reasons and emits events knows
+nothing of tokens and requests here: axes are named, and keys may be the caller's.
+
+    runner = CUDAGraphRunner(encoder, inputs=specs, outputs=outputs, examples=examples,
+                             sizes={"batch": [1, 2, 4], "length": [32, 64]})
+    runner.capture()           # one graph for each of the six pairs, checked against eager
+    rows = runner.run({"x": x})  # x: [batch, length, ...], any real sizes
+
+An engine that pads by itself names the key: ``runner.run(padded, key=runner.key(batch=4,
+length=64), sizes={"batch": 3, "length": 60})``.
+"""
+
+from graphrt.runner.executor import Example
+from graphrt.runner.jobs import CaptureJob, CaptureReport, Gate, capture_all
+from graphrt.runner.report import CapturedGraph, RunnerReport
+from graphrt.runner.runner import CUDAGraphRunner, Progress
+
+__all__ = [
+    "CUDAGraphRunner",
+    "CaptureJob",
+    "CaptureReport",
+    "CapturedGraph",
+    "Example",
+    "Gate",
+    "Progress",
+    "RunnerReport",
+    "capture_all",
+]

@@ -1,0 +1,435 @@
+"""Captures a set of keys: warms each up, freezes what graphs hold, captures, checks each replay."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
+from graphrt.context import ForwardContext
+from graphrt.errors import ConfigError, EmptyCaptureError
+from graphrt.graphs import (
+    CaptureOptions,
+    CaptureScope,
+    CUDAGraphWrapper,
+    Entry,
+    GraphLibrary,
+    Program,
+    StateGuard,
+    capture_program,
+    has_undeclared,
+    require_no_grad,
+)
+from graphrt.verify import check_replay
+
+Phase = Literal["warmup", "capture", "captured", "failed"]
+Gate = Callable[["CaptureJob", Phase], bool]
+"""Asked before each warm-up and capture (False skips the job) and after each capture (False drops
+its programs); told of each failure. Where ranks keep step."""
+
+Progress = Callable[[int, int, "CaptureJob"], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CaptureJob:
+    """One key to capture: ``target(*args, **kwargs)`` in a step of ``mode`` and ``key``.
+
+    ``target``: a ``CUDAGraphWrapper``; with ``owner`` any callable, whose program is then found
+    under that name; or a callable that itself calls wrappers of ``mode``.
+    ``make_inputs`` returns ``(args, kwargs)``; it is called anew for every warm-up and for the
+    capture, and its tensors must lie where steps will find them. If it takes an argument, that is
+    a seed: 0 for warm-up and capture, 1 for the first replay, which is then compared with eager.
+    ``check``: plays the new program and raises if it is wrong, in place of that comparison.
+    ``checked``: called when the check is over, whatever came of it.
+    """
+
+    target: Callable[..., Any]
+    mode: RuntimeMode
+    key: BatchDescriptor
+    make_inputs: Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
+    owner: str = ""
+    check: Callable[[Entry], None] | None = None
+    checked: Callable[[Entry], None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The owner of its program, else the name of the target: how failures are recorded."""
+        name = self.owner or getattr(self.target, "owner", None)
+        name = name or getattr(self.target, "__qualname__", None)
+        return name if isinstance(name, str) else type(self.target).__name__
+
+    @property
+    def is_direct(self) -> bool:
+        """True if the target is what is captured, rather than calling wrappers that are."""
+        return bool(self.owner) or (
+            isinstance(self.target, CUDAGraphWrapper) and self.target.runtime_mode is self.mode
+        )
+
+    @property
+    def takes_seed(self) -> bool:
+        parameters = inspect.signature(self.make_inputs).parameters.values()
+        return any(
+            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            for p in parameters
+        )
+
+
+class CaptureReport(NamedTuple):
+    """What ``capture_all`` did."""
+
+    programs: tuple[Program, ...]
+    failures: tuple[Entry, ...]
+    skipped: tuple[CaptureJob, ...]
+    """Jobs that a gate turned away or dropped."""
+    seconds: Mapping[CaptureJob, float]
+    """Warm-ups, capture and check of each job that was attempted."""
+
+
+def capture_all(
+    library: GraphLibrary,
+    jobs: Iterable[CaptureJob],
+    options: CaptureOptions | None = None,
+    *,
+    gate: Gate | None = None,
+    progress: Progress | None = None,
+    later: Iterable[BatchDescriptor] = (),
+) -> CaptureReport:
+    """Warm every job up, freeze resources and workspaces, capture every job in order, check each.
+
+    Runs in the scope that is open, with its options; else opens one. Order PIECEWISE before FULL,
+    then by tokens, micro-batches and adapters, descending: the first capture sets the pool's
+    high-water mark. Another order costs memory. First replays are checked after the scope, those
+    of a scope that was open before inside it.
+
+    ``progress(done, total, job)`` is called as each job is captured, or given up. ``later``: keys
+    that other calls capture. Resources are reserved for the largest of these and the jobs' keys,
+    because none may grow once a graph holds its address.
+    Errors: the first failure, unless failures are skipped. A check that fails does not hinder
+    those of the other jobs.
+    """
+    run = _Run(library, tuple(jobs), options or CaptureOptions(), gate)
+    opened = nullcontext(library.scope) if library.scope else library.capture_scope(run.options)
+    try:
+        with opened as scope:
+            options = run.options = scope.options
+            run.reserve(later)
+            for job in run.jobs:
+                with run.attempt(job, "warmup") as goes_on:
+                    if goes_on:
+                        run.warm_up(job, scope)
+            for resource in options.prepared:
+                resource.freeze()
+            library.freeze_workspaces(scope)
+            for done, job in enumerate(run.jobs, start=1):
+                with run.attempt(job, "capture") as goes_on:
+                    if goes_on:
+                        run.capture(job, scope)
+                if progress is not None:
+                    progress(done, len(run.jobs), job)
+            for job in run.captured_blindly():
+                with run.attempt(job, "capture") as goes_on:
+                    if goes_on:
+                        run.capture(job, scope)
+    except Exception:
+        # What was captured serves all the same, and no check may hide the first failure.
+        run.check()
+        raise
+    failure = run.check()
+    # A scope that rebuilds a generation must end with an error, or the wrong program is published.
+    is_rebuilding = options.generation == "new" and library.scope is not None
+    if failure is not None and (options.on_error == "raise" or is_rebuilding):
+        raise failure
+    return run.report()
+
+
+class _Run:
+    """One ``capture_all``: what each job captured, what failed, how long each took."""
+
+    def __init__(
+        self,
+        library: GraphLibrary,
+        jobs: tuple[CaptureJob, ...],
+        options: CaptureOptions,
+        gate: Gate | None,
+    ) -> None:
+        self.jobs = jobs
+        self.options = options
+        self._library = library
+        self._catalog = library.catalog
+        self._gate = gate
+        self._captured: dict[CaptureJob, list[Program]] = {}
+        self._failures: dict[CaptureJob, Entry] = {}
+        self._skipped: list[CaptureJob] = []
+        self._seconds: dict[CaptureJob, float] = {}
+
+    def report(self) -> CaptureReport:
+        return CaptureReport(
+            tuple(program for programs in self._captured.values() for program in programs),
+            tuple(self._failures.values()),
+            tuple(self._skipped),
+            MappingProxyType(self._seconds),
+        )
+
+    def reserve(self, later: Iterable[BatchDescriptor]) -> None:
+        """Let resources allocate for the largest key of all."""
+        keys = [*later, *(job.key for job in self.jobs)]
+        for resource in self.options.prepared if self.jobs else ():
+            self._library.reserve(resource, max(keys, key=_extent))
+
+    @contextmanager
+    def attempt(self, job: CaptureJob, phase: Literal["warmup", "capture"]) -> Iterator[bool]:
+        """Around one phase of one job: yield False where there is nothing to do. A failure is
+        recorded, and raised unless failures are skipped."""
+        entry = self._entry(job)
+        if entry.error is not None and self.options.on_error == "skip":
+            self._failures[job] = entry
+        if job in self._failures or job in self._skipped or self._is_captured(job):
+            yield False
+            return
+        started = perf_counter()
+        goes_on = False
+        try:
+            self._catalog.require_untried(job.name, job.mode, job.key)
+            goes_on = self._gate is None or self._gate(job, phase)
+            if not goes_on:
+                self._skipped.append(job)
+        except Exception as error:  # noqa: BLE001  Raised again, unless failures are skipped.
+            self._fail(job, error)
+        try:
+            yield goes_on
+        except Exception as error:  # noqa: BLE001  As above.
+            self._fail(job, error)
+        finally:
+            self._seconds[job] = self._seconds.get(job, 0.0) + perf_counter() - started
+
+    def _fail(self, job: CaptureJob, error: Exception) -> None:
+        """Record a failure; raise it again unless failures are skipped."""
+        self._failures[job] = self._catalog.mark_failed(job.name, job.mode, job.key, error)
+        if self._gate is not None:
+            self._gate(job, "failed")
+        if self.options.on_error == "raise":
+            raise error
+        # Raises if the error left the device unusable: there is nothing to go on with.
+        self._library.device.synchronize()
+        _free_frames(error)
+
+    def warm_up(self, job: CaptureJob, scope: CaptureScope) -> None:
+        warmups = self.options.warmups
+        with _guarded(self.options.state if warmups else None):
+            for number in range(warmups):
+                # Libraries branch on "is this a capture": the last warm-up takes the same branch.
+                is_last = number == warmups - 1
+                reported = scope.device.report_capturing() if is_last else nullcontext()
+                args, kwargs = self._inputs(job)
+                with reported, scope.step(RuntimeMode.NONE, job.key):
+                    require_no_grad()
+                    job.target(*args, **kwargs)
+
+    def capture(self, job: CaptureJob, scope: CaptureScope) -> None:
+        """Capture the program of a job, or those of the wrappers that its target calls."""
+        before = len(scope.programs)
+        # Only eager segments run at capture, and only PIECEWISE programs have them.
+        state = self.options.state if job.mode is RuntimeMode.PIECEWISE else None
+        scope.checks_state = True
+        try:
+            args, kwargs = self._inputs(job)
+            with _guarded(state), scope.step(job.mode, job.key):
+                if job.is_direct:
+                    fn, options = self._callable_of(job), self._options_of(job)
+                    program = capture_program(
+                        self._library, job.name, job.mode, job.key, fn, args, kwargs, options
+                    )
+                    is_blind = options.observe == "never" and self.options.observe != "never"
+                    if not is_blind and has_undeclared(program, self._library, options):
+                        self._catalog.observe_always(job.name, job.mode)
+                else:
+                    job.target(*args, **kwargs)
+                    self._require_match(job, scope.programs[before:])
+        except BaseException:
+            self._drop(scope, before)
+            raise
+        finally:
+            scope.checks_state = False
+        if self._gate is None or self._gate(job, "captured"):
+            self._captured[job] = scope.programs[before:]
+            if self._checker(job) is not None:
+                self._catalog.mark_unchecked(self._entry(job))
+        else:
+            self._drop(scope, before)
+            self._skipped.append(job)
+
+    def captured_blindly(self) -> list[CaptureJob]:
+        """Jobs whose program touches more than it names, as an observed one has shown since."""
+        return [job for job, own in self._captured.items() if not all(p.is_valid for p in own)]
+
+    def check(self) -> Exception | None:
+        """Play each new program once; return the first error, when all were tried."""
+        first: Exception | None = None
+        unchecked = [
+            (job, self._entry(job), check)
+            for job in self.jobs
+            if (check := self._checker(job)) is not None
+            and (job in self._captured or self._entry(job).reason is not Reason.HIT)
+        ]
+        for _, entry, _ in unchecked:
+            self._catalog.mark_unchecked(entry)
+        for job, entry, check in unchecked:
+            started = perf_counter()
+            try:
+                if entry.staged is not None or entry.valid_program is not None:
+                    check(entry)
+                    self._catalog.mark_ready(entry)
+            except Exception as error:  # noqa: BLE001  The caller raises the first one.
+                if entry.staged is not None:
+                    entry.staged.invalidate()
+                    self._catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
+                else:
+                    self._catalog.mark_wrong(entry, error)
+                self._failures[job] = entry
+                first = first or error
+                # Raises if the error left the device unusable: there is nothing to go on with.
+                self._library.device.synchronize()
+            if job.checked is not None:
+                job.checked(entry)
+            self._seconds[job] = self._seconds.get(job, 0.0) + perf_counter() - started
+        return first
+
+    def _entry(self, job: CaptureJob) -> Entry:
+        return self._catalog.entry(job.name, job.mode, job.key)
+
+    def _callable_of(self, job: CaptureJob) -> Callable[..., Any]:
+        target = job.target
+        if not isinstance(target, CUDAGraphWrapper):
+            return target
+        if target.library is not self._library:
+            raise ConfigError(
+                f"job of {job.name}",
+                expected="a wrapper of the library that captures",
+                found="a wrapper of another library",
+                do="capture it with its own library",
+            )
+        return target.runnable
+
+    def _options_of(self, job: CaptureJob) -> CaptureOptions:
+        """The options for one job: its wrapper's, and whether its recording is observed."""
+        options, target = self.options, job.target
+        if isinstance(target, CUDAGraphWrapper):
+            options = target.options_within(options)
+        is_simulated = self._library.device.name == "simulated"
+        observe = options.observe or ("always" if is_simulated else "ends")
+        if observe == "ends":
+            observe = "always" if self._is_end(job) else "never"
+        return replace(options, observe=observe)
+
+    def _is_end(self, job: CaptureJob) -> bool:
+        """True for the largest and the smallest key of an owner, the first that is captured, and
+        every one once an observation has shown a tensor that nothing names."""
+        owner = self._catalog.of_owner(job.name, job.mode)
+        extents = [_extent(key) for key in owner.by_key]
+        programs = [entry.program or entry.staged for entry in owner.by_key.values()]
+        return (
+            owner.is_observed_always
+            or _extent(job.key) in (min(extents), max(extents))
+            or not any(program is not None and program.is_observed for program in programs)
+        )
+
+    def _is_captured(self, job: CaptureJob) -> bool:
+        """True for a key whose program exists already: it is not run again."""
+        if not job.is_direct:
+            return False
+        if self.options.generation == "new":
+            staged = self._entry(job).staged
+            return staged is not None and staged.is_valid
+        return self._entry(job).valid_program is not None
+
+    def _drop(self, scope: CaptureScope, before: int) -> None:
+        self._library.drop(scope.programs[before:])
+        del scope.programs[before:]
+
+    def _require_match(self, job: CaptureJob, captured: Sequence[Program]) -> None:
+        """Raise if the target called no wrapper of its mode: nothing was captured or found."""
+        if captured or any(
+            entry.mode is job.mode and entry.key == job.key and (entry.program or entry.staged)
+            for entry in self._catalog
+        ):
+            return
+        raise EmptyCaptureError(
+            f"{job.name}, {job.mode.name}, {job.key}",
+            expected=f"a call of a {job.mode.name} wrapper of this library",
+            found="none",
+            do="wrap the callable, or part of it, in a CUDAGraphWrapper of this mode, "
+            "or give the job an owner",
+        )
+
+    def _inputs(self, job: CaptureJob, seed: int = 0) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        args, kwargs = job.make_inputs(seed) if job.takes_seed else job.make_inputs()
+        for resource in self.options.prepared:
+            resource.prepare(job.key, None)
+        return args, kwargs
+
+    def _checker(self, job: CaptureJob) -> Callable[[Entry], None] | None:
+        """How the first replay of a job is checked; None where nothing can tell."""
+        if not job.is_direct or job in self._skipped:
+            return None
+        return job.check or (partial(self._compare, job) if job.takes_seed else None)
+
+    def _compare(self, job: CaptureJob, entry: Entry) -> None:
+        """Compare the first replay with eager, on inputs other than those of the capture."""
+        program = entry.staged or entry.valid_program
+        assert program is not None, "only programs that exist are checked"
+        fn = job.target.runnable if isinstance(job.target, CUDAGraphWrapper) else job.target
+
+        def run_eager() -> Any:
+            args, kwargs = self._inputs(job, seed=1)
+            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, job.key):
+                return fn(*args, **kwargs)
+
+        def run_replay() -> Any:
+            args, kwargs = self._inputs(job, seed=1)
+            with torch.no_grad(), ForwardContext(job.mode, job.key):
+                return program(*args, **kwargs)
+
+        with _guarded(self.options.state):
+            check_replay(
+                mode=job.mode,
+                key=job.key,
+                run_eager=run_eager,
+                run_replay=run_replay,
+                state=self.options.state,
+                runnable=fn,
+                observer=self._library.emit,
+            )
+
+
+@contextmanager
+def _guarded(state: StateGuard | None) -> Iterator[None]:
+    if state is None:
+        yield
+        return
+    token = state.save()
+    try:
+        yield
+    finally:
+        state.restore(token)
+
+
+def _free_frames(error: BaseException) -> None:
+    """Free the frames of a failure that is not raised: they hold tensors, hence pool memory."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
+def _extent(key: BatchDescriptor) -> tuple[int, int, int, int]:
+    return (key.num_tokens, key.num_reqs or key.num_tokens, key.num_ubatches, key.num_active_loras)

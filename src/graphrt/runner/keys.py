@@ -1,0 +1,278 @@
+"""The keys of a runner: its modes, its axes, and what decides between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.dispatch import BucketDispatcher, BucketKey
+from graphrt.errors import (
+    BatchError,
+    ConfigError,
+    GraphrtError,
+    LibraryClosedError,
+    MissError,
+)
+from graphrt.graphs import Catalog, Entry, Key
+
+
+class Dispatcher(Protocol):
+    """Decides which key serves a call. Immutable: a change of the catalogue makes a new one."""
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Every key with its mode, in capture order, as decisions carry them."""
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Decision: ...
+
+
+class BestOf:
+    """Several dispatchers over the same sizes: the first that has a graph decides."""
+
+    def __init__(self, dispatchers: Sequence[Dispatcher]) -> None:
+        self._dispatchers = dispatchers
+        # In capture order: the least mode first.
+        self.keys = tuple(key for item in reversed(dispatchers) for key in item.keys)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Decision:
+        why: Decision | None = None
+        for item in self._dispatchers:
+            decision = item.dispatch(*args, **kwargs)
+            if decision.mode is not RuntimeMode.NONE:
+                return decision
+            # An excluded mode says less than why the next best one does not serve.
+            if why is None or why.reason is Reason.EXCLUDED:
+                why = decision
+        assert why is not None, "there is a dispatcher for each mode"
+        return why
+
+
+class NoDispatcher:
+    """Decides nothing: raises ``error()``."""
+
+    keys: tuple[Key, ...] = ()
+
+    def __init__(self, error: Callable[[], GraphrtError]) -> None:
+        self._error = error
+
+    def dispatch(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._error()
+
+
+def no_sizes_error() -> ConfigError:
+    return ConfigError(
+        "dispatch by sizes",
+        expected="sizes={axis: [...]} where the runner is made",
+        found="sizes=None: the keys are the caller's",
+        do="run(values, key=runner.key(...)), or list the sizes",
+    )
+
+
+def no_examples_error() -> ConfigError:
+    return ConfigError(
+        "examples",
+        expected="examples(sizes, seed), to warm up, capture and check with",
+        found="None",
+        do="pass a function that makes valid inputs of any real sizes",
+    )
+
+
+def miss_error(reason: Reason, sizes: Mapping[str, int]) -> MissError:
+    return MissError(
+        f"a step of {', '.join(f'{size} {axis}' for axis, size in sizes.items())}",
+        expected="a captured graph for every step (on_miss='strict')",
+        found=f"none serves it: {reason.name}",
+        do="capture a size that holds it, or set on_miss='eager'. The step did not run",
+        reason=reason,
+    )
+
+
+def closed_error() -> LibraryClosedError:
+    return LibraryClosedError(
+        "runner", expected="an open runner", found="a use after close()", do="make a new one"
+    )
+
+
+def dispatch_by_sizes(
+    sizes: Mapping[str, Sequence[int]],
+    modes: Sequence[RuntimeMode],
+    unavailable: Mapping[Key, Reason],
+) -> Dispatcher:
+    """A dispatcher over every combination of ``sizes``, the best of ``modes`` first."""
+    made = []
+    for mode in modes:
+        own = {item: why for item, why in unavailable.items() if item[0] is mode}
+        made.append(BucketDispatcher(sizes, CUDAGraphMode[mode.name], unavailable=own))
+    return made[0] if len(made) == 1 else BestOf(made)
+
+
+class RunnerKeys:
+    """The keys of a runner in capture order, each with what the catalogue says of it.
+
+    ``axis_sizes`` raises for what cannot be a key. ``may_grow``: the keys are the caller's.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        owner: str,
+        modes: Sequence[RuntimeMode],
+        keys: Iterable[Key],
+        axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]],
+        may_grow: bool,
+    ) -> None:
+        self._catalog = catalog
+        self._owner = owner
+        self._modes = modes
+        self._axis_sizes = axis_sizes
+        self._may_grow = may_grow
+        self.entries: dict[Key, Entry] = {key: catalog.entry(owner, *key) for key in keys}
+
+    def select(self, keys: Iterable[Key | BatchDescriptor] | None) -> list[Entry]:
+        """The entries of ``keys``, in capture order; of all without any.
+
+        Errors: ``ConfigError`` for what is no key of this runner, ``BatchError`` for what cannot
+                be one where the keys are the caller's.
+        """
+        if keys is None:
+            return list(self.entries.values())
+        chosen: dict[Key, None] = {}
+        for item in keys:
+            if isinstance(item, BatchDescriptor):
+                chosen.update(((mode, item), None) for mode in self._modes)
+            else:
+                chosen[item] = None
+        unknown = [item for item in chosen if item not in self.entries]
+        if unknown and not self._may_grow:
+            raise ConfigError(
+                "keys to capture",
+                expected="keys of this runner's plan, each with its mode",
+                found=", ".join(map(str, unknown)),
+                do="take the pairs from `keys` or plan.capture_order",
+            )
+        for mode, key in unknown:
+            check_choice("mode of a key to capture", mode, self._modes)
+            self._axis_sizes(key)
+        for item in unknown:
+            self.entries[item] = self._catalog.entry(self._owner, *item)
+        return [entry for item, entry in self.entries.items() if item in chosen]
+
+    def pending(self) -> list[Entry]:
+        """What is not captured yet, in capture order."""
+        return [e for e in self.entries.values() if e.reason is Reason.NOT_CAPTURED_YET]
+
+    def by_misses(self) -> list[Entry]:
+        """What is not captured yet: most missed first, the latest first among equals."""
+        return sorted(self.pending(), key=lambda entry: (-entry.misses, -entry.last_miss))
+
+    def missing(self) -> dict[Key, Reason]:
+        """Why no program serves a key, for each key that none serves."""
+        entries = self.entries.items()
+        return {item: entry.reason for item, entry in entries if entry.reason is not Reason.HIT}
+
+    def decide(self, key: BatchDescriptor, *, is_exact: bool) -> Decision:
+        """What serves a call whose caller has chosen the key. Counts a key not captured yet."""
+        why = Reason.NO_KEY
+        for mode in self._modes:
+            entry = self.entries.get((mode, key))
+            if entry is None:
+                continue
+            if entry.reason is Reason.HIT:
+                return Decision(mode, entry.key, Reason.HIT if is_exact else Reason.PADDED)
+            why = entry.reason
+            if why is Reason.NOT_CAPTURED_YET:
+                self._catalog.note_miss(entry)
+        return Decision(RuntimeMode.NONE, key, why)
+
+
+def make_key(sizes: Mapping[str, int], variant: object = None) -> BatchDescriptor:
+    """The key of these padded sizes, in the order of the axes."""
+    ordered = tuple(sizes.values())
+    return BatchDescriptor(ordered[0], variant=BucketKey(ordered, variant))
+
+
+def in_order(limits: Mapping[str, int], sizes: Mapping[str, int], what: str) -> dict[str, int]:
+    """``sizes`` in the order of the axes of ``limits``, one for each.
+
+    Errors: ``BatchError`` for a missing or unknown axis, or a size beyond its limit.
+    """
+    for axis in dict.fromkeys([*limits, *sizes]):
+        size, limit = sizes.get(axis), limits.get(axis)
+        if limit is None or type(size) is not int or not 0 <= size <= limit:
+            is_known = limit is not None
+            raise BatchError(
+                f"axis {axis!r}",
+                expected=f"a {what} size of 0 to {limit}" if is_known else f"one of {list(limits)}",
+                found=repr(size),
+                do="name every axis once, with a size within its limit",
+            )
+    return {axis: sizes[axis] for axis in limits}
+
+
+def sizes_of_key(capacity: Mapping[str, int], key: BatchDescriptor) -> dict[str, int]:
+    """The padded sizes of a key that ``make_key`` or a ``BucketDispatcher`` made.
+
+    Errors: ``BatchError`` for another key, or a size beyond the capacity.
+    """
+    if not isinstance(key.variant, BucketKey) or len(key.variant.sizes) != len(capacity):
+        raise BatchError(
+            repr(key),
+            expected=f"a key with a size for each of {list(capacity)}",
+            found="another key",
+            do="make it with runner.key(...)",
+        )
+    return in_order(capacity, dict(zip(capacity, key.variant.sizes, strict=True)), "padded")
+
+
+def check_modes(modes: Sequence[object]) -> tuple[RuntimeMode, ...]:
+    """The runtime modes, best first. Errors: ``ConfigError`` for anything else."""
+    found = {str(getattr(mode, "name", mode)).upper() for mode in modes}
+    if not found or not found <= {"FULL", "PIECEWISE"}:
+        raise ConfigError(
+            "modes",
+            expected="FULL, PIECEWISE, or both",
+            found=repr(tuple(modes)),
+            do="name at least one of the two",
+        )
+    return tuple(sorted((RuntimeMode[name] for name in found), reverse=True))
+
+
+def check_capacity(
+    sizes: Mapping[str, Sequence[int]] | None, capacity: Mapping[str, int] | None
+) -> dict[str, int]:
+    """Axis -> largest padded size, by default the largest listed, in the order of ``sizes``.
+
+    Errors: ``ConfigError``.
+    """
+    listed = {axis: max(each, default=0) for axis, each in (sizes or {}).items()}
+    limits = dict(listed if capacity is None else capacity)
+    if listed and listed.keys() == limits.keys():
+        limits = {axis: limits[axis] for axis in listed}
+    elif listed:
+        limits = {}
+    if not limits or any(limits[axis] < size for axis, size in listed.items()):
+        raise ConfigError(
+            "capacity",
+            expected="axis -> largest padded size, at least the largest of its sizes",
+            found=f"capacity {capacity}, sizes up to {listed or None}",
+            do="give each axis a capacity, or list sizes={axis: [...]} and leave it out",
+        )
+    return limits
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Errors: ``ConfigError`` for a value that is none of ``choices``."""
+    if value not in choices:
+        raise ConfigError(
+            name,
+            expected=" or ".join(map(repr, choices)),
+            found=repr(value),
+            do="choose one of them",
+        )
+
+
+def check_count(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what is no integer >= 1."""
+    if type(value) is not int or value < 1:
+        raise ConfigError(name, expected="an integer >= 1", found=repr(value), do="correct it")

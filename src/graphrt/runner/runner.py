@@ -1,0 +1,657 @@
+"""The core: buffers, capture, first-replay check, run, reasons and events of one callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from time import perf_counter, perf_counter_ns
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+import torch
+
+from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
+from graphrt.device import DeviceName, make_device
+from graphrt.device.base import Device
+from graphrt.errors import (
+    BatchError,
+    CaptureInProgressError,
+    VerificationError,
+)
+from graphrt.events import Observer, RanEager, Replayed
+from graphrt.graphs import (
+    CaptureOptions,
+    Entry,
+    ExternalsReport,
+    GraphLibrary,
+    Key,
+    OutputSpec,
+    Resource,
+    StateGuard,
+    Workspace,
+    frozen_heap,
+    too_many_failures,
+)
+from graphrt.interrupts import interrupted_between_steps
+from graphrt.runner.executor import Call, Examples, Executor, Inputs, ReadyGraph, Sizes, Values
+from graphrt.runner.jobs import CaptureJob, capture_all
+from graphrt.runner.keys import (
+    Dispatcher,
+    NoDispatcher,
+    RunnerKeys,
+    check_capacity,
+    check_choice,
+    check_count,
+    check_modes,
+    closed_error,
+    dispatch_by_sizes,
+    in_order,
+    make_key,
+    miss_error,
+    no_examples_error,
+    no_sizes_error,
+    sizes_of_key,
+)
+from graphrt.runner.report import RunnerReport, captured_graphs
+from graphrt.verify import HostSnapshot, explain
+
+Progress = Callable[[int, int, BatchDescriptor], None]
+"""``progress(done, total, key)``, called after each capture and each first replay."""
+
+_NONE: frozenset[RuntimeMode] = frozenset()
+
+
+class CUDAGraphRunner:
+    """Serves calls of ``fn`` through captured graphs, for any named axes.
+
+    ``fn`` is called with keyword arguments named as ``inputs``: views of static buffers, padded to
+    the key in graphs. It runs under ``torch.no_grad``.
+    ``inputs``: a spec for each, or ``key -> specs``. Where an axis stands behind dimension 0, or
+    specs depend on the key, each key has contiguous buffers of its own.
+    ``outputs``: which dimensions of the outputs are padded.
+    ``sizes``: axis -> padded sizes; there is a key for every combination. None: keys are the
+    caller's, see ``key``, with sizes up to ``capacity`` (default: the largest of ``sizes``).
+    ``modes``: ``"FULL"``, ``"PIECEWISE"`` or both; the first that has a graph serves, FULL first.
+    ``examples(sizes, seed)``: valid inputs of exactly these real sizes, an ``Example`` or values by
+    name, different for each seed: seed 0 is captured, seed 1 checked. None: all runs are eager.
+    ``library``: where the programs go; None: one of its own on ``device``, both closed with it. A
+    ``device`` given as an object is not closed. Runners of one library end each other's outputs.
+    ``state`` guards what a run advances; ``may_overwrite``: tensors that warm-ups and checks may
+    write where the examples point; ``keep_alive``: tensors that kernels know by address alone;
+    ``resources`` are prepared once before every run, a compared one too.
+    ``verify``: ``"first"`` compares each first replay with eager, ``"off"`` plays it only.
+    ``verify_every``: also compare one run in so many. ``verify_tolerance`` None: bit-equal.
+    ``on_miss``: run eager, or raise ``MissError`` (``"strict"``).
+    ``dispatcher``, ``axis_sizes``: for an engine with keys of its own: ``dispatcher(unavailable=)``
+    makes what ``execute`` is given decisions of, ``axis_sizes(key)`` says a key's padded sizes.
+
+    Not thread-safe. Errors: ``ConfigError`` for what cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        inputs: Inputs,
+        outputs: OutputSpec,
+        sizes: Mapping[str, Sequence[int]] | None = None,
+        capacity: Sizes | None = None,
+        modes: Sequence[str] = ("FULL",),
+        examples: Examples | None = None,
+        device: Device | DeviceName = "auto",
+        library: GraphLibrary | None = None,
+        state: StateGuard | None = None,
+        may_overwrite: Sequence[torch.Tensor] = (),
+        keep_alive: Sequence[torch.Tensor] = (),
+        resources: Sequence[Resource | Workspace] = (),
+        verify: Literal["first", "off"] = "first",
+        verify_every: int | None = None,
+        verify_tolerance: float | None = None,
+        on_miss: Literal["eager", "strict"] = "eager",
+        on_capture_error: Literal["raise", "skip"] = "raise",
+        warmups: int = 1,
+        observe: Literal["ends", "always", "never"] | None = None,
+        observer: Observer | None = None,
+        name: str | None = None,
+        dispatcher: Callable[..., Dispatcher] | None = None,
+        axis_sizes: Callable[[BatchDescriptor], Sizes] | None = None,
+    ) -> None:
+        check_choice("verify", verify, ("first", "off"))
+        check_choice("on_miss", on_miss, ("eager", "strict"))
+        if library is not None:
+            check_choice("device of a runner in a library", device, ("auto", library.device))
+        if verify_every is not None:
+            check_count("verify_every", verify_every)
+        self.fn = fn
+        self.last_decision: Decision | None = None
+        self._can_capture = examples is not None
+        self._verify = verify
+        self._verify_every = self._until_verify = verify_every or 0
+        self._is_strict = on_miss == "strict"
+        self._observer = observer
+        self._modes = check_modes(modes)
+        self.capacity = check_capacity(sizes, capacity)
+        """Axis -> the largest padded size, in the order of a key's sizes."""
+        has_own_keys = dispatcher is None and sizes is None
+        if dispatcher is not None:
+            self._make_dispatcher = dispatcher
+        elif sizes is not None:
+            self._make_dispatcher = partial(dispatch_by_sizes, sizes, self._modes)
+        else:
+            self._make_dispatcher = lambda unavailable: NoDispatcher(no_sizes_error)
+        keys = self._make_dispatcher(unavailable={}).keys
+        self._axis_sizes = axis_sizes or partial(sizes_of_key, self.capacity)
+        self._options = CaptureOptions(
+            state=state,
+            may_overwrite=may_overwrite,
+            keep_alive=keep_alive,
+            resources=resources,
+            warmups=warmups,
+            on_error=on_capture_error,
+            observe=observe,
+        )
+        self._owns_library = library is None
+        self._owns_device = library is None and isinstance(device, str)
+        if library is not None:
+            self.device = library.device
+        else:
+            self.device = make_device(device) if isinstance(device, str) else device
+        with ExitStack() as on_error:
+            if self._owns_device:
+                on_error.callback(self.device.close)
+            self.library = library or GraphLibrary(self.device, observer=observer)
+            if self._owns_library:
+                on_error.callback(self.library.close)
+            self._executor = Executor(
+                fn,
+                self.library,
+                inputs,
+                outputs,
+                self.capacity,
+                self._axis_sizes,
+                examples,
+                self._options,
+                verify_tolerance,
+                observer,
+            )
+            self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
+            """The owner of the programs in the library."""
+            for mode in self._modes:
+                self.name = self.library.catalog.add_owner(name, mode, self.name).owner
+            self._executor.register()
+            on_error.pop_all()
+        self._keys = RunnerKeys(
+            self.library.catalog, self.name, self._modes, keys, self._axis_sizes, has_own_keys
+        )
+        self._entries = self._keys.entries
+        self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
+        """By mode, and by the id of the key object, which the graph holds."""
+        self._snapshots: tuple[HostSnapshot, HostSnapshot] | None = None
+        """What ``fn`` remembered on the host before and after the parts of a capture so far."""
+        self._prospects: Dispatcher | None = None
+        """Dispatches as if everything were captured. Made when it is asked for."""
+        self._capture_seconds = 0.0
+        self._is_closed = False
+        self._refresh()
+
+    # -- keys
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Every key with its mode, in capture order."""
+        return tuple(self._entries)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.capacity)
+
+    def key(self, *, variant: object = None, **sizes: int) -> BatchDescriptor:
+        """The key of these padded sizes, one for each axis.
+
+        Errors: ``BatchError`` for a missing or unknown axis, or a size beyond the capacity.
+        """
+        return make_key(in_order(self.capacity, sizes, "padded"), variant)
+
+    # -- capture
+
+    def capture(
+        self,
+        keys: Iterable[Key | BatchDescriptor] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> RunnerReport:
+        """Capture every key that no graph serves yet, and check each first replay.
+
+        ``keys``: capture no others now, in capture order; a bare descriptor means every mode. A
+        small key captured before a large one costs pool memory, as the report shows.
+
+        A program may be dispatched to only after its first replay, on inputs other than those it
+        was captured with, equalled eager execution. Runs before that are eager
+        (``NOT_CAPTURED_YET``). May be called again: after an error, an interrupt, or when tensors
+        that programs read have moved; then every key is captured anew, because graphs that share
+        a pool go together. Those that still serve go on until the new ones take their place.
+
+        Ctrl-C takes effect between two keys, where nothing is half recorded; a second one, at once.
+
+        Aliasing: ends the validity of every output that a run returned.
+        Errors:   the first failure is raised, ``VerificationError`` included, unless failures are
+                  skipped; either way what was captured serves. ``ConfigError`` for what is no key,
+                  and without examples; ``CaptureInProgressError`` while a scope of the library is
+                  open; ``LibraryClosedError`` after ``close()``.
+        """
+        self._require_open()
+        wanted = self._keys.select(keys)
+        with self._capturing() as capture:
+            # Programs over a tensor that has moved unnoticed are to be captured anew as well.
+            self.library.check_externals()
+            generation, chosen = self._choose(wanted)
+            if wanted:  # To forget the failures of no key would forget those of all.
+                self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
+            capture(chosen, replace(self._options, generation=generation), progress)
+        return self.report()
+
+    def capture_next(
+        self,
+        at_most: int = 1,
+        *,
+        first: Key | None = None,
+        allow: Callable[[BatchDescriptor], bool] | None = None,
+    ) -> int:
+        """Capture the next ``at_most`` keys, between two runs; return how many remain.
+
+        Those are the keys that are ``NOT_CAPTURED_YET``; what failed or was invalidated is left to
+        ``capture()``. Priority: ``first``, then what runs missed, most often before less often,
+        then capture order. ``allow(key)`` False leaves a key to a later call, and its runs eager.
+
+        Programs that serve go on, and no check asks here whether a tensor they read has moved. As
+        in ``capture()``, a key serves only after its first replay was right; outputs of runs end;
+        errors are raised or, with ``on_capture_error="skip"``, kept, and after three in a row no
+        other key is tried. Collections leave the old heap out, so that the call takes about as
+        long as a warm-up, a capture and a comparison with eager. If the model changes its Python
+        attributes between two calls, verification cannot tell values cached in an earlier warm-up
+        from real state.
+
+        Errors: as ``capture()``; ``ConfigError`` for an ``at_most`` below 1.
+        """
+        self._require_open()
+        check_count("at_most", at_most)
+        wanted = self._keys.select([first]) if first is not None else []
+        order = [entry for entry in wanted if entry.reason is Reason.NOT_CAPTURED_YET]
+        order += [entry for entry in self._keys.by_misses() if entry not in order]
+        chosen = list(islice((e for e in order if allow is None or allow(e.key)), at_most))
+        if chosen:
+            try:
+                # In this order, Ctrl-C is held back where the heap is frozen and thawed.
+                with self._capturing() as capture, frozen_heap():
+                    self._invalidate_unchecked(chosen)
+                    ordered = [e for e in self._keys.pending() if e in chosen]
+                    capture(ordered, self._options, None)
+            finally:
+                if self.library.catalog.has_given_up(self.name) and self._keys.pending():
+                    for entry in self._keys.pending():
+                        error = too_many_failures(entry.owner, entry.mode, entry.key)
+                        self.library.catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
+                    self._refresh()
+        return len(self._keys.pending())
+
+    def _invalidate_unchecked(self, entries: Sequence[Entry]) -> None:
+        """Invalidate programs that an interrupt left unchecked, where what they read has moved."""
+        for entry in entries:
+            program = entry.valid_program
+            if program is not None and (names := program.find_moved()):
+                self.library.catalog.invalidate(program, names)
+
+    def _choose(self, wanted: Sequence[Entry]) -> tuple[Literal["current", "new"], Sequence[Entry]]:
+        """Which keys to capture, and whether beside the programs that serve or in their place.
+
+        No program is freed alone, so one that can never serve again costs its memory until its
+        whole generation goes. Memory comes first where none serves, service where one does.
+        """
+        missing = [entry for entry in wanted if entry.reason is not Reason.HIT]
+        generations = self.library.generations
+        owners = {program.owner for generation in generations for program in generation.programs}
+        has_invalid = any(e.program is not None and not e.program.is_valid for e in wanted)
+        if not has_invalid or owners != {self.name}:
+            # A generation goes as a whole: with it would go what serves another runner.
+            return "current", missing
+        entries = self._entries.values()
+        if any(entry.reason is Reason.HIT for entry in entries):
+            # What takes the old generation's place has to serve what that one serves.
+            return "new", [e for e in entries if e in wanted or e.valid_program is not None]
+        for generation in generations:
+            if generation.programs:
+                self.library.retire(generation)
+        return "current", missing
+
+    @contextmanager
+    def _capturing(self) -> Iterator[Callable[..., None]]:
+        """Around every capture: time it, hold Ctrl-C back, dispatch to what it captured.
+
+        Yields ``_capture``, with what ``fn`` remembered before the first warm-up, of an earlier
+        part too. Where something else has changed it since, only a new snapshot tells that from a
+        warm-up.
+        """
+        if not self._can_capture:
+            raise no_examples_error()
+        if self.library.scope is not None:
+            raise CaptureInProgressError(
+                f"capture of {self.name}",
+                expected="no open capture scope, because the runner opens one with its own options",
+                found="one that is open",
+                do="leave the scope first",
+            )
+        started = perf_counter()
+        self._executor.outputs.expire()
+        before_warmup = None
+        if self._verify != "off":
+            known = self._snapshots
+            is_current = known is not None and not known[1].changed()
+            before_warmup = known[0] if known and is_current else HostSnapshot(self.fn)
+        try:
+            with interrupted_between_steps() as check_interrupt, torch.no_grad():
+                yield partial(self._capture, before_warmup, check_interrupt)
+        finally:
+            if before_warmup is not None:
+                self._snapshots = (before_warmup, HostSnapshot(self.fn))
+            self._capture_seconds += perf_counter() - started
+            self._refresh()
+
+    def _capture(
+        self,
+        before_warmup: HostSnapshot | None,
+        check_interrupt: Callable[[], None],
+        entries: Sequence[Entry],
+        options: CaptureOptions,
+        progress: Progress | None,
+    ) -> None:
+        """Capture ``entries`` in one scope, and check each first replay after it."""
+        done, total = 0, 2 * len(entries)
+
+        def tick(key: BatchDescriptor) -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(done, total, key)
+            check_interrupt()
+
+        def gate(job: CaptureJob, phase: str) -> bool:
+            if phase == "warmup":
+                check_interrupt()
+            return True
+
+        jobs = [
+            CaptureJob(
+                self.fn,
+                entry.mode,
+                entry.key,
+                partial(self._executor.example_inputs, entry.key),
+                owner=self.name,
+                check=partial(self._executor.check_first_replay, before_warmup),
+                checked=lambda entry: tick(entry.key),
+            )
+            for entry in entries
+        ]
+        capture_all(
+            self.library,
+            jobs,
+            options,
+            gate=gate,
+            progress=lambda number, total, job: tick(job.key),
+            later=[key for _, key in self._entries],
+        )
+
+    # -- run
+
+    def decide(self, sizes: Sizes, exclude: frozenset[RuntimeMode] = _NONE) -> Decision:
+        """Which key serves a call of these real sizes, and why.
+
+        ``exclude``: modes that may not serve it. Errors: ``BatchError`` for a missing or unknown
+        axis; ``ConfigError`` where the keys are the caller's; ``LibraryClosedError`` if closed.
+        """
+        decision = self.dispatcher.dispatch(sizes, exclude)
+        mode, key, _ = decision
+        if mode is not RuntimeMode.NONE and not self._ready[mode][id(key)].program.is_valid:
+            # Another user of the library has found out that a tensor moved, or retired programs.
+            self._refresh()
+            decision = self.dispatcher.dispatch(sizes, exclude)
+        return decision
+
+    def run(
+        self,
+        values: Values,
+        *,
+        key: BatchDescriptor | None = None,
+        decision: Decision | None = None,
+        sizes: Sizes | None = None,
+        step_info: Any = None,
+    ) -> Any:
+        """Run one call through the graph that fits it, or eagerly with a counted reason.
+
+        Shapes:   each value has the real size along its axes; with ``key``, the padded one, because
+                  the caller has padded. ``sizes``: the real sizes, which outputs are cut to; by
+                  default those of the values.
+        ``decision``: what ``decide`` or a dispatcher of the caller's said, in place of ``key``. A
+                  decision that no graph is captured for is counted by the caller: ``note_miss``.
+        Aliasing: with the output policy "view" the result is graph storage: the next run
+                  overwrites it. Clone to keep.
+        Errors:   ``BatchError`` for what is no batch, or a decision that is out of date,
+                  ``InputMismatchError`` for values that do not fit, ``MissError`` in strict mode,
+                  ``LibraryClosedError`` after ``close()``, ``VerificationError`` where a compared
+                  run differs from eager: that program serves no more (``CAPTURE_FAILED``). A
+                  failed replay is never repeated eagerly.
+        """
+        self._require_open()
+        started = perf_counter_ns()
+        staged = None
+        if key is not None:
+            if decision is not None:
+                raise BatchError(
+                    "run(key=..., decision=...)",
+                    expected="a key, or a decision, which has one",
+                    found="both",
+                    do="pass one of them",
+                )
+            staged = self._axis_sizes(key)
+            sizes = staged if sizes is None else in_order(staged, sizes, "real")
+            decision = self._keys.decide(key, is_exact=sizes == staged)
+        elif sizes is None:
+            sizes = self._executor.real_sizes(values)
+        if decision is None:
+            decision = self.decide(sizes)
+            if decision.reason is Reason.NOT_CAPTURED_YET:
+                self.note_miss(sizes)
+        outputs = self.execute(decision, sizes, values, step_info, staged)
+        if self._observer is not None:
+            mode, served, reason = decision
+            host_us = (perf_counter_ns() - started) / 1000
+            num_tokens = sizes[self.axes[0]]
+            num_reqs = sizes.get("requests", 0)
+            if mode is RuntimeMode.NONE:
+                self._observer(RanEager(reason, num_tokens, num_reqs, served.uniform, host_us))
+            else:
+                padded = served.num_tokens
+                self._observer(
+                    Replayed(mode, reason, num_tokens, padded, num_reqs, served.uniform, host_us)
+                )
+        return outputs
+
+    def execute(
+        self,
+        decision: Decision,
+        sizes: Sizes,
+        values: Values,
+        step_info: Any = None,
+        staged: Sizes | None = None,
+    ) -> Any:
+        """Run what was decided: the part of ``run`` that an engine with its own dispatcher calls.
+
+        It emits no event. ``sizes``: the real sizes. ``staged``: those of ``values``, where the
+        caller has padded them. Shapes, aliasing, errors: as ``run``.
+        """
+        self.last_decision = decision
+        mode, key, reason = decision
+        staged = staged or sizes
+        if mode is RuntimeMode.NONE:
+            self._require_open()
+            if self._is_strict:
+                raise miss_error(reason, sizes)
+            return self._executor.eager(key, Call(values, sizes, staged, step_info))
+        # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
+        ready = self._ready[mode].get(id(key))
+        if ready is None:
+            ready = self._find_ready(decision)
+        if self._verify_every:
+            self._until_verify -= 1
+            if self._until_verify <= 0:
+                self._until_verify = self._verify_every
+                return self._compare(ready, Call(values, sizes, staged, step_info))
+        if ready.has_eager and torch.is_grad_enabled():
+            # What eager segments return must not grow a graph of its own.
+            with torch.no_grad():
+                return self._executor.replay(ready, values, sizes, staged, step_info)
+        return self._executor.replay(ready, values, sizes, staged, step_info)
+
+    def _compare(self, ready: ReadyGraph, call: Call) -> Any:
+        """Also run eagerly; a program that differs serves no more."""
+        try:
+            return self._executor.compare(ready, call)
+        except VerificationError as error:
+            self.library.catalog.mark_wrong(self._entries[ready.mode, ready.key], error)
+            self._refresh()
+            raise
+
+    def _find_ready(self, decision: Decision) -> ReadyGraph:
+        """The graph of a decision whose key equals a key of this runner but is another object."""
+        self._require_open()
+        mode, key, _ = decision
+        entry = self._entries.get((mode, key))
+        ready = None if entry is None else self._ready[mode].get(id(entry.key))
+        if ready is None:
+            raise BatchError(
+                f"a decision for {mode.name}, {key}",
+                expected="a key that a graph of this runner serves now",
+                found="no such key" if entry is None else entry.reason.name,
+                do="decide again: captures and invalidations change what serves",
+            )
+        return ready
+
+    # -- what may be dispatched to
+
+    def note_miss(self, *args: Any, **kwargs: Any) -> None:
+        """Count a call that ran eager because its key is not captured yet, by ``dispatch``'s
+        arguments: the more misses, the earlier ``capture_next`` captures the key."""
+        item = self.key_for(*args, **kwargs)
+        if item is not None:
+            self.library.catalog.note_miss(self._entries[item])
+
+    def key_for(self, *args: Any, **kwargs: Any) -> Key | None:
+        """The key that serves such a call once all are captured; None if it runs eager even then.
+
+        Takes the dispatcher's arguments. Errors: ``BatchError`` for what is no batch.
+        """
+        if self._prospects is None:
+            others = {
+                item: entry.reason
+                for item, entry in self._entries.items()
+                if entry.reason not in (Reason.HIT, Reason.NOT_CAPTURED_YET)
+            }
+            self._prospects = self._make_dispatcher(unavailable=others)
+        mode, key, _ = self._prospects.dispatch(*args, **kwargs)
+        return None if mode is RuntimeMode.NONE else (mode, key)
+
+    def missing(self) -> dict[Key, Reason]:
+        """Why no program serves a key, for each key that none serves."""
+        return self._keys.missing()
+
+    def _refresh(self) -> None:
+        """Dispatch to exactly the programs that are ready; every other key says why not."""
+        ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
+        for (mode, _), entry in self._entries.items():
+            if entry.reason is Reason.HIT:
+                known = self._ready[mode].get(id(entry.key))
+                if known is None or known.program is not entry.program:
+                    known = self._executor.make_ready(entry)
+                ready[mode][id(entry.key)] = known
+        self._prospects = None
+        if not self._keys.pending():
+            self._snapshots = None  # No other part follows: the next warm-up is the first one.
+        self.dispatcher: Dispatcher = self._make_dispatcher(unavailable=self.missing())
+        for mode, key in self.dispatcher.keys:
+            entry = self._entries[mode, key]
+            if entry.reason is Reason.HIT:
+                ready[mode][id(key)] = ready[mode][id(entry.key)]
+        self._ready = ready
+
+    # -- looking back
+
+    def check_externals(self) -> ExternalsReport:
+        """Ask whether a tensor that programs read has moved (weights replaced, not copied into).
+
+        Programs that read one become invalid: their runs are eager (``INVALIDATED``) until
+        ``capture()`` is called again.
+        """
+        self._require_open()
+        report = self.library.check_externals()
+        self._refresh()
+        return report
+
+    def report(self) -> RunnerReport:
+        """What is captured, what is not and why, and what it costs."""
+        entries = [
+            entry
+            for mode in reversed(self._modes)
+            for entry in self.library.catalog.of_owner(self.name, mode).by_key.values()
+        ]
+        return RunnerReport(
+            device=self.device.name,
+            graphs=captured_graphs(entries),
+            missing=MappingProxyType(self.missing()),
+            failures=MappingProxyType(
+                {item: str(e.error) for item, e in self._entries.items() if e.error is not None}
+            ),
+            capture_seconds=self._capture_seconds,
+            graph_bytes=self.library.charged_bytes,
+        )
+
+    def explain(self, decision: Decision | None = None) -> str:
+        """Why a run was what it was, in words: of ``decision``, or of the last one."""
+        decision = self.last_decision if decision is None else decision
+        if decision is None:
+            return "Nothing has run yet."
+        lines = [explain(decision)]
+        for (_, key), entry in self._entries.items():
+            if decision.reason is Reason.CAPTURE_FAILED and entry.error is not None:
+                lines.append(f"{key}: {entry.error}")
+        return "\n".join(lines)
+
+    # -- end
+
+    def close(self) -> None:
+        """End: a run after it raises ``LibraryClosedError``. Idempotent.
+
+        A library or device that the runner made is closed; its programs in a library that it was
+        given stay until their generation is retired.
+        Errors: ``CaptureInProgressError`` while a capture scope of its own library is open.
+        """
+        if self._owns_library:
+            self.library.close()
+        self._is_closed = True
+        self._executor.outputs.expire()
+        self._ready = {mode: {} for mode in RuntimeMode}
+        self._snapshots = None
+        self.dispatcher = NoDispatcher(closed_error)
+        if self._owns_device:
+            self.device.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise closed_error()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,140 @@
+"""Serves one traffic under several policies, one engine each, and compares the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+from graphrt import (
+    CUDAGraphMode,
+    Observer,
+    PolicyRun,
+    RunningHistogram,
+    RuntimeReport,
+    StepMetrics,
+    TraceRequest,
+)
+from graphrt_llm.comparison import TokenComparison, compare_tokens
+from graphrt_llm.engine import LLMEngine
+from graphrt_llm.serving import fit_to_context, prompt_tokens, serve
+
+TIE_TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.06, "bfloat16": 0.25}
+"""By how much padding, which changes the order of sums, may change logits: some spacings of the
+dtype at the logits' size. In float64 no choice is that close in practice."""
+
+MakeEngine = Callable[[CUDAGraphMode, Observer], LLMEngine]
+
+
+class Phases(Protocol):
+    """Progress of a comparison. ``total`` is 0 for the captures of a policy without graphs."""
+
+    def capturing(self, mode: CUDAGraphMode, done: int, total: int) -> None: ...
+
+    def serving(self, mode: CUDAGraphMode, done: int, total: int) -> None: ...
+
+
+class Load(NamedTuple):
+    """The traffic that every policy serves."""
+
+    requests: Sequence[TraceRequest]
+    """In order of arrival."""
+    step_seconds: float
+    """Virtual time of a step."""
+    seed: int
+    """Of the prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The result of one policy."""
+
+    run: PolicyRun
+    tokens: Mapping[int, tuple[int, ...]]
+    """Output tokens by number of the request."""
+    comparison: TokenComparison
+    """With the tokens of the first policy."""
+    runtime: RuntimeReport
+    max_request_tokens: int
+    scale: float
+    """Factor that made the traffic's lengths fit the context."""
+    num_cut: int
+    """Requests that were still too long after scaling, and were cut."""
+
+
+def compare_policies(
+    modes: Sequence[CUDAGraphMode],
+    make_engine: MakeEngine,
+    load: Load,
+    *,
+    tie_tolerance: float,
+    phases: Phases,
+) -> list[Outcome]:
+    """Serve ``load`` under each of ``modes``; the first one's tokens are the reference.
+
+    One engine exists at a time, so that memory holds one model and one cache.
+    Errors: those of ``make_engine``, ``LLMEngine.capture`` and ``serve``.
+    """
+    outcomes: list[Outcome] = []
+    for mode in modes:
+        metrics = StepMetrics()
+        with make_engine(mode, metrics) as engine:
+            reference = outcomes[0].tokens if outcomes else None
+            outcomes.append(
+                _serve_policy(mode, engine, metrics, load, reference, tie_tolerance, phases)
+            )
+    return outcomes
+
+
+def _serve_policy(
+    mode: CUDAGraphMode,
+    engine: LLMEngine,
+    metrics: StepMetrics,
+    load: Load,
+    reference: Mapping[int, tuple[int, ...]] | None,
+    tie_tolerance: float,
+    phases: Phases,
+) -> Outcome:
+    phases.capturing(mode, 0, 0)
+    started = perf_counter()
+    runtime = engine.capture(lambda done, total, key: phases.capturing(mode, done, total))
+    capture_seconds = perf_counter() - started
+
+    phases.serving(mode, 0, len(load.requests))
+    step_us = RunningHistogram()
+    result = serve(
+        engine,
+        load.requests,
+        step_seconds=load.step_seconds,
+        seed=load.seed,
+        progress=partial(phases.serving, mode),
+        on_step=lambda step: step_us.add(1e6 * step.seconds),
+    )
+    # Taken before the comparison, which may step the engine again.
+    snapshot = metrics.snapshot()
+
+    fit = fit_to_context(load.requests, engine.max_request_tokens)
+    expected = result.tokens if reference is None else reference
+
+    def margin(request: int, position: int) -> float:
+        length = fit.lengths[request][0]
+        prompt = prompt_tokens(load.seed, request, length, engine.vocab_size)
+        return engine.top2_margin([*prompt, *expected[request][:position]])
+
+    return Outcome(
+        run=PolicyRun(
+            name=mode.name,
+            metrics=snapshot,
+            capture_seconds=capture_seconds if snapshot.captures else 0.0,
+            seconds=result.seconds,
+            step_us=step_us.freeze(),
+        ),
+        tokens=result.tokens,
+        comparison=compare_tokens(expected, result.tokens, margin, tie_tolerance),
+        runtime=runtime,
+        max_request_tokens=engine.max_request_tokens,
+        scale=result.scale,
+        num_cut=result.num_cut,
+    )

@@ -1,0 +1,183 @@
+"""The demo's report of its outcomes: sentences, tables of the plan, the JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from graphrt import ReportPage, RuntimeMode, TextRow, TextTable, summarize_runs
+from graphrt_llm.demo.compare import Outcome
+
+DEVICES = {"simulated": "the simulated device (CPU replay)", "cuda": "a CUDA device"}
+
+
+class Setting(NamedTuple):
+    """What was run, in words."""
+
+    trace: str
+    """Where the traffic comes from."""
+    num_requests: int
+    model: str
+    dtype: str
+    seed: int
+    step_seconds: float
+
+
+def are_identical(outcomes: Sequence[Outcome]) -> bool:
+    """True if every policy produced the tokens of the first, except for ties."""
+    return all(outcome.comparison.identical for outcome in outcomes)
+
+
+def as_json(setting: Setting, outcomes: Sequence[Outcome], report: Path) -> dict[str, Any]:
+    """The object that ``--json`` prints: a public contract, to which fields may be added."""
+    summaries = summarize_runs([outcome.run for outcome in outcomes])
+    return {
+        "device": outcomes[0].runtime.device,
+        "trace": setting.trace,
+        "num_requests": setting.num_requests,
+        "tokens_identical": are_identical(outcomes),
+        "ties": _ties(outcomes),
+        "report": str(report),
+        "modes": {name: summary.as_dict() for name, summary in summaries.items()},
+    }
+
+
+def as_page(setting: Setting, outcomes: Sequence[Outcome]) -> ReportPage:
+    """The HTML report."""
+    return ReportPage(
+        title="One traffic, several graph policies",
+        lead=lead(setting, outcomes),
+        findings=findings(outcomes),
+        runs=[outcome.run for outcome in outcomes],
+        tables=[_plans(outcomes), _adjustments(outcomes), _failures(outcomes), _settings(setting)],
+    )
+
+
+def lead(setting: Setting, outcomes: Sequence[Outcome]) -> str:
+    """One sentence: what ran where."""
+    return (
+        f"{setting.num_requests} requests from {setting.trace}, served by {setting.model} in "
+        f"{setting.dtype} on {DEVICES[outcomes[0].runtime.device]}."
+    )
+
+
+def findings(outcomes: Sequence[Outcome]) -> list[str]:
+    """The results, one sentence each."""
+    first = outcomes[0]
+    sentences = [_same_tokens(outcomes)]
+    for outcome in outcomes:
+        for difference in outcome.comparison.differences[:3]:
+            sentences.append(
+                f"{outcome.run.name}: request {difference.request_id} differs from "
+                f"{first.run.name} at output token {difference.position}, where the two largest "
+                f"logits differ by {difference.margin:.3g}."
+            )
+    if first.scale < 1:
+        sentences.append(
+            f"Prompt and output lengths were multiplied by {first.scale:.3g} to fit a context of "
+            f"{first.max_request_tokens} tokens; {first.num_cut} requests were cut beyond that."
+        )
+    if first.runtime.device == "simulated":
+        sentences.append(
+            "A graph of the simulated device is a CPU replay: it serves the same steps as on a "
+            "GPU, but its times say nothing about a GPU."
+        )
+    return sentences
+
+
+def _same_tokens(outcomes: Sequence[Outcome]) -> str:
+    num_tokens = sum(map(len, outcomes[0].tokens.values()))
+    ties = _ties(outcomes)
+    tied = f", except for {ties} ties between equally likely tokens" if ties else ""
+    if len(outcomes) == 1:
+        return f"{num_tokens:,} tokens; there is no other policy to compare them with."
+    if are_identical(outcomes):
+        return f"All {len(outcomes)} policies produced the same {num_tokens:,} tokens{tied}."
+    different = [o.run.name for o in outcomes if not o.comparison.identical]
+    return f"The tokens of {', '.join(different)} DIFFER from those of {outcomes[0].run.name}."
+
+
+def _ties(outcomes: Sequence[Outcome]) -> int:
+    return sum(outcome.comparison.ties for outcome in outcomes)
+
+
+def _plans(outcomes: Sequence[Outcome]) -> TextTable:
+    rows = []
+    for outcome in outcomes:
+        plan = outcome.runtime.resolved.plan
+        keys = plan.keys
+        rows.append(
+            TextRow(
+                outcome.run.name,
+                (
+                    plan.cudagraph_mode.name,
+                    _sizes(plan.capture_sizes),
+                    _sizes(plan.decode_capture_sizes),
+                    str(len(keys[RuntimeMode.PIECEWISE])),
+                    str(len(keys[RuntimeMode.FULL])),
+                ),
+            )
+        )
+    return TextTable(
+        title="Plan",
+        columns=("effective", "sizes", "decode sizes", "PIECEWISE keys", "FULL keys"),
+        rows=tuple(rows),
+        note="Sizes are tokens of a step. A batch is padded to the next size that has a graph.",
+        is_numeric=False,
+    )
+
+
+def _adjustments(outcomes: Sequence[Outcome]) -> TextTable:
+    rows = [
+        TextRow(
+            outcome.run.name,
+            (change.field, str(change.asked), str(change.effective), change.reason),
+        )
+        for outcome in outcomes
+        for change in outcome.runtime.resolved.adjustments
+    ]
+    return TextTable(
+        title="Adjustments",
+        columns=("field", "asked", "effective", "because"),
+        rows=tuple(rows),
+        note="Options that could not be used as asked.",
+        is_numeric=False,
+    )
+
+
+def _failures(outcomes: Sequence[Outcome]) -> TextTable:
+    rows = [
+        TextRow(outcome.run.name, (mode.name, f"{key.num_tokens} tokens", message))
+        for outcome in outcomes
+        for (mode, key), message in outcome.runtime.failures.items()
+    ]
+    return TextTable(
+        title="Failed captures",
+        columns=("mode", "key", "error"),
+        rows=tuple(rows),
+        is_numeric=False,
+    )
+
+
+def _settings(setting: Setting) -> TextTable:
+    rows = (
+        ("trace", setting.trace),
+        ("requests", f"{setting.num_requests:,}"),
+        ("model", setting.model),
+        ("dtype", setting.dtype),
+        ("seed", str(setting.seed)),
+        ("virtual time of a step", f"{1000 * setting.step_seconds:g} ms"),
+    )
+    return TextTable(
+        title="Configuration",
+        columns=("",),
+        rows=tuple(TextRow(name, (value,)) for name, value in rows),
+        note="Arrivals drive a virtual clock: every step takes the same virtual time, so every "
+        "policy gets the same batches and nothing waits.",
+        is_numeric=False,
+    )
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes)) or "-"

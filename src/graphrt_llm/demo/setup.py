@@ -1,0 +1,113 @@
+"""Turns the command's options into traffic and engines, and reports every bad option.
+
+Nothing is computed or written before all options are known to be good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from graphrt import (
+    CompilationConfig,
+    CUDAGraphMode,
+    Observer,
+    RuntimeConfig,
+    check_report_path,
+    generate_azure_like,
+    read_trace,
+)
+from graphrt_llm.config import DeviceName, DType, EngineConfig, LoadFormat
+from graphrt_llm.demo.compare import TIE_TOLERANCE, Load, MakeEngine
+from graphrt_llm.demo.report import Setting
+from graphrt_llm.engine import LLMEngine
+from graphrt_llm.model_config import ModelConfig
+
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112)
+MAX_NUM_SEQS = 16
+MAX_NUM_BATCHED_TOKENS = 128
+"""Above the largest captured size: a full step of prompts runs eager, so that the report shows a
+miss with its reason."""
+
+STEP_SECONDS = 0.07
+"""Virtual. With the arrivals of Azure's conversation trace, batches then hold 1 to 10 requests."""
+
+LONGEST_CONTEXT = 1024
+"""Also for models with a longer one: the demo's cache fits every device."""
+
+
+class Options(NamedTuple):
+    """The options of the command line."""
+
+    trace: Path | None
+    model: Path | None
+    load_format: LoadFormat
+    num_requests: int
+    modes: tuple[CUDAGraphMode, ...]
+    device: DeviceName
+    dtype: DType | None
+    report: Path
+    seed: int
+
+
+class Prepared(NamedTuple):
+    """Everything a comparison needs."""
+
+    setting: Setting
+    load: Load
+    make_engine: MakeEngine
+    tie_tolerance: float
+    report: Path
+
+
+def prepare(options: Options) -> Prepared:
+    """Read the trace and the model's description, and check where the report goes.
+
+    Errors: ``TraceError``, ``ModelConfigError``, ``ReportError``, ``MissingExtraError``.
+    """
+    report = check_report_path(options.report)
+    if options.trace is None:
+        requests = generate_azure_like(options.num_requests, seed=options.seed)
+        trace = "a seeded generator (statistics of the Azure 2023 conversation trace)"
+    else:
+        requests = read_trace(options.trace, limit=options.num_requests)
+        trace = str(options.trace)
+
+    # EngineConfig checks the dtype, which a checkpoint may name freely.
+    dtype: Any
+    if options.model is None:
+        described = ModelConfig.tiny()
+        model = "the built-in tiny model with random weights"
+        dtype = options.dtype or "float64"
+    else:
+        described = ModelConfig.from_directory(options.model)
+        random = " with random weights" if options.load_format == "dummy" else ""
+        model = f"{options.model}{random}"
+        dtype = options.dtype or described.checkpoint_dtype or "float32"
+    config = EngineConfig(
+        runtime=RuntimeConfig(
+            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+        ),
+        max_model_len=min(described.max_position_embeddings, LONGEST_CONTEXT),
+        dtype=dtype,
+        load_format=options.load_format,
+        device=options.device,
+        seed=options.seed,
+    )
+
+    def make_engine(mode: CUDAGraphMode, observer: Observer) -> LLMEngine:
+        sizes = None if mode is CUDAGraphMode.NONE else CAPTURE_SIZES
+        compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=sizes)
+        asked = replace(config, runtime=replace(config.runtime, compilation=compilation))
+        if options.model is None:
+            return LLMEngine.tiny(asked, observer=observer)
+        return LLMEngine.from_model_dir(options.model, asked, observer=observer)
+
+    return Prepared(
+        setting=Setting(trace, len(requests), model, dtype, options.seed, STEP_SECONDS),
+        load=Load(requests, STEP_SECONDS, options.seed),
+        make_engine=make_engine,
+        tie_tolerance=TIE_TOLERANCE[dtype],
+        report=report,
+    )

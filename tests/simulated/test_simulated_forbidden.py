@@ -1,0 +1,299 @@
+"""What a recording refuses: with the operation, why, and the user's own line."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from simulated_recording import record
+
+from graphrt.device.simulated import SimulatedDevice
+from graphrt.errors import EmptyCaptureError, ForbiddenOperationError, UnsupportedOperationError
+
+MODES = [torch.no_grad, torch.inference_mode]
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice()
+    yield device
+    device.close()
+
+
+def assign_by_mask(x: torch.Tensor) -> None:
+    x[x > 0] = 1.0
+
+
+def assign_values_by_mask(x: torch.Tensor) -> None:
+    x[x > 0] = x[:1]
+
+
+def assign_data(x: torch.Tensor) -> None:
+    x.data = x + 1
+
+
+def resize(x: torch.Tensor) -> None:
+    (x + 1).resize_(2)
+
+
+def rebind(x: torch.Tensor) -> None:
+    x.set_(x + 1)
+
+
+def branch(x: torch.Tensor) -> Any:
+    return x + 1 if x.sum() > 0 else x
+
+
+def resized_by_out(x: torch.Tensor) -> Any:
+    return torch.add(x, 1, out=torch.empty(0))
+
+
+# name -> (what is done with a float vector [4], what the operation is called)
+FORBIDDEN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "item": (lambda x: x.sum().item(), "item"),
+    "bool": (lambda x: bool(x.sum() > 0), "bool"),
+    "branch": (branch, "bool"),
+    "int": (lambda x: int(x.sum()), "int"),
+    "float": (lambda x: float(x[0]), "float"),
+    "complex": (lambda x: complex(x[0]), "complex"),
+    "index of a list": (lambda x: [1, 2, 3][x.long()[0]], "index"),
+    "contains": (lambda x: 1.0 in x, "in tensor"),
+    "formatting": (lambda x: f"{x.sum()}", "__format__"),
+    "formatting with a width": (lambda x: f"{x.sum():.2f}", "__format__"),
+    "repr": (lambda x: repr(x + 1), "__repr__"),
+    "str": (lambda x: str(x), "__repr__"),
+    "_local_scalar_dense": (
+        lambda x: torch.ops.aten._local_scalar_dense(x[0]),
+        "_local_scalar_dense",
+    ),
+    "nonzero": (lambda x: (x + 1).nonzero(), "nonzero"),
+    "nonzero as tuple": (lambda x: x.nonzero(as_tuple=True), "nonzero"),
+    "argwhere": (lambda x: torch.argwhere(x), "n"),
+    "where with one argument": (lambda x: torch.where(x > 0), "nonzero"),
+    "boolean-mask index": (lambda x: x[x > 0], "boolean mask"),
+    "boolean-mask assignment of a number": (assign_by_mask, "boolean mask"),
+    "boolean-mask assignment of values": (assign_values_by_mask, "boolean mask"),
+    "masked_select": (lambda x: x.masked_select(x > 0), "masked_select"),
+    "unique": (lambda x: torch.unique(x), "unique"),
+    "unique_consecutive": (lambda x: torch.unique_consecutive(x), "unique_consecutive"),
+    "bincount": (lambda x: torch.bincount(x.long().abs()), "bincount"),
+    "equal": (lambda x: torch.equal(x, x * 2), "equal"),
+    "allclose": (lambda x: torch.allclose(x, x * 2), "allclose"),
+    "slicing by tensor": (lambda x: x[: x.long().abs()[0]], "_local_scalar_dense"),
+    "indexing by a scalar tensor": (lambda x: x[x.long()[0]], "_local_scalar_dense"),
+    "resize_": (resize, "resize_"),
+    "an out argument that is too small": (resized_by_out, "add"),
+    "set_": (rebind, "set_"),
+    "assignment to .data": (assign_data, ".data"),
+    "tolist": (lambda x: (x + 1).tolist(), "tolist"),
+    "numpy": (lambda x: x.numpy(), "numpy"),
+    "__array__": (lambda x: x.__array__(), "__array__"),
+    "deepcopy": (lambda x: copy.deepcopy({"x": [x]}), "__deepcopy__"),
+    "copy": (lambda x: copy.copy(x), "__reduce_ex__"),
+    "pickle": (lambda x: pickle.dumps(x), "__reduce_ex__"),
+    "tensor_split by tensor": (
+        lambda x: torch.tensor_split(x, torch.ones(1, dtype=torch.long)),
+        "tensor_split",
+    ),
+    "repeat_interleave by tensor": (
+        lambda x: x.repeat_interleave(x.long().abs()),
+        "repeat_interleave",
+    ),
+    "cpu of a result": (lambda x: (x + 1).cpu(), "Tensor.cpu"),
+    "one_hot": (lambda x: torch.nn.functional.one_hot(x.long().abs(), 9), "aten::"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_forbidden_operation_is_refused_at_its_line(
+    device: SimulatedDevice, name: str, mode: Any
+) -> None:
+    operation, shown = FORBIDDEN[name]
+    pool = device.new_pool()
+    x = torch.tensor([1.0, -2.0, 3.0, 0.0])
+    kept, address = x.clone(), x.data_ptr()
+    with pytest.raises(ForbiddenOperationError) as caught:
+        record(device, pool, lambda: operation(x), mode)
+    error = caught.value
+    assert shown in error.operation
+    code = operation.__code__
+    assert error.source.startswith(f"{code.co_filename}:")
+    assert f" in {code.co_name}: " in error.source
+    line = int(error.source.removeprefix(f"{code.co_filename}:").split(" ")[0])
+    assert line in {place for *_, place in code.co_lines()}
+    assert str(error).startswith(f"operation {error.operation} is not permitted while capturing: ")
+    assert error.expected
+    assert error.found
+    assert error.do
+    # Nothing was touched, and the device records again.
+    assert torch.equal(x, kept)
+    assert x.data_ptr() == address
+    assert not device.is_capturing()
+    graph, out = record(device, pool, lambda: x + 1, mode)
+    graph.replay()
+    assert torch.equal(out, x + 1)
+    graph.reset()
+    pool.release()
+
+
+ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data_ptr": lambda x: x.data_ptr(),
+    "shape and stride": lambda x: (len(x), x.shape[0], x.stride(), x.numel(), x.is_contiguous()),
+    "integer index": lambda x: x[torch.arange(2)],
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
+    "repeat_interleave of known size": lambda x: x.repeat_interleave(
+        torch.ones_like(x, dtype=torch.long), output_size=4
+    ),
+    "repeat_interleave by a number": lambda x: x.repeat_interleave(2),
+    "tensor_split by numbers": lambda x: torch.tensor_split(x, 2),
+    "cpu of a tensor from outside": lambda x: x.cpu() + 1,
+    "meta tensors": lambda x: (torch.empty(2, device="meta") + 1).add_(1),
+    "as_tensor of a tensor": lambda x: torch.as_tensor(x) + 1,
+    "iteration": lambda x: [row + 1 for row in x.view(2, 2)],
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_operation_without_a_device_value_is_allowed(device: SimulatedDevice, name: str) -> None:
+    x = torch.tensor([1.0, -2.0, 3.0, 0.0])
+    pool = device.new_pool()
+    graph, (_, out) = record(device, pool, lambda: (ALLOWED[name](x), x + 1))
+    graph.replay()
+    assert torch.equal(out, x + 1)
+    graph.reset()
+    pool.release()
+
+
+def test_operator_tagged_unsafe_is_refused(device: SimulatedDevice) -> None:
+    library = torch.library.Library("graphrt_simulated_unsafe", "FRAGMENT")
+    try:
+        library.define("stop(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+        library.impl("stop", lambda x: x.clone(), "CPU")
+        library.define("count(Tensor x) -> Tensor", tags=(torch.Tag.dynamic_output_shape,))
+        library.impl("count", lambda x: x.clone(), "CPU")
+        for name in ("stop", "count"):
+            operator = getattr(torch.ops.graphrt_simulated_unsafe, name)
+            with pytest.raises(ForbiddenOperationError) as caught:
+                record(device, device.new_pool(), lambda call=operator: call(torch.ones(2)))
+            assert name in caught.value.operation
+    finally:
+        library._destroy()
+
+
+def test_tensor_of_host_values_warns_and_strict_refuses_it() -> None:
+    x = torch.zeros(2)
+    lax, strict = SimulatedDevice(), SimulatedDevice(strict=True)
+    with pytest.warns(
+        UserWarning, match=r"torch\.tensor while capturing.*test_simulated_forbidden"
+    ):
+        graph, out = record(lax, lax.new_pool(), lambda: x + torch.tensor([1.0, 2.0]))
+    graph.replay()
+    assert out.tolist() == [1.0, 2.0]
+    # A constant of the recording is no external.
+    assert [use.tensor is x for use in graph.externals] == [True]
+    with pytest.raises(ForbiddenOperationError) as caught:
+        record(strict, strict.new_pool(), lambda: x + torch.tensor([1.0, 2.0]))
+    assert caught.value.operation == "torch.tensor"
+    lax.close()
+    strict.close()
+
+
+def test_assigned_number_is_no_constant_tensor(device: SimulatedDevice) -> None:
+    x = torch.zeros(3)
+
+    def assign() -> None:
+        x[1] = 2.0
+
+    graph, _ = record(device, device.new_pool(), assign)
+    assert [(use.tensor is x, use.written) for use in graph.externals] == [(True, True)]
+    graph.replay()
+    assert x.tolist() == [0.0, 2.0, 0.0]
+
+
+def test_operator_without_a_fake_kernel_is_unsupported(device: SimulatedDevice) -> None:
+    library = torch.library.Library("graphrt_simulated_nofake", "FRAGMENT")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        twice = torch.ops.graphrt_simulated_nofake.twice
+        x = torch.ones(3)
+        with pytest.raises(UnsupportedOperationError) as caught:
+            record(device, device.new_pool(), lambda: twice(x))
+        assert "twice" in caught.value.operation
+        assert "register_fake" in caught.value.do
+        # Without a result there is no shape to be known.
+        ran: list[torch.Tensor] = []
+        library.define("increment(Tensor(a!) x) -> ()")
+        library.impl("increment", lambda x: ran.append(x.add_(1)), "CPU")
+        increment = torch.ops.graphrt_simulated_nofake.increment
+        graph, _ = record(device, device.new_pool(), lambda: increment(x))
+        assert ran == []
+        graph.replay()
+        assert x.tolist() == [2.0] * 3
+    finally:
+        library._destroy()
+
+
+def test_sparse_tensor_is_unsupported(device: SimulatedDevice) -> None:
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(UnsupportedOperationError, match="sparse"):
+        record(device, device.new_pool(), lambda: torch.mm(sparse, torch.ones(3, 3)))
+
+
+def test_wrong_arguments_raise_what_torch_raises(device: SimulatedDevice) -> None:
+    pool = device.new_pool()
+    x, y = torch.ones(3), torch.ones(4)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        record(device, pool, lambda: x.matmul(y.view(2, 2)))
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        record(device, pool, lambda: x + y)
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        record(device, pool, lambda: x.add_(y))
+    with pytest.raises(IndexError):
+        record(device, pool, lambda: x.sum(3))
+    graph, _ = record(device, pool, lambda: x + 1)
+    assert graph.num_nodes == 1
+
+
+def test_views_and_allocations_are_no_kernels(device: SimulatedDevice) -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(EmptyCaptureError):
+        record(
+            device,
+            device.new_pool(),
+            lambda: (x.t(), torch.empty(3), x.view(6), x.is_same_size(x)),
+        )
+
+
+def test_stricter_fake_kernel_does_not_decide(
+    device: SimulatedDevice,
+) -> None:
+    library = torch.library.Library("graphrt_simulated_strict", "FRAGMENT")
+    ran: list[float] = []
+
+    def halve(x: torch.Tensor) -> torch.Tensor:
+        ran.append(float(x.sum()))
+        return x / 2
+
+    def halve_fake(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("only on another device")
+
+    try:
+        library.define("halve(Tensor x) -> Tensor")
+        library.impl("halve", halve, "CPU")
+        library._register_fake("halve", halve_fake)
+        x = torch.ones(3)
+        graph, out = record(
+            device, device.new_pool(), lambda: torch.ops.graphrt_simulated_strict.halve(x)
+        )
+        assert ran == [0.0]
+        graph.replay()
+        assert ran == [0.0, 3.0]
+        assert out.tolist() == [0.5] * 3
+    finally:
+        library._destroy()

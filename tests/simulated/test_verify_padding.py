@@ -1,0 +1,104 @@
+"""Poisoned bytes show which outputs are not written, and whether padding is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt import BufferSet, BufferSpec, Padding, TensorStateGuard
+from graphrt.errors import VerificationError
+from graphrt.graphs import BoundBuffers
+from graphrt.verify import check_padding_unread, find_unwritten, poison, poisoned_padding
+
+SPECS = [
+    BufferSpec("x", ("tokens", 2), torch.float32),
+    BufferSpec("ids", ("tokens",), torch.int64, Padding.keep()),
+    BufferSpec("slots", ("tokens",), torch.int64, Padding.fill(-1)),
+    BufferSpec("scale", ("tokens",), torch.float32, Padding.fill_once(2.0)),
+]
+
+
+def staged(n: int = 3) -> BoundBuffers:
+    buffers = BufferSet(SPECS, {"tokens": 8}, lambda key: {"tokens": key}, torch.device("cpu"))
+    bound = buffers.bind(4)
+    bound.stage(n, {"x": torch.ones(n, 2), "ids": torch.arange(n), "slots": torch.arange(n)})
+    return bound
+
+
+def test_poison_is_nan_or_minus_one() -> None:
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64):
+        tensor = torch.zeros(3, dtype=dtype)
+        poison(tensor)
+        assert tensor.to(torch.complex128).isnan().all()
+    for dtype in (torch.int8, torch.int32, torch.int64):
+        tensor = torch.zeros(2, 2, dtype=dtype)
+        poison(tensor.t())
+        assert tensor.eq(-1).all()
+
+
+def test_output_partly_written_is_found() -> None:
+    outputs = {"full": torch.zeros(2, 3), "part": torch.zeros(4), "never": torch.zeros(2).bool()}
+    handed = torch.arange(3)
+    outputs["input"] = handed[1:]
+
+    def run() -> None:
+        outputs["full"].fill_(1)
+        outputs["part"][[0, 3]] = 5.0
+
+    found = {item.path: item for item in find_unwritten(run, outputs, inputs=[handed])}
+    assert set(found) == {"['part']", "['never']"}
+    assert found["['part']"].num_elements == 2
+    assert found["['part']"].first_index == (1,)
+    assert handed.tolist() == [0, 1, 2]
+
+
+def test_output_equal_to_poison_counts_as_written() -> None:
+    out = torch.zeros(2, dtype=torch.int64)
+    assert find_unwritten(lambda: out.fill_(-1), out) == ()
+    nan = torch.zeros(2)
+    assert find_unwritten(lambda: nan.fill_(float("nan")), nan) == ()
+
+
+def test_padding_that_must_not_matter_is_poisoned_and_restored() -> None:
+    bound = staged()
+    before = {name: view.clone() for name, view in bound.views.items()}
+    with poisoned_padding(bound, 3):
+        assert bound.views["x"][3:].isnan().all()
+        assert bound.views["ids"][3:].eq(-1).all()
+        assert bound.views["slots"].tolist() == [0, 1, 2, -1]
+        assert bound.views["scale"].eq(2).all()
+        assert torch.equal(bound.views["x"][:3], before["x"][:3])
+    assert all(torch.equal(view, before[name]) for name, view in bound.views.items())
+
+
+def test_padding_check_of_separate_rows_passes() -> None:
+    bound = staged()
+    total = torch.zeros(2)
+    state = TensorStateGuard([total])
+
+    def run() -> torch.Tensor:
+        rows = bound.views["x"][:3]
+        total.add_(rows.sum(0))
+        return rows * 2
+
+    assert check_padding_unread(bound, 3, run, state=state) == ("x", "ids")
+    assert total.eq(0).all()
+
+
+def test_padding_check_of_mixed_rows_names_the_buffer() -> None:
+    bound = staged()
+    out = torch.zeros(3, 2)  # as a replay does, each run overwrites it
+    with pytest.raises(VerificationError) as raised:
+        check_padding_unread(
+            bound, 3, lambda: out.copy_(bound.views["x"][:3] - bound.views["x"].mean())
+        )
+    assert "poison in x " in raised.value.found
+    total = torch.zeros(())
+    with pytest.raises(VerificationError) as raised:
+        check_padding_unread(
+            bound,
+            3,
+            lambda: total.add_(bound.views["ids"].sum()).new_zeros(1),
+            state=TensorStateGuard([total]),
+        )
+    assert "poison in ids " in raised.value.found
