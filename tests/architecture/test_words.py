@@ -41,7 +41,7 @@ def test_every_performance_claim_of_the_readme_is_in_the_result_it_links_to() ->
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     # A claim reads: **1.43 us** ([C-wrapper](benchmarks/results/FILE.json))
     claims = re.findall(
-        r"\*\*([\d.]+) [^*]+\*\* \(\[([\w-]+)\]\((benchmarks/results/[^)]+\.json)\)", readme
+        r"\*\*([\d.]+) [^*]+\*\* \(\[([\w.-]+)\]\((benchmarks/results/[^)]+\.json)\)", readme
     )
     links = set(re.findall(r"benchmarks/results/[^)\s]+\.json", readme))
     assert links == {place for _, _, place in claims}, "a result is linked without a claim"
