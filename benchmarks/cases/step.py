@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,6 +21,8 @@ from graphrt import (
     RuntimeMode,
     break_point,
 )
+from graphrt_llm import LLMEngine, SamplingParams
+from graphrt_llm.assembly import TINY_CONFIG
 
 INNER = 200
 SIZES = (4, 8)
@@ -145,8 +149,59 @@ def step(policy: str) -> Row:
     )
 
 
+def engine_step() -> Row:
+    """A decode step with the arguments that the reference engine passes, its attention prepared."""
+    with LLMEngine.tiny(replace(TINY_CONFIG, device="simulated")) as engine:
+        engine.capture()
+        calls: list[tuple[Any, dict[str, Any]]] = []
+        runtime = engine.runtime
+        whole_step = runtime.step
+
+        def note(values: Any, **options: Any) -> Any:
+            calls.append((values, options))
+            return whole_step(values, **options)
+
+        with mock.patch.object(runtime, "step", note):
+            engine.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=3))
+        values, options = calls[-1]
+        whole_step(values, **options)
+        mode, key, _ = runtime.last_decision or (None, None, None)
+        assert mode is RuntimeMode.FULL
+        assert key is not None
+        ready = runtime.runner._ready[mode][id(key)]
+        ready.program.replay = stub
+        dispatch, stage, unpad = runtime.dispatcher.dispatch, ready.bound.stage, ready.unpad
+        [resource] = runtime.runner._options.prepared
+        program = ready.program
+        num_tokens, num_reqs = options["num_tokens"], options["num_reqs"]
+
+        def whole() -> None:
+            for _ in range(INNER):
+                whole_step(values, **options)
+
+        def by_hand() -> None:
+            for _ in range(INNER):
+                decision = dispatch(num_tokens, options["uniform"], 0, options["exclude"])
+                sizes = {"tokens": num_tokens, "requests": num_reqs}
+                stage(sizes, values)
+                resource.prepare(decision.descriptor, options["step_info"])
+                program.replay()
+                unpad(sizes)
+
+        arms = {"step": whole, "by hand": by_hand}
+        samples = time_host(arms, per_call=dict.fromkeys(arms, INNER))
+    return row(
+        "C-step-engine",
+        ratio(samples, "step", "by hand"),
+        target=1.15,
+        unit="ratio",
+        samples=samples,
+        timed="as C-step, with the arguments and the attention resource of the engine's step",
+    )
+
+
 def steps() -> Sequence[Row]:
-    return [step("FULL"), step("PIECEWISE")]
+    return [step("FULL"), step("PIECEWISE"), engine_step()]
 
 
 CASES = [Case("C-step", "a step of the runtime over its parts called by hand", steps)]

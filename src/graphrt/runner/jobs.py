@@ -386,7 +386,7 @@ class _Run:
         """Compare the first replay with eager, on inputs other than those of the capture."""
         program = entry.staged or entry.valid_program
         assert program is not None, "only programs that exist are checked"
-        fn = job.target.runnable if isinstance(job.target, CUDAGraphWrapper) else job.target
+        fn = self._callable_of(job)
 
         def run_eager() -> Any:
             args, kwargs = self._inputs(job, seed=1)

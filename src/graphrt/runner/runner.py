@@ -440,7 +440,7 @@ class CUDAGraphRunner:
         Errors:   ``BatchError`` for what is no batch, or a decision that is out of date,
                   ``InputMismatchError`` for values that do not fit, ``MissError`` in strict mode,
                   ``LibraryClosedError`` after ``close()``, ``VerificationError`` where a compared
-                  run differs from eager: that program serves no more (``CAPTURE_FAILED``). A
+                  run differs from eager: that program is not replayed again (``CAPTURE_FAILED``). A
                   failed replay is never repeated eagerly.
         """
         self._require_open()
@@ -515,7 +515,7 @@ class CUDAGraphRunner:
         return self._executor.replay(ready, values, sizes, staged, step_info)
 
     def _compare(self, ready: ReadyGraph, call: Call) -> Any:
-        """Also run eagerly; a program that differs serves no more."""
+        """Also run eagerly; a program that differs is never replayed again."""
         try:
             return self._executor.compare(ready, call)
         except VerificationError as error:

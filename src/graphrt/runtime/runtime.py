@@ -94,7 +94,6 @@ class Runtime:
         config = self.config = RuntimeConfig() if config is None else config
         self.resolved = resolve(config, Facts() if facts is None else facts)
         plan = self.plan = self.resolved.plan
-        self.last_decision: Decision | None = None
         self._observer = observer
         self._query_len = plan.query_len
         self._owns_device = isinstance(device, str)
@@ -146,6 +145,11 @@ class Runtime:
             dispatcher.dispatch(0)  # It raises, because a closed runner has no dispatcher.
             raise AssertionError("only a closed runtime has another dispatcher")
         return dispatcher
+
+    @property
+    def last_decision(self) -> Decision | None:
+        """What the latest step was decided to be."""
+        return self.runner.last_decision
 
     def capture(
         self, progress: Progress | None = None, *, keys: Iterable[Key] | None = None
@@ -204,8 +208,8 @@ class Runtime:
                   overwrites it. Clone to keep.
         Errors:   ``BatchError`` for what is no batch, ``InputMismatchError`` for values that do not
                   fit, ``MissError`` in strict mode, ``VerificationError`` where a sampled
-                  comparison with eager differs: that program serves no more (``CAPTURE_FAILED``).
-                  A failed replay is never repeated eagerly.
+                  comparison with eager differs: that program is not replayed again
+                  (``CAPTURE_FAILED``). A failed replay is never repeated eagerly.
         """
         started = perf_counter_ns()
         if uniform and num_tokens != num_reqs * self._query_len:
@@ -217,7 +221,6 @@ class Runtime:
             )
         runner = self.runner
         decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
-        self.last_decision = decision
         mode, key, reason = decision
         if reason is Reason.NOT_CAPTURED_YET:
             runner.note_miss(num_tokens, uniform, num_active_loras, exclude)
