@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check test-gpu bench clean
+.PHONY: demo test check fuzz mutants test-gpu bench clean
 
 # Two stamps: the demo needs less than the tests do. Both are made anew when pyproject.toml changes.
 DEMO_ENV := $(VENV)/.installed-llm
@@ -35,10 +35,19 @@ check: $(DEV_ENV)
 	$(BIN)/lint-imports
 	$(BIN)/python tests/architecture/size_report.py
 
+# Random engines and runners against eager. A failing case prints the command that runs it alone.
+FUZZ ?= --seed 1 --engine-steps 50000 --runner-steps 10000
+fuzz: $(DEV_ENV)
+	$(BIN)/python -m tests.fuzz $(FUZZ)
+
 # Runs in the interpreter that sees the GPU: the active one, unless BIN_GPU names another.
 PYTHON_GPU ?= $(PYTHON)
 test-gpu:
 	$(PYTHON_GPU) -m pytest tests/gpu
+
+# Deliberate mistakes, each of which some test must notice. Takes many minutes.
+mutants: $(DEV_ENV)
+	$(BIN)/python tests/mutation/run.py
 
 bench: $(DEV_ENV)
 	$(BIN)/python -m benchmarks --save benchmarks/results

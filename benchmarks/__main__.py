@@ -36,10 +36,8 @@ def describe(item: Row) -> str:
     verdict = "reached" if item.is_reached else "MISSED"
     bound = ">=" if item.higher_is_better else "<="
     low, high = item.spread
-    return (
-        f"{item.metric:26} {item.value:10.4g} {item.unit:8} [{low:.4g}, {high:.4g}]"
-        f"  target {bound} {item.target:g}  {verdict}"
-    )
+    told = "no target" if item.target is None else f"target {bound} {item.target:g}  {verdict}"
+    return f"{item.metric:26} {item.value:10.4g} {item.unit:8} [{low:.4g}, {high:.4g}]  {told}"
 
 
 def run(cases: Sequence[Case], files: Sequence[Path], commit: str | None) -> bool:

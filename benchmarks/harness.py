@@ -48,7 +48,8 @@ class Row:
 
     metric: str
     value: float
-    target: float
+    target: float | None
+    """None: a price that is told, and that nothing bounds."""
     unit: str
     higher_is_better: bool = False
     spread: tuple[float, float]
@@ -57,6 +58,8 @@ class Row:
 
     @property
     def is_reached(self) -> bool:
+        if self.target is None:
+            return True
         return self.value >= self.target if self.higher_is_better else self.value <= self.target
 
 
@@ -263,7 +266,7 @@ def row(
     metric: str,
     values: Sequence[float],
     *,
-    target: float,
+    target: float | None,
     unit: str,
     samples: Mapping[str, Sequence[float]],
     higher_is_better: bool = False,

@@ -39,9 +39,9 @@ TARGETS = (
     Target("G4", "decode step over the time to read its weights, 8B shape, 1 request", "<= 1.20x"),
     Target(
         "G5",
-        "start to first graphed token, no compiler, weights excluded, context 2048; at context"
-        " 4352 over that; by priority over that",
-        "<= 3 s; <= 1.1x; <= 10 %",
+        "start to first graphed token, no compiler, weights excluded, context 2048; also comparing"
+        " padded batches; at context 4352 over the first; by priority over it",
+        "<= 3 s; <= 1.1x or 3 s; <= 1.1x; <= 10 %",
     ),
     Target(
         "G6",
@@ -76,8 +76,9 @@ TARGETS = (
     ),
     Target(
         "C-step",
-        "a whole `Runtime.step` over a stub replay over the same parts called by hand",
-        "<= 1.15x",
+        "a whole `Runtime.step` over a stub replay over the same parts called by hand; what"
+        " looking for replaced weights adds to it",
+        "<= 1.15x; <= 0.6 us",
     ),
     Target(
         "C-wrapper",
@@ -144,11 +145,15 @@ def render(results: Path) -> str:
 def _figures(metric: str, result: Result) -> str:
     row = result.row
     value, target, unit = row["value"], row["target"], row["unit"]
-    is_reached = value >= target if row["higher_is_better"] else value <= target
     bound = ">=" if row["higher_is_better"] else "<="
     low, high = row["spread"]
     suffix = "x" if unit == "ratio" else f" {unit}"
-    verdict = "yes" if is_reached else f"**no** ({bound} {target:g})"
+    if target is None:
+        verdict = "no target"
+    elif value >= target if row["higher_is_better"] else value <= target:
+        verdict = "yes"
+    else:
+        verdict = f"**no** ({bound} {target:g})"
     date = "-".join(result.file.split("-")[:3])
     return (
         f"`{metric}` | {value:.4g}{suffix} | {low:.4g} to {high:.4g} | {verdict} | "

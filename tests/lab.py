@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -177,30 +178,30 @@ class Toy(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
-        # In a list: what a verification rolls back are attributes, and this shall count all calls.
-        self.calls: tuple[list[int]] = ([0],)
-        self.eager_calls: tuple[list[int]] = ([0],)
+        # Arrays count all calls: a list or an attribute would be put back after a capture.
+        self.calls = array("q", [0])
+        self.eager_calls = array("q", [0])
 
     def forward(
         self, *, x: torch.Tensor, ids: torch.Tensor, lens: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        self.calls[0][0] += 1
+        self.calls[0] += 1
         hidden = self.middle(torch.tanh(x @ self.weight))
         return {"rows": hidden @ self.weight + ids[:, None], "lens": lens * 2}
 
     @break_point
     def middle(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.eager_calls[0][0] += 1
+        self.eager_calls[0] += 1
         return torch.sigmoid(hidden @ self.weight)
 
     @property
     def num_calls(self) -> int:
-        return self.calls[0][0]
+        return self.calls[0]
 
     @property
     def num_eager_calls(self) -> int:
         """Calls of the break point."""
-        return self.eager_calls[0][0]
+        return self.eager_calls[0]
 
 
 INPUTS = (

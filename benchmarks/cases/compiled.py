@@ -226,7 +226,7 @@ def engine_model(
     key = decode_key(1)
     with GraphLibrary(device) as library:
         wrapper = CUDAGraphWrapper(step, library, RuntimeMode.FULL, name="engine model")
-        with library.capture_scope() as scope:
+        with library.capture_scope(may_overwrite=[step.cache.tensor]) as scope:
             for mode in (RuntimeMode.NONE, RuntimeMode.FULL):
                 with scope.step(mode, key):
                     wrapper(**inputs)

@@ -45,7 +45,7 @@ def by_library(step: DecodeStep, sizes: Sequence[int], device: Device) -> tuple[
     library = GraphLibrary(device)
     wrapper = CUDAGraphWrapper(step, library, RuntimeMode.FULL, name="decode")
     inputs = {size: step.inputs(size) for size in sizes}
-    with library.capture_scope() as scope:
+    with library.capture_scope(may_overwrite=[step.cache.tensor]) as scope:
         for number, size in enumerate(sizes):
             step.prepare(size)
             with scope.step(RuntimeMode.NONE, decode_key(size)):

@@ -54,7 +54,7 @@ def arms_of(
         expected = step(**values).clone()
 
         wrapper = CUDAGraphWrapper(step, library, RuntimeMode.FULL, name="decode")
-        with library.capture_scope() as scope:
+        with library.capture_scope(may_overwrite=[step.cache.tensor]) as scope:
             for mode in (RuntimeMode.NONE, RuntimeMode.FULL):
                 with scope.step(mode, key):
                     wrapper(**bound.views)

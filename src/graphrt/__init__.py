@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         Event as Event,
         Invalidated as Invalidated,
         Observer as Observer,
+        PaddingVerified as PaddingVerified,
         RanEager as RanEager,
         Replayed as Replayed,
         Retired as Retired,
@@ -145,7 +146,8 @@ _NAMES_OF_ROOM = {
         GraphrtError
     """,
     "events": """
-        CaptureFailed Captured Event Invalidated Observer RanEager Replayed Retired Verified
+        CaptureFailed Captured Event Invalidated Observer PaddingVerified RanEager Replayed Retired
+        Verified
     """,
     "graphs": """
         BufferSet BufferSpec CUDAGraphOptions CUDAGraphWrapper CaptureOptions GraphBudget

@@ -64,10 +64,10 @@ class ForwardContext:
 
     def derive(self, **changes: Any) -> ForwardContext:
         """Return a context, not entered yet, that differs from this one in ``changes``."""
-        copy = ForwardContext()
-        for name in self.__slots__:
+        copy = type(self)()
+        for name in ForwardContext.__slots__:
             if name != "_token":
-                setattr(copy, name, changes.pop(name, getattr(self, name)))
+                setattr(copy, name, changes.pop(name) if name in changes else getattr(self, name))
         if changes:
             raise TypeError(f"a forward context has no {', '.join(changes)}")
         return copy
@@ -89,6 +89,29 @@ class ForwardContext:
         trace: TracebackType | None,
     ) -> None:
         _leave(self._token)
+
+
+class CaptureContext(ForwardContext):
+    """The context of one capture, which notes whether a graph could hold what it says.
+
+    ``capture_scope.recorder`` learns of each read of ``attn_metadata`` outside eager segments.
+    """
+
+    __slots__ = ("_step_info",)
+
+    @property
+    def attn_metadata(self) -> Any:
+        recorder = getattr(self.capture_scope, "recorder", None)
+        if recorder is not None and not recorder.in_eager:
+            recorder.reads_step_info = True
+        return self._step_info
+
+    @attn_metadata.setter
+    def attn_metadata(self, value: Any) -> None:
+        self._step_info = value
+
+    def derive(self, **changes: Any) -> ForwardContext:
+        return super().derive(**{"attn_metadata": self._step_info, **changes})
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)

@@ -8,6 +8,7 @@
       BatchError                          arguments that describe no batch
       TraceError                          a traffic file that cannot be read
       MissError                           strict mode: the step would run eager
+      ReentrantStepError                  a step or capture inside a step of the same runner
       VerificationError                   a replay and eager execution disagree
       CaptureError                        a capture did not complete
         CaptureOutsideScopeError          new key, but no capture scope is open here
@@ -22,13 +23,14 @@
         LateInitError                     marked initialisation ran during a recording
         MutatedInputError                 graph writes a static buffer not declared written
         BreakError                        break point under Dynamo; wrapper in an eager segment
-        StateAdvancedError                a warm-up or eager segment changed undeclared state
+        StateAdvancedError                a callable writes what nobody guards or declared
         GraphMemoryError                  budget, graph count, out of memory
         TooManyFailuresError              three consecutive failures
       ReplayError
-        StaleInputError                   structure, address, shape, stride or dtype changed
+        StaleInputError                   structure, address, shape, stride, dtype or bits changed
         UnkeyedValueError                 a host value changed that is not in the key
         BreakOutputError                  an eager segment's result does not fit its static output
+        NestedReplayError                 replay or capture inside an eager segment of its library
         InvalidProgramError               a tensor the program reads has moved since its capture
         StaleOutputError                  output view read after the next replay
         DeviceReplayError                 the device failed the launch
@@ -115,8 +117,16 @@ class MissError(GraphrtError, RuntimeError):
         self.reason = reason
 
 
+class ReentrantStepError(GraphrtError, RuntimeError):
+    """A step or a capture was begun inside a step of the same runner."""
+
+
 class VerificationError(GraphrtError, RuntimeError):
     """A replay and eager execution of the same inputs disagree."""
+
+
+class UnverifiedWarning(UserWarning):
+    """A program serves although nothing could be compared with eager execution."""
 
 
 class CaptureError(GraphrtError, RuntimeError):
@@ -211,7 +221,7 @@ class BreakError(CaptureError):
 
 
 class StateAdvancedError(CaptureError):
-    """A warm-up or an eager segment changed state that was not declared."""
+    """The callable writes a tensor that is neither guarded nor declared: ``source`` says where."""
 
 
 class GraphMemoryError(CaptureError, MemoryError):
@@ -236,6 +246,10 @@ class UnkeyedValueError(ReplayError):
 
 class BreakOutputError(ReplayError):
     """An eager segment returned something that does not fit its static output."""
+
+
+class NestedReplayError(ReplayError):
+    """A program was used inside an eager segment of another one, with which it shares memory."""
 
 
 class InvalidProgramError(ReplayError):

@@ -46,6 +46,18 @@ class Verified(NamedTuple):
     max_abs_difference: float
 
 
+class PaddingVerified(NamedTuple):
+    """A padded replay was compared with the unpadded batch, and with other rows as padding."""
+
+    mode: RuntimeMode
+    key: BatchDescriptor
+    equal: bool
+    max_abs_difference: float
+    """From the unpadded batch, whose kernels may sum in another order."""
+    num_ties: int
+    """Choices that differ between elements equal within the tolerance."""
+
+
 class Invalidated(NamedTuple):
     """Programs of ``owner`` became invalid because the named tensors they read have moved."""
 
@@ -84,7 +96,16 @@ class RanEager(NamedTuple):
     host_us: float
 
 
-Event = Captured | CaptureFailed | Verified | Invalidated | Retired | Replayed | RanEager
+Event = (
+    Captured
+    | CaptureFailed
+    | Verified
+    | PaddingVerified
+    | Invalidated
+    | Retired
+    | Replayed
+    | RanEager
+)
 
 
 class Observer(Protocol):

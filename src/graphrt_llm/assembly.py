@@ -85,13 +85,15 @@ def assemble(
             NamedInputs(model),
             config=config.runtime,
             inputs=input_specs(limits),
-            outputs=OutputSpec({"logits": "requests", "tokens": "requests"}),
+            outputs=OutputSpec(
+                {"logits": "requests", "tokens": "requests"}, chosen_from={"tokens": "logits"}
+            ),
             device=device,
             facts=Facts(attention_groups={attention.name: backend.support}),
             examples=examples,
             resources=[AttentionResource(backend)],
             # Verification need not restore the cache: examples use free blocks only.
-            may_overwrite=[cache.tensor],
+            may_overwrite={cache.all_slots: "slot_mapping"},
             # This package's kernels are launched by address, so torch does not see what they read.
             keep_alive=[cache.tensor, *backend.keep_alive],
             observer=observer,

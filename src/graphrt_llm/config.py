@@ -21,6 +21,11 @@ LoadFormat = Literal["safetensors", "dummy"]
 DeviceName = Literal["auto", "cuda", "simulated"]
 CaptureWhen = Literal["before_serving", "by_priority"]
 
+# Checked before a cache or its list of free blocks is made.
+MOST_MODEL_LEN = 2**28
+MOST_BLOCK_SIZE = 2**16
+MOST_BLOCKS = 2**22
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -69,10 +74,15 @@ class EngineConfig:
                     f"EngineConfig.{name}", expected=expected, found=repr(getattr(self, name))
                 )
 
-        for name in ("max_model_len", "block_size", "num_blocks"):
+        for name, most in (
+            ("max_model_len", MOST_MODEL_LEN),
+            ("block_size", MOST_BLOCK_SIZE),
+            ("num_blocks", MOST_BLOCKS),
+        ):
             value = getattr(self, name)
             is_default = value is None and name != "block_size"
-            check(is_default or (type(value) is int and value >= 1), name, "an integer >= 1")
+            is_met = is_default or (type(value) is int and 1 <= value <= most)
+            check(is_met, name, f"an integer >= 1, at most {most}")
         check(type(self.seed) is int and 0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
         check(0 < self.cache_memory_fraction <= 1, "cache_memory_fraction", "a share in (0, 1]")
         for name, kind in (("dtype", DType), ("load_format", LoadFormat), ("capture", CaptureWhen)):
@@ -95,6 +105,14 @@ class Limits:
     num_blocks: int
 
     def __post_init__(self) -> None:
+        if self.num_blocks > MOST_BLOCKS:
+            raise EngineConfigError(
+                "num_blocks",
+                expected=f"at most {MOST_BLOCKS}",
+                found=f"{self.num_blocks} for {self.max_num_seqs} requests of {self.max_model_len}"
+                f" tokens, in blocks of {self.block_size}",
+                do="lower max_num_seqs or max_model_len, or name num_blocks.",
+            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise EngineConfigError(
                 "max_num_batched_tokens",

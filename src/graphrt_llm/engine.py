@@ -75,8 +75,11 @@ class LLMEngine:
         self._runner = Runner(self.runtime, limits, pinned=place.type == "cuda")
         self._sampler = Sampler(max_num_seqs=limits.max_num_seqs, device=place)
         self._num_added = itertools.count()
-        # Launched, oldest first, their tokens not read: at most one between two calls of step.
+        # Launched, oldest first, their tokens not read: at most one between two calls of step, two
+        # where a step failed to read the first one's.
         self._in_flight: deque[LaunchedStep] = deque()
+        # From the begin of a launch until it is in flight or its tokens are read.
+        self._is_launching = False
         # Not returned yet: a step may fail after it has finished the previous one, or after it has
         # preempted requests.
         self._unreturned: list[RequestOutput] = []
@@ -203,7 +206,8 @@ class LLMEngine:
         one graph. The requests are then as they were.
         """
         self._require_open()
-        if self._in_flight and self.scheduler.would_preempt():
+        # There are two host storages: of two steps in flight one must end before the next begins.
+        while len(self._in_flight) > 1 or (self._in_flight and self.scheduler.would_preempt()):
             self._finish_oldest()
         batch = self.scheduler.schedule()
         if batch is not None:
@@ -211,10 +215,20 @@ class LLMEngine:
         has_captured = self._num_missing > 0 and self._capture_next(batch)
         if batch is not None and not self.overlap:
             token_ids = self._launch(batch).wait()
+            self._is_launching = False
             self._unreturned += self.scheduler.update(batch, token_ids)
         else:
             if batch is not None:
-                self._in_flight.append(self._launch(batch))
+                try:
+                    launched = self._launch(batch)
+                except BaseException:
+                    # A replay that failed half-way may have overwritten graph storage, and with it
+                    # the tokens in flight: the repeated step takes them from the host.
+                    while self._in_flight:
+                        self._finish_oldest()
+                    raise
+                self._in_flight.append(launched)
+                self._is_launching = False
                 self.scheduler.advance(batch)
             # After a capture none stays in flight: its tokens have waited long enough.
             while len(self._in_flight) > (batch is not None and not has_captured):
@@ -258,14 +272,27 @@ class LLMEngine:
     def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Run and sample ``batch`` without waiting for the device."""
         previous = self._in_flight[-1] if self._in_flight else None
-        logits, greedy = self._runner.run(batch, self.scheduler.input_batch, previous=previous)
+        storage = self._free_storage()
+        logits, greedy = self._runner.run(
+            batch, self.scheduler.input_batch, previous=previous, storage=storage
+        )
         ends = (batch.starts + batch.query_lens).tolist()
         indices = [
             end - len(request.prompt_token_ids)
             for request, end in zip(batch.requests, ends, strict=True)
         ]
-        tokens = self._sampler.sample(logits, batch.requests, greedy=greedy, indices=indices)
-        return LaunchedStep(batch, tokens)
+        tokens = self._sampler.sample(
+            logits, batch.requests, greedy=greedy, indices=indices, storage=storage
+        )
+        return LaunchedStep(batch, tokens, storage)
+
+    def _free_storage(self) -> int:
+        """The host storage that the device does not read; the caller ends ``_is_launching``."""
+        if self._is_launching:
+            # A launch that raised may have begun to copy from the storage that this one fills.
+            self._device.synchronize()
+        self._is_launching = True
+        return 1 - self._in_flight[-1].storage if self._in_flight else 0
 
     def _finish_oldest(self) -> None:
         """Wait for the tokens of the oldest step in flight and store them."""
@@ -326,13 +353,18 @@ class LLMEngine:
                 batch = self.scheduler.schedule()
                 assert batch is not None, "the request that was just added is unfinished"
                 logits, greedy = self._runner.run(
-                    batch, self.scheduler.input_batch, exclude=EVERY_GRAPH
+                    batch,
+                    self.scheduler.input_batch,
+                    exclude=EVERY_GRAPH,
+                    storage=self._free_storage(),
                 )
+                # Reading the tokens also waits until the host inputs may be filled again.
+                token_ids = greedy.tolist()
+                self._is_launching = False
                 if batch.completes.all():
                     first, second = logits[0].topk(2).values.double().tolist()
                     return float(first - second)
-                # Reading the tokens also waits until the host inputs may be filled again.
-                self.scheduler.update(batch, greedy.tolist())
+                self.scheduler.update(batch, token_ids)
         finally:
             self.abort_all()
 

@@ -30,9 +30,10 @@ EXAMPLE_CONTEXT = 256
 def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     """The static inputs, all int64."""
     null = Padding.fill(0)
+    any_token = Padding.fill(0, arbitrary=True)
     return (
-        BufferSpec("input_ids", ("tokens",), torch.int64, null),
-        BufferSpec("positions", ("tokens",), torch.int64, null),
+        BufferSpec("input_ids", ("tokens",), torch.int64, any_token),
+        BufferSpec("positions", ("tokens",), torch.int64, any_token),
         BufferSpec("slot_mapping", ("tokens",), torch.int64, Padding.fill(NULL_BLOCK)),
         BufferSpec("token_requests", ("tokens",), torch.int64, null),
         BufferSpec(

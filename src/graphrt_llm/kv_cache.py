@@ -49,6 +49,8 @@ class KVCache:
             """Per layer [num_blocks, block_size, 2, num_kv_heads, head_dim]; views."""
             self.slots: tuple[Tensor, ...] = self.tensor.flatten(1, 2).unbind()
             """Per layer [num_slots, 2, num_kv_heads, head_dim]; views of the same bytes."""
+            self.all_slots = self.tensor.flatten(1, 2).transpose(0, 1)
+            """[num_slots, num_layers, 2, num_kv_heads, head_dim], a view of the same bytes."""
 
     @property
     def num_bytes(self) -> int:

@@ -7,14 +7,21 @@ ignored.
 
 from __future__ import annotations
 
-import json
+import math
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from graphrt.files import read_json
 from graphrt_llm.errors import ModelConfigError
+
+MOST_CONFIG_BYTES = 4 * 2**20
+MOST_ELEMENTS = 2**28
+MOST_OF = {"num_layers": 2**12, "rms_norm_eps": 1.0, "rope_theta": 1e15}
+"""Checked before a tensor is made: no model is that large."""
 
 Architecture = Literal["LlamaForCausalLM", "Qwen3ForCausalLM"]
 
@@ -78,9 +85,12 @@ class ModelConfig:
         )
         for name in sizes:
             value = getattr(self, name)
-            if value <= 0:
+            most = MOST_OF.get(name, MOST_ELEMENTS)
+            if not (0 < value <= most and math.isfinite(value)):
                 raise ModelConfigError(
-                    f"model field {name!r}", expected="a number above 0", found=repr(value)
+                    f"model field {name!r}",
+                    expected=f"a number above 0, at most {most}",
+                    found=repr(value),
                 )
         if self.num_heads % self.num_kv_heads:
             raise ModelConfigError(
@@ -290,7 +300,11 @@ def _read_hf_config(file: Path) -> ModelConfig:
             expected=f"a {architecture} of the form that this engine computes",
             found="; ".join(
                 f"{'.'.join(map(str, p['loc'])) or 'fields'}: {p['msg']}"
-                + ("" if p["type"] in ("missing", "value_error") else f", not {p['input']!r}")
+                + (
+                    ""
+                    if p["type"] in ("missing", "value_error")
+                    else f", not {reprlib.repr(p['input'])}"
+                )
                 for p in problems
             ),
             do="use another checkpoint, or correct the fields named above.",
@@ -306,7 +320,7 @@ def _read_hf_config(file: Path) -> ModelConfig:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(file.read_bytes())
+        fields = read_json(file, MOST_CONFIG_BYTES)
     except OSError as error:
         raise ModelConfigError(
             str(file),
@@ -315,7 +329,9 @@ def _read_object(file: Path) -> dict[str, Any]:
             do="name a directory that holds config.json and *.safetensors files.",
         ) from error
     except ValueError as error:
-        raise ModelConfigError(str(file), expected="JSON", found=str(error)) from error
+        raise ModelConfigError(
+            str(file), expected=f"JSON of at most {MOST_CONFIG_BYTES} bytes", found=str(error)
+        ) from error
     if not isinstance(fields, dict):
         raise ModelConfigError(
             str(file), expected="a JSON object", found=f"a {type(fields).__name__}"
@@ -332,6 +348,6 @@ def _architecture(file: Path, fields: dict[str, Any]) -> Architecture:
     raise ModelConfigError(
         f"{file}, field 'architectures'",
         expected=f"a list with one of {', '.join(supported)}",
-        found=repr(named) if "architectures" in fields else "no such field",
+        found=reprlib.repr(named) if "architectures" in fields else "no such field",
         do="use a checkpoint of a supported family.",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -33,12 +32,14 @@ class LaunchedStep:
     """A step whose tokens are on their way to the host.
 
     ``tokens``: [num_reqs] int64, on the device. Their copy to the host starts at once, on a CPU
-    too: they may be graph storage, which the next step overwrites.
+    too: they may be graph storage, which the next step overwrites. ``storage``: which of the two
+    host storages of inputs and of sampling parameters the device reads until then.
     """
 
-    def __init__(self, batch: ScheduledBatch, tokens: Tensor) -> None:
+    def __init__(self, batch: ScheduledBatch, tokens: Tensor, storage: int) -> None:
         self.batch = batch
         self.tokens = tokens
+        self.storage = storage
         self._copied: torch.Event | None = None
         if tokens.device.type == "cpu":
             self._host = tokens.clone()
@@ -86,13 +87,13 @@ class NamedInputs(nn.Module):
 class Runner:
     """Binds a runtime to the host storage of its inputs.
 
-    There are two such storages, because the device may still read those of the previous step. So
-    the tokens of a step must have reached the host before the step after the next one is run.
+    There are two such storages, because the device may still read that of the previous step. A step
+    takes the one that the step in flight has not, so that a launch that fails takes none.
     """
 
     def __init__(self, runtime: Runtime, limits: Limits, *, pinned: bool) -> None:
         self._runtime = runtime
-        self._inputs = itertools.cycle([HostInputs(limits, pinned=pinned) for _ in range(2)])
+        self._inputs = [HostInputs(limits, pinned=pinned) for _ in range(2)]
 
     def run(
         self,
@@ -100,13 +101,15 @@ class Runner:
         table: InputBatch,
         exclude: frozenset[RuntimeMode] = frozenset(),
         previous: LaunchedStep | None = None,
+        storage: int = 0,
     ) -> StepOutputs:
         """Run ``batch``; the next step overwrites what it returns.
 
         ``previous``: the step before, if its tokens are not in ``table`` yet. They are then taken
-        from the device.
+        from the device. ``storage``: the host storage to fill, 0 or 1; the device must have read
+        it.
         """
-        inputs = next(self._inputs)
+        inputs = self._inputs[storage]
         values = inputs.fill(batch, table)
         if previous is not None:
             values = _with_sampled(previous, batch, values, inputs)

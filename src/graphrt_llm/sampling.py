@@ -14,7 +14,6 @@ Sources: the Gumbel-max trick; SplitMix64 (Steele, Lea, Flood 2014) with Staffor
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -82,22 +81,19 @@ def kept_tokens(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 class Sampler:
     """Turns logits into tokens. Holds only the staging memory of the parameters.
 
-    There are two such memories: the result of a call must have been read on the host before the
-    call after the next one is made.
+    There are two such memories, because the device may still read that of the previous call.
     """
 
     def __init__(self, *, max_num_seqs: int, device: torch.device) -> None:
         self._device = device
         pinned = device.type == "cuda"
-        self._staging = itertools.cycle(
-            [
-                (
-                    torch.empty(max_num_seqs, 3, dtype=torch.int64, pin_memory=pinned),
-                    torch.empty(max_num_seqs, 2, dtype=torch.float64, pin_memory=pinned),
-                )
-                for _ in range(2)
-            ]
-        )
+        self._staging = [
+            (
+                torch.empty(max_num_seqs, 3, dtype=torch.int64, pin_memory=pinned),
+                torch.empty(max_num_seqs, 2, dtype=torch.float64, pin_memory=pinned),
+            )
+            for _ in range(2)
+        ]
 
     @torch.no_grad()
     def sample(
@@ -107,18 +103,22 @@ class Sampler:
         *,
         greedy: Tensor,
         indices: Sequence[int],
+        storage: int = 0,
     ) -> Tensor:
         """The next token of each request: [num_reqs] int64, on the device, not waited for.
 
         ``logits``: [num_reqs, vocab_size], any floating dtype; left as they are.
         ``greedy`` [num_reqs] int64: their argmax; returned itself if all requests are greedy.
         ``indices``: the number of each request's next output token.
+        ``storage``: the memory to fill, 0 or 1; the device must have read it.
         """
         drawing = [row for row, request in enumerate(requests) if not request.params.is_greedy]
         if not drawing:
             return greedy
         vocab_size = logits.shape[-1]
-        rows, keys, top_k, temperature, top_p = self._stage(drawing, requests, indices, vocab_size)
+        rows, keys, top_k, temperature, top_p = self._stage(
+            drawing, requests, indices, vocab_size, self._staging[storage]
+        )
         scores = logits.index_select(0, rows).double() / temperature[:, None]
         params = [requests[row].params for row in drawing]
         if any(p.top_k is not None or p.top_p < 1 for p in params):
@@ -132,12 +132,13 @@ class Sampler:
         requests: Sequence[Request],
         indices: Sequence[int],
         vocab_size: int,
+        staging: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Rows, noise keys, top_k, temperature and top_p of the drawing requests, on the device."""
         params = [requests[row].params for row in drawing]
         keys = [_as_int64(derive_seed(requests[row].seed, indices[row])) for row in drawing]
         top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-        ints, floats = (memory[: len(drawing)] for memory in next(self._staging))
+        ints, floats = (memory[: len(drawing)] for memory in staging)
         ints.numpy().T[:] = (drawing, keys, top_k)
         floats.numpy().T[:] = ([p.temperature for p in params], [p.top_p for p in params])
         rows_keys_top_k = ints.to(self._device, non_blocking=True)

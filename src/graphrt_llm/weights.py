@@ -6,7 +6,6 @@ byte of the model is written.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from zlib import crc32
 import torch
 from safetensors import SafetensorError, safe_open
 
+from graphrt.files import open_regular, read_json
 from graphrt_llm.errors import (
     MissingTensorError,
     TensorDtypeError,
@@ -28,6 +28,7 @@ from graphrt_llm.models.causal_lm import CausalLM, CheckpointTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MOST_INDEX_BYTES = 64 * 2**20
 
 # Names of the safetensors format. Other dtypes (quantised, integer) are not supported.
 _DTYPES = {
@@ -112,7 +113,7 @@ def _open_checkpoint(directory: Path, files: ExitStack) -> Mapping[str, _Stored]
 def _open_sharded(directory: Path, files: ExitStack) -> Mapping[str, _Stored]:
     index = directory / INDEX
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = read_json(index, MOST_INDEX_BYTES)["weight_map"]
         shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsFileError(
@@ -139,6 +140,8 @@ def _open_sharded(directory: Path, files: ExitStack) -> Mapping[str, _Stored]:
 
 def _open_file(path: Path, files: ExitStack) -> Iterator[tuple[str, _Stored]]:
     try:
+        # The reader of the format would wait for whoever writes into a pipe.
+        open_regular(path).close()
         handle = files.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError) as error:
         raise WeightsFileError(

@@ -38,6 +38,9 @@ PROCESS_STATE = {
     "gc.set_threshold": ("graphs/gc_pause.py",),
     "gc.unfreeze": ("graphs/gc_pause.py",),
     "signal.signal": ("interrupts.py",),
+    "torch.nn.modules.module.register_module_buffer_registration_hook": ("graphs/watch.py",),
+    "torch.nn.modules.module.register_module_module_registration_hook": ("graphs/watch.py",),
+    "torch.nn.modules.module.register_module_parameter_registration_hook": ("graphs/watch.py",),
     "os.register_at_fork": ("graphs/library.py",),
     # Python keeps the filters of warnings for all threads together.
     "warnings.catch_warnings": ("device/cuda/",),

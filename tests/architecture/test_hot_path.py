@@ -33,6 +33,7 @@ DISPATCH = [
 ]
 EXECUTE = [
     "runner/runner.py CUDAGraphRunner.execute",
+    "graphs/watch.py Watch.look",
     "runner/executor.py Executor.replay",
     "graphs/buffers.py BoundBuffers.stage",
 ]

@@ -12,6 +12,7 @@ ROOMS = [
     "graphrt.batch",
     "graphrt.errors",
     "graphrt.events",
+    "graphrt.files",
     "graphrt.context",
     "graphrt.interrupts",
     "graphrt.config",

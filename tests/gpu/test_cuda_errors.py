@@ -69,6 +69,45 @@ def test_copy_from_pinned_memory_is_an_external(bench: Bench) -> None:
     assert out.tolist() == [6.0] * 8
 
 
+@pytest.mark.parametrize("method", ["capture_begin", "capture_end"])
+def test_interrupt_after_torch_began_or_ended_is_undone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    x = bench.full((8,), 1.0)
+    real = getattr(torch.cuda.CUDAGraph, method)
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        # Python delivers an interrupt once the call of torch has returned.
+        monkeypatch.setattr(torch.cuda.CUDAGraph, method, real)
+        real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    bench.record(lambda: x * 2)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, method, interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        bench.record(lambda: x + 1)
+    assert not hasattr(caught.value, "__notes__"), caught.value.__notes__
+    bench.check_usable()
+
+
+def test_cleaning_that_fails_after_a_good_end_is_undone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = bench.full((8,), 1.0)
+
+    def body() -> torch.Tensor:
+        monkeypatch.setattr(private, "clear_blas_workspaces", fail)
+        return x + 1
+
+    def fail() -> None:
+        monkeypatch.undo()
+        raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError, match="injected"):
+        bench.record(body)
+    bench.check_usable()
+
+
 def test_recording_on_the_default_stream_raises(bench: Bench) -> None:
     with pytest.raises(EnvironmentMismatchError):
         bench.device.begin(bench.pool, bench.device.current_stream(), "case")

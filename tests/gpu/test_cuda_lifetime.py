@@ -73,6 +73,26 @@ def test_call_that_would_break_the_capture_raises(
     assert out.tolist() == [4.0] * 8
 
 
+def test_second_device_of_the_gpu_sees_the_recording_of_the_first(bench: Bench) -> None:
+    x = bench.full((64, 64), 1.0)
+    twin = CUDADevice(bench.device.index)
+
+    def body() -> torch.Tensor:
+        y = x @ x  # Its workspace of cuBLAS must last until the recording has ended.
+        for forbidden in (twin.trim, twin.close):
+            with pytest.raises(CaptureInProgressError):
+                forbidden()
+        assert twin.is_capturing()
+        return y @ x
+
+    graph, out = bench.record(body)
+    bench.replay(graph)
+    assert out.eq(64.0**2).all()
+    assert not twin.is_capturing()
+    twin.trim()
+    twin.close()
+
+
 def test_pool_with_graphs_cannot_be_released(bench: Bench) -> None:
     x = bench.full((8,), 1.0)
     graph, out = bench.record(lambda: x + 1)

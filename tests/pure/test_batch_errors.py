@@ -14,7 +14,7 @@ from graphrt.errors import CaptureError, ConfigError, ConfigProblem, GraphrtErro
 TREE = {
     name: kind
     for name, kind in vars(errors).items()
-    if inspect.isclass(kind) and issubclass(kind, Exception)
+    if inspect.isclass(kind) and issubclass(kind, Exception) and not issubclass(kind, Warning)
 }
 
 

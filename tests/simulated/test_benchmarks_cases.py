@@ -10,12 +10,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from benchmarks import parts
 from benchmarks.__main__ import choose, run
 from benchmarks.baselines import require_equal
 from benchmarks.cases import (
@@ -27,9 +31,10 @@ from benchmarks.cases import (
     never_slower,
     primitives,
     staging,
+    step as steps,
     tails,
 )
-from benchmarks.harness import CannotRunError, Case, Row, row
+from benchmarks.harness import CannotRunError, Case, Row, row, time_host
 from benchmarks.models import DecodeStep, small_runtime
 from benchmarks.table import number_of
 
@@ -181,6 +186,63 @@ def test_the_first_graphed_token_comes_before_all_but_a_few_captures() -> None:
         assert (RuntimeMode.FULL, 1) in graphs
         while served.runtime.report().missing:
             served.step()
+
+
+def test_a_start_without_the_padded_comparison_makes_none() -> None:
+    few = CompilationConfig(cudagraph_capture_sizes=(4,))
+    runtime = replace(TINY_CONFIG.runtime, compilation=few)
+    config = replace(TINY_CONFIG, device="simulated", runtime=runtime)
+    counts = []
+    with mock.patch("graphrt.runner.executor.check_padding") as check:
+        for around in (engine.unpadded(), nullcontext()):
+            with around, LLMEngine.tiny(config) as served:
+                served.capture()
+            counts.append(check.call_count)
+    assert counts[0] == 0 < counts[1]
+
+
+def test_the_watch_is_a_part_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "INNER", 1)
+    monkeypatch.setattr(steps, "NUM_LAYERS", 2)
+    monkeypatch.setattr(steps, "time_host", partial(time_host, blocks=1, block_ms=0.1))
+    rows = {item.metric: item for item in steps.steps()}
+    assert {"C-step-watch", "C-step-watch-always", "C-step-verify-every"} <= rows.keys()
+    for name in ("full", "piecewise", "engine"):
+        item = rows[f"C-step-{name}"]
+        assert "watch" in item.samples
+        assert item.config["num_watched"] > 0
+        assert rows[f"C-step-{name}-us"].is_reached, "it has no target"
+
+
+def test_the_parts_of_a_capture_and_of_a_start_are_all_found(
+    device: SimulatedDevice, step: DecodeStep
+) -> None:
+    captured = parts.capture_parts(step, (2, 1), device, blocks=1)
+    policies = {"default", "always", "never"}
+    measured = {(row.metric.removeprefix("G6-part-"), row.arm) for row in captured}
+    wanted = (parts.OF_A_CAPTURE | parts.device_parts(device)).keys() - {"eager segments"}
+    assert measured >= {(part.replace(" ", "-"), arm) for part in wanted for arm in policies}
+    few = CompilationConfig(cudagraph_capture_sizes=(1, 4))
+    runtime = replace(TINY_CONFIG.runtime, compilation=few)
+    config = replace(TINY_CONFIG, device="simulated", runtime=runtime)
+    started = parts.start_parts(partial(LLMEngine.tiny, config), 1)
+    assert {row.metric.removeprefix("G5-part-").replace("-", " ") for row in started} == {
+        *(part.replace("-", " ") for part in parts.OF_A_START),
+        "all",
+    }
+    assert all(row.ms >= 0 for row in (*captured, *started))
+
+
+def test_a_part_s_time_is_its_own_also_after_an_error() -> None:
+    clock = parts.Clock()
+    inner = clock.timed("inner", fail)
+    outer = clock.timed("outer", inner)
+    with (
+        mock.patch.object(parts, "perf_counter", iter([0.0, 3.0, 4.0, 9.0]).__next__),
+        pytest.raises(ZeroDivisionError),
+    ):
+        outer()
+    assert clock.seconds == {"inner": 1.0, "outer": 8.0}
 
 
 def test_logits_that_are_another_model_s_are_not_close() -> None:

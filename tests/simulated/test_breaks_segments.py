@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from graphrt.errors import (
     UnkeyedValueError,
 )
 from graphrt.graphs import EagerSegment, GraphSegment
+from graphrt.graphs.recorder import open_cuts
 from lab import FULL, KEY, NONE, PIECEWISE, Lab
 
 
@@ -55,7 +57,7 @@ def test_break_point_cuts_graph_eager_graph(lab: Lab) -> None:
         x.add_(5)
 
     wrapper, x = lab.wrap(model, PIECEWISE), torch.zeros(1)
-    program = lab.capture(wrapper, x)
+    program = lab.capture(wrapper, x, scope={"checks": "none"})
     assert x.item() == 0
     assert len(calls) == 1
     assert kinds(program) == "GEG"
@@ -81,7 +83,7 @@ def test_break_point_inside_another_is_part_of_it(lab: Lab) -> None:
         x.add_(100)
 
     wrapper, x = lab.wrap(model, PIECEWISE), torch.zeros(1)
-    program = lab.capture(wrapper, x)
+    program = lab.capture(wrapper, x, scope={"checks": "none"})
     assert (program.num_graphs, program.num_eager) == (2, 1)
     x.zero_()
     lab.step(wrapper, x)
@@ -123,7 +125,7 @@ def test_empty_graph_segments_are_dropped(lab: Lab, parts: str, expected: str) -
             x.add_(1) if part == "g" else eager(x)
 
     wrapper, x, reference = lab.wrap(model, PIECEWISE), torch.zeros(2), torch.zeros(2)
-    program = lab.capture(wrapper, x)
+    program = lab.capture(wrapper, x, scope={"checks": "none"})
     assert kinds(program) == expected
     for value in (1.0, 7.0):
         x.fill_(value)
@@ -535,11 +537,35 @@ def test_break_call_cuts_at_one_place(lab: Lab) -> None:
     assert lab.step(wrapper, x)[0].item() == 7
 
 
-def test_break_point_under_dynamo_is_refused() -> None:
+def test_break_point_in_compiled_code_is_cut_never_lost(lab: Lab) -> None:
     eager = break_point(lambda x: x * 2)
-    compiled = torch.compile(lambda x: eager(x + 1), backend="eager")
-    with pytest.raises(BreakError, match="Dynamo"):
-        compiled(torch.ones(2))
+    compiled = torch.compile(lambda x: eager(x + 1) + 1, backend="eager", fullgraph=True)
+    direct, x = torch.compile(eager, backend="eager"), torch.ones(2)
+    for _ in range(2):
+        assert compiled(x).tolist() == [5.0, 5.0]
+        assert direct(x).tolist() == [2.0, 2.0]
+    compiled = torch.compile(lambda x: eager(x + 1) + 1, backend="eager")
+    assert compiled(x).tolist() == [5.0, 5.0]
+    wrapper = lab.wrap(compiled, PIECEWISE, "model")
+    assert kinds(lab.capture(wrapper, x)) == "GEG"
+    assert lab.step(wrapper, x).tolist() == compiled(x).tolist() == [5.0, 5.0]
+
+
+def test_break_point_compiled_before_a_capture_is_cut_in_it() -> None:
+    eager = break_point(lambda x: x * 2)
+    compiled, x = torch.compile(lambda x: eager(x + 1) + 1, backend="eager"), torch.ones(2)
+    # A recording of the simulated device turns Dynamo off, so none is open here.
+    recorder = SimpleNamespace(mode=PIECEWISE, cuts=True, run_eager=lambda fn, args, *_, **__: x)
+    inside = ForwardContext(PIECEWISE, KEY, capture_scope=SimpleNamespace(recorder=recorder))
+    assert compiled(x).tolist() == [5.0, 5.0]
+    open_cuts.add(1)
+    try:
+        assert compiled(x).tolist() == [5.0, 5.0]  # another thread's capture
+        with inside:
+            assert compiled(x).tolist() == [2.0, 2.0]
+    finally:
+        open_cuts.add(-1)
+    assert compiled(x).tolist() == [5.0, 5.0]
 
 
 def test_capture_in_inference_mode_replays_in_any_grad_mode(lab: Lab) -> None:

@@ -14,10 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphrt.device.cuda import CaptureState, CUDARecording, PoolTable, private, recording
-from graphrt.errors import EmptyCaptureError, ForbiddenOperationError, UnjoinedStreamError
+from graphrt.errors import (
+    CaptureInProgressError,
+    EmptyCaptureError,
+    ForbiddenOperationError,
+    UnjoinedStreamError,
+)
 
 STREAM, POOL, OTHER_POOL = 7, (0, 5), (9, 0)
 
@@ -45,6 +50,13 @@ class FakeTorch:
         self.num_kernels = 0
         self.warning = ""
         self.log = []
+        self.interrupted = ""
+
+    def interrupt(self, moment):
+        """Python delivers an interrupt once the call of torch has returned."""
+        if self.interrupted == moment:
+            self.interrupted = ""
+            raise KeyboardInterrupt
 
     def begin_driver_capture(self, handle):
         assert handle == STREAM
@@ -79,6 +91,7 @@ def graph_type(fake):
     class FakeGraph:
         def __init__(self, keep_graph=False):
             self.uses_pool = self.is_ended = False
+            self.pool = None
 
         def capture_begin(self, pool=OTHER_POOL, capture_error_mode="global"):
             assert capture_error_mode == "thread_local"
@@ -90,6 +103,7 @@ def graph_type(fake):
             fake.is_capturing = fake.has_generator = True
             fake.routes += [("device", pool), ("host", pool)]
             fake.uses[pool] += 1
+            fake.interrupt("begin")
 
         def capture_end(self):
             torch.zeros(1).fill_(1)
@@ -110,6 +124,7 @@ def graph_type(fake):
             fake.num_kernels = 0
             if fake.warning:
                 warnings.warn(fake.warning, stacklevel=1)
+            fake.interrupt("end")
 
         def instantiate(self):
             fake.log.append("instantiate")
@@ -209,6 +224,58 @@ def test_torch_warning_does_not_stop_an_abort(fake, state, code):
     assert not hasattr(mistake, "__notes__"), mistake.__notes__
     fake.warning = ""
     fake.check_undone(state)
+
+
+@pytest.mark.parametrize("moment", ["begin", "end"])
+def test_interrupt_after_torch_has_begun_or_ended_is_undone(fake, state, moment):
+    fake.interrupted, fake.num_kernels = moment, 1
+    with pytest.raises(KeyboardInterrupt) as caught:
+        begin(fake, state).end()
+    assert not hasattr(caught.value, "__notes__"), caught.value.__notes__
+    assert state.current.get() is None
+    assert not _get_current_dispatch_mode_stack()
+    fake.num_kernels = 0
+    fake.check_undone(state)
+
+
+def test_capture_that_torch_does_not_begin_is_undone(fake, state, monkeypatch):
+    def refuse(graph, *args, **kwargs):
+        raise DriverError(900)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
+        # What the clean-up begins itself would be refused too.
+        patch.setattr(CUDARecording, "_free_generators", lambda recording: None)
+        with pytest.raises(ForbiddenOperationError):
+            begin(fake, state)
+    assert not _get_current_dispatch_mode_stack()
+    fake.check_undone(state)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_cleaning_that_fails_after_a_good_end_resets_the_graph(fake, state, monkeypatch, kind):
+    def fail():
+        raise kind("the driver is gone")
+
+    opened = begin(fake, state)
+    fake.num_kernels = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(private, "clear_blas_workspaces", fail)
+        with pytest.raises(kind):
+            opened.end()
+    fake.check_undone(state)
+    assert not state.graphs
+
+
+def test_devices_of_one_gpu_see_each_others_recordings(fake, state):
+    twin, neighbour = CaptureState(0, False, PoolTable()), CaptureState(1, False, PoolTable())
+    opened = begin(fake, state)
+    with pytest.raises(CaptureInProgressError):
+        twin.check_none_open("trim")
+    assert twin.current.get() is opened
+    neighbour.check_none_open("trim")
+    opened.abort(ValueError("the caller's"))
+    twin.check_none_open("trim")
 
 
 def test_failing_clean_up_is_a_note_on_the_first_error(fake, state, monkeypatch):

@@ -78,7 +78,7 @@ def test_examples_are_batches_of_exactly_the_asked_sizes(limits: Limits, data, s
         with pytest.raises(OutOfBlocksError):
             examples(sizes, seed)
         return
-    values, step_info = examples(sizes, seed)
+    values, step_info, _ = examples(sizes, seed)
     v = {name: tensor.numpy() for name, tensor in values.items()}
     assert set(v) == {spec.name for spec in input_specs(limits)}
     assert v["block_tables"].shape == (num_reqs, limits.max_blocks)
@@ -149,7 +149,7 @@ def test_examples_use_free_blocks_only(num_taken, num_tokens, num_reqs, seed):
         with pytest.raises(OutOfBlocksError, match="free blocks"):
             examples(sizes, seed)
         return
-    values, step_info = examples(sizes, seed)
+    values, step_info, _ = examples(sizes, seed)
     tables = (values["block_tables"], step_info.block_tables)
     blocks = {block for table in tables for block in table.flatten().tolist()}
     written = {slot // 4 for slot in values["slot_mapping"].tolist()}

@@ -107,7 +107,7 @@ def test_compared_run_that_differs_is_withdrawn():
     def fn(*, x, mask):
         return encoder(x=x * factor[0], mask=mask)
 
-    with make(fn, verify_every=1) as runner:
+    with make(fn, verify_every=1, watch="off") as runner:
         runner.capture()
         factor[0] = 2.0
         with pytest.raises(VerificationError):

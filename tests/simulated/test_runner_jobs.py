@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from array import array
+
 import pytest
 import torch
 
@@ -59,7 +62,7 @@ class Lab:
 
 
 def counting():
-    calls = []
+    calls = array("q")  # No list: that would be put back.
 
     def fn(x):
         calls.append(x.shape[0])
@@ -84,8 +87,9 @@ def test_inputs_by_seed_are_compared_with_eager(lab):
     report = capture_all(lab.library, lab.jobs(fn))
     assert [program.key for program in report.programs] == KEYS
     assert not report.failures
-    assert lab.seeds == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert calls == [4, 2, 4, 2, 4, 2]
+    # Each check looks at the captured contents again, because examples may ignore the seed.
+    assert lab.seeds == [0, 0, 0, 0] + [0, 1, 1, 1] * 2
+    assert list(calls) == [4, 2, 4, 2, 4, 2]
     assert lab.num_verified == 2
     assert len(report.seconds) == 2
     assert all(seconds > 0 for seconds in report.seconds.values())
@@ -145,7 +149,7 @@ def test_failing_capture_is_skipped_or_raised(lab):
 def test_key_that_has_a_program_is_not_run_again(lab):
     fn, calls = counting()
     capture_all(lab.library, lab.jobs(fn))
-    calls.clear()
+    del calls[:]
     report = capture_all(lab.library, lab.jobs(fn))
     assert not calls
     assert report == ((), (), (), {})
@@ -169,11 +173,11 @@ def test_gate_that_refuses_leaves_no_program(lab, phase):
 
 def test_gate_refusing_a_second_capture_is_obeyed(lab):
     """A key captured blindly is captured again once another shows a tensor that nothing names."""
-    hidden = [{1: torch.ones(2)}]
+    hidden = itertools.repeat(torch.ones(2))  # No walk finds what it repeats.
     asked = []
 
     def fn(x):
-        return x + hidden[0][1].view(2) if x.shape[0] == 2 else x + 1
+        return x + next(hidden).view(2) if x.shape[0] == 2 else x + 1
 
     def gate(job, at):
         asked.append((job.key.num_tokens, at))

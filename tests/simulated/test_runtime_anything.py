@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import suppress
 
 import torch
@@ -114,7 +115,7 @@ class Life(RuleBasedStateMachine):
 class Moody(Toy):
     def __init__(self):
         super().__init__()
-        self.countdown = ([-1],)
+        self.countdown = (array("q", [-1]),)  # No list: a capture would put it back.
         self.error = OSError
 
     def forward(self, *, x, ids, lens):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+from array import array
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from graphrt import (
     Captured,
     CaptureFailed,
+    PaddingVerified,
     RanEager,
     Reason,
     Retired,
@@ -92,7 +95,7 @@ class Counting(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("total", torch.zeros((), dtype=torch.int64))
-        self.num_calls = [0]
+        self.num_calls = array("q", [0])
 
     def forward(self, *, x, ids, lens):
         self.num_calls[0] += 1
@@ -156,8 +159,18 @@ class FailingAt(Toy):
 
 
 class Switch:
+    """Kept where no walk finds it: a changed attribute that code reads would end the programs."""
+
     def __init__(self, on=True):
-        self.on = on
+        self._state = itertools.repeat({"on": on})
+
+    @property
+    def on(self):
+        return next(self._state)["on"]
+
+    @on.setter
+    def on(self, value):
+        next(self._state)["on"] = value
 
     def __call__(self):
         return self.on
@@ -241,7 +254,7 @@ def test_three_failures_in_a_row_fail_the_rest_untried():
     class Never(Toy):
         def forward(self, *, x, ids, lens):
             if lab.runtime.library.scope is not None:
-                self.calls[0][0] += 1
+                self.calls[0] += 1
                 raise OSError("never")
             return super().forward(x=x, ids=ids, lens=lens)
 
@@ -262,7 +275,7 @@ class Interrupted(Toy):
 
     def __init__(self):
         super().__init__()
-        self.countdown = ([-1],)
+        self.countdown = array("q", [-1])
 
     def forward(self, *, x, ids, lens):
         self.count()
@@ -274,21 +287,22 @@ class Interrupted(Toy):
         return torch.sigmoid(hidden @ self.weight)
 
     def count(self):
-        self.countdown[0][0] -= 1
-        if self.countdown[0][0] == 0:
+        self.countdown[0] -= 1
+        if self.countdown[0] == 0:
             raise KeyboardInterrupt
 
 
-# Two for each of 3 warm-ups, 3 captures and 3 eager runs; each piecewise replay has one more.
+# Two for each of 3 warm-ups, 3 captures, 3 eager runs and 3 unpadded ones; each piecewise replay
+# has one more.
 @pytest.mark.parametrize("at", [1, 6, 7, 8, 11, 13, 14, 15, 18])
 @pytest.mark.parametrize("policy", ["FULL", "PIECEWISE"])
 def test_interrupt_anywhere_leaves_nothing_unverified(policy, at):
     with RuntimeLab(policy, model=Interrupted()) as lab:
-        lab.model.countdown[0][0] = at
+        lab.model.countdown[0] = at
         with pytest.raises(KeyboardInterrupt):
             lab.runtime.capture()
         assert not lab.device.is_capturing()
-        verified = lab.events_of(Verified)
+        verified = lab.events_of(PaddingVerified)
         assert len(lab.missing) == len(SIZES) - len(verified)
         assert set(lab.missing.values()) == {Reason.NOT_CAPTURED_YET}
         assert_equal(lab.step(2, 2), lab.eager(2, 2))
@@ -311,22 +325,22 @@ def test_interrupt_waits_for_the_key_and_a_second_does_not(at):
         """Raises the signal itself, as a terminal would, in the middle of a forward."""
 
         def count(self):
-            self.countdown[0][0] -= 1
-            if self.countdown[0][0] == 0:
+            self.countdown[0] -= 1
+            if self.countdown[0] == 0:
                 signal.raise_signal(signal.SIGINT)
                 survived.append(len(lab.events))
                 if twice:
                     signal.raise_signal(signal.SIGINT)
 
     for twice in (False, True):
-        survived = []
+        survived = array("q")  # No list: that would be put back.
         with RuntimeLab("FULL", model=Signalled()) as lab:
-            lab.model.countdown[0][0] = at
+            lab.model.countdown[0] = at
             with pytest.raises(KeyboardInterrupt):
                 lab.runtime.capture()
             assert len(survived) == 1
             # At most the key at hand was finished; the next one was not begun.
-            assert len(lab.events) - survived[0] <= (0 if twice else 1)
+            assert len(lab.events) - survived[0] <= (0 if twice else 2)
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             assert not lab.runtime.capture().missing
             assert_equal(lab.step(3, 2), lab.eager(3, 2))
@@ -359,14 +373,14 @@ def test_weight_replaced_runs_eager_until_recapture(policy):
 
 
 class Routed(Toy):
-    """Reads another weight where there is one token to read it with."""
+    """Reads another weight where there are few tokens."""
 
     def __init__(self):
         super().__init__()
         self.small = torch.nn.Parameter(torch.ones(4))
 
     def forward(self, *, x, ids, lens):
-        if x.shape[0] == 2:
+        if x.shape[0] <= 2:
             x = x * self.small
         return super().forward(x=x, ids=ids, lens=lens)
 

@@ -52,7 +52,8 @@ def state_updates(x: torch.Tensor, i: torch.Tensor) -> Any:
     cache.scatter_(1, i.view(-1, 1), x[:, :1])
     cache.index_put_((i[:3],), x[:3], accumulate=True)
     cache[2] = x[3]
-    cache[4, 5] = 1.5
+    cache[4, 5:6] = 1.5
+    cache[cache > 3] = 0.25
     return cache
 
 
@@ -242,7 +243,7 @@ def test_replays_draw_what_eager_draws_and_capture_nothing(
             torch.randn_like(x),
             torch.randint(0, 9, (5,)),
             torch.randperm(6),
-            torch.multinomial(weights, 2),
+            torch.multinomial(weights, 2, replacement=True),
             torch.bernoulli(x * 0.3),
             torch.empty(7).uniform_(2, 3),
             torch.empty(7).exponential_(),

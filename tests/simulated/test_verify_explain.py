@@ -45,10 +45,14 @@ def test_explain_of_a_program_says_what_is_captured() -> None:
     with GraphLibrary(device) as library, torch.inference_mode():
         pieces = CUDAGraphWrapper(model, library, RuntimeMode.PIECEWISE, name="model")
         whole = CUDAGraphWrapper(model, library, RuntimeMode.FULL, name="model")
-        with library.capture_scope() as scope:
-            for wrapper in (pieces, whole):
-                with scope.step(wrapper.runtime_mode, key):
-                    wrapper(x, 3, meta)
+        with library.capture_scope(may_overwrite=[cache]) as scope:
+            with (
+                scope.step(RuntimeMode.PIECEWISE, key),
+                pytest.warns(UserWarning, match=r"args\[2\]"),
+            ):
+                pieces(x, 3, meta)
+            with scope.step(RuntimeMode.FULL, key):
+                whole(x, 3, meta)
         cut = pieces.concrete_cudagraph_entries[key]
         uncut = whole.concrete_cudagraph_entries[key]
         text = explain(cut)

@@ -14,7 +14,8 @@ from graphrt import TensorStateGuard
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.errors import VerificationError
 from graphrt.events import Event, Verified
-from graphrt.verify import HostSnapshot, Verification, check_replay, forward_hooks
+from graphrt.graphs import HostSnapshot
+from graphrt.verify import Verification, check_replay, forward_hooks
 
 KEY = BatchDescriptor(4)
 
@@ -276,7 +277,7 @@ def test_snapshot_changed_names_the_module_and_ignores_order() -> None:
     del worn.members
     worn.memo = None
     changed = ("number", "table", "row", "members", "memo")
-    assert before.changed() == tuple(f"1.{name}" for name in changed)
+    assert sorted(before.changed()) == sorted(f"1.{name}" for name in changed)
 
 
 def test_memo_that_ignores_inputs_passes() -> None:
@@ -311,7 +312,7 @@ def test_snapshot_holds_closure_variables() -> None:
     assert before.changed() == ()
     step()
     step()
-    assert before.changed() == ("entries", "memo")
+    assert set(before.changed()) == {"entries", "memo"}
     with before.restored():
         assert step() == 1
         assert entries == [1]

@@ -5,17 +5,19 @@ An error names every problem of a config, but only the first wrong line of a bat
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.config import Facts, RuntimeConfig
-from graphrt.config.options import config_error, unknown_key
+from graphrt.config.options import config_error, shown, unknown_key
 from graphrt.dispatch import CUDAGraphDispatcher
 from graphrt.errors import BatchError, ConfigError, ConfigProblem
+from graphrt.files import open_regular, parse_json, read_at_most
 
 COMPILATION_KEYS = (
     "level",
@@ -35,6 +37,8 @@ RUNTIME_KEYS = (
 FACT_KEYS = ("attention_support", "piecewise_available")
 BATCH_KEYS = ("num_tokens", "uniform", "num_active_loras", "exclude")
 STDIN = "-"
+MOST_CONFIG_BYTES = 4 * 2**20
+MOST_BATCH_BYTES = 16 * 2**20
 
 
 class Batch(NamedTuple):
@@ -51,15 +55,18 @@ def read_config(path: Path) -> tuple[RuntimeConfig, Facts]:
     """Return the options and facts of a config file. Raises ``ConfigError`` with every problem."""
     subject = f"config {path}"
     try:
-        value, repeated = _parse(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            text = read_at_most(file, MOST_CONFIG_BYTES).decode("utf-8")
+        value, repeated = parse_json(text)
     except OSError as error:
         found = error.strerror or type(error).__name__
         raise ConfigError(
             subject, expected="a readable file", found=found, do="check the path"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
+        expected = f"one JSON object in UTF-8, of at most {MOST_CONFIG_BYTES} bytes"
         raise ConfigError(
-            subject, expected="one JSON object in UTF-8", found=str(error), do="correct the file"
+            subject, expected=expected, found=str(error), do="correct the file"
         ) from error
     if not isinstance(value, dict):
         raise config_error(subject, [ConfigProblem("the file", _kind(value), "one JSON object")])
@@ -99,17 +106,20 @@ def read_batches(source: str) -> Iterator[Batch]:
     """
     name = "stdin" if source == STDIN else source
     try:
-        data = sys.stdin.buffer.read() if source == STDIN else Path(source).read_bytes()
+        with nullcontext(sys.stdin.buffer) if source == STDIN else open_regular(source) as file:
+            data = read_at_most(file, MOST_BATCH_BYTES)
         text = data.decode("utf-8")
     except OSError as error:
         _wrong(name, "a readable file", error.strerror or type(error).__name__, error)
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         _wrong(f"{name}, line {line}", "text in UTF-8", error.reason, error)
+    except ValueError as error:
+        _wrong(name, f"at most {MOST_BATCH_BYTES} bytes", str(error), error)
     # Only \n ends a line of JSON; splitlines would also cut at separators inside strings.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield _batch(f"{name}, line {number}", line)
+    for number, row in enumerate(StringIO(text, newline="\n"), start=1):
+        if row.strip():
+            yield _batch(f"{name}, line {number}", row)
 
 
 def decide(dispatcher: CUDAGraphDispatcher, batch: Batch) -> Decision:
@@ -125,8 +135,8 @@ def decide(dispatcher: CUDAGraphDispatcher, batch: Batch) -> Decision:
 
 def _batch(place: str, line: str) -> Batch:
     try:
-        value, repeated = _parse(line)
-    except (ValueError, RecursionError) as error:
+        value, repeated = parse_json(line)
+    except ValueError as error:
         _wrong(place, "one JSON object", str(error), error)
     if not isinstance(value, dict):
         _wrong(place, "one JSON object", _kind(value))
@@ -135,7 +145,7 @@ def _batch(place: str, line: str) -> Batch:
     for name in value:
         if name not in BATCH_KEYS:
             problem = unknown_key(name, BATCH_KEYS)
-            _wrong(place, problem.accepted, f"{problem.found}: {name!r}")
+            _wrong(place, problem.accepted, f"{problem.found}: {shown(name)}")
     if "num_tokens" not in value:
         _wrong(place, "num_tokens, the unpadded size of the batch", "no such key")
     batch = Batch(
@@ -148,9 +158,9 @@ def _batch(place: str, line: str) -> Batch:
     for name in ("num_tokens", "num_active_loras"):
         number = getattr(batch, name)
         if type(number) is not int or number < 0:
-            _wrong(place, f"{name}: an integer >= 0", repr(number))
+            _wrong(place, f"{name}: an integer >= 0", shown(number))
     if type(batch.uniform) is not bool:
-        _wrong(place, "uniform: true or false", repr(batch.uniform))
+        _wrong(place, "uniform: true or false", shown(batch.uniform))
     return batch
 
 
@@ -159,23 +169,8 @@ def _modes(place: str, names: object) -> frozenset[RuntimeMode]:
     if not isinstance(names, list) or not all(
         isinstance(name, str) and name.upper() in known for name in names
     ):
-        _wrong(place, f"exclude: a list of {', '.join(known)}", repr(names))
+        _wrong(place, f"exclude: a list of {', '.join(known)}", shown(names))
     return frozenset(known[name.upper()] for name in names)
-
-
-def _parse(text: str) -> tuple[Any, list[str]]:
-    """Return the JSON value and the keys an object in it repeats, which JSON would drop."""
-    repeated: list[str] = []
-
-    def as_dict(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        value: dict[str, Any] = {}
-        for name, item in pairs:
-            if name in value:
-                repeated.append(name)
-            value[name] = item
-        return value
-
-    return json.loads(text, object_pairs_hook=as_dict), repeated
 
 
 def _kind(value: object) -> str:

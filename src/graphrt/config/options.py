@@ -11,6 +11,7 @@ from dataclasses import field, fields
 from difflib import get_close_matches
 from enum import Enum, IntEnum
 from functools import wraps
+from reprlib import Repr
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
@@ -22,8 +23,21 @@ from graphrt.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
 
+_MOST_SHOWN = 50
+_LONGEST_SHOWN = 200
+_REPR = Repr()
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = _MOST_SHOWN
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _LONGEST_SHOWN
+
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """In ``compile_sizes``: the sizes that are captured."""
+
+# Far above what any engine runs. Checked before a table is built, because tables have an entry for
+# every number of tokens and of adapters.
+MOST_TOKENS = 2**20
+MOST_ADAPTERS = 2**10
+MOST_WARMUPS = 1_000
+MOST_SIZES = 2**16
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -54,19 +68,30 @@ def config_error(subject: str, problems: Iterable[ConfigProblem]) -> ConfigError
     """One error that names every problem."""
     listed = tuple(problems)
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
+    shown, num_more = listed[:_MOST_SHOWN], len(listed) - _MOST_SHOWN
+    more = [f"and {num_more} more"] if num_more > 0 else []
     # One line each, below one another under the label of their part.
     next_line = "\n" + " " * len("  expected: ")
     return ConfigError(
         f"{subject}: {count}",
-        expected=next_line.join(f"{p.field}: {p.accepted}" for p in listed),
-        found=next_line.join(f"{p.field}: {p.found}" for p in listed),
+        expected=next_line.join([*(f"{p.field}: {p.accepted}" for p in shown), *more]),
+        found=next_line.join([*(f"{p.field}: {p.found}" for p in shown), *more]),
         do="correct what is named; nothing was built",
         problems=listed,
     )
 
 
+def shown(value: object) -> str:
+    """The ``repr`` of ``value``, cut where it is long or nested deep."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:
+        return "an integer of thousands of digits"
+
+
 def unknown_key(name: str, known: Iterable[str], *, inside: str = "") -> ConfigProblem:
     """The problem of an unknown name, with the nearest known one."""
+    name = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
     names = sorted(known)
     # A cutoff of 0 always finds a nearest name: a bad guess beside the full list does no harm.
     nearest = get_close_matches(name, names, n=1, cutoff=0.0)
@@ -87,13 +112,13 @@ def _problems(error: ValidationError, known: tuple[str, ...]) -> Iterable[Config
         elif item["type"] == "unexpected_keyword_argument":
             yield unknown_key(place, known)
         elif item["type"] == "unexpected_positional_argument":
-            yield ConfigProblem(f"argument {place}", repr(item["input"]), "keywords only")
+            yield ConfigProblem(f"argument {place}", shown(item["input"]), "keywords only")
         elif item["type"] == "missing":
             yield ConfigProblem(place, "nothing", "a value; it has no default")
         else:
             accepted = str(cause) if cause is not None else item["msg"]
             accepted = accepted.removeprefix("Input should be ")
-            yield ConfigProblem(place, repr(item["input"]), accepted)
+            yield ConfigProblem(place, shown(item["input"]), accepted)
 
 
 def _by_name(kind: type[Enum], *numbers: int) -> BeforeValidator:
@@ -119,18 +144,26 @@ def _sorted_once(values: tuple[int, ...]) -> tuple[int, ...]:
 def _as_compile_sizes(value: object) -> object:
     if value is None:
         return None
-    given = (value,) if isinstance(value, str) else value
-    if isinstance(given, list | tuple) and all(
-        item == CAPTURE_SIZES if isinstance(item, str) else type(item) is int and item >= 1
+    given = (value,) if isinstance(value, str) else _as_tuple(value)
+    if isinstance(given, tuple) and all(
+        item == CAPTURE_SIZES
+        if isinstance(item, str)
+        else type(item) is int and 1 <= item <= MOST_TOKENS
         for item in given
     ):
         return tuple(dict.fromkeys(given))
-    raise ValueError(f"integers >= 1, or {CAPTURE_SIZES!r}")
+    raise ValueError(f"integers from 1 to {MOST_TOKENS}, or {CAPTURE_SIZES!r}")
 
 
-_ListAsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+def _as_tuple(value: object) -> object:
+    if isinstance(value, list | tuple) and len(value) > MOST_SIZES:
+        raise ValueError(f"at most {MOST_SIZES} entries")
+    return tuple(value) if isinstance(value, list) else value
+
+
+_ListAsTuple = BeforeValidator(_as_tuple)
 Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
 class CompilationLevel(IntEnum):
@@ -146,9 +179,9 @@ class CompilationLevel(IntEnum):
 class CompilationConfig:
     """Which graphs to capture, and at which sizes.
 
-    Units: sizes are tokens. Modes and levels may be given by name, in any case; lists are accepted
-    where a tuple is stored. Sizes are stored sorted and once each. Raises ``ConfigError`` with
-    every problem of one construction.
+    Units: sizes are tokens, at most 2**20. Modes and levels may be given by name, in any case;
+    lists are accepted where a tuple is stored. Sizes are stored sorted and once each. Raises
+    ``ConfigError`` with every problem of one construction.
     """
 
     level: Annotated[CompilationLevel | None, _by_name(CompilationLevel, 0, 1, 2, 3)] = None
@@ -156,10 +189,10 @@ class CompilationConfig:
     cudagraph_mode: Annotated[CUDAGraphMode | None, _by_name(CUDAGraphMode)] = None
     """None: FULL_AND_PIECEWISE, as far as the facts permit."""
     cudagraph_capture_sizes: (
-        Annotated[tuple[Positive, ...], _ListAsTuple, AfterValidator(_sorted_once)] | None
+        Annotated[tuple[Tokens, ...], _ListAsTuple, AfterValidator(_sorted_once)] | None
     ) = None
     """None: the default ladder."""
-    max_cudagraph_capture_size: Positive | None = None
+    max_cudagraph_capture_size: Tokens | None = None
     """Top of the default ladder; beside a list it must be the list's largest size."""
     compile_sizes: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_compile_sizes)] = (
         None
@@ -167,7 +200,7 @@ class CompilationConfig:
     """Sizes compiled with static shapes; "cudagraph_capture_sizes" means the captured ones."""
     cudagraph_specialize_lora: bool = True
     """Also capture graphs without adapters. False: such a batch uses the smallest LoRA graph."""
-    cudagraph_num_of_warmups: NotNegative = 1
+    cudagraph_num_of_warmups: Annotated[int, Field(ge=0, le=MOST_WARMUPS)] = 1
     """Runs before each capture, with the same callable and on the same stream."""
 
 
@@ -185,14 +218,14 @@ class RuntimeConfig:
     compilation: Annotated[CompilationConfig, BeforeValidator(_as_compilation)] = (
         CompilationConfig()
     )
-    max_num_seqs: Positive = 256
-    """S: most requests in one step."""
-    max_num_batched_tokens: Positive = 8192
-    """B: most tokens in one step."""
-    num_speculative_tokens: NotNegative = 0
+    max_num_seqs: Tokens = 256
+    """S: most requests in one step; at most 2**20."""
+    max_num_batched_tokens: Tokens = 8192
+    """B: most tokens in one step; at most 2**20."""
+    num_speculative_tokens: Annotated[int, Field(ge=0, lt=MOST_TOKENS)] = 0
     """A uniform decode request brings ``q = 1 + num_speculative_tokens`` tokens."""
-    max_loras: NotNegative = 0
-    """Most distinct adapters in one batch; 0: none."""
+    max_loras: Annotated[int, Field(ge=0, le=MOST_ADAPTERS)] = 0
+    """Most distinct adapters in one batch; 0: none. At most 1024."""
     lora_capture: Literal["each", "powers_of_two", "max_only"] = "powers_of_two"
     """Which adapter counts get graphs; the others are rounded up to one that has."""
     interactivity: bool = False
@@ -203,6 +236,9 @@ class RuntimeConfig:
     """Compare each program's first replay with eager before it serves."""
     verify_every: Positive | None = None
     """Compare 1 of N replayed steps with eager. None: none."""
+    watch: Literal["spread", "always", "off"] = "spread"
+    """How a replaced weight, attribute, variable or host value that graphs read is noticed. spread:
+    registrations in modules at once, all else four places a step; always: all at each step."""
     stale_check: Literal["off", "identity", "pointer"] = "identity"
     """How a replay checks that its inputs are those that were captured."""
     on_capture_error: Literal["raise", "skip"] = "raise"

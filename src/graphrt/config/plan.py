@@ -14,11 +14,16 @@ from typing import NamedTuple
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
 from graphrt.config.options import CompilationLevel, RuntimeConfig
 
+# Checked before a table is built.
+MOST_KEYS = 2**16
+MOST_DECISIONS = 2**22
+
 
 class Adjustment(NamedTuple):
     """One option that could not be used as it was asked."""
 
     field: str
+    """The option's name; "decode_capture_sizes" for what follows from the options of sizes."""
     asked: object
     effective: object
     reason: str
@@ -68,7 +73,8 @@ class Plan:
 class Resolved:
     """The plan, every change to the options in order, and the config with these applied.
 
-    Resolving ``config`` again, with the same facts, gives the same plan and no adjustment.
+    Resolving ``config`` again, with the same facts, gives the same plan, and no adjustment but that
+    of the decode sizes: they follow from ``cudagraph_capture_sizes``, which mixed batches use too.
     """
 
     plan: Plan

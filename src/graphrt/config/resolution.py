@@ -20,6 +20,8 @@ from graphrt.config.options import (
     config_error,
 )
 from graphrt.config.plan import (
+    MOST_DECISIONS,
+    MOST_KEYS,
     Adjustment,
     Plan,
     Resolved,
@@ -37,6 +39,7 @@ MODE_FIELD = "cudagraph_mode"
 SIZES_FIELD = CAPTURE_SIZES
 MAXIMUM_FIELD = "max_cudagraph_capture_size"
 COMPILE_FIELD = "compile_sizes"
+DECODE_FIELD = "decode_capture_sizes"
 LORA_FIELD = "lora_capture"
 EVERY_FEW_USERS = range(1, 33)
 """The sizes ``interactivity`` adds."""
@@ -66,6 +69,7 @@ def resolve(config: RuntimeConfig, facts: Facts, strict: bool = False) -> Resolv
         adjustments.append(Adjustment(LORA_FIELD, "each", "max_only", reason))
     if strict:
         _raise_if_adjusted(config, adjustments)
+    _check_tables(config, capture_sizes, decode_capture_sizes, lora_counts)
     table = padding_table(capture_sizes)
     plan = Plan(
         cudagraph_mode=mode,
@@ -198,7 +202,61 @@ def _sizes(
         if config.interactivity:
             extra += EVERY_FEW_USERS
         mixed = tuple(sorted({*ladder(maximum), *(size for size in extra if size <= maximum)}))
-    return mixed, _decode_sizes(config, mode, query_len, mixed, maximum), adjustments
+    decode = _decode_sizes(config, mode, query_len, mixed, maximum)
+    reason = _why_decode_differs(config, mode, query_len, mixed, decode)
+    if reason:
+        adjustments.append(Adjustment(DECODE_FIELD, asked or asked_maximum, decode, reason))
+    return mixed, decode, adjustments
+
+
+def _why_decode_differs(
+    config: RuntimeConfig,
+    mode: CUDAGraphMode,
+    query_len: int,
+    mixed: tuple[int, ...],
+    decode: tuple[int, ...],
+) -> str:
+    """What uniform decode batches do not get although the mode and the list ask for it, or "".
+
+    A size that only mixed batches can have is served as it was asked where they have graphs.
+    """
+    if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
+        return ""
+    largest = query_len * config.max_num_seqs
+    batches = (
+        f"a decode batch has a multiple of {query_len} tokens, at most"
+        f" {query_len} * max_num_seqs = {largest}"
+    )
+    if not decode:
+        return f"{batches}; no size up to {mixed[-1]} serves one, so that none has a full graph"
+    if config.compilation.cudagraph_capture_sizes is None:
+        return ""
+    others = [size for size in decode if size not in mixed]
+    if others:
+        return f"{batches}; sizes are rounded to {list(others)}"
+    if mode.mixed_mode() is RuntimeMode.NONE and decode != mixed:
+        unused = [size for size in mixed if size not in decode]
+        return f"{batches}; {unused} would serve nothing"
+    if decode[-1] < min(largest, mixed[-1]) // query_len * query_len:
+        return f"{batches}; those above {decode[-1]} have no full graph"
+    return ""
+
+
+def _check_tables(
+    config: RuntimeConfig,
+    capture_sizes: Sequence[int],
+    decode_capture_sizes: Sequence[int],
+    lora_counts: Sequence[int],
+) -> None:
+    """Raises ``ConfigError`` for a plan whose tables would fill memory."""
+    num_keys = (len(capture_sizes) + len(decode_capture_sizes)) * len(lora_counts)
+    if num_keys > MOST_KEYS:
+        raise _problem(SIZES_FIELD, f"{num_keys} keys, adapter counts included", f"{MOST_KEYS}")
+    num_decisions = (1 + max(capture_sizes, default=0)) * (1 + config.max_loras)
+    if num_decisions > MOST_DECISIONS:
+        found = f"{config.max_loras}, with graphs of {max(capture_sizes)} tokens"
+        accepted = f"at most {MOST_DECISIONS} pairs of a number of tokens and one of adapters"
+        raise _problem("max_loras", found, accepted)
 
 
 def _decode_sizes(
@@ -251,11 +309,12 @@ def _raise_if_adjusted(config: RuntimeConfig, adjustments: Sequence[Adjustment])
         SIZES_FIELD: options.cudagraph_capture_sizes is not None,
         MAXIMUM_FIELD: options.max_cudagraph_capture_size is not None,
         LORA_FIELD: True,
+        DECODE_FIELD: True,
     }
     problems = [
         ConfigProblem(field, f"{_shown(asked)} would become {_shown(effective)}", reason)
         for field, asked, effective, reason in adjustments
-        if explicit[field]
+        if explicit[field] and asked is not None
     ]
     if problems:
         raise config_error("resolve, strict", problems)
@@ -267,7 +326,7 @@ def _shown(value: object) -> object:
 
 def _applied(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> RuntimeConfig:
     """The config in which every adjusted option has its effective value. The last step wins."""
-    outer = {item.field: item.effective for item in adjustments}
+    outer = {item.field: item.effective for item in adjustments if item.field != DECODE_FIELD}
     inner = {name: outer.pop(name) for name in tuple(outer) if hasattr(config.compilation, name)}
     compilation = replace(config.compilation, **inner)  # type: ignore[arg-type]  # names are data
     return replace(config, compilation=compilation, **outer)  # type: ignore[arg-type]  # as above

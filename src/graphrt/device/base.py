@@ -49,6 +49,8 @@ class TensorUse(NamedTuple):
 
     tensor: torch.Tensor
     written: bool
+    source: str = ""
+    """The user's line that wrote it first; empty where none did, or where it is unknown."""
 
 
 class Stream(Protocol):
@@ -149,6 +151,10 @@ class Device(Protocol):
         """Where buffers live."""
 
     @property
+    def generator(self) -> torch.Generator:
+        """What kernels draw random numbers from unless they are given a generator."""
+
+    @property
     def limits(self) -> DeviceLimits: ...
 
     def new_pool(self, handle: Any = None) -> Pool:
@@ -196,7 +202,7 @@ class Device(Protocol):
         """
 
     def is_capturing(self) -> bool:
-        """Whether a recording is open on the calling thread."""
+        """Whether a recording is open on the calling thread, whoever has opened it."""
 
     def report_capturing(self) -> AbstractContextManager[None]:
         """While entered, ``torch.cuda.is_current_stream_capturing()`` is true on this thread.

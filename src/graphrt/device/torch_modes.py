@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    handle_torch_function,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Mode = TorchDispatchMode | TorchFunctionMode
@@ -34,12 +39,17 @@ def enter(mode: Mode) -> None:
 
 
 def leave(mode: Mode) -> None:
-    """Take ``mode`` out of the calling thread's stack; those above it stay, in their order."""
+    """Take ``mode`` out of the calling thread's stack; those above it stay, in their order.
+
+    A mode that an interrupt kept from being entered is not there.
+    """
     stack: Callable[[], list[Any]] = (
         _get_current_dispatch_mode_stack
         if isinstance(mode, TorchDispatchMode)
         else _get_current_function_mode_stack
     )
+    if not any(entered is mode for entered in stack()):
+        return
     above: list[Mode] = []
     while stack()[-1] is not mode:
         above.append(stack()[-1])
@@ -68,6 +78,60 @@ def is_for_parts(types: Collection[type]) -> bool:
     see a tensor without storage, and never the parts.
     """
     return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+@contextmanager
+def shown_to_modes(functions: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """While entered, function modes see these functions (module and name), which torch shows none.
+
+    Only under their present names: who has imported a function itself calls it unseen.
+    """
+    _shown_functions.add(functions)
+    try:
+        yield
+    finally:
+        _shown_functions.remove(functions)
+
+
+class _ShownFunctions:
+    """Replaces functions of torch while some thread is in ``shown_to_modes``.
+
+    A thread without a function mode gets torch's own answer. There is one object for the process,
+    because torch's functions are the process's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_scopes: Counter[tuple[Any, str]] = Counter()
+        self._originals: dict[tuple[Any, str], Any] = {}
+
+    def add(self, functions: Sequence[tuple[Any, str]]) -> None:
+        with self._lock:
+            for place in functions:
+                if not self._num_scopes[place]:
+                    original = self._originals[place] = getattr(*place)
+                    setattr(*place, _overridable(original))
+                self._num_scopes[place] += 1
+
+    def remove(self, functions: Sequence[tuple[Any, str]]) -> None:
+        with self._lock:
+            for place in functions:
+                self._num_scopes[place] -= 1
+                if not self._num_scopes[place]:
+                    setattr(*place, self._originals.pop(place))
+
+
+def _overridable(original: Any) -> Any:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(original, (), *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return call
+
+
+_shown_functions = _ShownFunctions()
 
 
 @contextmanager

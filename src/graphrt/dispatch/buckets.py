@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.config.plan import MOST_KEYS
 from graphrt.dispatch.dispatcher import NOTHING, Unavailable, check_count, check_keys, check_modes
 from graphrt.errors import BatchError, ConfigError
 
@@ -34,7 +35,7 @@ class BucketDispatcher:
     key's ``num_tokens``. There is one key for every combination of sizes, largest volume first.
     ``mode`` must treat all calls alike: FULL, PIECEWISE or NONE. ``unavailable`` and ``variant`` as
     for ``CUDAGraphDispatcher``. Raises ``ConfigError`` for an axis without sizes, a mode of two
-    different routines, or a wrong ``unavailable``.
+    different routines, more than 2**16 keys, or a wrong ``unavailable``.
     """
 
     __slots__ = ("_mode", "_served", "_variant", "axes", "keys")
@@ -62,6 +63,14 @@ class BucketDispatcher:
                 expected="at least one axis, and mode FULL, PIECEWISE or NONE",
                 found=f"axes {list(axes)}, mode {mode.name}",
                 do="name the axes that vary; a bucketed call has no decode routine of its own",
+            )
+        num_keys = prod(len(listed) for listed in self.axes.values())
+        if num_keys > MOST_KEYS:
+            raise ConfigError(
+                "bucket dispatch",
+                expected=f"at most {MOST_KEYS} combinations of sizes, each with a key of its own",
+                found=f"{num_keys}",
+                do="list fewer sizes: a call is padded to the next one",
             )
         self._variant = variant
         self._mode = mode.mixed_mode()

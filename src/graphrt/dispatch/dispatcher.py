@@ -28,8 +28,9 @@ Unavailable = Mapping[tuple[RuntimeMode, BatchDescriptor], Reason]
 class _Row(NamedTuple):
     """Every decision for one kind of batch."""
 
-    decisions: list[Decision]
-    """For 0, 1, 2, ... tokens, up to the largest size of any graph for this kind of batch."""
+    decisions: list[Decision | Reason]
+    """For 0, 1, 2, ... tokens, up to the largest size of any graph for this kind of batch. Why a
+    batch runs eager, until the first one of its size: such a decision contains the size."""
     beyond: Reason
     """Why a larger batch runs eager."""
 
@@ -116,9 +117,10 @@ class CUDAGraphDispatcher:
                 and num_tokens >= 0
                 and num_active_loras >= 0
             ):
-                if uniform:
-                    return self._decode_rows[num_active_loras][num_tokens]
-                return self._mixed_rows[num_active_loras][num_tokens]
+                rows = self._decode_rows if uniform else self._mixed_rows
+                found = rows[num_active_loras][num_tokens]
+                if type(found) is Decision:
+                    return found
         except (IndexError, TypeError, ValueError):
             pass  # A wrong argument, or a batch larger than any graph.
         return self._decide(num_tokens, uniform, num_active_loras, exclude, num_ubatches)
@@ -142,9 +144,12 @@ class CUDAGraphDispatcher:
                 do="split the batch, or resolve a plan with a larger max_loras",
             )
         decisions, beyond = self._row(uniform, count, check_modes(exclude), ubatches)
-        if tokens < len(decisions):
-            return decisions[tokens]
-        return self._none(tokens, count, ubatches, beyond)
+        found = decisions[tokens] if tokens < len(decisions) else beyond
+        if isinstance(found, Reason):
+            found = self._none(tokens, count, ubatches, found)
+            if tokens < len(decisions):
+                decisions[tokens] = found
+        return found
 
     def _row(
         self, uniform: bool, count: int, exclude: frozenset[RuntimeMode], num_ubatches: int
@@ -165,14 +170,13 @@ class CUDAGraphDispatcher:
         families = [family for family in found if family is not None]
         beyond = Reason.ABOVE_MAX if families else Reason.NO_KEY if kinds else Reason.MODE_NONE
 
-        decisions: list[Decision] = []
+        decisions: list[Decision | Reason] = []
         # From one listed size to the next every batch has the same key.
         sizes = sorted({size for family in families for size in family.sizes})
         for below, size in pairwise([-1, *sizes]):
             best = self._best(families, size, exclude)
             if isinstance(best, Reason):
-                tokens = range(below + 1, size + 1)
-                decisions += [self._none(n, count, num_ubatches, best) for n in tokens]
+                decisions += [best] * (size - below)
                 continue
             mode, key = best
             decisions += [Decision(mode, key, Reason.PADDED)] * (size - below)

@@ -8,11 +8,17 @@ from __future__ import annotations
 from graphrt.graphs.breaks import break_at, break_call, break_point, forbid_in_capture, no_breaks
 from graphrt.graphs.buffers import BoundBuffers, BufferSet
 from graphrt.graphs.bufferspec import BufferSpec, Padding
-from graphrt.graphs.capture import capture_program, has_undeclared
+from graphrt.graphs.capture import capture_program
 from graphrt.graphs.catalog import Catalog, Entry, Key, OwnerEntries, too_many_failures
-from graphrt.graphs.environment import CaptureEnvironment, require_no_grad
+from graphrt.graphs.environment import (
+    CaptureEnvironment,
+    autocast_dtype,
+    autocast_error,
+    require_no_grad,
+)
 from graphrt.graphs.gc_pause import frozen_heap, gc_paused
 from graphrt.graphs.held import ExternalsReport, HeldTensor
+from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.library import Generation, GraphBudget, GraphLibrary
 from graphrt.graphs.outputs import BoundOutputs, OutputSpec
 from graphrt.graphs.program import EagerSegment, GraphMemory, GraphSegment, Program, Returned
@@ -20,6 +26,7 @@ from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import Resource, StateGuard, TensorStateGuard, Workspace
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
 from graphrt.graphs.signature import StaleCheck
+from graphrt.graphs.watch import Watch, WatchMode
 from graphrt.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 __all__ = [
@@ -42,6 +49,7 @@ __all__ = [
     "GraphMemory",
     "GraphSegment",
     "HeldTensor",
+    "HostSnapshot",
     "Key",
     "OutputSpec",
     "OwnerEntries",
@@ -53,7 +61,11 @@ __all__ = [
     "StaleCheck",
     "StateGuard",
     "TensorStateGuard",
+    "Watch",
+    "WatchMode",
     "Workspace",
+    "autocast_dtype",
+    "autocast_error",
     "break_at",
     "break_call",
     "break_point",
@@ -61,7 +73,6 @@ __all__ = [
     "forbid_in_capture",
     "frozen_heap",
     "gc_paused",
-    "has_undeclared",
     "no_breaks",
     "require_no_grad",
     "too_many_failures",

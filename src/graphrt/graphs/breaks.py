@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError, LateInitError
-from graphrt.graphs.recorder import ProgramRecorder
+from graphrt.graphs.recorder import ProgramRecorder, open_cuts
 from graphrt.source import caller_source
 
 P = ParamSpec("P")
@@ -57,7 +58,9 @@ def break_point(
     ``capture_stub``: runs at capture in place of the function; must return the same structure.
 
     Aliasing: in a capture, the kernels before it have not run: its pool-owned arguments are zero.
-    Errors:   ``BreakError`` where Dynamo traces it.
+    Compiled: Dynamo traces through it, as through any function. A capture cannot cut there:
+              compile the parts between break points instead.
+    Errors:   ``BreakError`` where a PIECEWISE capture would have to cut compiled code.
     """
     if fn is None:
         return functools.partial(break_point, name=name, out=out, capture_stub=capture_stub)
@@ -70,7 +73,7 @@ def break_point(
         if recorder is None:
             return fn(*args, **kwargs)
         bound, rest, stub = _bind_self(fn, args, capture_stub)
-        return recorder.run_eager(
+        return _uncompiled(recorder.run_eager)(
             bound, rest, kwargs, name=_site(label), out=keyword_of_out, stub=stub
         )
 
@@ -83,7 +86,7 @@ def break_call(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
     recorder = _cutting_recorder(label)
     if recorder is None:
         return fn(*args, **kwargs)
-    result: R = recorder.run_eager(fn, args, kwargs, name=_site(label))
+    result: R = _uncompiled(recorder.run_eager)(fn, args, kwargs, name=_site(label))
     return result
 
 
@@ -154,7 +157,14 @@ def forbid_in_capture(what: str) -> None:
 
 def _cutting_recorder(label: str) -> ProgramRecorder | None:
     if torch.compiler.is_compiling():
-        _refuse_dynamo(label)
+        # Dynamo guards this number, so that a capture which would cut here traces anew.
+        if open_cuts.count:
+            _refuse_to_cut(label)
+        return None
+    return _recorder_here()
+
+
+def _recorder_here() -> ProgramRecorder | None:
     context = current_forward_context()
     if context is None or context.capture_scope is None or not context.breaks:
         return None
@@ -164,18 +174,27 @@ def _cutting_recorder(label: str) -> ProgramRecorder | None:
     return recorder
 
 
-def _refuse_dynamo(label: str) -> NoReturn:
-    raise BreakError(
-        f"break point {label}",
-        expected="plain Python",
-        found="a function that Dynamo traces",
-        do="name the operation a splitting op of the compiler instead",
-    )
+def _uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, which Dynamo leaves alone where a compiled model calls it."""
+    # Its import takes seconds; where it has not happened, nothing is compiled.
+    return torch.compiler.disable(fn) if "torch._dynamo" in sys.modules else fn
+
+
+def _refuse_to_cut(label: str) -> None:
+    """Raise ``BreakError`` if this thread is the one that records in pieces."""
+    if _recorder_here() is not None:
+        raise BreakError(
+            f"break point {label}",
+            expected="plain Python, which a capture can cut",
+            found="a function that Dynamo traces",
+            do="name the operation a splitting op of the compiler, compile the parts between "
+            "break points, or capture FULL",
+        )
 
 
 # What ``torch.compiler.disable`` sets, without its import of the whole compiler: Dynamo runs the
 # function instead of tracing it. It cannot trace a raise of an error like ours in every release.
-_refuse_dynamo._torchdynamo_disable = True  # type: ignore[attr-defined]
+_refuse_to_cut._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _bind_self(

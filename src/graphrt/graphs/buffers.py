@@ -106,6 +106,11 @@ class BoundBuffers:
             for name, buffer in self._owner._buffers.items()
         }
 
+    def real_views(self, n: Sizes) -> dict[str, torch.Tensor]:
+        """Name -> view of the first ``n`` rows, the real ones."""
+        real = self._owner._checked_sizes(n, self.sizes, str(self.key))
+        return {name: buffer.view(real) for name, buffer in self._owner._buffers.items()}
+
     def _find_plan(self, n: Sizes, names: tuple[str, ...]) -> _Plan:
         """Check real sizes and names seen for the first time, and build the views for them."""
         owner = self._owner

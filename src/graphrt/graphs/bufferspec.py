@@ -31,21 +31,26 @@ class Padding:
 
     kind: Literal["keep", "zero", "fill", "fill_once"]
     value: float | int | bool = 0
+    arbitrary: bool = False
+    """True: any other valid value would do as well, so verification puts other values there."""
 
     @classmethod
     def keep(cls) -> Padding:
         """Padded rows keep what earlier steps wrote: for inputs whose padding nothing reads."""
-        return cls("keep")
+        return cls("keep", arbitrary=True)
 
     @classmethod
-    def zero(cls) -> Padding:
-        """Padded rows hold 0: the default of floating and complex dtypes."""
-        return cls("zero")
+    def zero(cls, *, arbitrary: bool = False) -> Padding:
+        """Padded rows hold 0. The default of floating and complex dtypes, then ``arbitrary``."""
+        return cls("zero", arbitrary=arbitrary)
 
     @classmethod
-    def fill(cls, value: float | int | bool) -> Padding:
-        """Padded rows hold ``value``: -1, or the index of a row reserved for padding."""
-        return cls("fill", value)
+    def fill(cls, value: float | int | bool, *, arbitrary: bool = False) -> Padding:
+        """Padded rows hold ``value``: -1, or the index of a row reserved for padding.
+
+        ``arbitrary``: no real row may depend on it (ids, positions; never slots or lengths).
+        """
+        return cls("fill", value, arbitrary)
 
     @classmethod
     def fill_once(cls, value: float | int | bool) -> Padding:
@@ -53,11 +58,9 @@ class Padding:
         return cls("fill_once", value)
 
     def __repr__(self) -> str:
-        return (
-            f"Padding.{self.kind}({self.value!r})"
-            if "fill" in self.kind
-            else f"Padding.{self.kind}()"
-        )
+        told = [repr(self.value)] if "fill" in self.kind else []
+        told += ["arbitrary=True"] if self.arbitrary and self.kind != "keep" else []
+        return f"Padding.{self.kind}({', '.join(told)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class BufferSpec:
                     found="padding=None",
                     do="declare Padding.zero() or .fill(v), or .keep() if no padding is read",
                 )
-            object.__setattr__(self, "padding", Padding.zero())
+            object.__setattr__(self, "padding", Padding.zero(arbitrary=True))
         if not _holds(self.dtype, self.policy.value):
             raise StaticBufferError(
                 f"static buffer {self.name!r}",

@@ -6,13 +6,14 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.context import ForwardContext, current_forward_context
+from graphrt.context import CaptureContext, current_forward_context
 from graphrt.device.base import Block, Device, MemoryReading, Pool, Stream
 from graphrt.errors import (
     CaptureError,
@@ -24,14 +25,16 @@ from graphrt.errors import (
 )
 from graphrt.events import Captured
 from graphrt.graphs.buffers import BufferSet
-from graphrt.graphs.environment import require_no_grad, require_stream
-from graphrt.graphs.held import HeldTensor, bytes_of, find_holder, modules_of
+from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_stream
+from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder
 from graphrt.graphs.library import Generation, GraphLibrary
 from graphrt.graphs.program import GraphMemory, Program
 from graphrt.graphs.recorder import ProgramRecorder
+from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
 from graphrt.graphs.signature import Signature
 from graphrt.graphs.values import tensors_of
+from graphrt.graphs.writes import Write, observed_writes
 
 
 def capture_program(
@@ -43,25 +46,23 @@ def capture_program(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     options: CaptureOptions | None = None,
-    *,
-    check_state: bool = True,
 ) -> Program:
     """Record ``fn(*args, **kwargs)`` as the program of (owner, mode, key); add it to ``library``.
 
     Opens a scope where the library has none open; else ``options`` default to those of the scope.
-    It warms nothing up: run ``fn`` first, or use ``capture_all``. ``check_state`` False: what ran
-    before is the caller's business, so writes to state that nobody declared are accepted.
+    It warms nothing up: run ``fn`` first, or use ``capture_all``. Writes to state that nobody
+    declared are refused, unless ``options.checks`` is ``"none"``.
 
     Errors: ``CaptureError`` and its kin, what a failed capture of this key raised before, and
-    whatever ``fn`` raises. An error leaves no program, graph or recording behind.
+    whatever ``fn`` raises. An error leaves no program, graph or recording behind, and nothing that
+    the recording assigned: attributes, buffers, entries of containers, variables.
     """
     scope = library.scope
     if scope is None:
         with library.capture_scope(options):
-            return capture_program(
-                library, owner, mode, key, fn, args, kwargs, options, check_state=check_state
-            )
+            return capture_program(library, owner, mode, key, fn, args, kwargs, options)
     options = options or scope.options
+    library.replaying.require_none(f"capture of {owner} {mode.name} {key}")
     library.catalog.require_untried(owner, mode, key)
     if not scope.recording_lock.acquire(blocking=False):
         raise CaptureInProgressError(
@@ -85,18 +86,26 @@ def capture_program(
             owner=owner,
             mode=mode,
             key=key,
+            replaying=library.replaying,
             side_streams=library.side_streams,
             generators=library.generators,
             observe=options.observe != "never",
+            state=options.state,
         )
         pool, kwargs = generation.pool, kwargs or {}
+        reads = _reads(library, recorder, fn, options, None)
+        frozen = reads.read_values()
         before = set(pool.live_blocks()), library.device.memory(pool)
-        with _context(scope, mode, key):
-            recorder.record(fn, args, kwargs, weak_outputs=options.weak_outputs)
-        program = _make_program(
-            library, generation, recorder, fn, args, kwargs, options, before, check_state
-        )
-        entry = library.add(scope, generation, program)
+        host = scope.host_of(fn)
+        # No replay assigns anything again, and later captures reuse the memory.
+        is_refused = partial(_is_of_recording, library.device, options.allow_escape)
+        with host.run(is_first=options.warmups == 0, refuses=is_refused):
+            with _context(scope, mode, key):
+                recorder.record(fn, args, kwargs, weak_outputs=options.weak_outputs)
+            program = _make_program(
+                library, generation, recorder, fn, args, kwargs, options, before, reads, frozen
+            )
+            entry = library.add(scope, generation, program)
     except Exception as error:
         if isinstance(error, CaptureError):
             error.locate(owner=owner, mode=mode.name, key=str(key))
@@ -111,6 +120,13 @@ def capture_program(
     return program
 
 
+def _is_of_recording(device: Device, allowed: Sequence[str], path: str, value: Any) -> bool:
+    """True for a value that a recording assigned and that holds memory of the pool."""
+    if any(fnmatchcase(path, pattern) for pattern in allowed):
+        return False
+    return any(t.layout is torch.strided and device.owns(t) for t in tensors_of(value))
+
+
 def _context(
     scope: CaptureScope, mode: RuntimeMode, key: BatchDescriptor
 ) -> AbstractContextManager[Any]:
@@ -122,7 +138,7 @@ def _context(
         and context.cudagraph_runtime_mode is mode
         and context.batch_descriptor == key
     )
-    return nullcontext() if is_entered else ForwardContext(mode, key, capture_scope=scope)
+    return nullcontext() if is_entered else CaptureContext(mode, key, capture_scope=scope)
 
 
 def _make_program(
@@ -134,21 +150,20 @@ def _make_program(
     kwargs: Mapping[str, Any],
     options: CaptureOptions,
     before: tuple[set[Block], MemoryReading],
-    check_state: bool,
+    reads: Reads,
+    frozen: Mapping[tuple[int, Any], Any],
 ) -> Program:
     """Make the program of what was recorded, in no generation yet. Errors leave no graph."""
     device, pool = library.device, generation.pool
     live_before, memory_before = before
     try:
         _refuse_escapes(recorder, pool, live_before, fn, options.allow_escape)
-        scope = library.scope
-        earlier = [p for p in scope.programs if p.owner == recorder.owner] if scope else []
-        previous = earlier[-1].externals if earlier else ()
-        externals = recorder.externals(modules_of(fn), args, kwargs, options.keep_alive, previous)
+        reads = _reads(library, recorder, fn, options, reads)
+        externals = recorder.externals(reads, args, kwargs, options.keep_alive)
         written = [item for item in externals if item.written]
         _refuse_mutated_inputs(written, library.static_buffers)
-        if check_state and options.state is None:
-            _refuse_advanced_state(written, library.static_buffers, options, recorder.num_eager)
+        if options.checks == "all":
+            _refuse_advanced_state(written, recorder.writes(), library, options)
         is_observed = options.observe != "never"
         return Program(
             owner=recorder.owner,
@@ -159,26 +174,40 @@ def _make_program(
             signature=Signature.of(args, kwargs),
             outputs=recorder.outputs,
             externals=externals,
+            reads=reads,
+            values=reads.values_since(frozen),
             memory=_cost(recorder, externals, memory_before, device.memory(pool)),
             device=device,
+            replaying=library.replaying,
             stale_check=library.stale_check,
             after_eager=_joining(device, library.side_streams),
             is_observed=is_observed,
             knows_externals=is_observed and device.name == "simulated",
+            autocast=autocast_dtype(device.torch_device.type),
+            reads_step_info=recorder.reads_step_info,
         )
     except BaseException:
         recorder.reset()
         raise
 
 
-def has_undeclared(program: Program, library: GraphLibrary, options: CaptureOptions) -> bool:
-    """True if a program touches a tensor that nothing names, or writes one nobody declared."""
-    declared = _declared_writes(library.static_buffers, options)
-    return any(
-        not item.is_named
-        or (item.written and options.state is None and item.storage not in declared)
-        for item in program.externals
-    )
+def _reads(
+    library: GraphLibrary,
+    recorder: ProgramRecorder,
+    fn: Callable[..., Any],
+    options: CaptureOptions,
+    known: Reads | None,
+) -> Reads:
+    """What ``fn`` reaches now: of an earlier walk, where nothing was replaced since."""
+    owner = (recorder.owner, recorder.mode)
+    if known is None:
+        programs = (p for g in reversed(library.generations) for p in reversed(g.programs))
+        known = next((p.reads for p in programs if (p.owner, p.mode) == owner), None)
+    # Eager segments read afresh at each replay what they read.
+    breaks = recorder.mode is RuntimeMode.FULL
+    if known is not None and known.holds(fn, breaks=breaks):
+        return known
+    return Reads(fn, library.device.owns, options.prepared, breaks=breaks)
 
 
 def _captured(program: Program, seconds: float) -> Captured:
@@ -280,32 +309,64 @@ def _refuse_mutated_inputs(written: Sequence[HeldTensor], static: Iterable[Buffe
 
 def _refuse_advanced_state(
     written: Sequence[HeldTensor],
-    static: Iterable[BufferSet],
+    writes: Sequence[Write],
+    library: GraphLibrary,
     options: CaptureOptions,
-    num_eager: int,
 ) -> None:
-    if options.warmups == 0 and num_eager == 0:
-        return  # nothing has run yet
-    declared = _declared_writes(static, options)
-    advanced = [item.name for item in written if item.storage not in declared]
-    if advanced:
-        raise StateAdvancedError(
-            ", ".join(advanced),
-            expected="warm-ups and eager segments that leave state alone",
-            found=f"{options.warmups} warm-ups and {num_eager} eager segments of a callable "
-            "that writes it",
-            do="guard it with state=, or let inputs point at a reserved place in may_overwrite=",
+    undeclared = _undeclared(written, library, options)
+    if not undeclared:
+        return
+    places: dict[str, str] = {}
+    for item in undeclared:
+        lines = [one.source for one in writes if _storage_of(one.tensor) is item.storage]
+        places.setdefault(item.name, next(filter(None, lines), ""))
+    guard = "no state guard was given" if options.state is None else "the state guard leaves it out"
+    raise StateAdvancedError(
+        ", ".join(places),
+        expected="a callable that writes nothing but static buffers declared written, what "
+        "state= guards and what may_overwrite= names",
+        found=", ".join(
+            f"{name} is written" + (f" at {line}" if line else "") for name, line in places.items()
         )
+        + f"; {guard}",
+        do="guard it with state=, let inputs point at a reserved place in may_overwrite=, or say "
+        "checks='none' if warm-ups and first replays may advance it",
+        source=next(filter(None, places.values()), ""),
+    )
 
 
-def _declared_writes(
-    static: Iterable[BufferSet], options: CaptureOptions
-) -> set[torch.UntypedStorage]:
-    declared = {tensor.untyped_storage() for tensor in options.may_overwrite}
-    for buffers in static:
+def _undeclared(
+    written: Sequence[HeldTensor], library: GraphLibrary, options: CaptureOptions
+) -> list[HeldTensor]:
+    """Those of ``written`` that no option and no static buffer declares."""
+    declared = {_storage_of(tensor) for tensor in options.may_overwrite}
+    declared |= {workspace.storage for workspace in options.workspaces}
+    for buffers in library.static_buffers:
         declared |= {
-            tensor.untyped_storage()
+            _storage_of(tensor)
             for name, tensor in buffers.tensors.items()
             if buffers.specs[name].written
         }
-    return declared
+    undeclared = [item for item in written if item.storage not in declared]
+    if undeclared and options.state is not None:
+        assert library.scope is not None, "a capture has a scope"
+        guarded = _guarded(options.state, library.scope)
+        undeclared = [item for item in undeclared if item.storage not in guarded]
+    return undeclared
+
+
+def _guarded(guard: StateGuard, scope: CaptureScope) -> set[torch.UntypedStorage | None]:
+    """The storages that a guard keeps. One that does not name its tensors is watched once."""
+    tensors = getattr(guard, "tensors", None)
+    if tensors is not None:
+        return {_storage_of(tensor) for tensor in tensors_of(tensors)}
+    known = scope.guarded.get(id(guard))
+    if known is None:
+        with observed_writes() as writes:
+            guard.restore(guard.save())
+        known = scope.guarded[id(guard)] = {_storage_of(write.tensor) for write in writes}
+    return known
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None

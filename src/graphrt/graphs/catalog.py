@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 from graphrt.errors import CaptureError, ConfigError, TooManyFailuresError
+from graphrt.graphs.nesting import ReplayInProgress
 from graphrt.graphs.program import Program
 
 Key = tuple[RuntimeMode, BatchDescriptor]
@@ -38,8 +39,14 @@ class Entry:
     """Steps that wanted this key while it was not captured."""
     last_miss: int = 0
     """Number of the latest of these steps."""
+    missed_sizes: Mapping[str, int] | None = None
+    """The real sizes of the latest of these steps, where they are known."""
+    padding: str = ""
+    """How the first-replay check compared padded batches, in words."""
     seconds: float = 0.0
     """The latest capture alone."""
+    inner: tuple[Program, ...] = ()
+    """Of a job whose target calls wrappers: the programs that these captured."""
 
     @property
     def valid_program(self) -> Program | None:
@@ -54,11 +61,20 @@ class OwnerEntries:
     there, because a dispatcher hands out the same key object for the same batch shape.
     """
 
-    __slots__ = ("by_key", "is_observed_always", "memo_key", "memo_program", "mode", "owner")
+    __slots__ = (
+        "_replaying",
+        "by_key",
+        "is_observed_always",
+        "memo_key",
+        "memo_program",
+        "mode",
+        "owner",
+    )
 
     memo_program: Program
 
-    def __init__(self, owner: str, mode: RuntimeMode) -> None:
+    def __init__(self, owner: str, mode: RuntimeMode, replaying: ReplayInProgress) -> None:
+        self._replaying = replaying
         self.owner = owner
         self.mode = mode
         self.by_key: dict[BatchDescriptor, Entry] = {}
@@ -67,10 +83,15 @@ class OwnerEntries:
         self.memo_key: object = _NO_KEY
 
     def find(self, key: BatchDescriptor | None) -> Program | None:
-        """The program of ``key``, valid or not."""
+        """The program of ``key``, valid or not.
+
+        Errors: ``NestedReplayError`` inside an eager segment of a program of the library.
+        """
         entry = None if key is None else self.by_key.get(key)
         program = None if entry is None else entry.program
         if program is not None:
+            if self._replaying.title is not None:
+                raise self._replaying.refusal(program.title)
             self.memo_program = program
             self.memo_key = key
         return program
@@ -103,7 +124,8 @@ class Programs(Mapping[BatchDescriptor, Program]):
 class Catalog:
     """Every entry of a library. ``on_failure`` is called with each entry that fails anew."""
 
-    def __init__(self, on_failure: Callable[[Entry], None]) -> None:
+    def __init__(self, on_failure: Callable[[Entry], None], replaying: ReplayInProgress) -> None:
+        self._replaying = replaying
         self._owners: dict[tuple[str, RuntimeMode], OwnerEntries] = {}
         self._on_failure = on_failure
         self._failures_in_a_row: dict[str, int] = {}
@@ -139,7 +161,7 @@ class Catalog:
         owner, number = name or default, 2
         while (owner, mode) in self._owners:
             owner, number = f"{default}#{number}", number + 1
-        entries = self._owners[owner, mode] = OwnerEntries(owner, mode)
+        entries = self._owners[owner, mode] = OwnerEntries(owner, mode, self._replaying)
         return entries
 
     def entry(self, owner: str, mode: RuntimeMode, key: BatchDescriptor) -> Entry:
@@ -154,7 +176,7 @@ class Catalog:
         """The entries of an owner, made where there are none yet."""
         entries = self._owners.get((owner, mode))
         if entries is None:
-            entries = self._owners[owner, mode] = OwnerEntries(owner, mode)
+            entries = self._owners[owner, mode] = OwnerEntries(owner, mode, self._replaying)
         return entries
 
     def get(self, owner: str, mode: RuntimeMode, key: BatchDescriptor) -> Entry | None:
@@ -262,21 +284,24 @@ class Catalog:
             raise too_many_failures(owner, mode, key)
 
     def forget_failures(
-        self, keys: Iterable[tuple[str, RuntimeMode, BatchDescriptor]] = ()
+        self, keys: Iterable[tuple[str, RuntimeMode, BatchDescriptor]] | None = None
     ) -> None:
-        """Let failed keys be tried again, all of them or ``keys``, and owners that gave up."""
-        chosen = frozenset(keys)
+        """Let failed keys be tried again, all of them or ``keys``, and their owners too where they
+        gave up."""
+        chosen = None if keys is None else frozenset(keys)
         for entry in self.failures:
-            if not chosen or (entry.owner, entry.mode, entry.key) in chosen:
+            if chosen is None or (entry.owner, entry.mode, entry.key) in chosen:
                 entry.error = None
                 invalid = entry.program is not None and not entry.program.is_valid
                 entry.reason = Reason.INVALIDATED if invalid else Reason.NOT_CAPTURED_YET
-        self._failures_in_a_row.clear()
+        for owner in list(self._failures_in_a_row) if chosen is None else {o for o, *_ in chosen}:
+            self._failures_in_a_row.pop(owner, None)
 
     # -- what is missed
 
-    def note_miss(self, entry: Entry) -> None:
-        """Count a step that ran eager because this key is not captured yet."""
+    def note_miss(self, entry: Entry, sizes: Mapping[str, int] | None = None) -> None:
+        """Count a step, of these real sizes, that ran eager because this key is not captured."""
+        entry.missed_sizes = sizes
         self._num_misses += 1
         entry.misses += 1
         entry.last_miss = self._num_misses

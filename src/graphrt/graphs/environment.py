@@ -78,6 +78,23 @@ class CaptureEnvironment(NamedTuple):
             )
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast computes in on devices of this kind, None where it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def autocast_error(key: object, captured: torch.dtype | None) -> EnvironmentMismatchError:
+    is_on = captured is not None
+    return EnvironmentMismatchError(
+        f"autocast in a step of {key}",
+        expected=f"autocast on with {captured}, as at its capture"
+        if is_on
+        else "autocast off, as at its capture",
+        found="another dtype, or off" if is_on else "autocast on",
+        do="enter the same autocast around captures and steps, or inside the callable",
+    )
+
+
 def require_no_grad() -> None:
     """Raise ``EnvironmentMismatchError`` if grad mode is on, because a graph has no history."""
     if torch.is_grad_enabled():

@@ -6,6 +6,7 @@ most of what generating costs.
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections.abc import Sequence
 from types import CodeType, FunctionType
@@ -22,6 +23,9 @@ def make_function(
     # A copy for each: CPython keeps what it has learned of a function's globals in its code, and
     # two programs that took turns in one would make it learn anew each time.
     code = _code_of(source).replace(co_filename=filename)
+    # Builtins are named, because C code that imports something (torch does, under a device mode)
+    # looks for them among the globals of the function that called it.
+    scope.setdefault("__builtins__", builtins)
     return FunctionType(code, scope, argdefs=tuple(defaults))
 
 

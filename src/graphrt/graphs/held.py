@@ -1,30 +1,31 @@
-"""The tensors outside the pool that a program touches: held, named, and checked for moves.
+"""What a program reads besides its arguments: held, named, and checked for changes.
 
 A program holds the *storage* beside the tensor object, so an address cannot be reused behind its
 back. While it is held, ``untyped_storage()`` of a tensor over it is one and the same object; that
-identity, never an address, decides whether something moved.
+identity, never an address alone, decides whether something moved.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from types import FunctionType, NoneType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.graphs.values import walk
-
-# What most attributes of a module are. By the exact type: asking torch whether a value is a tensor
-# costs several times as much, and there are thousands.
-_NO_TENSORS = frozenset(
-    (NoneType, bool, int, float, str, dict, list, tuple, set, OrderedDict, FunctionType)
+from graphrt.graphs.reachable import (
+    MISSING,
+    Place,
+    attributes_of,
+    is_host_scalar,
+    reach,
+    read_attribute,
 )
-_REGISTERS = frozenset(("_parameters", "_buffers", "_modules"))
+from graphrt.graphs.values import same_host_value, walk
+
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Made of no other tensors."""
 
@@ -34,31 +35,41 @@ class HeldTensor:
     """One tensor outside the pool that a program keeps alive."""
 
     name: str
-    """A module path where one is known, else where it was given, else its dtype and shape."""
+    """A path where one is known, else where it was given, else its dtype and shape."""
     tensor: torch.Tensor
     storage: torch.UntypedStorage | None
     """None for layouts without one storage (sparse); only the tensor object is held then."""
-    holder: object | None = None
-    attributes: tuple[str, ...] = ()
-    """Where the name is looked up again: ``holder.attributes[0].attributes[1]...``."""
+    place: Place | None = None
+    """Where the name is looked up again."""
+    parts: tuple[str, ...] = ()
+    """Attributes of what stands there, of a packed tensor."""
     touched: bool = True
     """False: reachable from the callable by name, and the recording did not see it used."""
     written: bool = False
     is_named: bool = True
     """False: only the recording saw it, so nothing but an observation can find it."""
+    layout: tuple[Any, ...] = ()
 
     def has_moved(self) -> bool:
-        """True if another storage now stands behind the name, or behind the tensor object."""
-        current: Any = self.tensor
-        if self.holder is not None:
-            current = self.holder
-            for attribute in self.attributes:
-                current = getattr(current, attribute, None)
-        if not isinstance(current, torch.Tensor):
-            return True
+        """True if another storage or layout now stands behind the name, or the tensor object."""
+        return not self.fits(self.current())
+
+    def current(self) -> Any:
+        """What stands behind the name now."""
+        current: Any = self.tensor if self.place is None else self.place.read()
+        for part in self.parts:
+            current = getattr(current, part, None)
+        return current
+
+    def fits(self, current: Any) -> bool:
+        """True if ``current`` has the storage and the layout that were captured."""
+        if not issubclass(type(current), torch.Tensor):
+            return False
         if self.storage is None:
-            return current is not self.tensor
-        return current.untyped_storage() is not self.storage
+            return current is self.tensor
+        if current.untyped_storage() is not self.storage:
+            return False
+        return not self.layout or _layout(current) == self.layout
 
 
 class TensorRef(NamedTuple):
@@ -67,9 +78,6 @@ class TensorRef(NamedTuple):
     name: str
     """Empty: what it is called if nothing names its storage better is made up where needed."""
     tensor: torch.Tensor
-    holder: object | None = None
-    attributes: tuple[str, ...] = ()
-    touched: bool = True
     written: bool = False
 
 
@@ -77,8 +85,9 @@ class ExternalsReport(NamedTuple):
     """What ``check_externals`` found."""
 
     num_checked: int
+    """Places and tensors that were looked at."""
     moved: tuple[str, ...]
-    """Names of the externals that another storage stands behind now."""
+    """Names of what another storage, or another value, stands behind now."""
     invalidated: tuple[tuple[str, RuntimeMode, BatchDescriptor], ...]
     """(owner, mode, key) of the programs that became invalid."""
 
@@ -88,119 +97,233 @@ class ExternalsReport(NamedTuple):
         return not self.moved
 
 
-def modules_of(target: object) -> dict[str, torch.nn.Module]:
-    """Return every module reachable from a callable, by path.
+class Reads:
+    """What one callable reads besides its arguments, as a walk found it.
 
-    Followed: modules, wrappers (``runnable``), bound methods, partials, closures, default
-    arguments, and the globals a function names.
+    It is shared by the programs of the callable. ``prepared``: resources; what they set before
+    each run is no change. ``breaks``: see ``reach``.
     """
-    names: dict[str, torch.nn.Module] = {}
-    seen: set[int] = set()
-    for prefix, root in _roots(target, "", set()):
-        # As ``named_modules``, whose nested generators cost as much as the rest of a capture's
-        # bookkeeping: a parent before its children, each module where it is met first.
-        pending = [(prefix, root)]
-        while pending:
-            path, module = pending.pop()
-            if id(module) in seen:
+
+    __slots__ = (
+        "_later",
+        "_link_looks",
+        "_named",
+        "_probes",
+        "_sizes",
+        "_touched",
+        "breaks",
+        "links",
+        "places",
+        "prepared",
+        "target",
+        "tensors",
+        "values",
+    )
+
+    def __init__(
+        self,
+        target: object,
+        owns: Callable[[torch.Tensor], bool],
+        prepared: Iterable[object] = (),
+        *,
+        breaks: bool = True,
+    ) -> None:
+        self.target = target
+        self.breaks = breaks
+        self._later: Reads | None = None
+        found = reach(target, breaks=breaks)
+        of_resources = _parts_of(prepared)
+        values: list[Place] = []
+        links: list[Place] = []
+        tensors: list[HeldTensor] = []
+        prepared_names: set[str] = set()
+        self.places: dict[str, list[Place]] = {}
+        """By path; two variables of different functions may have one name."""
+        owned: dict[int, bool] = {}
+        for place in found.places:
+            value = place.value
+            # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
+            is_tensor = issubclass(type(value), torch.Tensor)
+            if not (place.is_named or (is_tensor and _is_module(place.owner))):
                 continue
-            seen.add(id(module))
-            names[path] = module
-            if not module._modules:
-                continue
-            inner = f"{path}." if path else ""
-            children = [
-                (inner + name, child)
-                for name, child in module._modules.items()
-                if child is not None
-            ]
-            pending += reversed(children)
-    return names
-
-
-def tensors_of_modules(modules: Mapping[str, torch.nn.Module]) -> Iterator[TensorRef]:
-    """Yield parameters, buffers and plain tensor attributes of ``modules``, by name."""
-    for path, module in modules.items():
-        for attributes in _attributes(module):
-            for attribute, value in attributes.items():
-                kind = type(value)
-                if kind in _NO_TENSORS or not isinstance(value, torch.Tensor):
-                    continue
-                name = f"{path}.{attribute}" if path else attribute
-                if kind in _PLAIN_TENSORS:
-                    yield TensorRef(name, value, module, (attribute,), touched=False)
-                else:
-                    yield from _parts_of_packed(name, value, module, (attribute,))
-
-
-def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what ``getattr`` finds on a module beside its submodules and its class."""
-    for attributes in _attributes(module):
-        for attribute, value in attributes.items():
-            if attribute not in _REGISTERS:
-                yield attribute, value
-
-
-def _attributes(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
-    return module._parameters, module._buffers, vars(module)
-
-
-def hold(
-    refs: Iterable[TensorRef],
-    owns: Callable[[torch.Tensor], bool],
-    previous: Iterable[HeldTensor] = (),
-) -> list[HeldTensor]:
-    """Merge ``refs`` by storage; pool-owned ones are left out. Named refs come before the others.
-
-    The first one of a storage gives it its name; every later one adds what it knows. Two names of
-    one storage (tied weights) are both kept: either may be replaced.
-    ``previous``: what another program of the same callable holds. Whatever stands unchanged behind
-    its name is known to lie outside the pool, which is slow to ask of hundreds of weights.
-    """
-    known = {(id(item.holder), item.attributes): item for item in previous if item.holder}
-    kept: list[tuple[TensorRef, torch.UntypedStorage | None]] = []
-    # By the id of a storage that is kept: it lives as long as these, so the id is its own.
-    is_named: dict[int, bool] = {}
-    touched: set[int] = set()
-    written: set[int] = set()
-    for item in refs:
-        tensor = item.tensor
-        if tensor.layout is not torch.strided:
-            kept.append((item, None))
-            continue
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        has_name = is_named.get(key)
-        if has_name is None:
-            old = known.get((id(item.holder), item.attributes))
-            is_known = old is not None and old.tensor is tensor and old.storage is storage
-            if not is_known and owns(tensor):
-                continue
-            is_named[key] = item.holder is not None
-        if has_name is None or (has_name and item.holder is not None):
-            kept.append((item, storage))
-        if item.touched:
-            touched.add(key)
-        if item.written:
-            written.add(key)
-    externals = []
-    for (name, tensor, holder, attributes, is_touched, is_written), place in kept:
-        if place is not None:
-            is_touched, is_written = id(place) in touched, id(place) in written
-        old = known.get((id(holder), attributes))
-        if (
-            old is not None
-            and old.tensor is tensor
-            and old.storage is place
-            and (old.name, old.touched, old.written) == (name, is_touched, is_written)
-        ):
-            externals.append(old)
-            continue
-        told = name or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-        externals.append(
-            HeldTensor(told, tensor, place, holder, attributes, is_touched, is_written, bool(name))
+            self.places.setdefault(place.path, []).append(place)
+            if id(place.owner) in of_resources:
+                prepared_names.add(place.path)
+            if is_tensor:
+                tensors += _held(place, value, (), owns, owned)
+            elif id(place.owner) not in of_resources:
+                (values if value is MISSING or is_host_scalar(value) else links).append(place)
+        self.values = tuple(values)
+        """Named host values."""
+        self.tensors = tuple(tensors)
+        used = _prefixes([item.name for item in tensors] + [place.path for place in values])
+        self.links = tuple(
+            place for place in links if place.path in used or issubclass(type(place.value), _CODE)
         )
-    return externals
+        """What leads to both: objects, containers, functions."""
+        self._link_looks = [(*_getter(place), place.value) for place in self.links]
+        self.prepared = frozenset(prepared_names)
+        """Names of what resources own."""
+        self._sizes = [(box, len(box)) for item in found.objects.values() for box in _boxes(item)]
+        self._probes = [probe for item in self.tensors for probe in probes_of(item)]
+        self._touched: dict[tuple[int, bool], HeldTensor] = {}
+        self._named = {_id_held(item) for item in tensors}
+
+    def holds(self, target: object, *, breaks: bool) -> bool:
+        """True if a walk of ``target`` would find the same objects and tensors now."""
+        return (
+            self.target is target
+            and self.breaks == breaks
+            and self.has_same_links()
+            and all(len(box) == size for box, size in self._sizes)
+            and all(map(is_as_it_was, self._probes))
+        )
+
+    def read_values(self) -> dict[tuple[int, Any], Any]:
+        """The host values as they are now, by owner and name."""
+        return {(id(place.owner), place.name): place.read() for place in self.values}
+
+    def values_since(self, before: Mapping[tuple[int, Any], Any]) -> list[Place]:
+        """The host values as they are now, of those that ``read_values`` saw alike.
+
+        What a recording changes (a counter) or sets is none that its graph depends on.
+        """
+        same = []
+        for place in self.values:
+            value = place.read()
+            known = before.get((id(place.owner), place.name), before)
+            now = place if value is place.value else place._replace(value=value)
+            if known is value or (known is not before and is_same_value(now, known)):
+                same.append(now)
+        return same
+
+    def has_same_links(self) -> bool:
+        """True if every object that was followed still stands where it stood."""
+        return all(get(name) is value for get, name, value in self._link_looks)
+
+    def current(self) -> Reads:
+        """These, or those of a new walk where an object was replaced by another."""
+        if self.has_same_links():
+            return self
+        if self._later is None or not self._later.has_same_links():
+            # Nothing new is held by what only finds out what moved.
+            self._later = Reads(self.target, _owns_nothing, breaks=self.breaks)
+        return self._later
+
+    def replaced_code(self, now: Reads) -> Iterator[str]:
+        """Names of functions and objects whose code is another now."""
+        for place in self.links:
+            if place.read() is place.value:
+                continue
+            found = [other.value for other in now.places.get(place.path, ())]
+            if not any(_same_code(place.value, value) for value in found):
+                yield place.path
+
+    def hold(
+        self, refs: Iterable[TensorRef], owns: Callable[[torch.Tensor], bool]
+    ) -> list[HeldTensor]:
+        """Everything outside the pool that a program keeps: what has a name, then ``refs``.
+
+        ``refs`` of a storage that has a name say only that it is touched, or written. Two names of
+        one storage (tied weights) are both kept: either may be replaced.
+        """
+        named = self._named
+        touched: set[int] = set()
+        written: set[int] = set()
+        others: dict[int, tuple[TensorRef, torch.UntypedStorage | None]] = {}
+        for ref in refs:
+            tensor = ref.tensor
+            storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+            key = id(tensor if storage is None else storage)
+            if key not in named and key not in others:
+                if storage is not None and owns(tensor):
+                    continue
+                others[key] = ref, storage
+            touched.add(key)
+            if ref.written:
+                written.add(key)
+        held = list(self.tensors)
+        if not touched.isdisjoint(named):
+            held = [
+                self._as_touched(item, key in written)
+                if (key := _id_held(item)) in touched
+                else item
+                for item in held
+            ]
+        for key, (ref, storage) in others.items():
+            tensor = ref.tensor
+            told = ref.name or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            held.append(
+                HeldTensor(told, tensor, storage, written=key in written, is_named=bool(ref.name))
+            )
+        return held
+
+    def _as_touched(self, item: HeldTensor, written: bool) -> HeldTensor:
+        """One object for all programs: they are looked at together."""
+        known = self._touched.get((id(item), written))
+        if known is None:
+            known = replace(item, touched=True, written=written)
+            self._touched[id(item), written] = known
+        return known
+
+
+class Probe(NamedTuple):
+    """How one place is looked at fast: equal to what it was unless ``get(name) is not value``."""
+
+    get: Callable[[Any], Any]
+    name: Any
+    value: Any
+    detail_of: Callable[[], Any] | None
+    """Of a tensor with a storage: a method that tells its address, which changes with ``.data =``
+    and ``set_``, or its shape, or its strides."""
+    detail: Any
+    item: HeldTensor | Place
+
+
+def is_as_it_was(probe: Probe) -> bool:
+    """True only if the same object stands there, a tensor as it was."""
+    get, name, value, detail_of, detail, _ = probe
+    return get(name) is value and (detail_of is None or detail_of() == detail)
+
+
+def probes_of(item: HeldTensor | Place) -> list[Probe]:
+    """The fast looks at what has a place, as it is now; of a tensor at address, shape, strides."""
+    place = item if isinstance(item, Place) else item.place
+    assert place is not None, "only what has a place is looked up again"
+    value = place.read()
+    getter = _getter(place)
+    if isinstance(item, HeldTensor) and item.parts:
+        return [Probe(lambda _: item.current(), None, item.current(), None, 0, item)]
+    if isinstance(item, HeldTensor) and item.layout and type(value) in _PLAIN_TENSORS:
+        methods = value.data_ptr, value.size, value.stride
+        return [
+            Probe(*getter, value, method, detail, item)
+            for method, detail in zip(methods, item.layout, strict=False)
+        ]
+    return [Probe(*getter, value, None, 0, item)]
+
+
+def is_same_value(place: Place, current: object) -> bool:
+    """True if a program that was captured with a place's value would do the same with this."""
+    return _is_same(place.value, current)
+
+
+def _is_same(expected: object, current: object) -> bool:
+    if expected is current:
+        return True
+    if type(expected) is not type(current):
+        return False
+    if isinstance(expected, frozenset):
+        return expected == current
+    if isinstance(expected, tuple) and isinstance(current, tuple):
+        return len(expected) == len(current) and all(map(_is_same, expected, current))
+    return is_host_scalar(expected) and same_host_value(expected, current)
+
+
+def modules_of(target: object) -> dict[str, torch.nn.Module]:
+    """Every module reachable from a callable, by path; see ``reach``."""
+    objects = reach(target).objects.items()
+    return {path: value for path, value in objects if _is_module(value)}
 
 
 def bytes_of(externals: Iterable[HeldTensor]) -> int:
@@ -210,75 +333,265 @@ def bytes_of(externals: Iterable[HeldTensor]) -> int:
 
 
 def find_holder(address: int, num_bytes: int, target: object) -> str:
-    """Name the module attribute or closure variable that keeps these bytes; empty if unknown."""
-    modules = modules_of(target)
-    places = [
-        (".".join(part for part in (path, attribute) if part), value)
-        for path, module in modules.items()
-        for attribute, value in attributes_of(module)
-    ]
-    for name, value in [*places, *_captured_values(target)]:
-        for node in walk(value):
+    """Name the attribute or variable that keeps these bytes; empty if unknown."""
+    for place in reach(target).places:
+        for node in walk(place.value):
             if node.kind == "tensor" and address <= node.value.data_ptr() < address + num_bytes:
-                return name
+                return place.path
     return ""
 
 
-def _parts_of_packed(
-    name: str, tensor: torch.Tensor, holder: object, attributes: tuple[str, ...]
-) -> Iterator[TensorRef]:
-    """A packed tensor (a subclass made of others) stands for the tensors it is made of."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield TensorRef(name, tensor, holder, attributes, touched=False)
+def _id_held(item: HeldTensor) -> int:
+    """The id of its storage, which it keeps; of the tensor where there is none."""
+    return id(item.tensor if item.storage is None else item.storage)
+
+
+def _held(
+    place: Place,
+    tensor: torch.Tensor,
+    parts: tuple[str, ...],
+    owns: Callable[[torch.Tensor], bool],
+    owned: dict[int, bool],
+) -> Iterator[HeldTensor]:
+    """A tensor with a name; a packed one (a subclass made of others) stands for its parts."""
+    flatten = (
+        None if type(tensor) in _PLAIN_TENSORS else getattr(tensor, "__tensor_flatten__", None)
+    )
+    if flatten is not None:
+        for part in flatten()[0]:
+            inner = getattr(tensor, part)
+            yield from _held(place, inner, (*parts, part), owns, owned)
         return
-    inner_names, _ = flatten()
-    for inner in inner_names:
-        yield from _parts_of_packed(
-            f"{name}.{inner}", getattr(tensor, inner), holder, (*attributes, inner)
-        )
+    storage = None
+    if tensor.layout is torch.strided:
+        storage = tensor.untyped_storage()
+        if owned.get(id(storage)) is None:
+            owned[id(storage)] = owns(tensor)
+        if owned[id(storage)]:
+            return
+    name = ".".join((place.path, *parts))
+    layout = _layout(tensor) if storage is not None and type(tensor) in _PLAIN_TENSORS else ()
+    yield HeldTensor(name, tensor, storage, place, parts, touched=False, layout=layout)
 
 
-def _roots(target: object, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield (prefix, module) for the outermost modules behind a callable."""
-    if id(target) in seen:
-        return
-    seen.add(id(target))
-    if isinstance(target, torch.nn.Module):
-        yield prefix, target
-    elif isinstance(target, functools.partial):
-        for part in (target.func, *target.args, *target.keywords.values()):
-            yield from _roots(part, prefix, seen)
-    elif _has(target, "unwrap") and _has(target, "runnable"):
-        yield from _roots(target.runnable, prefix, seen)  # type: ignore[attr-defined]  # it has one
-    elif _has(target, "__func__"):
-        yield from _roots(getattr(target, "__self__", None), prefix, seen)
-    elif _has(target, "__code__"):
-        for name, value in _captured_values(target):
-            yield from _roots(value, name, seen)
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.data_ptr(),
+        tensor.size(),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
-def _captured_values(function: object) -> Iterator[tuple[str, Any]]:
-    """Yield what a Python function carries: closure cells, defaults, globals it names."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    cells = getattr(function, "__closure__", None) or ()
-    for name, cell in zip(code.co_freevars, cells, strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:
-            continue  # a variable of an outer function that was not assigned yet
-    defaults = getattr(function, "__defaults__", None) or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
-    yield from (getattr(function, "__kwdefaults__", None) or {}).items()
-    scope = getattr(function, "__globals__", {})
-    yield from ((name, scope[name]) for name in code.co_names if name in scope)
+def _getter(place: Place) -> tuple[Callable[[Any], Any], Any]:
+    """The fastest function that reads a place, and its argument.
+
+    Of an entry of a dict, ``dict.get``: that a None is gone altogether is seen by ``read`` alone.
+    """
+    owner, name, kind = place.owner, place.name, place.kind
+    boxes: Any = None
+    if kind in _REGISTERS:
+        boxes = getattr(owner, _REGISTERS[kind])
+    elif kind == "attribute":
+        boxes = attributes_of(owner)
+    elif kind in ("item", "global"):
+        boxes = owner
+    elif kind == "length":
+        return ((lambda _: place.read()), None) if _is_module(owner) else (len, owner)
+    elif kind == "cell":
+        return _contents, owner
+    elif kind == "member":
+        return _member_getter(owner, name), name
+    if type(boxes) is dict and name in boxes:
+        return boxes.get, name
+    if type(boxes) is tuple:
+        return boxes.__getitem__, name
+    if type(boxes) is list:
+        return (lambda index: boxes[index] if index < len(boxes) else MISSING), name
+    return (lambda _: place.read()), None
 
 
-def _has(target: object, name: str) -> bool:
-    """``hasattr`` for any object: one whose ``__getattr__`` raises another error has nothing."""
+def _member_getter(owner: Any, name: str) -> Callable[[str], Any]:
+    """As ``read_attribute``, without asking the classes after the one that has it."""
+    kind = owner if issubclass(type(owner), type) else type(owner)
+    of_object = attributes_of(owner).get
+    of_classes = []
+    for base in kind.__mro__:
+        of_classes.append(base.__dict__.get)
+        if name in base.__dict__:
+            break
+    else:
+        return partial(read_attribute, owner)
+
+    def get(name: str) -> Any:
+        value = of_object(name, MISSING)
+        for of_class in of_classes:
+            if value is not MISSING:
+                return value
+            value = of_class(name, MISSING)
+        return value
+
+    return get
+
+
+def _contents(cell: CellType) -> Any:
     try:
-        return hasattr(target, name)
-    except Exception:  # noqa: BLE001  A lazy proxy among a function's globals, torch.classes.x.
+        return cell.cell_contents
+    except ValueError:  # a variable that was deleted
+        return MISSING
+
+
+_WRAPPERS = (property, cached_property, staticmethod, classmethod)
+_CODE = (FunctionType, BuiltinFunctionType, type, partial, *_WRAPPERS)
+
+_REGISTERS = {"parameter": "_parameters", "buffer": "_buffers", "submodule": "_modules"}
+
+
+def _prefixes(names: Iterable[str]) -> set[str]:
+    """Every path above the named ones."""
+    found: set[str] = set()
+    for name in names:
+        while (cut := max(name.rfind("."), name.rfind("["))) > 0:
+            name = name[:cut]
+            if name in found:
+                break
+            found.add(name)
+    return found
+
+
+def _boxes(item: Any) -> Iterator[Any]:
+    """The dicts and containers whose length says that something was added or taken away."""
+    kind = type(item)
+    if issubclass(kind, (dict, list, set)):
+        yield item
+    elif issubclass(kind, torch.nn.Module):
+        yield from (item._parameters, item._buffers, item._modules, vars(item))
+    elif not issubclass(kind, (FunctionType, type)):
+        yield attributes_of(item)
+
+
+def _is_module(item: object) -> bool:
+    return issubclass(type(item), torch.nn.Module)
+
+
+def _parts_of(resources: Iterable[object]) -> set[int]:
+    """Ids of resources and of the plain objects and containers that they are made of."""
+    found: dict[int, object] = {}
+    pending = list(resources)
+    while pending and len(found) < 4096:
+        item = pending.pop()
+        kind = type(item)
+        if id(item) in found or issubclass(kind, (torch.nn.Module, torch.Tensor, type)):
+            continue
+        found[id(item)] = item
+        pending += item.values() if issubclass(kind, dict) else attributes_of(item).values()  # type: ignore[attr-defined]  # a dict
+        if kind in (list, tuple, set):
+            pending += item  # type: ignore[arg-type]  # one of three containers
+    return set(found)
+
+
+def _same_code(before: object, now: object) -> bool:
+    """True if one object may take another's place as far as its code goes."""
+    if before is now:
+        return True
+    if type(before) is not type(now):
         return False
+    if type(before) is FunctionType:
+        return before.__code__ is now.__code__  # type: ignore[attr-defined]  # it is one as well
+    return not issubclass(type(before), (type, BuiltinFunctionType, *_WRAPPERS))
+
+
+def _owns_nothing(_: torch.Tensor) -> bool:
+    return False
+
+
+class Lookup:
+    """Looks at each place once, for all programs that share it."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, Reads] = {}
+        self._is_moved: dict[int, bool] = {}
+
+    @property
+    def num_checked(self) -> int:
+        return len(self._is_moved)
+
+    def find_moved(
+        self, reads: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]
+    ) -> list[str]:
+        """Names of ``tensors`` and ``values`` that are others now, and of replaced code."""
+        now = self.now(reads)
+        if now is not reads:
+            return _Replacement(reads, now, tensors, values).moved
+        is_moved = self._is_moved
+        moved = []
+        for item in tensors:
+            if (answer := is_moved.get(id(item))) is None:
+                answer = is_moved[id(item)] = item.has_moved()
+            if answer:
+                moved.append(item.name)
+        for place in values:
+            if (answer := is_moved.get(id(place))) is None:
+                answer = is_moved[id(place)] = not is_same_value(place, place.read())
+            if answer:
+                moved.append(place.path)
+        return list(dict.fromkeys(moved))
+
+    def now(self, reads: Reads) -> Reads:
+        """``reads``, or those of a new walk where an object was replaced by another."""
+        known = self._now.get(id(reads))
+        if known is None:
+            known = self._now[id(reads)] = reads.current()
+        return known
+
+    def found_now(
+        self, reads: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]
+    ) -> tuple[list[HeldTensor], list[Place]]:
+        """The same tensors and values, none of which moved, where they stand now."""
+        found = _Replacement(reads, self.now(reads), tensors, values)
+        return found.tensors, found.values
+
+
+class _Replacement:
+    """What became of tensors and values when an object above them gave way to another."""
+
+    def __init__(
+        self, reads: Reads, now: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]
+    ) -> None:
+        self.tensors: list[HeldTensor] = []
+        self.values: list[Place] = []
+        touched = _prefixes(item.name for item in tensors)
+        held_below = _prefixes(item.name for item in reads.tensors)
+        # A module that holds tensors, of which the program reads none, may be replaced.
+        replaced = list(reads.replaced_code(now))
+        moved = [path for path in replaced if path in touched or path not in held_below]
+        below = tuple(f"{path}." for path in replaced)
+        for item in tensors:
+            place = item.place and _place_now(now, item.place, partial(_fits, item))
+            if place is None and (item.place is not None or item.has_moved()):
+                moved.append(item.name)
+            else:
+                self.tensors.append(replace(item, place=place))
+        for value in values:
+            place = _place_now(now, value, partial(is_same_value, value))
+            if place is not None:
+                self.values.append(place._replace(value=value.value))
+            elif not value.path.startswith(below):  # What is above it says all.
+                moved.append(value.path)
+        self.moved = list(dict.fromkeys(moved))
+
+
+def _fits(item: HeldTensor, value: Any) -> bool:
+    for part in item.parts:
+        value = getattr(value, part, None)
+    return item.fits(value)
+
+
+def _place_now(now: Reads, place: Place, fits: Callable[[Any], bool]) -> Place | None:
+    for other in now.places.get(place.path, ()):
+        if fits(other.value):
+            return other
+    # An attribute that was absent is absent from the new walk too.
+    return place if place.value is MISSING and place.path not in now.places else None

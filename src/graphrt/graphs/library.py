@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -35,11 +35,14 @@ from graphrt.events import CaptureFailed, Event, Invalidated, Observer, Retired
 from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.catalog import Catalog, Entry, OwnerEntries, Programs
 from graphrt.graphs.gc_pause import gc_paused
-from graphrt.graphs.held import ExternalsReport
+from graphrt.graphs.held import ExternalsReport, Lookup
+from graphrt.graphs.nesting import ReplayInProgress
 from graphrt.graphs.program import Program
 from graphrt.graphs.resources import Resource, Workspace
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
 from graphrt.graphs.signature import StaleCheck
+from graphrt.graphs.watch import Watch
+from graphrt.source import caller_source
 
 Kind = Literal["first", "new", "lazy"]
 
@@ -121,7 +124,9 @@ class GraphLibrary:
         """Device graphs of successful captures so far; never decremented."""
         self.before_suspend = list(before_suspend)
         self.after_resume = list(after_resume)
-        self.catalog = Catalog(self._on_failure)
+        self.replaying = ReplayInProgress()
+        """Which program is between two of its graphs."""
+        self.catalog = Catalog(self._on_failure, self.replaying)
         """Which program serves each key of each owner, or why none does."""
         self.scope: CaptureScope | None = None
         """The capture scope that is open."""
@@ -130,11 +135,16 @@ class GraphLibrary:
         self._has_user_pool = pool is not None
         self._streams: list[Stream] = []
         self._buffers: list[BufferSet] = []
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._hooks: Watch | None = None
+        self._hooked_owners: set[str] = set()
         self._reserved: list[tuple[Resource, BatchDescriptor]] = []
         self._scope_lock = threading.Lock()
         self._retire_later: list[Generation] = []
         self._refusal: Callable[[], GraphrtError] | None = None
         self._is_closed = False
+        self._warned_of: set[str] = set()
+        """Owners of programs whose arguments no check compares all."""
         self._num_generations = 0
         # All generations capture on it, so that warm-ups prepared the stream that is captured. Its
         # name is ours alone: two libraries on one device share no stream.
@@ -175,10 +185,11 @@ class GraphLibrary:
         """Take a captured program in, and publish or stage it. Called by captures."""
         generation.programs.append(program)
         try:
+            self._warn_unchecked(program)
             # Only now is it known how many graphs the program needs.
             self.make_room(0, keep=generation)
             self.require_budget()
-        except GraphMemoryError:
+        except (GraphMemoryError, UserWarning):
             generation.programs.remove(program)
             program.retire()
             raise
@@ -190,6 +201,21 @@ class GraphLibrary:
             entry.staged = program
             return entry
         return self.catalog.publish(program)
+
+    def _warn_unchecked(self, program: Program) -> None:
+        """Name what no check compares, once for each owner."""
+        if not program.unchecked or program.owner in self._warned_of:
+            return
+        self._warned_of.add(program.owner)
+        source = caller_source()
+        warnings.warn_explicit(
+            f"{program.title}: {', '.join(program.unchecked)}: kept as captured, and never "
+            "compared, because only tensors, plain values and containers of them are. A replay "
+            "does not see what changes inside: pass that as a tensor, or put it in the key",
+            UserWarning,
+            source.file or "<unknown>",
+            source.line,
+        )
 
     def drop(self, programs: Sequence[Program]) -> None:
         """Undo the newest captures: withdraw and reset them. Called by captures, never later.
@@ -215,14 +241,15 @@ class GraphLibrary:
         an error. Entering ends the validity of every output that a replay returned.
 
         Errors: ``ConfigError`` for wrong options; on entry ``CaptureInProgressError`` if a scope
-        of this library is open.
+        of this library is open, or anything records on this thread; ``NestedReplayError`` inside
+        an eager segment.
         """
         base = CaptureOptions() if options is None else options
         return self._scope(replace(base, **changes) if changes else base)
 
     @contextmanager
     def _scope(self, options: CaptureOptions) -> Iterator[CaptureScope]:
-        self._require_usable()
+        self.require_no_recording("capture scope")
         if not self._scope_lock.acquire(blocking=False):
             raise CaptureInProgressError(
                 "capture scope",
@@ -248,6 +275,7 @@ class GraphLibrary:
 
     def _end_scope(self) -> None:
         self.scope = None
+        self._watch_hooked()
         self._scope_lock.release()
         doomed, self._retire_later = self._retire_later, []
         for generation in doomed:
@@ -265,6 +293,18 @@ class GraphLibrary:
         self.catalog.publish_staged(generation.programs)
         if old is not None:
             self.retire(old)
+
+    def require_no_recording(self, what: str) -> None:
+        """Raise unless a capture scope may be opened here: see ``capture_scope``."""
+        self._require_usable()
+        self.replaying.require_none(what)
+        if self.scope is None and self.device.is_capturing():
+            raise CaptureInProgressError(
+                what,
+                expected="no open recording on this thread",
+                found="one of another library, or of other code",
+                do="capture before it or after it; a capture does not nest",
+            )
 
     def generation_for(self, scope: CaptureScope) -> Generation:
         """The generation that takes the scope's next program; a full lazy one is followed."""
@@ -287,12 +327,14 @@ class GraphLibrary:
 
     def register_stream(self, stream: Stream) -> Stream:
         """Declare a side stream: it is joined at each end of a segment and forked at each begin."""
+        self._require_usable()
         if stream not in self._streams:
             self._streams.append(stream)
         return stream
 
     def stream(self, name: str) -> Stream:
         """The device's persistent stream of this name, registered as a side stream."""
+        self._require_usable()
         return self.register_stream(self.device.stream(name))
 
     @property
@@ -304,6 +346,7 @@ class GraphLibrary:
 
         ``close()`` drops them.
         """
+        self._require_usable()
         self._buffers.append(buffers)
 
     @property
@@ -312,6 +355,7 @@ class GraphLibrary:
 
     def reserve(self, resource: Resource, largest: BatchDescriptor) -> None:
         """Let a resource allocate for its largest key, once: graphs hold the addresses."""
+        self._require_usable()
         for known, key in self._reserved:
             if known is resource and key == largest:
                 return
@@ -390,6 +434,7 @@ class GraphLibrary:
         return self._open_generation("lazy")
 
     def _open_generation(self, kind: Kind, handle: Any = None) -> Generation:
+        self._require_usable()
         pool = self.device.new_pool() if handle is None else self.device.new_pool(handle)
         generation = Generation(self._num_generations, kind, pool, self._stream)
         self._num_generations += 1
@@ -408,8 +453,9 @@ class GraphLibrary:
 
         While a scope is open this waits for its exit. In order: withdraw from the catalogue, wait
         for the device, drop the generated functions, reset the graphs newest first, thaw the
-        workspaces, release the pool, emit ``Retired``.
+        workspaces, release the pool, emit ``Retired``. Errors: ``NestedReplayError``.
         """
+        self.replaying.require_none("retirement")
         doomed = [item for item in self._generations if generation in (None, item, item.index)]
         for item in reversed(doomed):
             if self.scope is None:
@@ -441,18 +487,19 @@ class GraphLibrary:
     # -- what programs read
 
     def check_externals(self) -> ExternalsReport:
-        """Ask of everything programs read outside the pool whether it is still the same storage.
+        """Ask of everything programs read besides their arguments whether it is what it was.
 
-        A copy into a weight leaves programs valid; a replaced weight makes those that read it
-        ``invalid`` (on a device that cannot see all that a graph reads: every program of the
-        owner). Their steps raise ``InvalidProgramError`` until they are captured again.
+        That is every tensor and every host value that the callable's code names, wherever it is
+        kept, and the objects on the way there. A copy into a weight leaves programs valid; a
+        replaced weight or value makes those that read it ``invalid`` (on a device that cannot see
+        all that a graph reads: every program of the owner). Their steps raise
+        ``InvalidProgramError`` until they are captured again.
         """
-        checked: set[int] = set()
+        lookup = Lookup()
         moved: dict[str, dict[Program, list[str]]] = {}
         for generation in self._generations:
             for program in generation.programs:
-                checked.update(id(item.storage) for item in program.externals)
-                names = program.find_moved()
+                names = program.find_moved(lookup)
                 if names:
                     moved.setdefault(program.owner, {})[program] = names
         invalidated = []
@@ -466,7 +513,9 @@ class GraphLibrary:
             if valid:
                 self.emit(Invalidated(owner, len(valid), _names_in(programs)))
         all_moved = dict.fromkeys(n for programs in moved.values() for n in _names_in(programs))
-        return ExternalsReport(len(checked), tuple(all_moved), tuple(invalidated))
+        if invalidated:
+            self._mark_watches()
+        return ExternalsReport(lookup.num_checked, tuple(all_moved), tuple(invalidated))
 
     def invalidate(self, owner: str | None = None) -> int:
         """Make every valid program of ``owner`` (of all) ``invalid`` by hand; returns how many."""
@@ -477,7 +526,41 @@ class GraphLibrary:
                 counts[program.owner] = counts.get(program.owner, 0) + 1
         for name, count in counts.items():
             self.emit(Invalidated(name, count, ()))
+        if counts:
+            self._mark_watches()
         return sum(counts.values())
+
+    def settle(self, programs: Iterable[Program]) -> None:
+        """Leave out of what new programs read what their callable changes itself; see ``Program``.
+
+        After their first replays were checked, and host values were put back.
+        """
+        lookup = Lookup()
+        for program in programs:
+            program.settle(lookup)
+
+    def add_watch(self, watch: Watch) -> None:
+        """Let ``watch`` know, for as long as it lives, when programs became invalid."""
+        self._watches.add(watch)
+
+    def watch_registrations(self, owner: str) -> None:
+        """Let torch's registration hooks alone make an owner's programs look before they run.
+
+        What a wrapper has: nothing calls its library between two steps.
+        """
+        if self._hooks is None:
+            self._hooks = Watch("hooks")
+            self._hooks.start()
+        self._hooked_owners.add(owner)
+
+    def _watch_hooked(self) -> None:
+        if self._hooks is not None:
+            own = [p for p in self.programs if p.owner in self._hooked_owners and p.is_valid]
+            self._hooks.update(own, self.check_externals)
+
+    def _mark_watches(self) -> None:
+        for watch in self._watches:
+            watch.is_marked = True
 
     # -- suspension and end
 
@@ -506,7 +589,7 @@ class GraphLibrary:
 
     def resume(self) -> ExternalsReport:
         """Let replays run again; programs whose externals moved in between become invalid."""
-        if self._refusal is not _suspended_error:
+        if self._is_closed or self._refusal is not _suspended_error:
             self._require_usable()
         self._refuse_all(None)
         report = self.check_externals()
@@ -517,13 +600,15 @@ class GraphLibrary:
     def close(self) -> None:
         """Retire everything, newest first, and drop static buffers. Idempotent.
 
-        Errors: ``CaptureInProgressError`` while a scope is open.
+        Errors: ``CaptureInProgressError`` while a scope is open, ``NestedReplayError``.
         """
         if self._is_closed:
             return
         self._require_no_scope("close")
         if self._refusal is not _forked_error:
             self.retire()
+        if self._hooks is not None:
+            self._hooks.stop()
         for buffers in self._buffers:
             buffers.close()
         self._buffers.clear()
@@ -575,8 +660,6 @@ class GraphLibrary:
                 program.disable(error)
 
     def _require_usable(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal()
         if self._is_closed:
             raise LibraryClosedError(
                 "graph library",
@@ -584,8 +667,11 @@ class GraphLibrary:
                 found="one that was closed",
                 do="make a new library and capture again",
             )
+        if self._refusal is not None:
+            raise self._refusal()
 
     def _require_no_scope(self, what: str) -> None:
+        self.replaying.require_none(f"{what} of a graph library")
         if self.scope is not None:
             raise CaptureInProgressError(
                 f"{what} of a graph library",

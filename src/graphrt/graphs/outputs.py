@@ -20,6 +20,7 @@ from graphrt.graphs.program import Program
 from graphrt.graphs.values import (
     Node,
     Path,
+    dotted,
     map_tensors,
     own_copy,
     rebuild,
@@ -44,6 +45,10 @@ class OutputSpec:
     tensors of the caller's own; ``"checked_view"``, views that raise ``StaleOutputError``
     when they are used after the next ``unpad`` or ``expire`` of this spec (for debugging).
 
+    ``chosen_from``: path of an integer output -> path of the floating one that it indexes along the
+    last dimension, as ``{"tokens": "logits"}`` for a greedy choice. A padded batch may choose
+    another among elements that are equal within rounding: verification counts that as a tie.
+
     ``replay_count``: how often outputs were overwritten, as ``unpad`` and ``expire`` count it.
     """
 
@@ -51,6 +56,8 @@ class OutputSpec:
         self,
         axes: Mapping[str, Length | Mapping[int, Length]] | None,
         policy: OutputPolicy = "view",
+        *,
+        chosen_from: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if policy not in ("view", "clone", "checked_view"):
             raise ConfigError(
@@ -60,6 +67,7 @@ class OutputSpec:
                 do="pick one",
             )
         self.policy: OutputPolicy = policy
+        self.chosen_from = MappingProxyType(dict(chosen_from))
         self.axes: Mapping[str, Mapping[int, Length]] | None = None
         if axes is not None:
             by_dimension = {
@@ -83,8 +91,14 @@ class OutputSpec:
         """
         return cls(_infer(first, second), policy)
 
-    def bind(self, captured: Program | Any) -> BoundOutputs:
-        """Prepare ``unpad`` for one key's program, or for the outputs it returned."""
+    def bind(
+        self, captured: Program | Any, padded: Mapping[str, int] | None = None
+    ) -> BoundOutputs:
+        """Prepare ``unpad`` for one key's program, or for the outputs it returned.
+
+        ``padded``: axis -> padded size, which dimensions declared with that axis must have.
+        Errors: ``ConfigError`` for a path or dimension that is not there, or of another size.
+        """
         outputs = captured.outputs if isinstance(captured, Program) else captured
         if self.axes is None:
             raise ConfigError(
@@ -93,7 +107,10 @@ class OutputSpec:
                 found="neither",
                 do="pass axes={} if no output is padded, or use OutputSpec.infer",
             )
-        return BoundOutputs(self, outputs, self.axes)
+        bound = BoundOutputs(self, outputs, self.axes)
+        if padded is not None:
+            _check_sizes(outputs, self.axes, padded)
+        return bound
 
     def expire(self) -> None:
         """Make every checked view invalid: call it before anything of the same library replays."""
@@ -110,7 +127,7 @@ class BoundOutputs:
     ) -> None:
         nodes = list(walk(outputs))
         _check_paths(nodes, axes)
-        self.opaque = tuple(_dotted(node.path) for node in nodes if node.kind == "opaque")
+        self.opaque = tuple(dotted(node.path) for node in nodes if node.kind == "opaque")
         self._spec = spec
         self._axes = axes
         self._outputs = outputs
@@ -140,11 +157,11 @@ class BoundOutputs:
 
     def _cut(self, n: Sizes) -> Any:
         def cut_leaf(path: Path, leaf: Any) -> Any:
-            lengths = self._axes.get(_dotted(path))
+            lengths = self._axes.get(dotted(path))
             if lengths is None or not isinstance(leaf, torch.Tensor):
                 return leaf
             for dim, length in lengths.items():
-                leaf = leaf.narrow(dim, 0, _real_length(_dotted(path), leaf.shape[dim], length, n))
+                leaf = leaf.narrow(dim, 0, _real_length(dotted(path), leaf.shape[dim], length, n))
             return leaf
 
         cut = rebuild(self._outputs, cut_leaf)
@@ -204,22 +221,18 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _dotted(path: Path) -> str:
-    return ".".join(str(step.name) for step in path)
-
-
 def _check_paths(nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]]) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for node in nodes:
         if node.kind == "tensor":
-            if _dotted(node.path) in tensors:
+            if dotted(node.path) in tensors:
                 raise ConfigError(
                     "output axes",
                     expected="a path for each output",
-                    found=f"two outputs at {_dotted(node.path)!r}",
+                    found=f"two outputs at {dotted(node.path)!r}",
                     do="rename a key so that no two paths read alike",
                 )
-            tensors[_dotted(node.path)] = node.value
+            tensors[dotted(node.path)] = node.value
     for path, lengths in axes.items():
         dims = range(tensors[path].dim()) if path in tensors else range(0)
         if path not in tensors or not all(dim in dims for dim in lengths):
@@ -229,6 +242,23 @@ def _check_paths(nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]]
                 found=", ".join(f"{p!r} {tuple(t.shape)}" for p, t in tensors.items()) or "none",
                 do="correct the path or the dimension",
             )
+
+
+def _check_sizes(
+    outputs: Any, axes: Mapping[str, Mapping[int, Length]], padded: Mapping[str, int]
+) -> None:
+    """Refuse a dimension that is not as long as its axis is padded to: other rows would be cut."""
+    for path, tensor in _tensors(outputs).items():
+        for dim, axis in axes.get(path, {}).items():
+            expected = padded.get(axis) if isinstance(axis, str) else None
+            if expected is not None and tensor.shape[dim] != expected:
+                raise ConfigError(
+                    f"output {path!r}, dimension {dim}",
+                    expected=f"{expected}, the padded size of axis {axis!r}",
+                    found=f"{tensor.shape[dim]}, in shape {tuple(tensor.shape)}",
+                    do="correct the axis; declare a length of another kind as a function of the "
+                    "sizes",
+                )
 
 
 # --- inference
@@ -270,7 +300,7 @@ def _infer(
 
 def _tensors(captured: Any) -> dict[str, torch.Tensor]:
     outputs = captured.outputs if isinstance(captured, Program) else captured
-    return {_dotted(node.path): node.value for node in walk(outputs) if node.kind == "tensor"}
+    return {dotted(node.path): node.value for node in walk(outputs) if node.kind == "tensor"}
 
 
 def _no_inference(expected: str, found: str) -> ConfigError:

@@ -28,9 +28,11 @@ from graphrt.errors import (
     UnkeyedValueError,
 )
 from graphrt.graphs.generated import make_function
-from graphrt.graphs.held import HeldTensor
+from graphrt.graphs.held import HeldTensor, Lookup, Reads
+from graphrt.graphs.nesting import ReplayInProgress
+from graphrt.graphs.reachable import Place
 from graphrt.graphs.signature import Checker, InputLeaf, Signature, StaleCheck, generate_checker
-from graphrt.graphs.values import Path, format_path, same_host_value, walk
+from graphrt.graphs.values import Path, bytes_of, format_path, same_host_value, storage_start, walk
 
 Replay = Callable[[], None]
 State = Literal["captured", "ready", "invalid", "retired"]
@@ -56,6 +58,18 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """Static outputs over one storage: they stay one, whatever the model writes through either."""
+
+    leaves: tuple[int, ...]
+    """Their positions among ``EagerSegment.returned``."""
+    offsets: tuple[int, ...]
+    """Where each begins, in bytes."""
+    target: torch.Tensor
+    """The bytes that all of them lie in."""
+
+
+@dataclass(frozen=True, slots=True)
 class EagerSegment:
     """``fn(*args, **kwargs)``, run at every replay where capture met the break point."""
 
@@ -67,6 +81,9 @@ class EagerSegment:
     """Module path, file and line of the break point."""
     writes_out: bool
     """True if ``fn`` gets its static output under a keyword and may return nothing."""
+    shared: tuple[SharedBytes, ...] = ()
+    has_stub: bool = False
+    """True if something else than ``fn`` ran at capture."""
 
     @property
     def static_outputs(self) -> tuple[torch.Tensor, ...]:
@@ -76,18 +93,44 @@ class EagerSegment:
     def store(self, result: Any) -> None:
         """Copy what a replay returned into the static outputs.
 
-        Errors: ``BreakOutputError`` for another structure, shape or dtype; ``UnkeyedValueError``
-        for another host value.
+        Errors: ``BreakOutputError`` for another structure, shape or dtype, or other tensors that
+        share memory; ``UnkeyedValueError`` for another host value.
         """
         if result is None and self.writes_out:
             return
         leaves = [node for node in walk(result) if node.kind != "container"]
         if [leaf.path for leaf in leaves] != [leaf.path for leaf in self.returned]:
             raise self._misfit("the structure returned at capture", f"{type(result).__name__}")
-        for expected, found in zip(self.returned, leaves, strict=True):
-            self._store_leaf(expected, found.value)
+        is_shared = {index for shared in self.shared for index in shared.leaves}
+        for index, (expected, found) in enumerate(zip(self.returned, leaves, strict=True)):
+            self._store_leaf(expected, found.value, copies=index not in is_shared)
+        tensors = {
+            index: node.value
+            for index, node in enumerate(leaves)
+            if self.returned[index].kind == "static_output"
+        }
+        if len(tensors) > 1:
+            self._store_shared(tensors)
 
-    def _store_leaf(self, expected: Returned, found: Any) -> None:
+    def _store_shared(self, found: Mapping[int, torch.Tensor]) -> None:
+        groups = shared_storages(found)
+        expected = [shared.leaves for shared in self.shared]
+        if self.has_stub:
+            # It tells structure and shapes, hardly what shares memory; the graph has copies.
+            groups = {leaves: starts for leaves, starts in groups.items() if leaves in expected}
+        if list(groups) != expected:
+            raise self._misfit("the tensors that shared memory at capture, and no others", "others")
+        for shared, offsets in zip(self.shared, groups.values(), strict=True):
+            tensors = [found[index] for index in shared.leaves]
+            values = [self.returned[index].value for index in shared.leaves]
+            if offsets != shared.offsets or any(
+                tensor.stride() != value.stride() or not _same_bits(tensor, value)
+                for tensor, value in zip(tensors, values, strict=True)
+            ):
+                raise self._misfit("views of one tensor as at capture", "other views of it")
+            shared.target.copy_(bytes_of(tensors))
+
+    def _store_leaf(self, expected: Returned, found: Any, copies: bool) -> None:
         place = format_path(expected.path, root="result")
         value = expected.value
         if expected.kind == "host" and not same_host_value(value, found):
@@ -107,9 +150,14 @@ class EagerSegment:
                 f"{found.dtype} of shape {tuple(found.shape)}",
             )
         if expected.kind == "static_output":
-            # Detached: a step outside no_grad must not tie its history to the static output.
-            value.copy_(found.detach())
-        elif found.data_ptr() != value.data_ptr() or found.stride() != value.stride():
+            if copies:
+                # Detached: a step outside no_grad must not tie its history to the static output.
+                value.copy_(found.detach())
+        elif (
+            found.data_ptr() != value.data_ptr()
+            or found.stride() != value.stride()
+            or not _same_bits(found, value)
+        ):
             raise self._misfit(f"{place}: the argument it returned at capture", "another tensor")
 
     def _misfit(self, expected: str, found: str) -> BreakOutputError:
@@ -119,6 +167,25 @@ class EagerSegment:
             found=found,
             do="return the same shapes at every step of a key, or capture again",
         )
+
+
+def shared_storages(tensors: Mapping[int, torch.Tensor]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Which of ``tensors`` lie in one storage, and where each begins: bytes from the first one."""
+    by_storage: dict[int, list[int]] = {}
+    for index, tensor in tensors.items():
+        start = storage_start(tensor)
+        if start and tensor.numel():  # Without elements there is nothing to share.
+            by_storage.setdefault(start, []).append(index)
+    groups = {}
+    for group in by_storage.values():
+        if len(group) > 1:
+            starts = [int(tensors[i].storage_offset()) * tensors[i].dtype.itemsize for i in group]
+            groups[tuple(group)] = tuple(start - min(starts) for start in starts)
+    return groups
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()
 
 
 Segment = GraphSegment | EagerSegment
@@ -145,35 +212,47 @@ class Program:
     ``outputs``: what the callable returned; the next replay of any program of the library
     overwrites it. None once retired.
     ``externals``: the tensors outside the pool that it holds. ``knows_externals``: True if they
-    tell exactly what the graphs read and write. ``is_observed``: True if its capture was observed.
+    tell exactly what the graphs read and write. ``values``: the host values that it froze and that
+    the callable's code names; ``reads``: where both were found. ``is_observed``: True if its
+    capture was observed. ``autocast``: the dtype that autocast was on with at capture; None if it
+    was off. ``reads_step_info``: True if a graph holds what the forward context said of the step.
     """
 
     __slots__ = (
         "__weakref__",
         "_after_eager",
+        "_asks",
         "_checker",
         "_device",
         "_filename",
         "_function",
+        "_ignored",
         "_is_retired",
-        "_moved",
+        "_recheck",
         "_refusal",
+        "_replaying",
         "_stale_check",
         "_stream",
+        "autocast",
         "check",
         "externals",
         "generation",
+        "has_eager",
         "is_observed",
         "key",
         "knows_externals",
         "memory",
         "mode",
+        "moved",
         "outputs",
         "owner",
+        "reads",
+        "reads_step_info",
         "replay",
         "segments",
         "signature",
         "source",
+        "values",
     )
 
     check: Checker
@@ -192,12 +271,17 @@ class Program:
         signature: Signature,
         outputs: Any,
         externals: Sequence[HeldTensor],
+        reads: Reads,
+        values: Sequence[Place],
         memory: GraphMemory,
         device: Device,
+        replaying: ReplayInProgress,
         stale_check: StaleCheck = StaleCheck.IDENTITY,
         after_eager: Callable[[], None] | None = None,
         is_observed: bool = True,
         knows_externals: bool = False,
+        autocast: torch.dtype | None = None,
+        reads_step_info: bool = False,
     ) -> None:
         self.owner = owner
         self.mode = mode
@@ -207,24 +291,34 @@ class Program:
         self.signature = signature
         self.outputs = outputs
         self.externals = tuple(externals)
+        self.reads: Reads | None = reads
+        self.values = tuple(values)
+        self._ignored = reads.prepared
         self.memory = memory
         self.is_observed = is_observed
         self.knows_externals = knows_externals
+        self.autocast = autocast
+        self.reads_step_info = reads_step_info
+        self.has_eager = any(isinstance(segment, EagerSegment) for segment in self.segments)
         self._device = device
+        self._replaying = replaying
         self._stale_check = stale_check
         self._stream: Stream | None = None
-        self._moved: tuple[str, ...] | None = None
-        """What moved, once the program is invalid."""
+        self.moved: tuple[str, ...] | None = None
+        """What was replaced, once the program is invalid; empty if it was made so by hand."""
+        self._recheck: Callable[[], object] | None = None
         self._is_retired = False
         self._refusal: Callable[[], GraphrtError] | None = None
         self._checker: Checker | None = None
         self._filename = _free_filename(self.title)
-        function, self.source = generate_replay(self.segments, self._filename, after_eager)
+        guard = (replaying, self.title) if self.has_eager else None
+        function, self.source = generate_replay(self.segments, self._filename, after_eager, guard)
         """The generated replay, one line or more per segment; eager ones name their site."""
         if len(self.segments) == 1 and isinstance(self.segments[0], GraphSegment):
             # One line that calls one callable: the callable itself does the same, sooner.
             function = self.segments[0].graph.replay
         self._function = function
+        self._asks = not self.has_eager
         self._install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,8 +326,11 @@ class Program:
 
         Aliasing: the outputs are graph storage; the next replay of any program of the library
                   overwrites them. Clone to keep.
-        Errors:   ``StaleInputError``, ``UnkeyedValueError`` before anything ran.
+        Errors:   ``StaleInputError``, ``UnkeyedValueError`` before anything ran;
+                  ``NestedReplayError`` inside an eager segment of a program of the library.
         """
+        if self._replaying.title is not None:
+            raise self._replaying.refusal(self.title)
         self.check(args, kwargs)
         self.replay()
         return self.outputs
@@ -248,14 +345,14 @@ class Program:
         """``captured`` (never called), ``ready`` (first call checked), ``invalid``, ``retired``."""
         if self._is_retired:
             return "retired"
-        if self._moved is not None:
+        if self.moved is not None:
             return "invalid"
         return "captured" if self._checker is None else "ready"
 
     @property
     def is_valid(self) -> bool:
         """True if nothing it reads has moved and its graphs exist."""
-        return self._moved is None and not self._is_retired
+        return self.moved is None and not self._is_retired
 
     @property
     def inputs(self) -> tuple[InputLeaf, ...]:
@@ -264,8 +361,18 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Paths of arguments that no check compares (opaque objects)."""
-        return tuple(leaf.path for leaf in self.inputs if leaf.kind == "opaque")
+        """Opaque objects, which no check compares: paths of arguments, and of what eager segments
+        returned."""
+        return (
+            *(leaf.path for leaf in self.inputs if leaf.kind == "opaque"),
+            *(
+                f"{segment.site}: {format_path(leaf.path, root='result')}"
+                for segment in self.segments
+                if isinstance(segment, EagerSegment)
+                for leaf in segment.returned
+                if leaf.kind == "opaque"
+            ),
+        )
 
     @property
     def num_graphs(self) -> int:
@@ -276,20 +383,56 @@ class Program:
         """Eager segments: Python that runs at every replay."""
         return len(self.segments) - self.num_graphs
 
-    def find_moved(self) -> list[str]:
-        """Names of the tensors it reads that another storage stands behind now.
+    def watched(self) -> tuple[list[HeldTensor], list[Place]]:
+        """The tensors and host values whose replacement makes it wrong.
 
-        Where the device cannot see all that a graph reads, of all that it holds.
+        Where the device cannot see all that a graph reads, all tensors that it holds.
         """
-        return [
-            item.name
+        ignored = self._ignored
+        tensors = [
+            item
             for item in self.externals
-            if (item.touched or not self.knows_externals) and item.has_moved()
+            if item.touched or not (self.knows_externals or item.name in ignored)
         ]
+        return tensors, [place for place in self.values if place.path not in ignored]
+
+    def find_moved(self, lookup: Lookup | None = None) -> list[str]:
+        """Names of what it reads that another storage, value or code stands behind now."""
+        reads, lookup = self.reads, lookup or Lookup()
+        if reads is None:
+            return []
+        tensors, values = self.watched()
+        names = lookup.find_moved(reads, tensors, values)
+        moved = [name for name in names if name not in self._ignored]
+        if not moved and lookup.now(reads) is not reads:
+            # An object gave way to another that holds the same: that one is looked at from now on.
+            found, kept = lookup.found_now(reads, tensors, values)
+            others = [item for item in self.externals if item not in tensors]
+            self.externals = (*found, *others)
+            self.reads, self.values = lookup.now(reads), tuple(kept)
+        return moved
+
+    def settle(self, lookup: Lookup) -> None:
+        """Leave out what the callable has itself changed since the capture: counters, flags.
+
+        Called once, after the first replay was checked. A tensor that the graphs are known to read
+        stays.
+        """
+        if self.reads is None:
+            return
+        tensors, values = self.watched()
+        names = lookup.find_moved(self.reads, tensors, values)
+        touched = {item.name for item in tensors if item.touched}
+        self._ignored |= frozenset(names) - touched
+
+    def suspect(self, recheck: Callable[[], object]) -> None:
+        """Let the next check of arguments call ``recheck`` first."""
+        self._recheck = recheck
+        self._install()
 
     def invalidate(self, names: Sequence[str] = ()) -> None:
         """Refuse replays from now on because ``names`` moved."""
-        self._moved = tuple(names)
+        self.moved = tuple(names)
         self._install()
 
     def disable(self, error: Callable[[], GraphrtError] | None) -> None:
@@ -300,6 +443,7 @@ class Program:
     def retire(self) -> None:
         """Reset the graphs, newest first, and let go of everything. Only the library calls this."""
         self._is_retired = True
+        self._replaying.unasking.discard(self)
         linecache.cache.pop(self._filename, None)
         self._checker = None
         self._function = _nothing
@@ -309,23 +453,45 @@ class Program:
                 segment.graph.reset()
         self.segments = ()
         self.outputs = None
-        self.externals = ()
+        self.externals = self.values = ()
+        self.reads = None
 
     def _install(self) -> None:
         """Set ``check`` and ``replay`` to what the state allows."""
         refusal = self._refusal
         if self._is_retired:
             refusal = self._retired_error
-        elif refusal is None and self._moved is not None:
+        elif refusal is None and self.moved is not None:
             refusal = self._invalid_error
         if refusal is not None:
             self.check = self.replay = _raising(refusal)
+        elif self._recheck is not None:
+            self.check = self._check_suspected
         elif self._checker is None:
             self.check = self._check_first
             self.replay = _raising(self._unchecked_error)
         else:
             self.check = self._checker
-            self.replay = self._function
+            self.replay = self._replay_asking if self._asks else self._function
+
+    def _replay_asking(self) -> None:
+        """Replay unless another program is in the middle; ask no more until one begins."""
+        self._replaying.require_none(self.title)
+        self.replay = self._function
+        self._replaying.unasking.add(self)
+        self._function()
+
+    def ask_again(self) -> None:
+        """Ask at the next replay whether another is in progress. Who begins one calls this."""
+        self._install()
+
+    def _check_suspected(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Look at everything that is read before the arguments are compared."""
+        assert self._recheck is not None, "installed by suspect()"
+        recheck, self._recheck = self._recheck, None
+        recheck()
+        self._install()
+        self.check(args, kwargs)
 
     def _check_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare everything with what capture saw, then install the generated checker."""
@@ -363,7 +529,7 @@ class Program:
         )
 
     def _invalid_error(self) -> GraphrtError:
-        moved = f"moved: {', '.join(self._moved)}" if self._moved else "it was invalidated by hand"
+        moved = f"moved: {', '.join(self.moved)}" if self.moved else "it was invalidated by hand"
         return InvalidProgramError(
             self.title,
             expected="externals where they were at capture",
@@ -384,25 +550,38 @@ def generate_replay(
     segments: Sequence[Segment],
     filename: str,
     after_eager: Callable[[], None] | None = None,
+    guard: tuple[ReplayInProgress, str] | None = None,
 ) -> tuple[Replay, str]:
     """Write the replay of ``segments`` as one function, a line or more each; return it, its text.
 
     It reads no context, hashes nothing and tests nothing per graph. Its text is registered with
     ``linecache`` under ``filename``, so a traceback out of an eager segment shows its site.
     ``after_eager`` runs after every eager segment, before its result is stored (it joins streams).
+    ``guard``: lets no other program of the library run in between, and the name of this one.
     """
     # Constants are globals of the function, not default arguments: a program of 65 segments has
     # some 150 of them, and each default argument is copied at each call.
     constants: dict[str, Any] = {"after_eager": after_eager, "Tensor": torch.Tensor}
-    lines = ["def replay():"]
+    lines = []
     for number, segment in enumerate(segments):
         if isinstance(segment, GraphSegment):
             constants[f"graph_{number}"] = segment.graph.replay
-            lines.append(f"    graph_{number}()")
+            lines.append(f"graph_{number}()")
         else:
-            body = _eager_lines(number, segment, constants, after_eager is not None)
-            lines += [f"    {line}" for line in body]
-    source = "\n".join([*lines, ""])
+            lines += _eager_lines(number, segment, constants, after_eager is not None)
+    if guard is not None:
+        constants["replaying"], constants["title"] = guard
+        lines = [
+            # What ``begin`` does, without the call where it is spared.
+            "if replaying.title is not None or replaying.unasking:",
+            "    replaying.begin(title)",
+            "replaying.title = title",
+            "try:",
+            *(f"    {line}" for line in lines),
+            "finally:",
+            "    replaying.title = None",
+        ]
+    source = "\n".join(["def replay():", *(f"    {line}" for line in lines), ""])
     # No modification time: linecache keeps such an entry when it checks its files.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     return make_function(source, filename, constants), source

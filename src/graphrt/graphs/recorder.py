@@ -7,25 +7,60 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.device.base import Device, DeviceGraph, Pool, Recording, Stream
 from graphrt.errors import BreakError, CaptureError, EmptyCaptureError
-from graphrt.graphs.held import HeldTensor, TensorRef, hold, modules_of, tensors_of_modules
-from graphrt.graphs.program import EagerSegment, GraphSegment, Returned, Segment
+from graphrt.graphs.held import HeldTensor, Reads, TensorRef, modules_of
+from graphrt.graphs.nesting import ReplayInProgress
+from graphrt.graphs.program import (
+    EagerSegment,
+    GraphSegment,
+    Returned,
+    Segment,
+    SharedBytes,
+    shared_storages,
+)
+from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import (
-    HOST_TYPES,
+    bytes_of,
     format_call_path,
-    map_tensors,
+    is_host,
+    kept_host_value,
+    map_leaves,
     rebuild,
+    storage_start,
     tensors_of,
     walk_call,
 )
+from graphrt.graphs.writes import Write, observed_writes
 from graphrt.source import traceback_source
+
+_ALIGNMENT = 16
+"""Bytes of the largest element."""
+
+
+class OpenCuts:
+    """How many PIECEWISE recordings are open in the process.
+
+    Compiled code cannot read a forward context; it can be compiled for a value of this.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def add(self, number: int) -> None:
+        with self._lock:
+            self.count += number
+
+
+open_cuts = OpenCuts()
 
 
 class ProgramRecorder:
@@ -40,9 +75,11 @@ class ProgramRecorder:
         owner: str,
         mode: RuntimeMode,
         key: BatchDescriptor,
+        replaying: ReplayInProgress,
         side_streams: Sequence[Stream] = (),
         generators: Sequence[torch.Generator] = (),
         observe: bool = True,
+        state: StateGuard | None = None,
     ) -> None:
         self.owner = owner
         self.mode = mode
@@ -53,14 +90,21 @@ class ProgramRecorder:
         self.static_output_addresses: set[int] = set()
         self.in_eager = False
         """True while an eager segment runs at capture."""
-        self.eager_writes: list[torch.Tensor] = []
+        self.reads_step_info = False
+        """True once the callable read ``attn_metadata`` of the forward context outside an eager
+        segment: what it said then is part of the graph."""
+        self.eager_writes: list[Write] = []
         """Tensors outside the pool that an eager segment wrote while it ran at capture."""
         self._device = device
         self._pool = pool
         self._stream = stream
+        self._replaying = replaying
         self._side_streams = tuple(side_streams)
         self._generators = tuple(generators)
         self._observe = observe
+        self._state = state
+        self._saved: list[Any] = []
+        """What the guard saved before the first eager segment ran."""
         # A worker in a copy of the caller's context finds this recorder too, and must not cut.
         self._thread = threading.get_ident()
         self._label = f"{owner} {mode.name} {key}"
@@ -78,10 +122,14 @@ class ProgramRecorder:
         return len(self.segments) - len(self.graphs)
 
     @property
+    def _cuts_at_all(self) -> bool:
+        return self.mode is RuntimeMode.PIECEWISE
+
+    @property
     def cuts(self) -> bool:
         """True where a break point ends a segment: in a PIECEWISE recording of this thread."""
         return (
-            self.mode is RuntimeMode.PIECEWISE
+            self._cuts_at_all
             and self._recording is not None
             and self._thread == threading.get_ident()
         )
@@ -96,8 +144,10 @@ class ProgramRecorder:
     ) -> None:
         """Run ``runnable`` once inside recordings; fills ``segments`` and ``outputs``.
 
+        What eager segments advance of the guarded state is put back.
         An error leaves no recording open and no graph alive, and propagates with its place noted.
         """
+        open_cuts.add(self._cuts_at_all)
         try:
             self._open_segment()
             result = runnable(*args, **kwargs)
@@ -107,7 +157,7 @@ class ProgramRecorder:
             self._close_segment()
             # Once the strong output is gone, later captures reuse its bytes. Not sooner, because
             # the device drops a result that dies inside the recording as unread.
-            self.outputs = map_tensors(result, self._alias) if weak_outputs else result
+            self.outputs = _map_kept(result, self._alias) if weak_outputs else result
             del result
             if not self.graphs:
                 raise EmptyCaptureError(
@@ -128,7 +178,10 @@ class ProgramRecorder:
                 # keeps pool memory alive.
                 del first
         finally:
+            open_cuts.add(-self._cuts_at_all)
             self._eager_failure = None
+            if self._state is not None and self._saved:
+                self._state.restore(self._saved.pop())
 
     def run_eager(
         self,
@@ -149,33 +202,49 @@ class ProgramRecorder:
         try:
             self._close_segment()
             site = f"segment {len(self.segments)}: {name}"
+            if self._state is not None and not self._saved:
+                self._saved.append(self._state.save())
             given = tensors_of((args, kwargs))
             for tensor in given:
                 if self._owns(tensor):
                     # The kernels before it have not run: zero keeps index-like values in range.
                     _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
-            result = (stub or fn)(*args, **kwargs)
+            watch: AbstractContextManager[list[Write]] = (
+                observed_writes() if self._observe else nullcontext([])
+            )
+            self._replaying.begin(f"{self._label}, which is being captured")
+            try:
+                with watch as writes:
+                    result = (stub or fn)(*args, **kwargs)
+            finally:
+                self._replaying.end()
             self._join_side_streams()  # What it returned may still be in the making there.
-            self.eager_writes += [
-                tensor
-                for tensor, version in versions
-                if _version(tensor) != version and not self._owns(tensor)
+            # An observation sees every tensor; without one, versions tell of those that were given.
+            writes += [
+                Write(tensor, site) for tensor, version in versions if _version(tensor) != version
             ]
+            self.eager_writes += [write for write in writes if not self._owns(write.tensor)]
             returned: list[Returned] = []
             bind = self._bind(site)
-            value = rebuild(result, self._keep_leaf(given, returned, bind))
-            bound = {key: map_tensors(item, bind) for key, item in kwargs.items()}
+            addresses = {storage_start(tensor) for tensor in given} - {0}
+            new = [t for t in tensors_of(result) if storage_start(t) not in addresses]
+            _require_strided(new, site)
+            statics = self._static_outputs(new)
+            value = rebuild(result, self._keep_leaf(given, returned, bind, statics))
+            bound = {key: _map_kept(item, bind) for key, item in kwargs.items()}
             if out is not None and out not in kwargs:
                 bound.update(self._static_output_for(out, returned, site))
             self.segments.append(
                 EagerSegment(
                     fn,
-                    map_tensors(args, bind),
+                    _map_kept(args, bind),
                     bound,
                     tuple(returned),
                     site,
                     writes_out=out is not None,
+                    shared=self._shared_bytes(new, returned),
+                    has_stub=stub is not None,
                 )
             )
             self._open_segment()
@@ -188,18 +257,16 @@ class ProgramRecorder:
 
     def externals(
         self,
-        modules: Mapping[str, torch.nn.Module],
+        reads: Reads,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         keep_alive: Sequence[torch.Tensor],
-        previous: Sequence[HeldTensor] = (),
     ) -> list[HeldTensor]:
-        """Return everything outside the pool that the program must keep: see ``held.hold``.
+        """Return everything outside the pool that the program must keep.
 
-        ``modules``: those behind the callable, as they are now.
+        ``reads``: what the callable reaches, as it is now.
         """
         refs = [
-            *tensors_of_modules(modules),
             *(
                 TensorRef(format_call_path(node.path), node.value)
                 for node in walk_call(args, kwargs)
@@ -212,9 +279,21 @@ class ProgramRecorder:
                 for graph in self.graphs
                 for use in graph.externals
             ),
-            *(TensorRef("", tensor, written=True) for tensor in self.eager_writes),
+            *(TensorRef("", write.tensor, written=True) for write in self.eager_writes),
         ]
-        return hold(refs, self._device.owns, previous)
+        return reads.hold(refs, self._device.owns)
+
+    def writes(self) -> list[Write]:
+        """Every tensor outside the pool that was written, once for each segment."""
+        return [
+            *(
+                Write(use.tensor, use.source)
+                for graph in self.graphs
+                for use in graph.externals
+                if use.written
+            ),
+            *self.eager_writes,
+        ]
 
     def reset(self) -> None:
         """Destroy what was recorded, newest first."""
@@ -283,32 +362,81 @@ class ProgramRecorder:
         given: Sequence[torch.Tensor],
         returned: list[Returned],
         bind: Callable[[torch.Tensor], torch.Tensor],
+        statics: Mapping[int, torch.Tensor],
     ) -> Callable[[Any, Any], Any]:
-        """Return the function that replaces and lists each leaf of an eager segment's result."""
+        """Return the function that replaces and lists each leaf of an eager segment's result.
+
+        ``statics``: what stands for a tensor that is no argument, nor a view of one, by its id.
+        """
         given_ids = set(map(id, given))
-        addresses = {_storage_address(tensor) for tensor in given} - {0}
 
         def keep(path: Any, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                if _storage_address(value) in addresses:
+                static = statics.get(id(value))
+                if static is None:
                     alias = bind if id(value) in given_ids else self._alias
                     returned.append(Returned(path, "passed", alias(value)))
                     return value
-                static = self._static_output(value)
                 returned.append(Returned(path, "static_output", self._alias(static)))
                 return static
-            is_host = isinstance(value, HOST_TYPES)
-            returned.append(Returned(path, "host" if is_host else "opaque", value))
+            kind: Literal["host", "opaque"] = "host" if is_host(value) else "opaque"
+            returned.append(Returned(path, kind, kept_host_value(value)))
             return value
 
         return keep
 
+    def _static_outputs(self, new: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Pool memory for tensors that an eager segment made, by their ids; filled for now.
+
+        Those over one storage lie in one block again.
+        """
+        statics: dict[int, torch.Tensor] = {}
+        for group in shared_storages(dict(enumerate(new))):
+            tensors = [new[index] for index in group]
+            source = bytes_of(tensors)
+            # Each element where its dtype allows it to be: as many bytes behind such a place.
+            lead = source.storage_offset() % _ALIGNMENT
+            size = -(-(lead + source.numel()) // _ALIGNMENT) * _ALIGNMENT
+            block = self._alloc_static((size,), (1,), torch.uint8)
+            block[lead : lead + source.numel()].copy_(source)
+            for tensor in tensors:
+                start = tensor.storage_offset() * tensor.dtype.itemsize - source.storage_offset()
+                static = block.view(tensor.dtype).as_strided(
+                    tensor.shape, tensor.stride(), (lead + start) // tensor.dtype.itemsize
+                )
+                static = static.conj() if tensor.is_conj() else static
+                statics[id(tensor)] = static._neg_view() if tensor.is_neg() else static
+        for tensor in new:
+            if id(tensor) not in statics:
+                statics[id(tensor)] = self._static_output(tensor)
+        return statics
+
+    def _shared_bytes(
+        self, new: Sequence[torch.Tensor], returned: Sequence[Returned]
+    ) -> tuple[SharedBytes, ...]:
+        """How the static outputs over one storage are refilled."""
+        places = [index for index, leaf in enumerate(returned) if leaf.kind == "static_output"]
+        return tuple(
+            SharedBytes(
+                tuple(places[index] for index in group),
+                offsets,
+                self._alias(bytes_of([returned[places[index]].value for index in group])),
+            )
+            for group, offsets in shared_storages(dict(enumerate(new))).items()
+        )
+
     def _static_output(self, value: torch.Tensor) -> torch.Tensor:
         # A broadcast result has fewer bytes than elements; its copy needs room for each.
         stride = value.contiguous().stride() if 0 in value.stride() else value.stride()
-        static = self._device.alloc(self._pool, value.shape, stride, value.dtype)
+        static = self._alloc_static(value.shape, stride, value.dtype)
         with torch.no_grad():
             static.copy_(value)
+        return static
+
+    def _alloc_static(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        static = self._device.alloc(self._pool, size, stride, dtype)
         storage = static.untyped_storage()
         self.static_output_bytes += storage.nbytes()
         self.static_output_addresses.add(storage.data_ptr())
@@ -366,10 +494,25 @@ def _zero(tensor: torch.Tensor) -> None:
     tensor.zero_()
 
 
+def _require_strided(returned: Sequence[torch.Tensor], site: str) -> None:
+    for tensor in returned:
+        if tensor.layout is not torch.strided:
+            raise BreakError(
+                site,
+                expected="strided tensors, which each replay copies into the memory graphs read",
+                found=f"a tensor of layout {tensor.layout}",
+                do="return its parts (indices and values), or make it dense there",
+            )
+
+
 def _version(tensor: torch.Tensor) -> int:
     """In-place writes so far; inference tensors do not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+def _map_kept(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A copy of ``value`` that nobody else changes, with ``change`` applied to each tensor."""
+    return map_leaves(
+        value,
+        lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else kept_host_value(leaf),
+    )

@@ -32,7 +32,13 @@ class Resource(Protocol):
 
 @runtime_checkable
 class StateGuard(Protocol):
-    """Saves state that a callable advances, and restores it."""
+    """Saves state that a callable advances, and restores it.
+
+    A capture is refused if it writes a tensor that the guard leaves out. Which ones it keeps, its
+    attribute ``tensors`` says (a list or mapping of them); without one, they are those that
+    ``restore(save())`` writes, which is tried once a scope if a capture writes what nothing else
+    declares.
+    """
 
     def save(self) -> Any:
         """Return a token that later calls of the callable do not change."""
@@ -77,6 +83,11 @@ class Workspace:
     def num_bytes(self) -> int:
         """Bytes allocated so far."""
         return 0 if self._bytes is None else self._bytes.numel()
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """Where the bytes are now, for what declares that captures may write them."""
+        return None if self._bytes is None else self._bytes.untyped_storage()
 
     @property
     def is_frozen(self) -> bool:

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.context import ForwardContext
+from graphrt.context import CaptureContext, ForwardContext
 from graphrt.device.base import Device
 from graphrt.errors import ConfigError
 from graphrt.graphs.environment import CaptureEnvironment
+from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.program import Program
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import Resource, StateGuard, Workspace
@@ -30,9 +31,10 @@ class CaptureOptions:
     """
 
     state: StateGuard | None = None
-    """Guards what warm-ups and eager segments advance."""
+    """Guards what warm-ups, eager segments and first replays advance: all of it, or the capture is
+    refused. A tensor counts as guarded with every other one over its storage."""
     may_overwrite: Sequence[torch.Tensor] = ()
-    """Tensors that both may write instead, where the inputs point (a KV cache)."""
+    """Tensors that these may write instead, where the inputs point (a KV cache)."""
     keep_alive: Sequence[torch.Tensor] = ()
     """Tensors that every program keeps alive, because kernels know them by address alone."""
     resources: Sequence[Resource | Workspace] = ()
@@ -47,11 +49,16 @@ class CaptureOptions:
     observe: Observe | None = None
     """Which recordings learn what they touch outside the pool, by a dispatch mode that slows them.
     ``"ends"``: the largest and the smallest key of a callable, and all of them once one touches a
-    tensor that nothing names, or writes one that is not declared. ``"never"``: for callables that
-    hold compiled code, which runs differently under a dispatch mode. None: the device's default,
-    ``"always"`` on the simulated device and ``"ends"`` on CUDA."""
+    tensor that nothing names. ``"never"``: for callables that hold compiled code, which runs
+    differently under a dispatch mode. None: the device's default, ``"always"`` on the simulated
+    device and ``"ends"`` on CUDA. What a capture that is not observed writes, no check sees."""
     allow_escape: Sequence[str] = ()
     """Names (``*`` and ``?`` as in a shell) of attributes that may keep memory of a recording."""
+    checks: Literal["all", "none"] = "all"
+    """``"all"``: a callable that writes what neither ``state`` nor ``may_overwrite`` nor a static
+    buffer declared ``written`` covers is refused, because warm-ups, eager segments and first
+    replays advance it; and first replays are compared with eager. ``"none"``: neither, for engines
+    that warm up and check by themselves."""
     weak_outputs: bool = True
     """True: later captures reuse the output's bytes, and the output is an alias that keeps nothing
     allocated. False: the owning tensor."""
@@ -59,6 +66,7 @@ class CaptureOptions:
     def __post_init__(self) -> None:
         _require_choice("on_error", self.on_error, ("raise", "skip"))
         _require_choice("generation", self.generation, ("current", "new", "lazy"))
+        _require_choice("checks", self.checks, ("all", "none"))
         _require_choice("observe", self.observe, ("ends", "always", "never", None))
         if self.warmups < 0:
             raise ConfigError(
@@ -91,11 +99,20 @@ class CaptureScope:
         self.generation: Any = None
         """The generation of a ``"new"`` or ``"lazy"`` scope that takes the next program."""
         self.has_frozen_workspaces = False
-        self.checks_state = False
-        """False: what ran before a wrapper captures on its call is the caller's business."""
+        self.guarded: dict[int, set[torch.UntypedStorage | None]] = {}
+        """By id of a state guard that was watched: the storages that it keeps."""
+        self.hosts: dict[int, HostSnapshot] = {}
+        """By id of a callable that is captured here: what it remembers on the host."""
         self.recording_lock = threading.Lock()
         """Held while a program is recorded: one at a time."""
         self._environments: dict[BatchDescriptor, CaptureEnvironment] = {}
+
+    def host_of(self, fn: object) -> HostSnapshot:
+        """The snapshot of what ``fn`` remembers; made before its first run in this scope."""
+        known = self.hosts.get(id(fn))
+        if known is None:
+            known = self.hosts[id(fn)] = HostSnapshot(fn)
+        return known
 
     @contextmanager
     def step(self, mode: RuntimeMode, key: BatchDescriptor) -> Iterator[ForwardContext]:
@@ -108,7 +125,7 @@ class CaptureScope:
             self._environments[key] = environment
         elif key in self._environments:
             self._environments[key].require_equal(environment)
-        with ForwardContext(mode, key, capture_scope=self) as context:
+        with CaptureContext(mode, key, capture_scope=self) as context:
             yield context
 
 

@@ -3,6 +3,7 @@
 A ``Signature`` is what capture saw; comparing with it is thorough and slow. After the first
 replay a checker specialised to that structure is generated: one straight line of ``is`` tests,
 with the objects of the first replay as default arguments, because nothing in Python is faster.
+Engines that slice their inputs anew at each step miss it, so a second such line compares contents.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ from graphrt.graphs.values import (
     Node,
     Path,
     format_call_path,
+    is_equal_only_if_same,
+    is_mutable_host,
+    kept_host_value,
     same_host_value,
     walk_call,
 )
@@ -33,9 +38,9 @@ class StaleCheck(Enum):
 
     OFF = "off"
     IDENTITY = "identity"
-    """Are the objects the same? A miss falls back to address, shape, stride and dtype."""
+    """Are the objects the same? Where not: address, shape, stride, dtype, conj and neg bit."""
     POINTER = "pointer"
-    """Address, shape, stride and dtype of every leaf, and the current stream. For debugging."""
+    """All of these of every leaf at every replay, and the current stream. For debugging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +50,31 @@ class InputLeaf:
     path: str
     kind: Kind
     type: type
-    address: int = 0
+    address: int | tuple[int, ...] = 0
+    """Of a tensor made of others (packed weights): theirs."""
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+    is_conj: bool = False
+    is_neg: bool = False
     value: Any = None
-    """The value of a host leaf."""
+    """The value of a host leaf; the keys of a dict, in its order, which models iterate in."""
     num_children: int = 0
 
     def describe(self) -> str:
         """Say what this leaf is, as an error message does."""
         if self.kind == "tensor":
+            addresses = self.address if isinstance(self.address, tuple) else (self.address,)
+            bits = [name for name in ("conj", "neg") if getattr(self, f"is_{name}")]
             return (
                 f"{self.dtype} tensor of shape {self.shape}, stride {self.stride}, "
-                f"at {self.address:#x}"
+                f"at {', '.join(f'{address:#x}' for address in addresses)}"
+                + "".join(f", with the {name} bit" for name in bits)
             )
         if self.kind == "host":
             return repr(self.value)
-        return f"{self.type.__name__} of {self.num_children} entries"
+        keys = f": {', '.join(map(repr, self.value))}" if self.value else ""
+        return f"{self.type.__name__} of {self.num_children} entries{keys}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +121,31 @@ def generate_checker(
         return _no_check
     if level is StaleCheck.POINTER:
         return full_check
-    constants: dict[str, Any] = {"full_check": full_check}
-    tests = []
-    for node in walk_call(args, kwargs)[1:]:
-        tests.extend(_leaf_test(node, by_address, constants))
+    nodes = walk_call(args, kwargs)[1:]
+    # A function of its own: the constants of the second line would cost the first one time.
+    by_content = _generate_line(nodes, len(args), _content_test, full_check)
+    identity = partial(_identity_test, by_address=by_address)
+    return _generate_line(nodes, len(args), identity, by_content)
+
+
+_LeafTest = Callable[[Node, str, Callable[[Any], str]], list[str]]
+"""Writes the tests of one leaf at a place; the function given names a constant."""
+
+
+def _generate_line(nodes: Sequence[Node], num_args: int, test: _LeafTest, miss: Checker) -> Checker:
+    """Return the function that makes one test of all ``nodes``, and calls ``miss`` if it fails."""
+    constants: dict[str, Any] = {"miss": miss}
+
+    def constant(value: Any) -> str:
+        name = f"c{len(constants)}"
+        constants[name] = value
+        return name
+
+    tests = [
+        text for node in nodes for text in test(node, _expression(node.path, constant), constant)
+    ]
     # Unpacking is the quickest look-up there is, and it counts the arguments too.
-    unpacking = "".join(f"a{number}, " for number in range(len(args)))
+    unpacking = "".join(f"a{number}, " for number in range(num_args))
     source = (
         f"def check(args, kwargs, {', '.join(constants)}):\n"
         f"    try:\n"
@@ -123,7 +154,7 @@ def generate_checker(
         f"            return\n"
         f"    except (LookupError, AttributeError, TypeError, ValueError):\n"
         f"        pass  # another structure: the full check names the place\n"
-        f"    full_check(args, kwargs)\n"
+        f"    miss(args, kwargs)\n"
     )
     return make_function(source, "<graphrt stale check>", {}, tuple(constants.values()))
 
@@ -132,41 +163,70 @@ def _no_check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     return None
 
 
-def _leaf_test(
-    node: Node, by_address: Callable[[torch.Tensor], bool], constants: dict[str, Any]
+def _identity_test(
+    node: Node,
+    place: str,
+    constant: Callable[[Any], str],
+    by_address: Callable[[torch.Tensor], bool],
 ) -> list[str]:
-    place = _expression(node.path, constants)
+    value = node.value
+    if node.kind == "tensor":
+        if by_address(value):
+            return _content_test(node, place, constant)
+        return [f"{place} is {constant(value)}"]
+    if node.kind == "host" and isinstance(value, float | complex | type(None) | bool):
+        # New ones are left to the second line: 0.0 and -0.0 are equal, and not the same.
+        return [f"{place} is {constant(value)}"]
+    return _content_test(node, place, constant)
 
-    def constant(value: Any) -> str:
-        name = f"c{len(constants)}"
-        constants[name] = value
-        return name
 
+def _content_test(node: Node, place: str, constant: Callable[[Any], str]) -> list[str]:
     value = node.value
     if node.kind == "container":
         # The outermost two are what Python makes of a call: always a tuple and a dict.
         same_class = [f"{place}.__class__ is {constant(type(value))}"] if node.path[1:] else []
+        if isinstance(value, dict) and node.path[1:]:
+            keys = constant(tuple(value))
+            if all(type(name) is str for name in value):
+                return [*same_class, f"(*{place},) == {keys}"]
+            return [*same_class, f"{constant(same_host_value)}({keys}, (*{place},))"]
         # A dataclass has the fields of its class; everything else may have grown.
         counted = isinstance(value, dict | list | tuple)
         return [*same_class, *([f"len({place}) == {node.num_children}"] if counted else [])]
     if node.kind == "opaque":
-        return []
-    if node.kind == "tensor" and by_address(value):
-        return [
-            # Constants, not literals: the text is then the same for every program.
-            f"{place}.data_ptr() == {constant(value.data_ptr())}",
-            f"{place}.shape == {constant(value.shape)}",
-            f"{place}.stride() == {constant(value.stride())}",
-            f"{place}.dtype is {constant(value.dtype)}",
-        ]
-    if node.kind == "tensor" or isinstance(value, float | complex | type(None) | bool):
-        # Equal floats may differ in bits (0.0 and -0.0), so they get no shortcut through ==.
-        return [f"{place} is {constant(value)}"]
+        return [f"{place}.__class__ is {constant(type(value))}"]
+    if node.kind == "tensor":
+        return _tensor_test(value, place, constant)
+    if is_mutable_host(value):
+        return [f"{constant(same_host_value)}({constant(kept_host_value(value))}, {place})"]
     name = constant(value)
-    return [f"({place} is {name} or {place}.__class__ is {name}.__class__ and {place} == {name})"]
+    if is_equal_only_if_same(value):
+        test = f"{place}.__class__ is {name}.__class__ and {place} == {name}"
+    else:
+        test = f"{constant(same_host_value)}({name}, {place})"
+    return [f"({place} is {name} or {test})"]
 
 
-def _expression(path: Path, constants: dict[str, Any]) -> str:
+def _tensor_test(value: torch.Tensor, place: str, constant: Callable[[Any], str]) -> list[str]:
+    if not _has_address(value):
+        return ["False"]  # Only the full check looks into it.
+    # Constants, not literals: the text is then the same for every program.
+    tests = [
+        f"{place}.data_ptr() == {constant(value.data_ptr())}",
+        f"{place}.shape == {constant(value.shape)}",
+        f"{place}.stride() == {constant(value.stride())}",
+        f"{place}.dtype is {constant(value.dtype)}",
+    ]
+    # No more questions than needed, because engines ask them at every step.
+    if value.is_complex():
+        tests.append(f"{place}.is_conj() is {value.is_conj()}")
+    if value.is_complex() or value.is_floating_point():
+        # The imaginary part of a conjugated tensor has it.
+        tests.append(f"{place}.is_neg() is {value.is_neg()}")
+    return tests
+
+
+def _expression(path: Path, constant: Callable[[Any], str]) -> str:
     """Write the look-up of ``path``; keys without a literal become constants."""
     text, steps = path[0].name, path[1:]
     if text == "args":
@@ -177,9 +237,7 @@ def _expression(path: Path, constants: dict[str, Any]) -> str:
         elif type(step.name) in (int, str):
             text += f"[{step.name!r}]"
         else:
-            name = f"c{len(constants)}"
-            constants[name] = step.name
-            text += f"[{name}]"
+            text += f"[{constant(step.name)}]"
     return str(text)
 
 
@@ -187,20 +245,37 @@ def _read(node: Node) -> InputLeaf:
     value = node.value
     path = format_call_path(node.path)
     if node.kind != "tensor":
-        host_value = value if node.kind == "host" else None
-        return InputLeaf(
-            path, node.kind, type(value), value=host_value, num_children=node.num_children
-        )
+        kept = kept_host_value(value) if node.kind == "host" else None
+        if isinstance(value, dict) and node.path[1:]:  # Named arguments come in any order.
+            kept = tuple(value)
+        return InputLeaf(path, node.kind, type(value), value=kept, num_children=node.num_children)
     if value.layout is not torch.strided:
         return InputLeaf(path, "opaque", type(value))
     return InputLeaf(
         path,
         "tensor",
         type(value),
-        address=value.data_ptr(),
+        address=_address(value),
         shape=tuple(value.shape),
         stride=tuple(value.stride()),
         dtype=value.dtype,
+        is_conj=value.is_conj(),
+        is_neg=value.is_neg(),
+    )
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    """False for what is made of other tensors (packed weights), or has no strides."""
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
+
+
+def _address(tensor: torch.Tensor) -> int | tuple[int, ...]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.data_ptr() if tensor.layout is torch.strided else 0
+    names, _ = tensor.__tensor_flatten__()
+    parts = (_address(getattr(tensor, name)) for name in names)
+    return tuple(
+        address for part in parts for address in (part if isinstance(part, tuple) else (part,))
     )
 
 
@@ -218,9 +293,15 @@ def _compare_leaf(subject: str, expected: InputLeaf, found: InputLeaf) -> None:
         )
     facts: tuple[str, ...] = ("kind", "num_children") if expected.kind == "container" else ()
     if expected.kind == "tensor":
-        facts = ("kind", "address", "shape", "stride", "dtype")
+        facts = ("kind", "address", "shape", "stride", "dtype", "is_conj", "is_neg")
     differs = any(getattr(expected, fact) != getattr(found, fact) for fact in facts)
-    if differs or (expected.kind == "container" and expected.type is not found.type):
+    if expected.kind == "container":
+        differs = (
+            differs
+            or expected.type is not found.type
+            or not same_host_value(expected.value, found.value)
+        )
+    if differs:
         raise _stale(subject, expected.path, expected.describe(), found.describe())
     if expected.kind == "opaque" and found.kind != "opaque":
         raise _stale(subject, expected.path, expected.type.__name__, found.describe())

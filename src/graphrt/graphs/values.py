@@ -1,37 +1,63 @@
 """Walks the values that a callable takes and returns, copies and compares them.
 
-A leaf is a tensor or a host value reached through tuples, lists, dicts, named tuples and
-dataclasses. Anything else is *opaque*: kept by reference, never compared.
+A leaf is a tensor or a host value (see ``is_host``) reached through tuples, lists, dicts, named
+tuples and dataclasses. Anything else is *opaque*: kept by reference, never compared.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
+import functools
 import math
+import re
+import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-HOST_TYPES = (
+_EXACT_TYPES = (
     bool,
     int,
-    float,
-    complex,
     str,
     bytes,
+    bytearray,
     type(None),
     type(...),
-    slice,
+    type,
     Enum,
+    Fraction,
+    uuid.UUID,
+    re.Pattern,
     torch.dtype,
     torch.device,
     torch.layout,
     torch.memory_format,
     torch.Size,
 )
+"""Values of one of these types that are equal are the same in every other respect too."""
+
+_TEXT_TYPES = (
+    Decimal,
+    range,
+    PurePath,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    datetime.tzinfo,
+)
+"""Equal values may differ (1.0 and 1.00, empty ranges, one instant in two zones, Windows paths in
+two cases); texts do not."""
+
+HOST_TYPES = (*_EXACT_TYPES, *_TEXT_TYPES, float, complex, slice)
+_MUTABLE_HOST_TYPES = (set, bytearray)
 
 _LEAF_TYPES = (torch.Tensor, *HOST_TYPES)
 _PLAIN_LEAVES = frozenset(
@@ -70,6 +96,11 @@ def format_path(path: Path, root: str = "") -> str:
     return root + "".join(parts)
 
 
+def dotted(path: Path) -> str:
+    """Write ``path`` as output specs do: ``past.1.key``; empty for the value itself."""
+    return ".".join(str(step.name) for step in path)
+
+
 def walk(value: Any, path: Path = (), _above: tuple[int, ...] = ()) -> Iterator[Node]:
     """Yield every container and leaf of ``value``, parents before children.
 
@@ -77,7 +108,7 @@ def walk(value: Any, path: Path = (), _above: tuple[int, ...] = ()) -> Iterator[
     """
     parts = None if id(value) in _above else _children(value)
     if parts is None:
-        kind: Kind = "host" if isinstance(value, HOST_TYPES) else "opaque"
+        kind: Kind = "host" if is_host(value) else "opaque"
         yield Node(path, "tensor" if isinstance(value, torch.Tensor) else kind, value)
         return
     step_kind, names, children = parts
@@ -112,6 +143,11 @@ def rebuild(value: Any, leaf: Callable[[Path, Any], Any]) -> Any:
     return _map(value, lambda child: leaf(next(paths), child), ())
 
 
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of the containers of ``value`` with ``change`` applied to each leaf."""
+    return _map(value, change, ())
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return a copy of the containers of ``value`` with ``change`` applied to each tensor."""
     return _map(value, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, ())
@@ -120,6 +156,46 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 def own_copy(value: Any) -> Any:
     """Return a copy of ``value`` that shares no container and no tensor with it."""
     return map_tensors(value, torch.Tensor.clone)
+
+
+def is_host(value: Any) -> bool:
+    """True for a value of Python's or numpy's that a program holds as a constant.
+
+    Numbers, texts, dates, paths, types, ranges; sets of these and of tuples of these.
+    """
+    if isinstance(value, slice):
+        return all(map(is_host, (value.start, value.stop, value.step)))
+    if isinstance(value, set | frozenset):
+        return all(map(_is_hashable_host, value))
+    return isinstance(value, HOST_TYPES) or _is_numpy_value(value)
+
+
+def is_mutable_host(value: Any) -> bool:
+    """True for a host value that its owner may change in place: it has to be kept by copy."""
+    return isinstance(value, _MUTABLE_HOST_TYPES) and is_host(value)
+
+
+def is_equal_only_if_same(value: Any) -> bool:
+    """True for a host value that no other one of its type equals but differs from."""
+    is_exact = isinstance(value, _EXACT_TYPES) and not _attributes(value)
+    return is_exact or (_is_numpy_value(value) and value.dtype.kind in "biu")
+
+
+def kept_host_value(value: Any) -> Any:
+    """``value``, or a copy of a host value that can be changed in place."""
+    return copy.copy(value) if is_mutable_host(value) else value
+
+
+def _is_hashable_host(value: Any) -> bool:
+    return all(map(_is_hashable_host, value)) if type(value) is tuple else is_host(value)
+
+
+def _is_numpy_value(value: Any) -> bool:
+    """True for a numpy scalar; not for ``numpy.void``, which may be a view of an array."""
+    # Where a value is numpy's, numpy has been imported; it is no dependency of ours.
+    numpy = sys.modules.get("numpy")
+    is_scalar = numpy is not None and isinstance(value, getattr(numpy, "generic", ()))
+    return is_scalar and value.dtype.kind != "V"
 
 
 def same_host_value(expected: Any, found: Any, tolerance: float | None = None) -> bool:
@@ -132,6 +208,10 @@ def same_host_value(expected: Any, found: Any, tolerance: float | None = None) -
         return True
     if type(expected) is not type(found):
         return False
+    if type(expected) not in _PLAIN_LEAVES:
+        added, found_added = _attributes(expected), _attributes(found)
+        if (added or found_added) and not same_host_value(added, found_added, tolerance):
+            return False
     if isinstance(expected, float):
         if tolerance is not None and abs(expected - found) <= tolerance:
             return True
@@ -142,7 +222,32 @@ def same_host_value(expected: Any, found: Any, tolerance: float | None = None) -
         return same_host_value(expected.real, found.real, tolerance) and same_host_value(
             expected.imag, found.imag, tolerance
         )
-    return bool(expected == found)
+    if isinstance(expected, slice):
+        return same_host_value(
+            (expected.start, expected.stop, expected.step),
+            (found.start, found.stop, found.step),
+            tolerance,
+        )
+    if type(expected) is tuple:
+        return len(expected) == len(found) and all(
+            same_host_value(*pair, tolerance) for pair in zip(expected, found, strict=True)
+        )
+    if isinstance(expected, set | frozenset):
+        # Equal elements may differ: 1, 1.0 and True are one element.
+        by_value = {item: item for item in expected}
+        return len(expected) == len(found) and all(
+            item in by_value and same_host_value(by_value[item], item, tolerance) for item in found
+        )
+    if isinstance(expected, _EXACT_TYPES) or is_equal_only_if_same(expected):
+        return bool(expected == found)
+    return repr(expected) == repr(found)
+
+
+def _attributes(value: Any) -> tuple[tuple[str, Any], ...]:
+    """What a subclass of a number or text adds to one value of it."""
+    if isinstance(value, type | Enum):
+        return ()
+    return tuple(sorted(getattr(value, "__dict__", {}).items()))
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,6 +256,26 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGER_OF_SIZE[tensor.dtype.itemsize])
+
+
+def storage_start(tensor: torch.Tensor) -> int:
+    """Address of the storage; 0 where there is none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A view of the bytes of one storage from the first to the last that any of ``tensors`` has."""
+    first = min(tensor.storage_offset() * tensor.dtype.itemsize for tensor in tensors)
+    last = max(tensors, key=_end)
+    flat = torch.empty(0, dtype=torch.uint8, device=last.device)
+    return flat.set_(last.untyped_storage(), first, (_end(last) - first,), (1,))
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Bytes from the beginning of the storage to the end of the last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
+    return int(last + 1) * tensor.dtype.itemsize
 
 
 # The next two walk without paths: a capture asks for the tensors of all arguments of each eager
@@ -200,9 +325,27 @@ def _children(value: Any) -> _Children | None:
     if isinstance(value, tuple | list):
         return "item", range(len(value)), list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        names = _attribute_names(value)
         return "attribute", names, [getattr(value, name) for name in names]
     return None
+
+
+def _attribute_names(value: Any) -> list[str]:
+    """The fields of a dataclass, and what was set besides (by ``__post_init__``, by its owner).
+
+    Without cached properties: they follow from the rest, and appear when somebody asks.
+    """
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    besides = getattr(value, "__dict__", {})
+    if len(besides) > len(names) or not besides.keys() <= set(names):
+        kind = type(value)
+        names += [
+            name
+            for name in besides
+            if name not in names
+            and not isinstance(getattr(kind, name, None), functools.cached_property)
+        ]
+    return names
 
 
 def _copy_with(value: Any, names: Sequence[Any], children: list[Any]) -> Any:

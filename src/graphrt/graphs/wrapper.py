@@ -64,6 +64,7 @@ class CUDAGraphWrapper:
         default_name = getattr(runnable, "__qualname__", type(runnable).__qualname__)
         self._entries = library.catalog.add_owner(name, self.runtime_mode, default_name)
         self.owner = self._entries.owner
+        library.watch_registrations(self.owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program of the context's key, or call the runnable.
@@ -71,7 +72,8 @@ class CUDAGraphWrapper:
         Aliasing: a replay returns graph storage, valid until the next replay of any program of
                   the library. In a capture the values are undefined: the kernels have not run.
         Errors:   ``CaptureOutsideScopeError`` for an unseen key, ``ContextError`` for no key,
-                  ``StaleInputError`` and ``UnkeyedValueError`` for arguments other than captured.
+                  ``StaleInputError`` and ``UnkeyedValueError`` for arguments other than captured,
+                  ``NestedReplayError`` in an eager segment of a program of the library.
         """
         context = current_forward_context()
         # One look-up on self: a class with __getattr__ pays for each (40 ns on CPython 3.11).
@@ -99,6 +101,8 @@ class CUDAGraphWrapper:
         scope, key = context.capture_scope, context.batch_descriptor
         if self.library.device.is_capturing():
             return self.runnable(*args, **kwargs)
+        if scope.library is not self.library or key is None:
+            return self.library.require_program(self._entries, key)(*args, **kwargs)
         if scope.recorder is not None and scope.recorder.in_eager:
             raise BreakError(
                 f"{self.owner} {self.runtime_mode.name}",
@@ -106,8 +110,6 @@ class CUDAGraphWrapper:
                 found=f"called inside an eager segment of {scope.recorder.owner}",
                 do="enter a ForwardContext with mode NONE in the segment, or unwrap it there",
             )
-        if scope.library is not self.library or key is None:
-            return self.library.require_program(self._entries, key)(*args, **kwargs)
         entry = self.library.catalog.entry(self.owner, self.runtime_mode, key)
         is_new = scope.options.generation == "new"
         program = entry.staged if is_new else entry.valid_program
@@ -125,7 +127,6 @@ class CUDAGraphWrapper:
             args,
             kwargs,
             options,
-            check_state=scope.checks_state,
         ).outputs
 
     def options_within(self, options: CaptureOptions) -> CaptureOptions:

@@ -7,21 +7,26 @@ header and blank lines included, as an editor counts them.
 
 from __future__ import annotations
 
-import json
 import random
 import re
+import reprlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from graphrt.errors import TraceError
+from graphrt.files import open_regular, parse_json
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
 
+_LONGEST_ROW = 2**20
+_MOST_REQUESTS = 10**7
+_MOST_TOKENS = 10**9
 _MOST_DIGITS = 18
 _LARGEST_MILLISECONDS = 10**15
 
@@ -109,14 +114,14 @@ def generate_azure_like(num_requests: int, seed: int) -> list[TraceRequest]:
     1000. Arrivals: Poisson, 19,366 requests in 3,502 s. Lengths and arrivals are independent; in
     the real trace they are slightly correlated. Source: Azure/AzurePublicDataset (Splitwise, ISCA
     2024); no row of it is used. Equal arguments give equal requests. Raises ``TraceError`` for
-    fewer than one request.
+    fewer than one request, or more than 10 million.
     """
-    if num_requests < 1:
+    if not 1 <= num_requests <= _MOST_REQUESTS:
         raise TraceError(
             "generate_azure_like",
-            expected="at least one request",
+            expected=f"from 1 to {_MOST_REQUESTS} requests",
             found=str(num_requests),
-            do="ask for more",
+            do="ask for a number in this range",
         )
     source = random.Random(seed)
     requests = []
@@ -138,8 +143,11 @@ def _at_quantile(knots: tuple[tuple[float, int], ...], quantile: float) -> int:
 def _rows(path: Path) -> Iterator[_Row]:
     """Lines that are not blank, decoded one by one, so that an error can name the row."""
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            lines = iter(partial(file.readline, _LONGEST_ROW + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > _LONGEST_ROW:
+                    _Row(path, number, "").wrong(f"at most {_LONGEST_ROW} bytes", "a longer row")
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 except UnicodeDecodeError as error:
@@ -210,23 +218,25 @@ def _azure_row(row: _Row) -> tuple[int, int, int]:
 
 def _mooncake_row(row: _Row) -> tuple[int, int, int]:
     try:
-        value = json.loads(row.text)
+        value, repeated = parse_json(row.text)
     except ValueError as error:
         row.wrong("one JSON object", f"{_short(row.text)}: {error}", error)
+    if repeated:
+        row.wrong("each key once", f"{', '.join(repeated)} twice")
     if not isinstance(value, dict) or not value.keys() >= set(MOONCAKE_FIELDS):
         row.wrong(f"an object with {', '.join(MOONCAKE_FIELDS)}", _short(row.text))
     milliseconds, prompt, output = (value[name] for name in MOONCAKE_FIELDS)
     # The bounds exclude NaN and infinity too.
     is_number = type(milliseconds) in (int, float) and 0 <= milliseconds <= _LARGEST_MILLISECONDS
     if not is_number:
-        row.wrong("timestamp: a number of milliseconds >= 0", _short(repr(milliseconds)))
+        row.wrong("timestamp: a number of milliseconds >= 0", reprlib.repr(milliseconds))
     nanoseconds = round(milliseconds * 1_000_000)
     return nanoseconds, _tokens(row, "input_length", prompt), _tokens(row, "output_length", output)
 
 
 def _tokens(row: _Row, name: str, value: object) -> int:
-    if type(value) is not int or value < 1:
-        row.wrong(f"{name}: an integer >= 1", repr(value))
+    if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
+        row.wrong(f"{name}: an integer from 1 to {_MOST_TOKENS}", reprlib.repr(value))
     return value
 
 

@@ -25,6 +25,7 @@ from graphrt.events import (
     CaptureFailed,
     Event,
     Invalidated,
+    PaddingVerified,
     RanEager,
     Replayed,
     Retired,
@@ -445,6 +446,11 @@ class StepMetrics:
                 largest = math.inf if math.isnan(difference) else difference
                 verified = VerificationTotals(int(equal), int(not equal), largest)
                 self._verifications = self._verifications.plus(verified)
+            case PaddingVerified(equal=equal):
+                # Its difference is that of two kernels, which no run in a graph adds to.
+                self._verifications = self._verifications.plus(
+                    VerificationTotals(int(equal), int(not equal), 0.0)
+                )
             case Invalidated(num_programs=programs):
                 self._lifetimes = self._lifetimes.plus(LifetimeTotals(programs))
             case Retired(num_programs=programs, freed_bytes=freed):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +11,11 @@ import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
-from graphrt.errors import ConfigError
+from graphrt.errors import (
+    ConfigError,
+    UnkeyedValueError,
+    VerificationError,
+)
 from graphrt.events import Observer
 from graphrt.graphs import (
     BoundBuffers,
@@ -19,12 +24,26 @@ from graphrt.graphs import (
     CaptureOptions,
     Entry,
     GraphLibrary,
+    GraphSegment,
+    HostSnapshot,
     OutputSpec,
     Program,
     StaleCheck,
+    autocast_dtype,
+    autocast_error,
 )
-from graphrt.runner.keys import make_key
-from graphrt.verify import HostSnapshot, check_replay
+from graphrt.graphs.values import own_copy
+from graphrt.runner.keys import batch_key, check_axes, check_written_rows, make_key
+from graphrt.verify import (
+    RunState,
+    Verification,
+    WrittenRows,
+    check_padding,
+    check_replay,
+    compare,
+    require_compared,
+    require_other_example,
+)
 
 Sizes = Mapping[str, int]
 Values = Mapping[str, torch.Tensor]
@@ -38,9 +57,15 @@ class Example(NamedTuple):
     """By input name."""
     step_info: Any = None
     """What ``Resource.prepare`` gets when the example runs for real (verification)."""
+    constant_info: bool = False
+    """True: ``step_info`` is the same in every step, so that a graph may hold what it says."""
 
 
 Examples = Callable[[Sizes, int], Example | Values]
+
+
+MAX_COMPARED_BYTES = 1 << 26
+"""Tensors of ``may_overwrite`` without written rows are compared whole up to this size together."""
 
 
 class Call(NamedTuple):
@@ -56,8 +81,12 @@ class Call(NamedTuple):
     """What ``Resource.prepare`` and the forward context get."""
 
 
-class ReadyGraph(NamedTuple):
-    """What the replay of one key needs, looked up once."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyGraph:
+    """What the replay of one key needs, looked up once.
+
+    No tuple: a step reads seven of its attributes, and those of a tuple cost several times as much.
+    """
 
     mode: RuntimeMode
     key: BatchDescriptor
@@ -65,8 +94,10 @@ class ReadyGraph(NamedTuple):
     program: Program
     unpad: Callable[[Sizes], Any]
     has_eager: bool
-    check: Callable[[], None] | None
-    """Compares every address before each replay; only with ``StaleCheck.POINTER``."""
+    has_autocast: bool
+    check: Callable[[Any], None] | None
+    """Called with ``step_info`` before each replay, where there is something to compare: every
+    address (``StaleCheck.POINTER``), the autocast dtype, what the capture read of ``step_info``."""
 
 
 class Executor:
@@ -74,6 +105,9 @@ class Executor:
 
     ``inputs``: specs, or ``key -> specs``. Where an axis stands behind dimension 0, or specs depend
     on the key, each key gets contiguous buffers of its own.
+    ``written_rows``: tensor -> name of the input that indexes the rows of it that a run writes.
+    ``smaller_sizes(mode, key)``: batches that are padded to a key, compared with the batch itself.
+    ``reads_padding``: why results are meant to depend on the padding; empty if they are not.
     """
 
     def __init__(
@@ -88,6 +122,11 @@ class Executor:
         options: CaptureOptions,
         tolerance: float | None,
         observer: Observer | None,
+        *,
+        written_rows: Mapping[torch.Tensor, str],
+        smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]],
+        reads_padding: str,
+        is_strict: bool,
     ) -> None:
         if outputs.axes is None:
             raise ConfigError(
@@ -99,11 +138,23 @@ class Executor:
         self.fn = fn
         self.axis_sizes = axis_sizes
         # A copy: outputs of two runners that were given one spec must not expire each other's.
-        self.outputs = OutputSpec(outputs.axes, outputs.policy)
+        self.outputs = OutputSpec(outputs.axes, outputs.policy, chosen_from=outputs.chosen_from)
+        check_axes(outputs, capacity)
         self._library = library
+        self._replaying = library.replaying
         self._capacity = capacity
         self._examples = examples
-        self._state = options.state
+        self._options = options
+        self._written_rows = written_rows
+        self._smaller_sizes = smaller_sizes
+        self._reads_padding = reads_padding
+        self._is_strict = is_strict
+        self._device_kind = library.device.torch_device.type
+        self._has_step_info = False
+        """True once an example came with ``step_info``."""
+        self._has_constant_info = False
+        self._captured_with: dict[BatchDescriptor, Any] = {}
+        """By key: copies of the example that was captured, until its program is checked."""
         self._resources = tuple(options.prepared)
         self._tolerance = tolerance
         self._observer = observer
@@ -119,6 +170,7 @@ class Executor:
         self._shared: BufferSet | None = None
         if callable(inputs):
             return  # The first use asks for the specs of a key.
+        check_written_rows(written_rows, inputs)
         if any(axis in spec.shape[1:] for spec in inputs for axis in spec.axes):
             # A prefix along an inner axis is not contiguous.
             self._reader = self._empty_buffers(inputs)
@@ -146,8 +198,9 @@ class Executor:
             return self._shared.bind(key)
         buffers = self._of_key.get(key)
         if buffers is None:
-            sizes = self.axis_sizes(key)
-            buffers = BufferSet(self._specs(key), sizes, lambda _: sizes, self._library.device)
+            sizes, specs = self.axis_sizes(key), self._specs(key)
+            check_written_rows(self._written_rows, specs)
+            buffers = BufferSet(specs, sizes, lambda _: sizes, self._library.device)
             self._of_key[key] = buffers
             self._library.add_buffers(buffers)
         return buffers.bind(key)
@@ -159,28 +212,49 @@ class Executor:
         bound = self.bind(entry.key)
         if program.state == "captured":
             program.check((), bound.views)  # The first check lets it replay.
-        is_checked = self._library.stale_check is StaleCheck.POINTER
         return ReadyGraph(
             entry.mode,
             entry.key,
             bound,
             program,
-            self.outputs.bind(program.outputs).unpad,
-            program.num_eager > 0,
-            (lambda: program.check((), bound.views)) if is_checked else None,
+            self.outputs.bind(program.outputs, bound.sizes).unpad,
+            program.has_eager,
+            program.autocast is not None,
+            self._check_of(program, bound),
         )
+
+    def _check_of(self, program: Program, bound: BoundBuffers) -> Callable[[Any], None] | None:
+        """What is compared before each replay beside what costs nothing; None if that is all."""
+        is_pointer = self._library.stale_check is StaleCheck.POINTER
+        never_informed = program.reads_step_info and not self._has_step_info
+        if not (is_pointer or never_informed or program.autocast):
+            return None
+
+        def check(step_info: Any) -> None:
+            if autocast_dtype(self._device_kind) is not program.autocast:
+                raise autocast_error(program.key, program.autocast)
+            if never_informed and step_info is not None:
+                raise _step_info_error(program)
+            if is_pointer:
+                program.check((), bound.views)
+
+        return check
 
     def replay(
         self, ready: ReadyGraph, values: Values, sizes: Sizes, staged: Sizes, step_info: Any
     ) -> Any:
         """Stage, prepare, replay, unpad: the arguments are those of a ``Call``."""
+        if self._replaying.title is not None:
+            raise self._replaying.refusal(ready.program.title)
         if self._expire is not None:
             self._expire()
         ready.bound.stage(staged, values)
         for resource in self._resources:
             resource.prepare(ready.key, step_info)
+        if torch.is_autocast_enabled(self._device_kind) is not ready.has_autocast:
+            raise autocast_error(ready.key, ready.program.autocast)
         if ready.check is not None:
-            ready.check()
+            ready.check(step_info)
         if ready.has_eager:
             with ForwardContext(ready.mode, ready.key, step_info):
                 ready.program.replay()
@@ -196,13 +270,7 @@ class Executor:
         values, sizes, staged, step_info = call
         if self._expire is not None:
             self._expire()
-        if self._shared is not None and all(
-            staged.get(axis, 0) <= size for axis, size in self._capacity.items()
-        ):
-            bound = self._shared.unpadded(staged)
-        else:
-            specs = self._specs(key)
-            bound = BufferSet(specs, staged, lambda _: staged, self._library.device).bind(key)
+        bound = self._unpadded(key, staged)
         bound.stage(staged, values)
         for resource in self._resources:
             resource.prepare(key, step_info)
@@ -212,9 +280,20 @@ class Executor:
             return outputs
         return self.outputs.bind(outputs).unpad(sizes)
 
+    def _unpadded(self, key: BatchDescriptor, sizes: Sizes) -> BoundBuffers:
+        """Buffers of exactly these sizes: the shared ones where they are large enough."""
+        if self._shared is not None and all(
+            sizes.get(axis, 0) <= size for axis, size in self._capacity.items()
+        ):
+            return self._shared.unpadded(sizes)
+        specs = self._specs(key)
+        return BufferSet(specs, sizes, lambda _: sizes, self._library.device).bind(key)
+
+    # -- verification
+
     def compare(
         self, ready: ReadyGraph, call: Call, before_warmup: HostSnapshot | None = None
-    ) -> Any:
+    ) -> Verification:
         """Run one call eagerly and as a replay from the same state; raise if they differ.
 
         Eager means ``fn`` itself on the key's *padded* views: padding is not bit-neutral, because
@@ -233,53 +312,243 @@ class Executor:
 
         def run_replay() -> Any:
             bound.stage(staged, values)  # Again: the eager run may write buffers.
-            with torch.no_grad(), ForwardContext(ready.mode, key, attn_metadata=step_info):
-                ready.program(**bound.views)
-            return ready.unpad(sizes)
+            return self._replay_compared(ready, sizes, step_info)
 
+        whole, _ = self._overwritten()
         return check_replay(
             mode=ready.mode,
             key=key,
             run_eager=run_eager,
             run_replay=run_replay,
-            state=self._state,
+            state=self._run_state(
+                call, bound, bound.views, whole, poisons=before_warmup is not None
+            ),
             runnable=self.fn,
             before_warmup=before_warmup,
             tolerance=self._tolerance,
+            suspects=lambda: _suspects(ready.program),
             observer=self._observer,
-        ).outputs
+        )
+
+    def compare_padding(
+        self, ready: ReadyGraph, call: Call, before_warmup: HostSnapshot | None = None
+    ) -> Any:
+        """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
+
+        Resources are prepared for the key and for the batch. See ``check_padding``.
+        """
+        values, sizes, staged, step_info = call
+        key, bound = ready.key, ready.bound
+        self.outputs.expire()
+        unpadded_key = batch_key(key, sizes)
+        real = bound.real_views(sizes)
+
+        def stage() -> None:
+            bound.stage(staged, values)
+            for resource in self._resources:
+                resource.prepare(key, step_info)
+
+        def run_unpadded() -> Any:
+            unpadded = self._unpadded(unpadded_key, sizes)
+            unpadded.stage(sizes, values)
+            for resource in self._resources:
+                resource.prepare(unpadded_key, step_info)
+            with (
+                torch.no_grad(),
+                ForwardContext(RuntimeMode.NONE, unpadded_key, attn_metadata=step_info),
+            ):
+                outputs = self.outputs.bind(self.fn(**unpadded.views)).unpad(sizes)
+                if self._shared is None:
+                    # Written in buffers of its own, compared where replays write.
+                    for name, view in real.items():
+                        if bound.specs[name].written:
+                            view.copy_(unpadded.views[name])
+            return outputs
+
+        return check_padding(
+            mode=ready.mode,
+            key=key,
+            bound=bound,
+            sizes=sizes,
+            stage=stage,
+            replay=lambda: self._replay_compared(ready, sizes, step_info),
+            run_unpadded=run_unpadded if staged == sizes else None,
+            state=self._run_state(call, bound, real, (), poisons=before_warmup is not None),
+            reads_padding=self._reads_padding,
+            chosen_from=self.outputs.chosen_from,
+            tolerance=self._tolerance,
+            before_warmup=before_warmup,
+            observer=self._observer,
+        )
+
+    def _replay_compared(self, ready: ReadyGraph, sizes: Sizes, step_info: Any) -> Any:
+        with torch.no_grad(), ForwardContext(ready.mode, ready.key, attn_metadata=step_info):
+            ready.program(**ready.bound.views)
+        return ready.unpad(sizes)
+
+    def _overwritten(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What runs may overwrite without saying which rows: to compare whole, or not at all."""
+        whole: list[torch.Tensor] = []
+        left: list[torch.Tensor] = []
+        room = MAX_COMPARED_BYTES
+        for tensor in self._options.may_overwrite:
+            if tensor in self._written_rows:
+                continue
+            room -= tensor.nbytes
+            (whole if room >= 0 else left).append(tensor)
+        return whole, left
+
+    def _run_state(
+        self,
+        call: Call,
+        bound: BoundBuffers,
+        views: Values,
+        overwritten: Sequence[torch.Tensor],
+        *,
+        poisons: bool,
+    ) -> RunState:
+        """Everything that a compared run may write. ``views``: what is real of the buffers."""
+        tensors = {
+            f"buffer {name}": view for name, view in views.items() if bound.specs[name].written
+        }
+        tensors |= {f"may_overwrite {n}": tensor for n, tensor in enumerate(overwritten)}
+        rows = {}
+        for number, (tensor, name) in enumerate(self._written_rows.items()):
+            if name not in call.values:
+                continue  # Optional, and not in this batch.
+            real = [
+                slice(call.sizes[size] if isinstance(size, str) else size)
+                for size in bound.specs[name].shape
+            ]
+            index = call.values[name][tuple(real)].flatten()
+            index = index.to(device=tensor.device, dtype=torch.int64)
+            valid = index[(index >= 0) & (index < tensor.shape[0])]
+            rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
+        generators = [self._library.device.generator, *self._library.generators]
+        return RunState(self._options.state, tensors, rows, generators, poisons=poisons)
+
+    def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
+        """Play a new program once, on inputs other than those it was captured with.
+
+        Compares it with eager if a snapshot is given: a batch that fills the key, and batches that
+        are padded to it. State stays as it was.
+        """
+        ready, call = self.make_ready(entry), self._example(entry.key, 1)
+        state = RunState(self._options.state, generators=[self._library.device.generator])
+        saved = state.save()
+        captured = self._captured_with.pop(entry.key, None)
+        try:
+            if before_warmup is None:
+                self.replay(ready, *call)
+                return
+            subject = f"{entry.mode.name}, {entry.key}"
+            if captured is not None:
+                require_other_example(subject, captured, (dict(call.values), call.step_info))
+                if ready.program.reads_step_info and not self._has_constant_info:
+                    _require_other_info(entry, captured[1], call.step_info)
+            verification = self.compare(ready, call, before_warmup)
+            _, left = self._overwritten()
+            require_compared(subject, verification, left, is_strict=self._is_strict)
+            if self._options.warmups == 0:
+                # The capture was the first run of all: a third one shows what counts runs.
+                for _ in range(2):
+                    self.compare(ready, call)
+            compared = []
+            for sizes in self._sizes_to_pad(entry):
+                self.compare_padding(ready, self._call(sizes, 1), before_warmup)
+                compared.append(_told(sizes))
+            entry.padding = self._describe_padding(compared, ready.program)
+        finally:
+            state.restore(saved)
+
+    def _sizes_to_pad(self, entry: Entry) -> list[Sizes]:
+        """Real sizes of batches padded to a key: of the one that missed it, else the smallest.
+
+        Along an axis that the one that missed it fills, the smallest as well.
+        """
+        padded = self.axis_sizes(entry.key)
+        smallest = [s for s in self._smaller_sizes(entry.mode, entry.key) if s != padded]
+        missed = entry.missed_sizes
+        if missed is None or missed == padded or missed.keys() != padded.keys():
+            return smallest
+        full = {axis for axis, size in missed.items() if size == padded[axis]}
+        return [missed, *(s for s in smallest if any(s[axis] < padded[axis] for axis in full))]
+
+    def _describe_padding(self, compared: Sequence[str], program: Program) -> str:
+        if not compared:
+            return "no batch is padded to this key"
+        why = f"reads padding: {self._reads_padding}; " if self._reads_padding else ""
+        random = "; draws random numbers: without the unpadded batch" if _is_random(program) else ""
+        return f"{why}compared with {', '.join(compared)}{random}"
+
+    # -- examples
 
     def example_inputs(
         self, key: BatchDescriptor, seed: int
     ) -> tuple[tuple[()], dict[str, torch.Tensor]]:
         """Stage an example that fills ``key`` and return the arguments that read it."""
-        example = self._example(key, seed)
+        call = self._example(key, seed)
+        if seed == 0:
+            self._captured_with[key] = own_copy((dict(call.values), call.step_info))
         bound = self.bind(key)
-        bound.stage(example.sizes, example.values)
+        bound.stage(call.sizes, call.values)
         return (), bound.views
 
-    def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
-        """Play a new program once, on inputs other than those it was captured with.
-
-        Compares it with eager if a snapshot is given. State stays as it was.
-        """
-        ready, call = self.make_ready(entry), self._example(entry.key, 1)
-        saved = None if self._state is None else self._state.save()
-        try:
-            if before_warmup is None:
-                self.replay(ready, *call)
-            else:
-                self.compare(ready, call, before_warmup)
-        finally:
-            if self._state is not None:
-                self._state.restore(saved)
-
     def _example(self, key: BatchDescriptor, seed: int) -> Call:
+        return self._call(self.axis_sizes(key), seed)
+
+    def _call(self, sizes: Sizes, seed: int) -> Call:
         assert self._examples is not None, "runners without examples capture nothing"
-        sizes = self.axis_sizes(key)
         made = self._examples(sizes, seed)
-        values, step_info = made if isinstance(made, Example) else (made, None)
-        return Call(values, sizes, sizes, step_info)
+        example = made if isinstance(made, Example) else Example(made)
+        self._has_step_info = self._has_step_info or example.step_info is not None
+        self._has_constant_info = example.constant_info
+        return Call(example.values, sizes, sizes, example.step_info)
+
+
+def _require_other_info(entry: Entry, captured: Any, step_info: Any) -> None:
+    """Refuse a graph that holds what ``step_info`` said, where no example says anything else."""
+    same = compare(captured, step_info)
+    if step_info is None or not same.is_equal or same.unchecked:
+        return
+    raise VerificationError(
+        f"{entry.mode.name}, {entry.key}: step_info, read by the callable outside eager segments",
+        expected="other host values for each seed, because the graph holds those of the capture",
+        found=f"the same for seeds 0 and 1: {step_info!r}",
+        do="vary them with the seed; read them in an eager segment or pass a tensor if they change "
+        "from step to step; Example(..., constant_info=True) if they never do",
+    )
+
+
+def _step_info_error(program: Program) -> UnkeyedValueError:
+    return UnkeyedValueError(
+        f"{program.title}: step_info",
+        expected="None, as in every example: the callable read it outside eager segments, so the "
+        "graph holds what it did without",
+        found="a value",
+        do="give examples a step_info that differs by seed, or read it in an eager segment",
+    )
+
+
+def _suspects(program: Program) -> list[str]:
+    """What is known to make a replay differ from eager."""
+    found = []
+    if moved := program.find_moved():
+        found.append(f"moved since the capture: {', '.join(moved)}")
+    if _is_random(program):
+        found.append(
+            "it draws random numbers: from a generator other than the device's own, which the "
+            "library has to be given (generators=)"
+        )
+    return found
+
+
+def _is_random(program: Program) -> bool:
+    return any(item.graph.uses_rng for item in program.segments if isinstance(item, GraphSegment))
+
+
+def _told(sizes: Sizes) -> str:
+    return " and ".join(f"{size} {axis}" for axis, size in sizes.items())
 
 
 def _same(specs: Sequence[BufferSpec], key: BatchDescriptor) -> Sequence[BufferSpec]:

@@ -23,13 +23,14 @@ from graphrt.graphs import (
     CUDAGraphWrapper,
     Entry,
     GraphLibrary,
+    HostSnapshot,
     Program,
     StateGuard,
     capture_program,
-    has_undeclared,
     require_no_grad,
 )
-from graphrt.verify import check_replay
+from graphrt.graphs.values import own_copy
+from graphrt.verify import check_replay, require_compared, require_other_example
 
 Phase = Literal["warmup", "capture", "captured", "failed"]
 Gate = Callable[["CaptureJob", Phase], bool]
@@ -87,6 +88,7 @@ class CaptureReport(NamedTuple):
     """What ``capture_all`` did."""
 
     programs: tuple[Program, ...]
+    """Those captured that still exist."""
     failures: tuple[Entry, ...]
     skipped: tuple[CaptureJob, ...]
     """Jobs that a gate turned away or dropped."""
@@ -102,6 +104,7 @@ def capture_all(
     gate: Gate | None = None,
     progress: Progress | None = None,
     later: Iterable[BatchDescriptor] = (),
+    host: HostSnapshot | None = None,
 ) -> CaptureReport:
     """Warm every job up, freeze resources and workspaces, capture every job in order, check each.
 
@@ -112,11 +115,14 @@ def capture_all(
 
     ``progress(done, total, job)`` is called as each job is captured, or given up. ``later``: keys
     that other calls capture. Resources are reserved for the largest of these and the jobs' keys,
-    because none may grow once a graph holds its address.
+    because none may grow once a graph holds its address. ``host``: what the jobs' callable
+    remembered before the first of several calls; by default taken now. What each run advances on
+    the host (a counter) is put back when the call ends, also by an error; what only the first run
+    for a key sets (a memo) stays.
     Errors: the first failure, unless failures are skipped. A check that fails does not hinder
     those of the other jobs.
     """
-    run = _Run(library, tuple(jobs), options or CaptureOptions(), gate)
+    run = _Run(library, tuple(jobs), options or CaptureOptions(), gate, host)
     opened = nullcontext(library.scope) if library.scope else library.capture_scope(run.options)
     try:
         with opened as scope:
@@ -143,12 +149,16 @@ def capture_all(
         # What was captured serves all the same, and no check may hide the first failure.
         run.check()
         raise
-    failure = run.check()
-    # A scope that rebuilds a generation must end with an error, or the wrong program is published.
-    is_rebuilding = options.generation == "new" and library.scope is not None
-    if failure is not None and (options.on_error == "raise" or is_rebuilding):
-        raise failure
-    return run.report()
+    else:
+        failure = run.check()
+        # A scope that rebuilds a generation ends with an error, or the wrong program is published.
+        is_rebuilding = options.generation == "new" and library.scope is not None
+        if failure is not None and (options.on_error == "raise" or is_rebuilding):
+            raise failure
+        return run.report()
+    finally:
+        run.restore_hosts()
+        library.settle(program for own in run.captured for program in own)
 
 
 class _Run:
@@ -160,20 +170,36 @@ class _Run:
         jobs: tuple[CaptureJob, ...],
         options: CaptureOptions,
         gate: Gate | None,
+        host: HostSnapshot | None,
     ) -> None:
         self.jobs = jobs
         self.options = options
-        self._library = library
+        self.library = library
+        self._hosts = {} if host is None else {id(host.runnable): host}
+        """By id of each callable: what it remembered before its first warm-up."""
         self._catalog = library.catalog
         self._gate = gate
+        self._users: dict[int, list[CaptureJob]] = {}
+        """The jobs of each callable that ran."""
+        self._ran_again: set[int] = set()
         self._captured: dict[CaptureJob, list[Program]] = {}
         self._failures: dict[CaptureJob, Entry] = {}
         self._skipped: list[CaptureJob] = []
         self._seconds: dict[CaptureJob, float] = {}
 
+    @property
+    def captured(self) -> Iterable[list[Program]]:
+        return self._captured.values()
+
     def report(self) -> CaptureReport:
         return CaptureReport(
-            tuple(program for programs in self._captured.values() for program in programs),
+            # To make room, a later capture of lazy generations may have retired an earlier one.
+            tuple(
+                program
+                for programs in self._captured.values()
+                for program in programs
+                if program.state != "retired"
+            ),
             tuple(self._failures.values()),
             tuple(self._skipped),
             MappingProxyType(self._seconds),
@@ -183,7 +209,7 @@ class _Run:
         """Let resources allocate for the largest key of all."""
         keys = [*later, *(job.key for job in self.jobs)]
         for resource in self.options.prepared if self.jobs else ():
-            self._library.reserve(resource, max(keys, key=_extent))
+            self.library.reserve(resource, max(keys, key=_extent))
 
     @contextmanager
     def attempt(self, job: CaptureJob, phase: Literal["warmup", "capture"]) -> Iterator[bool]:
@@ -219,46 +245,79 @@ class _Run:
         if self.options.on_error == "raise":
             raise error
         # Raises if the error left the device unusable: there is nothing to go on with.
-        self._library.device.synchronize()
+        self.library.device.synchronize()
         _free_frames(error)
 
+    def _host_of(self, job: CaptureJob, scope: CaptureScope) -> HostSnapshot:
+        fn = self._callable_of(job) if job.is_direct else job.target
+        host = self._hosts.get(id(fn))
+        if host is None:
+            host = self._hosts[id(fn)] = HostSnapshot(fn)
+        scope.hosts[id(fn)] = host  # Captures of this scope go by it too.
+        self._users.setdefault(id(fn), []).append(job)
+        return host
+
+    def restore_hosts(self) -> None:
+        """Put back what each run of a callable advances on the host. Memos stay for the graphs that
+        read them; where there is no graph, nothing does."""
+        for fn, host in self._hosts.items():
+            jobs = self._users.get(fn, ())
+            host.restore_advanced(memos=bool(jobs) and not any(map(self._has_program, jobs)))
+
+    def _has_program(self, job: CaptureJob) -> bool:
+        """True if a program of the job's callable, of any key, may be replayed."""
+        entries = self._catalog.of_owner(job.name, job.mode).by_key.values()
+        programs = [p for entry in entries for p in (entry.program, entry.staged, *entry.inner)]
+        return any(program is not None and program.is_valid for program in programs)
+
     def warm_up(self, job: CaptureJob, scope: CaptureScope) -> None:
-        warmups = self.options.warmups
+        warmups, host = self.options.warmups, self._host_of(job, scope)
         with _guarded(self.options.state if warmups else None):
             for number in range(warmups):
                 # Libraries branch on "is this a capture": the last warm-up takes the same branch.
                 is_last = number == warmups - 1
                 reported = scope.device.report_capturing() if is_last else nullcontext()
                 args, kwargs = self._inputs(job)
-                with reported, scope.step(RuntimeMode.NONE, job.key):
+                # What only that branch sets is a memo as well.
+                run = host.run(is_first=number == 0 or is_last)
+                with run, reported, scope.step(RuntimeMode.NONE, job.key):
                     require_no_grad()
                     job.target(*args, **kwargs)
 
     def capture(self, job: CaptureJob, scope: CaptureScope) -> None:
         """Capture the program of a job, or those of the wrappers that its target calls."""
         before = len(scope.programs)
-        # Only eager segments run at capture, and only PIECEWISE programs have them.
-        state = self.options.state if job.mode is RuntimeMode.PIECEWISE else None
-        scope.checks_state = True
+        # A target that calls wrappers runs for real around their recordings.
+        state = None if job.is_direct else self.options.state
+        host = self._host_of(job, scope)
+        is_first = self.options.warmups == 0
         try:
             args, kwargs = self._inputs(job)
-            with _guarded(state), scope.step(job.mode, job.key):
+            # The capture of a direct job is a run of its own.
+            run = nullcontext() if job.is_direct else host.run(is_first=is_first)
+            with _guarded(state), run, scope.step(job.mode, job.key):
                 if job.is_direct:
                     fn, options = self._callable_of(job), self._options_of(job)
                     program = capture_program(
-                        self._library, job.name, job.mode, job.key, fn, args, kwargs, options
+                        self.library, job.name, job.mode, job.key, fn, args, kwargs, options
                     )
                     is_blind = options.observe == "never" and self.options.observe != "never"
-                    if not is_blind and has_undeclared(program, self._library, options):
+                    if not is_blind and not all(held.is_named for held in program.externals):
                         self._catalog.observe_always(job.name, job.mode)
                 else:
                     job.target(*args, **kwargs)
                     self._require_match(job, scope.programs[before:])
+                    self._entry(job).inner = tuple(scope.programs[before:])
+            if is_first and host.changed() and id(host) not in self._ran_again:
+                # A memo or a counter? One more run tells, where there was no warm-up.
+                self._ran_again.add(id(host))
+                args, kwargs = self._inputs(job)
+                run = host.run(is_first=False)
+                with _guarded(self.options.state), run, scope.step(RuntimeMode.NONE, job.key):
+                    job.target(*args, **kwargs)
         except BaseException:
             self._drop(scope, before)
             raise
-        finally:
-            scope.checks_state = False
         if self._gate is None or self._gate(job, "captured"):
             self._captured[job] = scope.programs[before:]
             if self._checker(job) is not None:
@@ -269,7 +328,9 @@ class _Run:
 
     def captured_blindly(self) -> list[CaptureJob]:
         """Jobs whose program touches more than it names, as an observed one has shown since."""
-        return [job for job, own in self._captured.items() if not all(p.is_valid for p in own)]
+        return [
+            job for job, own in self._captured.items() if any(p.state == "invalid" for p in own)
+        ]
 
     def check(self) -> Exception | None:
         """Play each new program once; return the first error, when all were tried."""
@@ -286,6 +347,8 @@ class _Run:
             started = perf_counter()
             try:
                 if entry.staged is not None or entry.valid_program is not None:
+                    # Eager segments run their Python on both sides: both start from one count.
+                    self.restore_hosts()
                     check(entry)
                     self._catalog.mark_ready(entry)
             except Exception as error:  # noqa: BLE001  The caller raises the first one.
@@ -297,7 +360,7 @@ class _Run:
                 self._failures[job] = entry
                 first = first or error
                 # Raises if the error left the device unusable: there is nothing to go on with.
-                self._library.device.synchronize()
+                self.library.device.synchronize()
             if job.checked is not None:
                 job.checked(entry)
             self._seconds[job] = self._seconds.get(job, 0.0) + perf_counter() - started
@@ -310,7 +373,7 @@ class _Run:
         target = job.target
         if not isinstance(target, CUDAGraphWrapper):
             return target
-        if target.library is not self._library:
+        if target.library is not self.library:
             raise ConfigError(
                 f"job of {job.name}",
                 expected="a wrapper of the library that captures",
@@ -324,7 +387,7 @@ class _Run:
         options, target = self.options, job.target
         if isinstance(target, CUDAGraphWrapper):
             options = target.options_within(options)
-        is_simulated = self._library.device.name == "simulated"
+        is_simulated = self.library.device.name == "simulated"
         observe = options.observe or ("always" if is_simulated else "ends")
         if observe == "ends":
             observe = "always" if self._is_end(job) else "never"
@@ -344,15 +407,18 @@ class _Run:
 
     def _is_captured(self, job: CaptureJob) -> bool:
         """True for a key whose program exists already: it is not run again."""
+        entry = self._entry(job)
         if not job.is_direct:
-            return False
+            served = entry.inner
+            if self.options.generation == "new":
+                served = ()
+            return bool(served) and all(program.is_valid for program in served)
         if self.options.generation == "new":
-            staged = self._entry(job).staged
-            return staged is not None and staged.is_valid
-        return self._entry(job).valid_program is not None
+            return entry.staged is not None and entry.staged.is_valid
+        return entry.valid_program is not None
 
     def _drop(self, scope: CaptureScope, before: int) -> None:
-        self._library.drop(scope.programs[before:])
+        self.library.drop(scope.programs[before:])
         del scope.programs[before:]
 
     def _require_match(self, job: CaptureJob, captured: Sequence[Program]) -> None:
@@ -380,7 +446,8 @@ class _Run:
         """How the first replay of a job is checked; None where nothing can tell."""
         if not job.is_direct or job in self._skipped:
             return None
-        return job.check or (partial(self._compare, job) if job.takes_seed else None)
+        is_compared = job.takes_seed and self.options.checks == "all"
+        return job.check or (partial(self._compare, job) if is_compared else None)
 
     def _compare(self, job: CaptureJob, entry: Entry) -> None:
         """Compare the first replay with eager, on inputs other than those of the capture."""
@@ -398,16 +465,22 @@ class _Run:
             with torch.no_grad(), ForwardContext(job.mode, job.key):
                 return program(*args, **kwargs)
 
+        subject = f"{job.name}, {job.mode.name}, {job.key}"
+        require_other_example(
+            subject, own_copy(self._inputs(job, seed=0)), self._inputs(job, seed=1)
+        )
         with _guarded(self.options.state):
-            check_replay(
+            verification = check_replay(
                 mode=job.mode,
                 key=job.key,
                 run_eager=run_eager,
                 run_replay=run_replay,
                 state=self.options.state,
                 runnable=fn,
-                observer=self._library.emit,
+                before_warmup=self._hosts.get(id(fn)),
+                observer=self.library.emit,
             )
+        require_compared(subject, verification)
 
 
 @contextmanager

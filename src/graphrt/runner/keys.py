@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
+
+import torch
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
 from graphrt.dispatch import BucketDispatcher, BucketKey
@@ -13,8 +16,9 @@ from graphrt.errors import (
     GraphrtError,
     LibraryClosedError,
     MissError,
+    ReentrantStepError,
 )
-from graphrt.graphs import Catalog, Entry, Key
+from graphrt.graphs import BufferSpec, Catalog, Entry, Key, OutputSpec
 
 
 class Dispatcher(Protocol):
@@ -85,6 +89,15 @@ def miss_error(reason: Reason, sizes: Mapping[str, int]) -> MissError:
         found=f"none serves it: {reason.name}",
         do="capture a size that holds it, or set on_miss='eager'. The step did not run",
         reason=reason,
+    )
+
+
+def step_inside_step_error(what: str) -> ReentrantStepError:
+    return ReentrantStepError(
+        f"{what} inside a run of the same runner",
+        expected="one run at a time, because all share the static buffers and outputs",
+        found="a call from the callable, a resource or an observer of a run that has not ended",
+        do="call it after the run, or give the inner callable a runner of its own",
     )
 
 
@@ -171,7 +184,7 @@ class RunnerKeys:
         entries = self.entries.items()
         return {item: entry.reason for item, entry in entries if entry.reason is not Reason.HIT}
 
-    def decide(self, key: BatchDescriptor, *, is_exact: bool) -> Decision:
+    def decide(self, key: BatchDescriptor, sizes: Mapping[str, int], *, is_exact: bool) -> Decision:
         """What serves a call whose caller has chosen the key. Counts a key not captured yet."""
         why = Reason.NO_KEY
         for mode in self._modes:
@@ -182,7 +195,7 @@ class RunnerKeys:
                 return Decision(mode, entry.key, Reason.HIT if is_exact else Reason.PADDED)
             why = entry.reason
             if why is Reason.NOT_CAPTURED_YET:
-                self._catalog.note_miss(entry)
+                self._catalog.note_miss(entry, sizes)
         return Decision(RuntimeMode.NONE, key, why)
 
 
@@ -190,6 +203,31 @@ def make_key(sizes: Mapping[str, int], variant: object = None) -> BatchDescripto
     """The key of these padded sizes, in the order of the axes."""
     ordered = tuple(sizes.values())
     return BatchDescriptor(ordered[0], variant=BucketKey(ordered, variant))
+
+
+def batch_key(key: BatchDescriptor, sizes: Mapping[str, int]) -> BatchDescriptor:
+    """The descriptor of an eager run of ``sizes``, where padded it would run as ``key``."""
+    if isinstance(key.variant, BucketKey):
+        return make_key(sizes, key.variant.variant)
+    first = next(iter(sizes.values()))
+    return replace(key, num_tokens=first, num_reqs=None, uniform=False)
+
+
+def smaller_by_axis(
+    sizes: Mapping[str, Sequence[int]] | None,
+    axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]],
+    mode: RuntimeMode,
+    key: BatchDescriptor,
+) -> list[dict[str, int]]:
+    """For each axis, the batch that fills ``key`` but is padded most along that axis."""
+    padded = dict(axis_sizes(key))
+    found = []
+    for axis, size in padded.items():
+        below = [other for other in (sizes or {}).get(axis, ()) if other < size]
+        smallest = max(below, default=0) + 1
+        if smallest < size:
+            found.append({**padded, axis: smallest})
+    return found
 
 
 def in_order(limits: Mapping[str, int], sizes: Mapping[str, int], what: str) -> dict[str, int]:
@@ -259,6 +297,40 @@ def check_capacity(
             do="give each axis a capacity, or list sizes={axis: [...]} and leave it out",
         )
     return limits
+
+
+def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
+    """Errors: ``ConfigError`` for an axis of ``outputs`` that no batch has."""
+    for path, lengths in (outputs.axes or {}).items():
+        for axis in lengths.values():
+            if isinstance(axis, str) and axis not in capacity:
+                raise ConfigError(
+                    f"axis {axis!r} of output {path!r}",
+                    expected=f"one of {', '.join(capacity)}, or a function of the sizes",
+                    found=repr(axis),
+                    do="name an axis of the batch",
+                )
+
+
+def check_written_rows(
+    written_rows: Mapping[torch.Tensor, str], specs: Iterable[BufferSpec]
+) -> None:
+    """Errors: ``ConfigError`` for rows named by what is no staged input of integers."""
+    names = [
+        spec.name
+        for spec in specs
+        if spec.policy.kind != "fill_once"
+        and not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
+    ]
+    for number, (tensor, name) in enumerate(written_rows.items()):
+        if name not in names or tensor.dim() == 0:
+            raise ConfigError(
+                f"may_overwrite {number}, a tensor of shape {tuple(tensor.shape)}",
+                expected="rows, and the input of integers that indexes them: one of "
+                f"{', '.join(names) or 'none'}",
+                found=repr(name),
+                do="name the input that says which rows are written, or list the tensor alone",
+            )
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

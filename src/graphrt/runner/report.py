@@ -22,7 +22,10 @@ class CapturedGraph(NamedTuple):
     """The capture alone; warm-ups and verification are in the report's ``capture_seconds``."""
     memory: GraphMemory
     is_observed: bool
-    """True if the capture learned what its graphs touch outside the pool."""
+    """True if the capture learned what its graphs touch outside the pool. False: nothing has
+    checked that this program writes only what is guarded or declared (``observe="always"`` has)."""
+    padding: str
+    """How padded batches were compared with eager runs of the batch as it is; empty if never."""
 
 
 class RunnerReport(NamedTuple):
@@ -51,6 +54,7 @@ def captured_graphs(entries: Iterable[Entry]) -> tuple[CapturedGraph, ...]:
             seconds=entry.seconds,
             memory=entry.program.memory,
             is_observed=entry.program.is_observed,
+            padding=entry.padding,
         )
         for entry in entries
         if entry.program is not None

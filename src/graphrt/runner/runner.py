@@ -27,14 +27,18 @@ from graphrt.graphs import (
     Entry,
     ExternalsReport,
     GraphLibrary,
+    HostSnapshot,
     Key,
     OutputSpec,
     Resource,
     StateGuard,
+    Watch,
+    WatchMode,
     Workspace,
     frozen_heap,
     too_many_failures,
 )
+from graphrt.graphs.values import own_copy
 from graphrt.interrupts import interrupted_between_steps
 from graphrt.runner.executor import Call, Examples, Executor, Inputs, ReadyGraph, Sizes, Values
 from graphrt.runner.jobs import CaptureJob, capture_all
@@ -42,6 +46,7 @@ from graphrt.runner.keys import (
     Dispatcher,
     NoDispatcher,
     RunnerKeys,
+    batch_key,
     check_capacity,
     check_choice,
     check_count,
@@ -54,9 +59,14 @@ from graphrt.runner.keys import (
     no_examples_error,
     no_sizes_error,
     sizes_of_key,
+    smaller_by_axis,
+    step_inside_step_error,
 )
 from graphrt.runner.report import RunnerReport, captured_graphs
-from graphrt.verify import HostSnapshot, explain
+from graphrt.verify import explain
+
+# CPython 3.11 looks a member up through a Python property; a run has no time for that.
+_EAGER = RuntimeMode.NONE
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 """``progress(done, total, key)``, called after each capture and each first replay."""
@@ -80,13 +90,23 @@ class CUDAGraphRunner:
     ``library``: where the programs go; None: one of its own on ``device``, both closed with it. A
     ``device`` given as an object is not closed. Runners of one library end each other's outputs.
     ``state`` guards what a run advances; ``may_overwrite``: tensors that warm-ups and checks may
-    write where the examples point; ``keep_alive``: tensors that kernels know by address alone;
-    ``resources`` are prepared once before every run, a compared one too.
-    ``verify``: ``"first"`` compares each first replay with eager, ``"off"`` plays it only.
-    ``verify_every``: also compare one run in so many. ``verify_tolerance`` None: bit-equal.
+    write where the examples point, with the rows that a run writes where they are large:
+    ``{cache: "slots"}`` names the input that indexes rows of ``cache``, and these are compared.
+    ``keep_alive``: tensors that kernels know by address alone. ``resources`` are prepared before
+    every run; a compared one prepares them again, so ``prepare`` must not advance anything.
+    ``verify``: ``"first"`` compares each first replay with eager: a batch that fills the key bit
+    for bit, then batches that are padded to it with the same batch unpadded, and with other rows
+    as padding (``check_padding``); ``"off"`` plays it only. ``verify_every``: also compare one run
+    in so many, these two in turns. ``verify_tolerance`` None: bit-equal.
+    ``reads_padding``: why real rows depend on padding on purpose (a scale of the whole batch).
     ``on_miss``: run eager, or raise ``MissError`` (``"strict"``).
-    ``dispatcher``, ``axis_sizes``: for an engine with keys of its own: ``dispatcher(unavailable=)``
-    makes what ``execute`` is given decisions of, ``axis_sizes(key)`` says a key's padded sizes.
+    ``watch``: how it is noticed that something was replaced that graphs read besides their inputs
+    (weights, attributes, variables, host values). ``"spread"``: registrations in modules at once,
+    the rest four places before each graph run; ``"always"``: everything before each; ``"off"``:
+    only when ``check_externals`` asks. ``num_watched`` says how many places there are.
+    ``dispatcher``, ``axis_sizes``, ``smaller_sizes``: for an engine with keys of its own:
+    ``dispatcher(unavailable=)`` makes what ``execute`` is given decisions of, ``axis_sizes(key)``
+    says a key's padded sizes, ``smaller_sizes(mode, key)`` real sizes of batches padded to it.
 
     Not thread-safe. Errors: ``ConfigError`` for what cannot be honoured.
     """
@@ -104,12 +124,14 @@ class CUDAGraphRunner:
         device: Device | DeviceName = "auto",
         library: GraphLibrary | None = None,
         state: StateGuard | None = None,
-        may_overwrite: Sequence[torch.Tensor] = (),
+        may_overwrite: Sequence[torch.Tensor] | Mapping[torch.Tensor, str] = (),
         keep_alive: Sequence[torch.Tensor] = (),
         resources: Sequence[Resource | Workspace] = (),
         verify: Literal["first", "off"] = "first",
         verify_every: int | None = None,
         verify_tolerance: float | None = None,
+        reads_padding: str = "",
+        watch: WatchMode = "spread",
         on_miss: Literal["eager", "strict"] = "eager",
         on_capture_error: Literal["raise", "skip"] = "raise",
         warmups: int = 1,
@@ -118,9 +140,11 @@ class CUDAGraphRunner:
         name: str | None = None,
         dispatcher: Callable[..., Dispatcher] | None = None,
         axis_sizes: Callable[[BatchDescriptor], Sizes] | None = None,
+        smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]] | None = None,
     ) -> None:
         check_choice("verify", verify, ("first", "off"))
         check_choice("on_miss", on_miss, ("eager", "strict"))
+        check_choice("watch", watch, ("spread", "always", "off"))
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
         if verify_every is not None:
@@ -130,6 +154,8 @@ class CUDAGraphRunner:
         self._can_capture = examples is not None
         self._verify = verify
         self._verify_every = self._until_verify = verify_every or 0
+        self._compares_padding = False
+        self._is_running = False
         self._is_strict = on_miss == "strict"
         self._observer = observer
         self._modes = check_modes(modes)
@@ -146,7 +172,7 @@ class CUDAGraphRunner:
         self._axis_sizes = axis_sizes or partial(sizes_of_key, self.capacity)
         self._options = CaptureOptions(
             state=state,
-            may_overwrite=may_overwrite,
+            may_overwrite=tuple(may_overwrite),
             keep_alive=keep_alive,
             resources=resources,
             warmups=warmups,
@@ -176,6 +202,10 @@ class CUDAGraphRunner:
                 self._options,
                 verify_tolerance,
                 observer,
+                written_rows=may_overwrite if isinstance(may_overwrite, Mapping) else {},
+                smaller_sizes=smaller_sizes or partial(smaller_by_axis, sizes, self._axis_sizes),
+                reads_padding=reads_padding,
+                is_strict=self._is_strict,
             )
             self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
             """The owner of the programs in the library."""
@@ -189,12 +219,16 @@ class CUDAGraphRunner:
         self._entries = self._keys.entries
         self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
         """By mode, and by the id of the key object, which the graph holds."""
-        self._snapshots: tuple[HostSnapshot, HostSnapshot] | None = None
-        """What ``fn`` remembered on the host before and after the parts of a capture so far."""
+        self._host: HostSnapshot | None = None
+        """What ``fn`` remembered on the host before the first part of a capture."""
         self._prospects: Dispatcher | None = None
         """Dispatches as if everything were captured. Made when it is asked for."""
         self._capture_seconds = 0.0
         self._is_closed = False
+        self._watch = Watch(watch)
+        self._watch.start()
+        self.library.add_watch(self._watch)
+        self._look = self._watch.look_at_all if watch == "always" else self._watch.look
         self._refresh()
 
     # -- keys
@@ -242,14 +276,13 @@ class CUDAGraphRunner:
                   and without examples; ``CaptureInProgressError`` while a scope of the library is
                   open; ``LibraryClosedError`` after ``close()``.
         """
-        self._require_open()
+        self._require_idle("capture")
         wanted = self._keys.select(keys)
         with self._capturing() as capture:
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
-            self.library.check_externals()
+            self._ask()
             generation, chosen = self._choose(wanted)
-            if wanted:  # To forget the failures of no key would forget those of all.
-                self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
+            self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
             capture(chosen, replace(self._options, generation=generation), progress)
         return self.report()
 
@@ -270,13 +303,12 @@ class CUDAGraphRunner:
         in ``capture()``, a key serves only after its first replay was right; outputs of runs end;
         errors are raised or, with ``on_capture_error="skip"``, kept, and after three in a row no
         other key is tried. Collections leave the old heap out, so that the call takes about as
-        long as a warm-up, a capture and a comparison with eager. If the model changes its Python
-        attributes between two calls, verification cannot tell values cached in an earlier warm-up
-        from real state.
+        long as a warm-up, a capture and a comparison with eager. What anything but these changes of
+        the model's Python attributes between two calls counts as the model's own state.
 
         Errors: as ``capture()``; ``ConfigError`` for an ``at_most`` below 1.
         """
-        self._require_open()
+        self._require_idle("capture_next")
         check_count("at_most", at_most)
         wanted = self._keys.select([first]) if first is not None else []
         order = [entry for entry in wanted if entry.reason is Reason.NOT_CAPTURED_YET]
@@ -331,8 +363,7 @@ class CUDAGraphRunner:
         """Around every capture: time it, hold Ctrl-C back, dispatch to what it captured.
 
         Yields ``_capture``, with what ``fn`` remembered before the first warm-up, of an earlier
-        part too. Where something else has changed it since, only a new snapshot tells that from a
-        warm-up.
+        part too. What something else has changed since counts as it is now.
         """
         if not self._can_capture:
             raise no_examples_error()
@@ -343,25 +374,23 @@ class CUDAGraphRunner:
                 found="one that is open",
                 do="leave the scope first",
             )
+        self.library.require_no_recording(f"capture of {self.name}")
         started = perf_counter()
         self._executor.outputs.expire()
-        before_warmup = None
-        if self._verify != "off":
-            known = self._snapshots
-            is_current = known is not None and not known[1].changed()
-            before_warmup = known[0] if known and is_current else HostSnapshot(self.fn)
+        if self._host is None:
+            self._host = HostSnapshot(self.fn)
+        else:
+            self._host.rebase()
         try:
             with interrupted_between_steps() as check_interrupt, torch.no_grad():
-                yield partial(self._capture, before_warmup, check_interrupt)
+                yield partial(self._capture, self._host, check_interrupt)
         finally:
-            if before_warmup is not None:
-                self._snapshots = (before_warmup, HostSnapshot(self.fn))
             self._capture_seconds += perf_counter() - started
             self._refresh()
 
     def _capture(
         self,
-        before_warmup: HostSnapshot | None,
+        host: HostSnapshot,
         check_interrupt: Callable[[], None],
         entries: Sequence[Entry],
         options: CaptureOptions,
@@ -382,6 +411,7 @@ class CUDAGraphRunner:
                 check_interrupt()
             return True
 
+        before_warmup = None if self._verify == "off" else host
         jobs = [
             CaptureJob(
                 self.fn,
@@ -389,7 +419,7 @@ class CUDAGraphRunner:
                 entry.key,
                 partial(self._executor.example_inputs, entry.key),
                 owner=self.name,
-                check=partial(self._executor.check_first_replay, before_warmup),
+                check=partial(self._check, before_warmup),
                 checked=lambda entry: tick(entry.key),
             )
             for entry in entries
@@ -401,7 +431,16 @@ class CUDAGraphRunner:
             gate=gate,
             progress=lambda number, total, job: tick(job.key),
             later=[key for _, key in self._entries],
+            host=host,
         )
+
+    def _check(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
+        """Check a first replay: a run, so that nothing may call the runner inside it."""
+        self._is_running = True
+        try:
+            self._executor.check_first_replay(before_warmup, entry)
+        finally:
+            self._is_running = False
 
     # -- run
 
@@ -456,16 +495,16 @@ class CUDAGraphRunner:
                 )
             staged = self._axis_sizes(key)
             sizes = staged if sizes is None else in_order(staged, sizes, "real")
-            decision = self._keys.decide(key, is_exact=sizes == staged)
+            decision = self._keys.decide(key, sizes, is_exact=sizes == staged)
         elif sizes is None:
             sizes = self._executor.real_sizes(values)
         if decision is None:
             decision = self.decide(sizes)
             if decision.reason is Reason.NOT_CAPTURED_YET:
-                self.note_miss(sizes)
+                self.note_miss(sizes, real_sizes=sizes)
         outputs = self.execute(decision, sizes, values, step_info, staged)
         if self._observer is not None:
-            mode, served, reason = decision
+            mode, served, reason = self.last_decision or decision
             host_us = (perf_counter_ns() - started) / 1000
             num_tokens = sizes[self.axes[0]]
             num_reqs = sizes.get("requests", 0)
@@ -491,36 +530,71 @@ class CUDAGraphRunner:
         It emits no event. ``sizes``: the real sizes. ``staged``: those of ``values``, where the
         caller has padded them. Shapes, aliasing, errors: as ``run``.
         """
-        self.last_decision = decision
-        mode, key, reason = decision
         staged = staged or sizes
-        if mode is RuntimeMode.NONE:
-            self._require_open()
-            if self._is_strict:
-                raise miss_error(reason, sizes)
-            return self._executor.eager(key, Call(values, sizes, staged, step_info))
-        # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
-        ready = self._ready[mode].get(id(key))
-        if ready is None:
-            ready = self._find_ready(decision)
-        if self._verify_every:
-            self._until_verify -= 1
-            if self._until_verify <= 0:
-                self._until_verify = self._verify_every
-                return self._compare(ready, Call(values, sizes, staged, step_info))
-        if ready.has_eager and torch.is_grad_enabled():
-            # What eager segments return must not grow a graph of its own.
-            with torch.no_grad():
-                return self._executor.replay(ready, values, sizes, staged, step_info)
-        return self._executor.replay(ready, values, sizes, staged, step_info)
+        if decision.mode is not _EAGER and not self._look():
+            decision = self._ask_again(decision, staged)
+        self.last_decision = decision
+        if self._is_running:
+            self._require_idle("run")
+        mode, key, reason = decision
+        self._is_running = True
+        try:
+            if mode is _EAGER:
+                self._require_open()
+                if self._is_strict:
+                    raise miss_error(reason, sizes)
+                return self._executor.eager(key, Call(values, sizes, staged, step_info))
+            # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
+            ready = self._ready[mode].get(id(key))
+            if ready is None:
+                ready = self._find_ready(decision)
+            if self._verify_every:
+                self._until_verify -= 1
+                if self._until_verify <= 0:
+                    self._until_verify = self._verify_every
+                    return self._compare(ready, Call(values, sizes, staged, step_info))
+            if ready.has_eager and torch.is_grad_enabled():
+                # What eager segments return must not grow a graph of its own.
+                with torch.no_grad():
+                    return self._executor.replay(ready, values, sizes, staged, step_info)
+            return self._executor.replay(ready, values, sizes, staged, step_info)
+        finally:
+            self._is_running = False
+
+    def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
+        """Look at everything; ``decision``, or an eager one where its program is invalid now."""
+        self._require_open()
+        self._ask()
+        self._refresh()
+        mode, key, _ = decision
+        entry = self._entries.get((mode, key))
+        if entry is None or entry.reason is not Reason.INVALIDATED:
+            return decision
+        return Decision(RuntimeMode.NONE, batch_key(key, staged), Reason.INVALIDATED)
 
     def _compare(self, ready: ReadyGraph, call: Call) -> Any:
-        """Also run eagerly; a program that differs is never replayed again."""
+        """Also run eagerly, on the padded views and on the batch as it is in turns.
+
+        A program that differs is never replayed again.
+        """
+        # A value may be an output of the run before, which the first replay here overwrites.
+        call = call._replace(values=own_copy(dict(call.values)))
+        pads = self._compares_padding and call.sizes != ready.bound.sizes
+        self._compares_padding = not self._compares_padding
         try:
-            return self._executor.compare(ready, call)
+            if not pads:
+                return self._executor.compare(ready, call).outputs
+            try:
+                return self._executor.compare_padding(ready, call)
+            except VerificationError:
+                # Padding is not to blame where the graph itself is wrong, which this raises.
+                self._executor.compare(ready, call)
+                raise
         except VerificationError as error:
             self.library.catalog.mark_wrong(self._entries[ready.mode, ready.key], error)
             self._refresh()
+            # The next graph run asks whether anything has moved.
+            self._watch.is_marked = self._watch.mode != "off"
             raise
 
     def _find_ready(self, decision: Decision) -> ReadyGraph:
@@ -540,12 +614,16 @@ class CUDAGraphRunner:
 
     # -- what may be dispatched to
 
-    def note_miss(self, *args: Any, **kwargs: Any) -> None:
-        """Count a call that ran eager because its key is not captured yet, by ``dispatch``'s
-        arguments: the more misses, the earlier ``capture_next`` captures the key."""
+    def note_miss(self, *args: Any, real_sizes: Sizes | None = None, **kwargs: Any) -> None:
+        """Count a call that ran eager because its key is not captured yet: the more misses, the
+        earlier ``capture_next`` captures the key.
+
+        Takes ``dispatch``'s arguments. ``real_sizes``: of the call, which the check of the key's
+        first replay pads; by default it pads the smallest.
+        """
         item = self.key_for(*args, **kwargs)
         if item is not None:
-            self.library.catalog.note_miss(self._entries[item])
+            self.library.catalog.note_miss(self._entries[item], real_sizes)
 
     def key_for(self, *args: Any, **kwargs: Any) -> Key | None:
         """The key that serves such a call once all are captured; None if it runs eager even then.
@@ -577,25 +655,39 @@ class CUDAGraphRunner:
                 ready[mode][id(entry.key)] = known
         self._prospects = None
         if not self._keys.pending():
-            self._snapshots = None  # No other part follows: the next warm-up is the first one.
+            self._host = None  # No other part follows: the next warm-up is the first one.
         self.dispatcher: Dispatcher = self._make_dispatcher(unavailable=self.missing())
         for mode, key in self.dispatcher.keys:
             entry = self._entries[mode, key]
             if entry.reason is Reason.HIT:
                 ready[mode][id(key)] = ready[mode][id(entry.key)]
         self._ready = ready
+        serving = {id(g.program): g.program for each in ready.values() for g in each.values()}
+        self._watch.update(serving.values())
+
+    @property
+    def num_watched(self) -> int:
+        """Places that ``watch`` looks at in turns: ``"spread"`` has seen all of them within
+        ``ceil(num_watched / 4)`` graph runs, ``"always"`` looks at all before each."""
+        return self._watch.num_places
 
     # -- looking back
 
     def check_externals(self) -> ExternalsReport:
-        """Ask whether a tensor that programs read has moved (weights replaced, not copied into).
+        """Ask whether anything that programs read was replaced (weights not copied into, a value).
 
         Programs that read one become invalid: their runs are eager (``INVALIDATED``) until
         ``capture()`` is called again.
         """
         self._require_open()
-        report = self.library.check_externals()
+        report = self._ask()
         self._refresh()
+        return report
+
+    def _ask(self) -> ExternalsReport:
+        """Invalidate the programs that read what was replaced; ``_refresh`` has to follow."""
+        report = self.library.check_externals()
+        self._watch.is_marked = False
         return report
 
     def report(self) -> RunnerReport:
@@ -622,9 +714,17 @@ class CUDAGraphRunner:
         if decision is None:
             return "Nothing has run yet."
         lines = [explain(decision)]
+        served = self._entries.get((decision.mode, decision.descriptor))
+        if served is not None and served.padding:
+            lines.append(f"Its padding: {served.padding}.")
         for (_, key), entry in self._entries.items():
             if decision.reason is Reason.CAPTURE_FAILED and entry.error is not None:
                 lines.append(f"{key}: {entry.error}")
+            if decision.reason is entry.reason is Reason.INVALIDATED and entry.program is not None:
+                moved = (
+                    ", ".join(entry.program.moved or ()) or "nothing: it was invalidated by hand"
+                )
+                lines.append(f"{key}: replaced since the capture: {moved}")
         return "\n".join(lines)
 
     # -- end
@@ -639,9 +739,10 @@ class CUDAGraphRunner:
         if self._owns_library:
             self.library.close()
         self._is_closed = True
+        self._watch.stop()
         self._executor.outputs.expire()
         self._ready = {mode: {} for mode in RuntimeMode}
-        self._snapshots = None
+        self._host = None
         self.dispatcher = NoDispatcher(closed_error)
         if self._owns_device:
             self.device.close()
@@ -649,6 +750,11 @@ class CUDAGraphRunner:
     def _require_open(self) -> None:
         if self._is_closed:
             raise closed_error()
+
+    def _require_idle(self, what: str) -> None:
+        self._require_open()
+        if self._is_running:
+            raise step_inside_step_error(what)
 
     def __enter__(self) -> Self:
         return self

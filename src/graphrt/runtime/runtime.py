@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
-from graphrt.config import Facts, Resolved, RuntimeConfig, resolve
+from graphrt.config import Facts, Plan, Resolved, RuntimeConfig, resolve
 from graphrt.device import DeviceName, make_device
 from graphrt.device.base import Device
-from graphrt.dispatch import CUDAGraphDispatcher
+from graphrt.dispatch import CUDAGraphDispatcher, check_count
 from graphrt.errors import BatchError
 from graphrt.events import Observer, RanEager, Replayed
 from graphrt.graphs import (
@@ -35,6 +35,8 @@ REQUESTS = "requests"
 """The two axes of an engine's batch; every ``BufferSpec`` of a runtime uses these names."""
 
 _NONE: frozenset[RuntimeMode] = frozenset()
+# CPython 3.11 looks a member up through a Python property; a step has no time for that.
+_EAGER, _NOT_CAPTURED_YET = RuntimeMode.NONE, Reason.NOT_CAPTURED_YET
 
 
 class RuntimeReport(NamedTuple):
@@ -86,10 +88,11 @@ class Runtime:
         facts: Facts | None = None,
         resources: Sequence[Resource] = (),
         state: StateGuard | None = None,
-        may_overwrite: Sequence[torch.Tensor] = (),
+        may_overwrite: Sequence[torch.Tensor] | Mapping[torch.Tensor, str] = (),
         keep_alive: Sequence[torch.Tensor] = (),
         observer: Observer | None = None,
         verify_tolerance: float | None = None,
+        reads_padding: str = "",
     ) -> None:
         config = self.config = RuntimeConfig() if config is None else config
         self.resolved = resolve(config, Facts() if facts is None else facts)
@@ -120,6 +123,8 @@ class Runtime:
                 verify="first" if config.verify_first_replay else "off",
                 verify_every=config.verify_every,
                 verify_tolerance=verify_tolerance,
+                reads_padding=reads_padding,
+                watch=config.watch,
                 on_miss=config.on_miss,
                 on_capture_error=config.on_capture_error,
                 warmups=config.compilation.cudagraph_num_of_warmups,
@@ -127,6 +132,7 @@ class Runtime:
                 name="model",
                 dispatcher=partial(CUDAGraphDispatcher, plan),
                 axis_sizes=partial(_axis_sizes, max_num_seqs=plan.max_num_seqs),
+                smaller_sizes=partial(_smaller_sizes, plan),
             )
         except BaseException:
             if self._owns_device:
@@ -211,7 +217,10 @@ class Runtime:
                   comparison with eager differs: that program is not replayed again
                   (``CAPTURE_FAILED``). A failed replay is never repeated eagerly.
         """
-        started = perf_counter_ns()
+        observer = self._observer
+        started = 0 if observer is None else perf_counter_ns()
+        if not (type(num_reqs) is type(num_tokens) is int and 1 <= num_reqs <= num_tokens):
+            _check_requests(num_tokens, num_reqs)
         if uniform and num_tokens != num_reqs * self._query_len:
             raise BatchError(
                 f"a uniform step of {num_tokens} tokens",
@@ -222,22 +231,25 @@ class Runtime:
         runner = self.runner
         decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
         mode, key, reason = decision
-        if reason is Reason.NOT_CAPTURED_YET:
-            runner.note_miss(num_tokens, uniform, num_active_loras, exclude)
+        if reason is _NOT_CAPTURED_YET:
+            sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
+            runner.note_miss(num_tokens, uniform, num_active_loras, exclude, real_sizes=sizes)
         outputs = self._execute(
             decision, {TOKENS: num_tokens, REQUESTS: num_reqs}, values, step_info
         )
-        if self._observer is not None:
+        if observer is not None:
             host_us = (perf_counter_ns() - started) / 1000
-            self._observer(
+            # Other than decided, where the step found out that something had been replaced.
+            mode, key, reason = runner.last_decision or decision
+            observer(
                 RanEager(reason, num_tokens, num_reqs, uniform, host_us)
-                if mode is RuntimeMode.NONE
+                if mode is _EAGER
                 else Replayed(mode, reason, num_tokens, key.num_tokens, num_reqs, uniform, host_us)
             )
         return outputs
 
     def check_externals(self) -> ExternalsReport:
-        """Ask whether a tensor that programs read has moved (weights replaced, not copied into).
+        """Ask whether anything that programs read was replaced (weights not copied into, a value).
 
         Programs that read one become invalid: their steps run eager (``INVALIDATED``) until
         ``capture()`` is called again.
@@ -275,6 +287,19 @@ class Runtime:
         self.close()
 
 
+def _check_requests(num_tokens: int, num_reqs: int) -> None:
+    """Errors: ``BatchError`` for what is no number of requests that bring so many tokens."""
+    tokens = check_count("num_tokens", num_tokens, least=0)
+    found = check_count("num_reqs", num_reqs, least=min(tokens, 1))
+    if found > tokens:
+        raise BatchError(
+            f"num_reqs = {found}",
+            expected=f"at most num_tokens = {tokens}, because each request brings a token",
+            found=str(found),
+            do="count the requests of this batch",
+        )
+
+
 def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:
     """The padded sizes of a key's static inputs."""
     # Pieces do not depend on requests, their static inputs still have a size: the most a batch
@@ -283,3 +308,25 @@ def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:
     if num_reqs is None:
         num_reqs = min(key.num_tokens, max_num_seqs)
     return {TOKENS: key.num_tokens, REQUESTS: num_reqs}
+
+
+def _smaller_sizes(plan: Plan, mode: RuntimeMode, key: BatchDescriptor) -> list[Mapping[str, int]]:
+    """The smallest batch that dispatch pads to a key; none if every batch fills it."""
+    kind = (mode, key.uniform, key.num_active_loras, key.num_ubatches)
+    below = [
+        other.num_tokens
+        for at, other in plan.capture_order
+        if (at, other.uniform, other.num_active_loras, other.num_ubatches) == kind
+        and other.num_tokens < key.num_tokens
+    ]
+    smallest = max(below, default=0) + 1
+    if key.uniform:
+        num_reqs = -(-smallest // plan.query_len)
+        return [{TOKENS: num_reqs * plan.query_len, REQUESTS: num_reqs}]
+    # As many tokens a request as in the batch that fills the key, so that none gets too long; or
+    # one request less, where there is none.
+    padded = _axis_sizes(key, plan.max_num_seqs)
+    num_reqs = -(-smallest * padded[REQUESTS] // padded[TOKENS])
+    if num_reqs == padded[REQUESTS] > 1:
+        num_reqs -= 1
+    return [{TOKENS: smallest, REQUESTS: num_reqs}]

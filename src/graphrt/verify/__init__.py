@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from graphrt.verify.compare import Comparison, Difference, compare
 from graphrt.verify.explain import explain
-from graphrt.verify.host_snapshot import ForwardHook, HostSnapshot, forward_hooks
 from graphrt.verify.padding import (
+    UNPADDED_TOLERANCE,
     Unwritten,
+    arbitrary_buffers,
+    check_padding,
     check_padding_unread,
     find_unwritten,
     poison,
-    poisoned_padding,
+    varied_padding,
 )
-from graphrt.verify.replay import Verification, check_replay
+from graphrt.verify.replay import (
+    ForwardHook,
+    Verification,
+    check_replay,
+    forward_hooks,
+    require_compared,
+    require_other_example,
+)
+from graphrt.verify.run_state import RunState, WrittenRows
 
 __all__ = [
+    "UNPADDED_TOLERANCE",
     "Comparison",
     "Difference",
     "ForwardHook",
-    "HostSnapshot",
+    "RunState",
     "Unwritten",
     "Verification",
+    "WrittenRows",
+    "arbitrary_buffers",
+    "check_padding",
     "check_padding_unread",
     "check_replay",
     "compare",
@@ -28,5 +42,7 @@ __all__ = [
     "find_unwritten",
     "forward_hooks",
     "poison",
-    "poisoned_padding",
+    "require_compared",
+    "require_other_example",
+    "varied_padding",
 ]

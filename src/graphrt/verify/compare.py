@@ -1,19 +1,21 @@
 """Compares what eager execution and a replay returned, and says where they first differ.
 
 Replay against eager with the same kernels on the same padded batch is bit-equal, so that is what
-is asked by default; a tolerance is for comparing a padded with an unpadded run, where the size of
-a matrix product alone may change its rounding.
+is asked by default. A padded and an unpadded run are compared within a tolerance, because the size
+of a matrix product alone may change its rounding.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.graphs.values import Node, as_bits, format_path, same_host_value, walk
+from graphrt.graphs.values import Node, as_bits, dotted, format_path, same_host_value, walk
 
 _MAX_SHOWN = 4
 
@@ -47,11 +49,13 @@ class Comparison:
 
     differences: tuple[Difference, ...]
     num_compared: int
-    """Tensors and host values that were compared."""
+    """Tensors and host values that were compared, without empty ones and None."""
     unchecked: tuple[str, ...]
     """Paths of opaque values, which are not compared."""
     max_abs_difference: float
     """Over all tensors, tolerated ones too; NaN if a difference could not be taken."""
+    num_ties: int = 0
+    """Choices that differ between elements equal within the tolerance."""
 
     @property
     def is_equal(self) -> bool:
@@ -67,19 +71,37 @@ class Comparison:
         return "; ".join(lines)
 
 
-def compare(expected: Any, actual: Any, *, tolerance: float | None = None) -> Comparison:
+def compare(
+    expected: Any,
+    actual: Any,
+    *,
+    tolerance: float | Mapping[torch.dtype, float] | None = None,
+    chosen_from: Mapping[str, str] = MappingProxyType({}),
+) -> Comparison:
     """Compare two results leaf by leaf: structure, shape, dtype, and every element.
 
-    ``tolerance``: the largest absolute difference accepted in floating tensors and host floats;
-    None asks for equal bits. NaN equals NaN whatever its bits, with and without a tolerance; 0.0
-    and -0.0 have other bits. Strides and devices are not compared. Waits for the device.
+    ``tolerance``: the largest absolute difference accepted in floating tensors and host floats; or
+    by dtype, the largest one over the largest finite element of ``expected``, where all else is
+    compared exactly; None asks for equal bits. NaN equals NaN whatever its bits, with and without
+    a tolerance; 0.0 and -0.0 have other bits. Strides and devices are not compared.
+    ``chosen_from``: dotted path of an integer tensor -> that of the floating one whose last
+    dimension it indexes (a greedy choice). Indices of elements equal within tolerance are a tie.
+    Waits for the device.
     """
     differences: list[Difference] = []
     sizes = [0.0]
-    num_compared = 0
+    num_compared = num_ties = 0
     unchecked = []
-    left = {format_path(node.path): node for node in walk(expected)}
+    nodes = list(walk(expected))
+    left = {format_path(node.path): node for node in nodes}
+    scores_of = {
+        format_path(node.path): scores.value
+        for node in nodes
+        for scores in nodes
+        if chosen_from and chosen_from.get(dotted(node.path)) == dotted(scores.path)
+    }
     right = {format_path(node.path): node for node in walk(actual)}
+    of_host = None if isinstance(tolerance, Mapping) else tolerance
     for path in left.keys() | right.keys():
         one, other = left.get(path), right.get(path)
         if one is None or other is None:
@@ -90,47 +112,58 @@ def compare(expected: Any, actual: Any, *, tolerance: float | None = None) -> Co
         elif one.kind == "opaque":
             unchecked.append(path)
         elif one.kind == "tensor":
-            num_compared += 1
-            difference, size = _compare_tensors(path, one.value, other.value, tolerance)
+            num_compared += one.value.numel() > 0
+            difference, size, ties = _compare_tensors(
+                path, one.value, other.value, tolerance, scores_of.get(path)
+            )
             differences += [] if difference is None else [difference]
             sizes.append(size)
+            num_ties += ties
         elif one.kind == "host":
-            num_compared += 1
-            if not same_host_value(one.value, other.value, tolerance):
+            num_compared += one.value is not None
+            if not same_host_value(one.value, other.value, of_host):
                 differences.append(Difference(path, repr(one.value), repr(other.value)))
     # Not max alone: what it makes of a NaN depends on the order.
     largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
     order = {path: number for number, path in enumerate(left)}
     differences.sort(key=lambda difference: order[difference.path])
-    return Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), largest)
+    return Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), largest, num_ties)
 
 
 def _compare_tensors(
-    path: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: float | None
-) -> tuple[Difference | None, float]:
-    """Return the difference, if it counts, and the largest absolute one, counted or not."""
+    path: str,
+    expected: torch.Tensor,
+    actual: torch.Tensor,
+    tolerance: float | Mapping[torch.dtype, float] | None,
+    scores: torch.Tensor | None,
+) -> tuple[Difference | None, float, int]:
+    """Return the difference, if it counts, the largest absolute one, counted or not, and ties."""
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return Difference(path, _describe_tensor(expected), _describe_tensor(actual)), math.nan
+        return Difference(path, _describe_tensor(expected), _describe_tensor(actual)), math.nan, 0
     expected, actual = expected.detach(), actual.detach().to(expected.device)
+    limit = _limit(expected, tolerance)
     if expected.is_complex():
         expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
     # Almost always so, and known after one wait for the device.
     if torch.equal(as_bits(expected), as_bits(actual)):
-        return None, 0.0
+        return None, 0.0, 0
     differing = as_bits(expected) != as_bits(actual)
-    # In float64, because the 8-bit formats have no isnan of their own. It holds the difference of
-    # every dtype but very large int64, where it rounds.
-    left, right = expected.double(), actual.double()
+    left, right = _widened(expected), _widened(actual)
     differing &= ~(left.isnan() & right.isnan())
     if not bool(differing.any()):
-        return None, 0.0
+        return None, 0.0, 0
     differences = (left - right).abs()
     size = differences[differing].max().item()
-    if tolerance is not None and expected.is_floating_point():
+    num_ties = 0
+    if limit is not None:
         # A pair of infinities is equal bits; NaN against a number fails the comparison.
-        differing &= ~(differences <= tolerance)
-        if not bool(differing.any()):
-            return None, size
+        differing &= ~(differences <= limit)
+    elif scores is not None:
+        ties = _ties(expected, actual, scores, tolerance) & differing
+        num_ties = int(ties.sum())
+        differing &= ~ties
+    if not bool(differing.any()):
+        return None, 0.0 if num_ties else size, num_ties
     # Of an empty index (a 0-d tensor) the first is ().
     first = tuple(int(i) for i in differing.nonzero()[0])
     return (
@@ -143,7 +176,50 @@ def _compare_tensors(
             int(differing.sum()),
         ),
         size,
+        num_ties,
     )
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In a dtype that has ``isnan`` and holds the difference of two elements.
+
+    The 8-bit formats have none of their own. Very large int64 round in float64.
+    """
+    is_short = tensor.dtype.is_floating_point and tensor.dtype.itemsize <= 2
+    return tensor.float() if is_short else tensor.double()
+
+
+def _limit(
+    expected: torch.Tensor, tolerance: float | Mapping[torch.dtype, float] | None
+) -> float | None:
+    """The largest difference that does not count; None where bits have to be equal."""
+    if not isinstance(tolerance, Mapping):
+        return tolerance if expected.is_floating_point() else None
+    relative = tolerance.get(expected.dtype)
+    if relative is None or expected.numel() == 0:
+        return None
+    sizes = (
+        torch.view_as_real(expected).abs() if expected.is_complex() else _widened(expected).abs()
+    )
+    finite = sizes[sizes.isfinite()]
+    return relative * finite.max().item() if finite.numel() else 0.0
+
+
+def _ties(
+    expected: torch.Tensor,
+    actual: torch.Tensor,
+    scores: torch.Tensor,
+    tolerance: float | Mapping[torch.dtype, float] | None,
+) -> torch.Tensor:
+    """Where two choices differ between elements of ``scores`` that are equal within tolerance."""
+    limit = _limit(scores, tolerance) or 0.0
+    one_each = scores.dim() == expected.dim() + 1
+    places = [choice.unsqueeze(-1) if one_each else choice for choice in (expected, actual)]
+    valid = [(place >= 0) & (place < scores.shape[-1]) for place in places]
+    wide = _widened(scores)
+    left, right = (wide.gather(-1, place.clamp(0, scores.shape[-1] - 1).long()) for place in places)
+    ties = ((left - right).abs() <= limit) & valid[0] & valid[1]
+    return ties.squeeze(-1) if one_each else ties
 
 
 def _same_container(one: Node, other: Node) -> bool:

@@ -20,7 +20,7 @@ _WHY = {
     Reason.LORA_NOT_CAPTURED: "the plan has no graph for this number of adapters",
     Reason.NOT_CAPTURED_YET: "its key is planned, but no graph of it is published yet",
     Reason.CAPTURE_FAILED: "the capture or the verification of its key failed",
-    Reason.INVALIDATED: "a tensor that its graph reads has moved since the capture",
+    Reason.INVALIDATED: "something that its graph reads was replaced since the capture",
     Reason.RANKS_DISAGREE: "the data-parallel ranks settled on a lesser mode",
     Reason.UBATCH_ABORTED: "its split was called off, and no unsplit graph exists",
 }

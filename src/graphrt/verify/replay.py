@@ -8,17 +8,30 @@ show that, and only if both sides start from the same state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import torch
+
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.errors import VerificationError
+from graphrt.errors import UnverifiedWarning, VerificationError
 from graphrt.events import Observer, Verified
+from graphrt.graphs.held import modules_of
+from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import own_copy
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.host_snapshot import ForwardHook, HostSnapshot, forward_hooks
+from graphrt.verify.run_state import RunState
+
+
+class ForwardHook(NamedTuple):
+    """A hook that runs at capture and at no replay: a replay runs no Python of the module."""
+
+    module: str
+    """Path of the module; empty for the outermost one."""
+    hook: str
 
 
 class Verification(NamedTuple):
@@ -29,8 +42,15 @@ class Verification(NamedTuple):
     comparison: Comparison
     state: Comparison | None
     """The state both sides left behind; None without a guard."""
-    hooks: tuple[ForwardHook, ...]
-    """Forward hooks: they ran at the capture and run in no replay."""
+    runnable: object = None
+
+    @property
+    def hooks(self) -> tuple[ForwardHook, ...]:
+        """Forward hooks of ``runnable``: they ran at the capture and run in no replay.
+
+        Looked for when asked, because that is a walk of everything the callable reaches.
+        """
+        return () if self.runnable is None else forward_hooks(self.runnable)
 
 
 def check_replay(
@@ -39,10 +59,11 @@ def check_replay(
     key: BatchDescriptor,
     run_eager: Callable[[], Any],
     run_replay: Callable[[], Any],
-    state: StateGuard | None = None,
+    state: StateGuard | RunState | None = None,
     runnable: object = None,
     before_warmup: HostSnapshot | None = None,
     tolerance: float | None = None,
+    suspects: Callable[[], Iterable[str]] | None = None,
     observer: Observer | None = None,
 ) -> Verification:
     """Run one step eagerly and as a replay, from the same state, and compare.
@@ -50,68 +71,145 @@ def check_replay(
     Call it for each new program with inputs that differ from those of its capture, and for
     sampled steps later on. Both callables read the same static inputs, which are in place.
 
-    ``state``: saves and restores what a step advances; without it ``run_eager`` must change
-    nothing. After a success the state is the one the replay left, as if the step had run once;
-    after a failure the one before the call. A guard whose tokens hold tensors also has its state
-    compared: a step may return the right rows and write the wrong ones.
+    ``state``: saves and restores what a step advances and writes; without it ``run_eager`` must
+    change nothing. After a success the state is the one the replay left, as if the step had run
+    once; after a failure the one before the call. A guard whose tokens hold tensors also has its
+    state compared: a step may return the right rows and write the wrong ones.
     ``runnable``: its modules' forward hooks are reported.
     ``before_warmup``: what it remembered before its first warm-up. With it the eager side runs as
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
     ``tolerance``: as for ``compare``; None asks for equal bits.
+    ``suspects``: called after a difference; says in words what is known to be amiss.
 
     Errors: ``VerificationError`` with key, mode and the first places that differ; errors of the
             two callables pass unchanged.
     """
-    saved = state.save() if state is not None else None
-    with before_warmup.restored() if before_warmup is not None else nullcontext():
-        # The replay may overwrite what eager returned: an output can be a view of a static input.
-        expected = own_copy(run_eager())
-    expected_state = state.save() if state is not None else None
-    if state is not None:
-        state.restore(saved)
-    outputs = run_replay()
+    guarded = state if isinstance(state, RunState) else RunState(state)
+    saved = guarded.save()
+    guarded.poison()
+    try:
+        with before_warmup.restored() if before_warmup is not None else nullcontext():
+            # The replay may overwrite what eager returned: an output can view a static input.
+            expected = own_copy(run_eager())
+        expected_state = guarded.save().compared
+        guarded.restore(saved)
+        guarded.poison(is_last=True)
+        outputs = run_replay()
+        found_state = guarded.save().compared
+        guarded.settle(saved, expected_state, found_state)
+    except BaseException:
+        guarded.restore(saved)
+        raise
 
     comparison = compare(expected, outputs, tolerance=tolerance)
     states = None
-    if state is not None:
-        states = compare(expected_state, state.save(), tolerance=tolerance)
+    if expected_state:
+        states = compare(expected_state, found_state, tolerance=tolerance)
     is_equal = comparison.is_equal and (states is None or states.is_equal)
     if observer is not None:
         sizes = [comparison.max_abs_difference]
         sizes += [] if states is None else [states.max_abs_difference]
         largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
         observer(Verified(mode, key, is_equal, largest))
-    hooks = forward_hooks(runnable) if runnable is not None else ()
+    verification = Verification(outputs, comparison, states, runnable)
     if is_equal:
-        return Verification(outputs, comparison, states, hooks)
+        return verification
 
-    if state is not None:
-        state.restore(saved)
+    guarded.restore(saved)
     found = [f"outputs: {comparison}"] if not comparison.is_equal else []
     if states is not None and not states.is_equal:
         found.append(f"state: {states}")
+    causes = list(suspects() if suspects is not None else ())
+    if states is not None and any(" of may_overwrite" in one.path for one in states.differences):
+        causes.append(
+            "rows that may_overwrite names are poisoned before each run, so that a run which also "
+            "reads them (adds to them) differs: give such a tensor to state="
+        )
     raise VerificationError(
         f"{mode.name}, {key}",
         expected="the replay's outputs and state equal to eager execution of the same inputs"
         + (f" within {tolerance:g}" if tolerance is not None else ", bit for bit"),
         found="; ".join(found),
-        do=_advice(hooks, before_warmup, state is not None),
+        do=_advice(causes, verification.hooks, before_warmup, guarded.guard is not None),
     )
 
 
+def require_other_example(subject: str, captured: Any, checked: Any) -> None:
+    """Refuse examples that ignore the seed: a graph that holds their values would look right.
+
+    ``captured``, ``checked``: inputs of seeds 0 and 1, host metadata included.
+    Errors: ``VerificationError`` if all of them are equal.
+    """
+    same = compare(captured, checked)
+    if same.num_compared and same.is_equal and not same.unchecked:
+        raise VerificationError(
+            f"{subject}: examples",
+            expected="other values for each seed, in at least one input",
+            found="seeds 0 and 1 with equal contents, which cannot show a value frozen at capture",
+            do="draw the values of the example from a generator seeded with `seed`",
+        )
+
+
+def require_compared(
+    subject: str,
+    verification: Verification,
+    overwritten: Sequence[torch.Tensor] = (),
+    *,
+    is_strict: bool = False,
+) -> None:
+    """Warn of a comparison of nothing, which proves nothing; refuse it where ``is_strict``.
+
+    ``overwritten``: tensors that the run may write and that are too large to compare.
+    Errors: ``VerificationError``. Warns: ``UnverifiedWarning``.
+    """
+    states = verification.state
+    if verification.comparison.num_compared + (states.num_compared if states else 0):
+        return
+    found = "no output"
+    if overwritten:
+        found += f", and {len(overwritten)} overwritten tensors that are too large to compare"
+    do = (
+        "return what the run computes, guard what it advances with state=, or say which rows it "
+        "writes: may_overwrite={tensor: 'name of the input that indexes its rows'}"
+    )
+    if is_strict:
+        raise VerificationError(
+            f"{subject}: nothing was compared",
+            expected="at least one output, guarded state or written rows",
+            found=found,
+            do=do,
+        )
+    warnings.warn(f"{subject}: nothing was compared: {found}; {do}", UnverifiedWarning, 2)
+
+
 def _advice(
-    hooks: tuple[ForwardHook, ...], before_warmup: HostSnapshot | None, is_guarded: bool
+    causes: list[str],
+    hooks: tuple[ForwardHook, ...],
+    before_warmup: HostSnapshot | None,
+    is_guarded: bool,
 ) -> str:
-    causes = [
-        "a host value read at capture is frozen in the graph: pass it as a tensor, or put it in "
-        "the key's variant"
-    ]
+    """What was found to be amiss, before what is only possible."""
     changed = before_warmup.changed() if before_warmup is not None else ()
     if changed:
         causes.append(f"set since the first warm-up, perhaps from its inputs: {', '.join(changed)}")
     if hooks:
         named = ", ".join(f"{hook.hook} on {hook.module or 'the module'}" for hook in hooks)
         causes.append(f"forward hooks, which no replay runs: {named}")
-    if not is_guarded:
-        causes.append("no StateGuard was given: if the step changes state, eager changed it first")
-    return "look for the cause among: " + "; ".join(causes)
+    frozen = (
+        "a host value read at capture is frozen in the graph: pass it as a tensor, or put it in "
+        "the key's variant"
+    )
+    unguarded = "no StateGuard was given: if the step changes state, eager changed it first"
+    possible = [frozen] if is_guarded else [frozen, unguarded]
+    if causes:
+        return f"{'; '.join(causes)}. If that is not it: {'; '.join(possible)}"
+    return "look for the cause among: " + "; ".join(possible)
+
+
+def forward_hooks(runnable: object) -> tuple[ForwardHook, ...]:
+    """List the forward hooks of a callable's modules; a replay runs none of them."""
+    return tuple(
+        ForwardHook(path, getattr(hook, "__qualname__", repr(hook)))
+        for path, module in modules_of(runnable).items()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )

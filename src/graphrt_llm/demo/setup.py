@@ -97,7 +97,10 @@ def prepare(options: Options) -> Prepared:
     )
 
     def make_engine(mode: CUDAGraphMode, observer: Observer) -> LLMEngine:
-        sizes = None if mode is CUDAGraphMode.NONE else CAPTURE_SIZES
+        sizes: tuple[int, ...] | None = None if mode is CUDAGraphMode.NONE else CAPTURE_SIZES
+        if mode is CUDAGraphMode.FULL_DECODE_ONLY:
+            # Larger ones would serve nothing: such a batch has a token of each request.
+            sizes = tuple(size for size in CAPTURE_SIZES if size <= MAX_NUM_SEQS)
         compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=sizes)
         asked = replace(config, runtime=replace(config.runtime, compilation=compilation))
         if options.model is None:

@@ -147,6 +147,10 @@ class CUDADevice:
         """Whether torch sees a GPU."""
         return torch.cuda.is_available()
 
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.cuda.default_generators[self.torch_device.index]
+
     def new_pool(self, handle: Any = None) -> CUDAPool:
         """A fresh pool, or a view of the one that a ``MempoolId_t`` pair names."""
         if self._is_closed:
@@ -200,8 +204,8 @@ class CUDADevice:
         observe: bool = True,
     ) -> CUDARecording:
         own_pool, own_stream = _own_pool(pool), _own(stream)
-        is_taken = any(known.is_recording for known in self.pools if known.id == own_pool.id)
-        if self.is_capturing() or private.is_stream_capturing() or is_taken:
+        is_taken = any(each.pool_id == own_pool.id for each in self._captures.recordings)
+        if self.is_capturing() or is_taken:
             raise CaptureInProgressError(
                 label,
                 expected="no open recording on this thread, stream and pool",
@@ -222,8 +226,9 @@ class CUDADevice:
 
     def is_capturing(self) -> bool:
         recording = self._captures.current.get()
-        # A context that was copied during a recording may outlive it.
-        return recording is not None and recording.is_open
+        # A context that was copied during a recording may outlive it. Other code captures too:
+        # torch's own graphs, or another device object of this index.
+        return (recording is not None and recording.is_open) or private.is_stream_capturing()
 
     def report_capturing(self) -> AbstractContextManager[None]:
         return report_capturing()
@@ -273,7 +278,7 @@ class CUDADevice:
             _own(stream).torch_stream.synchronize()
 
     def trim(self) -> None:
-        """Return unused cached blocks, and cuBLAS's workspaces."""
+        """Return unused cached blocks, and cuBLAS's workspaces, of every device of the GPU."""
         self._captures.check_none_open("trim")
         private.clear_blas_workspaces()
         torch.cuda.empty_cache()

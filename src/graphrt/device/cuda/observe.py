@@ -18,6 +18,7 @@ from graphrt.device.base import TensorUse
 from graphrt.device.cuda import private
 from graphrt.device.cuda.pool import storage_address
 from graphrt.device.torch_modes import is_for_parts
+from graphrt.source import caller_source
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """Types that have a data pointer of their own: a subclass may have none."""
@@ -109,9 +110,10 @@ class UseTracker:
             if address in self._made or self._is_pooled(address):
                 self._set_noted(pointer, True)
                 return
-            use = self._uses[address] = TensorUse(tensor, written)
+            source = str(caller_source()) if written else ""
+            use = self._uses[address] = TensorUse(tensor, written, source)
         elif written and not use.written:
-            use = self._uses[address] = TensorUse(use.tensor, True)
+            use = self._uses[address] = TensorUse(use.tensor, True, str(caller_source()))
         self._set_noted(pointer, use.written)
 
     def outputs(self, result: Any) -> None:

@@ -28,6 +28,19 @@ from graphrt.errors import (
 )
 
 
+class OpenRecordings:
+    """The open recordings of one GPU, whichever device object began them."""
+
+    def __init__(self) -> None:
+        self.current: ContextVar[CUDARecording | None] = ContextVar("recording", default=None)
+        self.all: set[CUDARecording] = set()
+        """Those of all threads."""
+
+
+_open_recordings: dict[int, OpenRecordings] = {}
+"""By index: the allocator, cuBLAS's workspaces and the driver's rules are the process's too."""
+
+
 class CaptureState:
     """What the recordings and the graphs of one device share."""
 
@@ -35,9 +48,8 @@ class CaptureState:
         self.index = index
         self.debug = debug
         self.pools = pools
-        self.current: ContextVar[CUDARecording | None] = ContextVar("recording", default=None)
-        self.recordings: set[CUDARecording] = set()
-        """Those that are open, of all threads."""
+        opened = _open_recordings.setdefault(index, OpenRecordings())
+        self.current, self.recordings = opened.current, opened.all
         self.graphs: dict[int, CUDADeviceGraph] = {}
         """Those that are not reset, oldest first, by id. Strong on purpose: see there."""
         self.operators: dict[int, OperatorInfo] = {}
@@ -50,7 +62,7 @@ class CaptureState:
         if self.recordings:
             raise CaptureInProgressError(
                 subject,
-                expected="no open recording on this device",
+                expected="no open recording on this GPU",
                 found=f"{len(self.recordings)} open",
                 do="do it after the recording has ended",
             )
@@ -85,8 +97,8 @@ class CUDADeviceGraph:
         self.num_nodes = num_nodes
         """0 for an empty graph, else known on a debug device with cuda-bindings only."""
         self.replay: Callable[[], None] = bare_launch(graph, label)
-        pool.num_graphs += 1
         state.graphs[id(self)] = self
+        pool.num_graphs += 1
 
     def reset(self) -> None:
         """Destroy the executable, and no longer count as a user of the pool. Idempotent.
@@ -162,29 +174,31 @@ class CUDARecording:
         self._labels: private.KernelLabels | None = None
         private.clear_blas_workspaces()
         optional = private.supported(self._graph.capture_begin, check_input_liveness=state.debug)
+        # Noted before it begins, because an interrupt may arrive right after.
+        pool.is_recording = True
+        state.recordings.add(self)
+        state.current.set(self)
         try:
             with private.without_modes():
                 self._register_generators(self._graph)
                 self._graph.capture_begin(
                     pool.handle, capture_error_mode="thread_local", **optional
                 )
-        except RuntimeError as error:
-            raise self._undone(error)  # noqa: B904  It has its cause.
-        pool.is_recording = True
-        state.recordings.add(self)
-        state.current.set(self)
-        if self._observer is not None:
-            enter(self._observer)
-        annotations = private.kernel_annotations() if state.debug else None
-        if annotations is not None:
-            try:
+            if self._observer is not None:
+                enter(self._observer)
+            annotations = private.kernel_annotations() if state.debug else None
+            if annotations is not None:
                 self._labels = private.KernelLabels(annotations, label)
-            except BaseException as error:  # noqa: BLE001  The caller has no recording to abort.
-                raise self.abort(error)  # noqa: B904  The same error, or it has it as its cause.
+        except BaseException as error:  # noqa: BLE001  The caller has no recording to abort.
+            raise self.abort(error)  # noqa: B904  The same error, or it has it as its cause.
 
     @property
     def is_open(self) -> bool:
         return self in self._state.recordings
+
+    @property
+    def pool_id(self) -> private.PoolId:
+        return self._pool.id
 
     def end(self, allow_empty: bool = False) -> CUDADeviceGraph:
         """End the recording and instantiate its graph."""
@@ -197,41 +211,41 @@ class CUDARecording:
         self._close()
         try:
             caught = self._capture_end()
-        except RuntimeError as error:
-            raise self._undone(error)  # noqa: B904  It has its cause.
-        # The callable handled its error, if there was one; a traceback keeps tensors allocated.
-        self._tracker.take_failure()
-        self._clean_caches()
-        others = [each for each in caught if "graph is empty" not in str(each.message).lower()]
-        is_empty = len(others) < len(caught)
-        if is_empty and not allow_empty:
-            self._graph.reset()
-            raise EmptyCaptureError(
-                self._label,
-                expected="at least one kernel between begin and end",
-                found="an empty graph",
-                do="launch on the capture stream and device, and capture something that computes",
-            )
-        num_nodes = 0 if is_empty else None
+        except BaseException as error:  # noqa: BLE001  The caller does not abort after an end.
+            raise self._undone(error)  # noqa: B904  The same error, or it has it as its cause.
         try:
+            # The callable handled its error, if there was one; a traceback keeps tensors allocated.
+            self._tracker.take_failure()
+            self._clean_caches()
+            others = [each for each in caught if "graph is empty" not in str(each.message).lower()]
+            is_empty = len(others) < len(caught)
+            if is_empty and not allow_empty:
+                raise EmptyCaptureError(
+                    self._label,
+                    expected="at least one kernel between begin and end",
+                    found="an empty graph",
+                    do="launch on the capture stream and device, and capture something that"
+                    " computes",
+                )
+            num_nodes = 0 if is_empty else None
             for each in others:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             if self._labels is not None and not is_empty:
                 self._labels.move_to_executable(self._graph)
             if self._state.debug and not is_empty:
                 num_nodes = private.count_nodes(self._graph.raw_cuda_graph())
+            return CUDADeviceGraph(
+                self._state,
+                self._graph,
+                self._pool,
+                self._label,
+                externals=self._tracker.externals(),
+                uses_rng=self._tracker.uses_rng or self._observer is None,
+                num_nodes=num_nodes,
+            )
         except BaseException as error:  # noqa: BLE001  The caller has no graph to reset.
             self._graph.reset()
             raise translate(error)  # noqa: B904  The same error, or it has it as its cause.
-        return CUDADeviceGraph(
-            self._state,
-            self._graph,
-            self._pool,
-            self._label,
-            externals=self._tracker.externals(),
-            uses_rng=self._tracker.uses_rng or self._observer is None,
-            num_nodes=num_nodes,
-        )
 
     def abort(self, first_error: BaseException) -> BaseException:
         """End the recording, drop it, and say what went wrong. Never raises."""
@@ -288,8 +302,8 @@ class CUDARecording:
             return translate(first, operation)
         return translate(error)
 
-    def _undone(self, error: RuntimeError) -> BaseException:
-        """Undo a capture that torch failed to begin or end; return what to raise.
+    def _undone(self, error: BaseException) -> BaseException:
+        """Undo a capture that torch failed to end, or whose end was interrupted; return the error.
 
         The caller raises it: a local variable that holds a raised error is a cycle through its
         traceback, which would keep the tensors of every frame in it allocated.

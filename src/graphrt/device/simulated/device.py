@@ -21,7 +21,7 @@ from graphrt.device.simulated.memory import (
     SimulatedPool,
     without_modes,
 )
-from graphrt.device.simulated.recorder import Shared, SimulatedRecording
+from graphrt.device.simulated.recorder import Shared, SimulatedRecording, is_recording
 from graphrt.device.simulated.streams import SimulatedMark, SimulatedStream
 from graphrt.device.torch_modes import report_capturing
 from graphrt.errors import (
@@ -86,6 +86,10 @@ class SimulatedDevice:
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.default_generator
 
     @property
     def limits(self) -> DeviceLimits:
@@ -166,10 +170,10 @@ class SimulatedDevice:
                 found=f"stream {self.current_stream().name!r}",
                 do="enter device.use(stream) around begin and end.",
             )
-        return SimulatedRecording(self.shared, memory, ours, label, observe)
+        return SimulatedRecording(self.shared, memory, ours, label, observe, generators)
 
     def is_capturing(self) -> bool:
-        return self._thread.is_capturing()
+        return self._thread.is_capturing() or is_recording()
 
     def report_capturing(self) -> AbstractContextManager[None]:
         return report_capturing()
@@ -198,7 +202,9 @@ class SimulatedDevice:
         memory = self._memory_of(pool)
         source = caller_source()
         with without_modes():
-            tensor, _ = memory.allocate(tuple(size), tuple(stride), dtype, str(source), None)
+            tensor, _ = memory.allocate(
+                tuple(size), tuple(stride), dtype, str(source), self.current_stream()
+            )
         self._memory.check_allocation(source)
         memory.keep()
         return tensor
@@ -211,7 +217,10 @@ class SimulatedDevice:
             return tensor
         with without_modes():
             flat = arena.owning(address - arena.address, storage.nbytes(), tensor.dtype)
-            return flat.as_strided_(tensor.shape, tensor.stride(), tensor.storage_offset())
+            alias = flat.as_strided_(tensor.shape, tensor.stride(), tensor.storage_offset())
+            if tensor.is_conj():
+                alias = alias.conj()
+            return alias._neg_view() if tensor.is_neg() else alias
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._memory.owns(tensor)

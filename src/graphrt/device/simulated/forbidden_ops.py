@@ -2,21 +2,26 @@
 
 Two tables: operations that reach the dispatcher, and calls that never do because Python answers
 them. Any other operator is judged by the tags that torch puts on it.
+
+Device and host memory are both the CPU's here. Memory counts as the host's if it was made of host
+values in the recording; a device counts as the host if the user's function spells it "cpu".
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from graphrt.errors import ForbiddenOperationError
-from graphrt.source import caller_source
+from graphrt.source import caller_source, is_user_file
 
 Operator = torch._ops.OpOverload
+Is = Callable[[torch.Tensor], bool]
 
 
 class ForbiddenOp(NamedTuple):
@@ -72,10 +77,121 @@ def _copies_object(name: str) -> ForbiddenOp:
     )
 
 
-CONSTANT_TENSOR = ForbiddenOp(
-    "torch.tensor",
-    "its host values are read once, now, and every replay uses the same ones",
-    "make the tensor before the capture, or fill it on the device (torch.full, torch.arange).",
+_MADE_BEFORE = (
+    "make the tensor before the capture, or fill it on the device (torch.full, torch.arange)."
+)
+
+
+def constant_tensor(name: str) -> ForbiddenOp:
+    return ForbiddenOp(
+        name,
+        "its host values are read once, now, and every replay uses the same ones",
+        _MADE_BEFORE,
+    )
+
+
+def uploads(name: str) -> ForbiddenOp:
+    return ForbiddenOp(name, "it copies host memory to the device and waits for it", _MADE_BEFORE)
+
+
+# On CUDA these take a number in a tensor of the host as a number, without a copy. Others copy it to
+# the device (torch.where) or refuse it (torch.clamp between tensors, torch.cat).
+_TAKE_NUMBERS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "fmod", "pow"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "fmax", "fmin"),
+        *("bitwise_and", "bitwise_or", "bitwise_xor"),
+        *("logical_and", "logical_or", "logical_xor"),
+    )
+)
+_TAKE_NUMBER_AS: Mapping[str, str] = MappingProxyType(
+    {
+        "aten::addcmul": "tensor2",
+        "aten::fill": "value",
+        "aten::index_fill": "value",
+        "aten::index_put": "values",
+        "aten::_index_put_impl": "values",
+        "aten::_unsafe_index_put": "values",
+        "aten::lerp": "weight",
+        "aten::masked_fill": "value",
+    }
+)
+
+
+def takes_numbers(
+    func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], on_host: Sequence[torch.Tensor]
+) -> bool:
+    """Whether ``func`` takes each of its arguments ``on_host`` as a number."""
+    if any(one.dim() for one in on_host):
+        return False
+    name = func._schema.name.removesuffix("_")
+    if func.namespace != "aten" or name in _TAKE_NUMBERS:
+        return True
+    names = [argument.name for argument in func._schema.arguments]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    return all(one is named.get(_TAKE_NUMBER_AS.get(name, "")) for one in on_host)
+
+
+def mixes_host(name: str) -> ForbiddenOp:
+    """An operator that takes host memory together with tensors of the device."""
+    if name.startswith("aten::copy_"):
+        return ForbiddenOp(
+            "aten::copy_ (from host memory)",
+            "it copies host memory to the device and waits for it",
+            "assign a number to a slice (x[i : i + 1] = 2.0) or with fill_(); make other tensors "
+            "before the capture.",
+        )
+    return ForbiddenOp(
+        f"{name} (with a tensor, list or array of host values)",
+        "host memory would have to be copied to the device",
+        _MADE_BEFORE,
+    )
+
+
+def reads_data(name: str) -> ForbiddenOp:
+    return _reads_host(name)
+
+
+def branches(name: str) -> ForbiddenOp:
+    return ForbiddenOp(
+        f"torch.{name}",
+        "Python decides which function runs by a value on the device",
+        "compute both and choose with torch.where, or decide outside the capture.",
+    )
+
+
+def reseeds() -> ForbiddenOp:
+    return _SEEDS
+
+
+def one_hot(indices: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """As CUDA computes it: with a number of classes it reads nothing on the host."""
+    if num_classes <= 0:
+        raise _sized_by_data("torch.nn.functional.one_hot (without num_classes)").error()
+    zeros = torch.zeros((*indices.shape, num_classes), dtype=torch.int64, device=indices.device)
+    return zeros.scatter_(-1, indices.unsqueeze(-1), 1)
+
+
+def _checks_host(name: str) -> ForbiddenOp:
+    return ForbiddenOp(
+        name,
+        "it waits for the device to check its result, or its arguments, on the host",
+        "use a variant that does not check (torch.linalg.inv_ex, cholesky_ex, solve_ex), "
+        "or compute it outside the capture.",
+    )
+
+
+def _is_cpu_only(name: str) -> ForbiddenOp:
+    return ForbiddenOp(
+        name, "it has no CUDA kernel", "use torch.histc with a range, or scatter_add_."
+    )
+
+
+_SEEDS = ForbiddenOp(
+    "torch.manual_seed",
+    "it changes the seed once, now, and no replay does",
+    "seed before the capture, or between two replays.",
 )
 _PICKLING = _copies_object("Tensor.__reduce_ex__ (pickling, copy.copy)")
 
@@ -96,9 +212,19 @@ _OPERATORS: Mapping[str, ForbiddenOp] = MappingProxyType(
         "aten::_unique": _sized_by_data("aten::_unique (torch.unique)"),
         "aten::_unique2": _sized_by_data("aten::_unique2 (torch.unique)"),
         "aten::bincount": _sized_by_data("aten::bincount"),
-        "aten::resize_": _rebinds("aten::resize_"),
-        "aten::resize_as_": _rebinds("aten::resize_as_"),
-        "aten::set_": _rebinds("aten::set_"),
+        "aten::cholesky": _checks_host("aten::cholesky"),
+        "aten::_linalg_eigh": _checks_host("aten::_linalg_eigh (torch.linalg.eigh)"),
+        "aten::_linalg_svd": _checks_host("aten::_linalg_svd (torch.linalg.svd)"),
+        "aten::linalg_eig": _checks_host("aten::linalg_eig (torch.linalg.eig)"),
+        "aten::linalg_eigvals": _checks_host("aten::linalg_eigvals"),
+        "aten::_linalg_eigvals": _checks_host("aten::_linalg_eigvals (torch.linalg.eigvals)"),
+        "aten::linalg_lstsq": _checks_host("aten::linalg_lstsq (torch.linalg.lstsq)"),
+        "aten::linalg_matrix_exp": _checks_host("aten::linalg_matrix_exp (torch.matrix_exp)"),
+        "aten::linalg_pinv": _checks_host("aten::linalg_pinv (torch.linalg.pinv)"),
+        "aten::histogram": _is_cpu_only("aten::histogram"),
+        "aten::_histogramdd_bin_edges": _is_cpu_only("aten::_histogramdd_bin_edges"),
+        "aten::_histogramdd_from_bin_cts": _is_cpu_only("aten::_histogramdd_from_bin_cts"),
+        "aten::_histogramdd_from_bin_tensors": _is_cpu_only("aten::_histogramdd_from_bin_tensors"),
         "aten::set_data": _rebinds("aten::set_data"),
         "aten::resize": _rebinds("aten::resize"),
         "aten::set": _rebinds("aten::set"),
@@ -113,15 +239,12 @@ _TAGS: Mapping[str, Callable[[str], ForbiddenOp]] = MappingProxyType(
         ),
     }
 )
-# Their tags hold for some of their arguments only.
-_DEPENDS_ON_ARGUMENTS = frozenset(
-    {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-    | {"aten::_unsafe_index", "aten::_unsafe_index_put", "aten::repeat_interleave"}
-)
 
 
 def depends_on_arguments(func: Operator) -> bool:
-    return func._schema.name in _DEPENDS_ON_ARGUMENTS
+    return func._schema.name in _BY_ARGUMENTS or any(
+        argument.name == "check_errors" for argument in func._schema.arguments
+    )
 
 
 def check_operator(func: Operator) -> ForbiddenOp | None:
@@ -135,21 +258,36 @@ def check_operator(func: Operator) -> ForbiddenOp | None:
 
 
 def check_arguments(
-    func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is
 ) -> ForbiddenOp | None:
     """Whether this call is forbidden, for operators that depend on their arguments."""
-    name = func._schema.name
-    if name == "aten::repeat_interleave":
-        if func._overloadname == "self_int" or kwargs.get("output_size") is not None:
-            return None
-        return _sized_by_data("aten::repeat_interleave (repeats in a tensor)")
-    if not any(
-        isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-        for index in args[1]
-    ):
+    names = [argument.name for argument in func._schema.arguments]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    if named.get("check_errors"):
+        return _checks_host(f"{func._schema.name} (check_errors=True)")
+    check = _BY_ARGUMENTS.get(func._schema.name)
+    return check(func, named, is_host) if check is not None else None
+
+
+def _check_repeats(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    if func._overloadname == "self_int" or named.get("output_size") is not None:
         return None
-    if "put" not in name:
-        return _sized_by_data("aten::index (boolean mask)")
+    return _sized_by_data("aten::repeat_interleave (repeats in a tensor)")
+
+
+def _check_indices(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    """A mask selects as many elements as data say; a number is written under it with no count."""
+    indices = [one for one in named["indices"] if isinstance(one, torch.Tensor)]
+    is_mask = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
+    if "values" not in named:
+        return _sized_by_data("aten::index (boolean mask)") if is_mask else None
+    value = named["values"]
+    if not is_mask:
+        # CUDA takes a number as a tensor of the host, and copies it to the device.
+        return uploads("aten::index_put_ (of a number)") if is_host(value) else None
+    is_filled = len(indices) == 1 and value.numel() == 1 and not named.get("accumulate", False)
+    if is_filled and is_host(value):
+        return None
     return ForbiddenOp(
         "aten::index_put_ (boolean mask)",
         "the number of elements that are written depends on data",
@@ -157,21 +295,151 @@ def check_arguments(
     )
 
 
-_Owns = Callable[[torch.Tensor], bool]
+def _check_info(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    return _checks_host(f"aten::_linalg_check_errors (in {named['api_name']})")
+
+
+def _check_ends(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    ends = [named[k] for k in ("start", "end") if isinstance(named[k], torch.Tensor)]
+    if all(is_host(one) for one in ends):
+        return None
+    return _reads_host(f"{func._schema.name} (ends in tensors)")
+
+
+def _check_range(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    if named.get("min", 0) != named.get("max", 0):
+        return None
+    return _reads_host("aten::histc (without a range)")
+
+
+def _check_fill(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    value = named["value"]
+    if not isinstance(value, torch.Tensor) or is_host(value):
+        return None
+    return _reads_host(f"{func._schema.name} (by a value on the device)")
+
+
+def _check_deviation(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    if not isinstance(named.get("std"), torch.Tensor):
+        return None
+    return ForbiddenOp(
+        "aten::normal (std in a tensor)",
+        "it waits for the device to check the deviations on the host",
+        "use mean + std * torch.randn_like(std).",
+    )
+
+
+def _check_isin(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    known, wanted = named.get("elements"), named.get("test_elements")
+    if not isinstance(known, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return None
+    # CUDA compares each with each up to this size, and calls torch.unique beyond.
+    is_small = wanted.numel() < 10.0 * known.numel() ** 0.145
+    return None if is_small or named.get("assume_unique") else _sized_by_data("aten::isin")
+
+
+def _check_resize(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    tensor = named["self"]
+    like = named.get("the_template")
+    size = like.shape if like is not None else named["size"]
+    needed = (torch.Size(size).numel() + tensor.storage_offset()) * tensor.dtype.itemsize
+    return None if needed <= tensor.untyped_storage().nbytes() else _rebinds(func._schema.name)
+
+
+def _check_set(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    source = named.get("source")
+    if isinstance(source, torch.Tensor):
+        source = source.untyped_storage()
+    if source is not None and source.data_ptr() == named["self"].untyped_storage().data_ptr():
+        return None
+    return _rebinds("aten::set_")
+
+
+_BY_ARGUMENTS: Mapping[str, Callable[[Operator, dict[str, Any], Is], ForbiddenOp | None]] = (
+    MappingProxyType(
+        {
+            "aten::index": _check_indices,
+            "aten::index_put": _check_indices,
+            "aten::index_put_": _check_indices,
+            "aten::_index_put_impl_": _check_indices,
+            "aten::_unsafe_index": _check_indices,
+            "aten::_unsafe_index_put": _check_indices,
+            "aten::repeat_interleave": _check_repeats,
+            "aten::_linalg_check_errors": _check_info,
+            "aten::linspace": _check_ends,
+            "aten::logspace": _check_ends,
+            "aten::histc": _check_range,
+            "aten::masked_fill": _check_fill,
+            "aten::masked_fill_": _check_fill,
+            "aten::index_fill": _check_fill,
+            "aten::index_fill_": _check_fill,
+            "aten::normal": _check_deviation,
+            "aten::isin": _check_isin,
+            "aten::resize_": _check_resize,
+            "aten::resize_as_": _check_resize,
+            "aten::set_": _check_set,
+        }
+    )
+)
 
 
 def check_function(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owns: _Owns
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is
 ) -> ForbiddenOp | None:
-    """Whether a call that Python may answer is forbidden. ``owns``: a tensor of the device's."""
+    """Whether a call that Python may answer is forbidden."""
     found = _FUNCTIONS.get(func)
-    return found if found is None or isinstance(found, ForbiddenOp) else found(args, kwargs, owns)
-
-
-def _check_cpu(args: tuple[Any, ...], kwargs: dict[str, Any], owns: _Owns) -> ForbiddenOp | None:
-    # A pool tensor is certainly on the device. Of other tensors the simulation cannot know.
+    if found is None:
+        return None
     with torch._C.DisableTorchFunction():
-        return _reads_host("Tensor.cpu") if owns(args[0]) else None
+        if not isinstance(found, ForbiddenOp):
+            checked: ForbiddenOp | None = found(args, kwargs, is_host)
+            return checked
+        is_on_host = bool(args) and isinstance(args[0], torch.Tensor) and is_host(args[0])
+        return None if is_on_host else found
+
+
+def _spells_cpu(device: Any) -> bool:
+    """Whether the user's function itself holds the text, not a variable of the device's name."""
+    if device != "cpu" or not isinstance(device, str):
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and "cpu" in frame.f_code.co_consts
+
+
+def _check_to(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+    if isinstance(target, torch.Tensor):
+        to_host = is_host(target)
+    elif isinstance(target, (str, int, torch.device)):
+        to_host = _spells_cpu(target)
+    else:
+        return None
+    from_host = is_host(args[0])
+    if from_host == to_host:
+        return None
+    return uploads("Tensor.to (of host memory)") if from_host else _reads_host("Tensor.to('cpu')")
+
+
+# Kept, because recordings replace the function.
+_FROM_DLPACK = from_dlpack.__code__
+
+
+def _check_dlpack(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    # torch.from_dlpack makes one more tensor over the same device memory; others read on the host.
+    if is_host(args[0]) or _is_called_by(_FROM_DLPACK):
+        return None
+    return _reads_host("Tensor.__dlpack__ (read on the host)")
+
+
+def _is_called_by(code: Any) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(10):
+        if frame is None or frame.f_code is code:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is code
 
 
 # A plain tensor pickles itself without asking anybody; the first thing to be seen is that this
@@ -180,28 +448,51 @@ _REDUCES = getattr(getattr(torch.Tensor, "_reduce_ex_internal", None), "__code__
 
 
 def _check_storage(
-    args: tuple[Any, ...], kwargs: dict[str, Any], owns: _Owns
+    args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is
 ) -> ForbiddenOp | None:
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(8):
-        if frame is not None and frame.f_code is _REDUCES:
-            return _PICKLING
-        frame = frame.f_back if frame is not None else None
-    return None
+    return _PICKLING if _is_called_by(_REDUCES) and not is_host(args[0]) else None
 
 
-def _check_split(args: tuple[Any, ...], kwargs: dict[str, Any], owns: _Owns) -> ForbiddenOp | None:
+def _check_split(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
     sections = [*args[1:2], *[kwargs[k] for k in kwargs if k != "dim"]]
-    if any(isinstance(one, torch.Tensor) for one in sections):
+    if any(isinstance(one, torch.Tensor) and not is_host(one) for one in sections):
         return _reads_host("torch.tensor_split (sections in a tensor)")
     return None
 
 
-def _check_constant(
-    args: tuple[Any, ...], kwargs: dict[str, Any], owns: _Owns
+def _holds_tensor(data: Any) -> bool:
+    if isinstance(data, (list, tuple)):
+        return any(_holds_tensor(one) for one in data)
+    return isinstance(data, torch.Tensor)
+
+
+def _check_values(
+    name: str, data: Any, device: Any, is_host: Is, to_device: bool = False
 ) -> ForbiddenOp | None:
-    data = args[0] if args else kwargs.get("data")
-    return None if isinstance(data, torch.Tensor) else CONSTANT_TENSOR
+    """A tensor made of ``data``, on the host unless a device is named."""
+    to_device |= device is not None and not _spells_cpu(device)
+    if isinstance(data, torch.Tensor):
+        return uploads(name) if to_device and is_host(data) else None
+    if _holds_tensor(data):
+        return _reads_host(f"{name} (of a list of tensors)")
+    return uploads(f"{name} (on the device)") if to_device else None
+
+
+def _check_new(name: str) -> Callable[..., ForbiddenOp | None]:
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        return _check_values(name, data, kwargs.get("device"), is_host)
+
+    return check
+
+
+def _check_new_tensor(
+    args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is
+) -> ForbiddenOp | None:
+    data = args[1] if len(args) > 1 else kwargs.get("data")
+    is_on_device = kwargs.get("device") is None and not is_host(args[0])
+    name = "Tensor.new_tensor"
+    return _check_values(name, data, kwargs.get("device"), is_host, is_on_device)
 
 
 def _functions() -> Mapping[Any, Any]:
@@ -223,14 +514,34 @@ def _functions() -> Mapping[Any, Any]:
             tensor.__deepcopy__: _copies_object("Tensor.__deepcopy__ (copy.deepcopy)"),
             tensor.__reduce_ex__: _PICKLING,
             tensor.data.__set__: _rebinds("Tensor.data.__set__ (assignment to .data)"),
-            tensor.cpu: _check_cpu,
+            tensor.cpu: _reads_host("Tensor.cpu"),
+            tensor.to: _check_to,
+            tensor.__dlpack__: _check_dlpack,
+            tensor.new_tensor: _check_new_tensor,
             tensor.untyped_storage: _check_storage,
             torch.tensor_split: _check_split,
             tensor.tensor_split: _check_split,
-            torch.tensor: _check_constant,
-            torch.as_tensor: _check_constant,
+            torch.tensor: _check_new("torch.tensor"),
+            torch.as_tensor: _check_new("torch.as_tensor"),
+            torch.asarray: _check_new("torch.asarray"),
+            torch.manual_seed: _SEEDS,
+            torch.seed: _SEEDS,
         }
     )
 
 
 _FUNCTIONS = _functions()
+
+SEEN_IN_RECORDINGS: Sequence[tuple[Any, str]] = (
+    (torch, "manual_seed"),
+    (torch.random, "manual_seed"),
+    (torch, "seed"),
+    (torch.random, "seed"),
+    (torch, "frombuffer"),
+    (torch, "from_dlpack"),
+    (torch.utils.dlpack, "from_dlpack"),
+)
+"""Functions that torch shows to no mode: module and name."""
+MAKES_HOST_TENSOR = frozenset({torch.frombuffer, from_dlpack})
+INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+"""They make tensors of Python's numbers and lists."""

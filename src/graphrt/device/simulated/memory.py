@@ -64,8 +64,8 @@ class LiveBlock:
     num_bytes: int
     storage: StorageWeakRef
     source: str
-    owner: SimulatedStream | None
-    """The stream it was allocated on; freed, only that stream may reuse it in this recording."""
+    owner: SimulatedStream
+    """The stream it was allocated on: freed, only that stream may reuse it, as in CUDA's pools."""
 
     @property
     def address(self) -> int:
@@ -78,18 +78,15 @@ class LiveBlock:
 
 @dataclass(eq=False, slots=True)
 class FreeRange:
-    """Unused bytes of an arena. ``owner``: the one stream that may take them, None for any."""
+    """Unused bytes of an arena. ``owner``: the one stream that may take them."""
 
     offset: int
     num_bytes: int
-    owner: SimulatedStream | None
+    owner: SimulatedStream
 
     @property
     def end(self) -> int:
         return self.offset + self.num_bytes
-
-    def suits(self, stream: SimulatedStream | None) -> bool:
-        return self.owner is None or self.owner is stream
 
 
 class Arena:
@@ -128,15 +125,9 @@ class Arena:
         # Not through torch: an open recording would record it.
         ctypes.memset(self.address + offset, POISON, num_bytes)
 
-    def give_back(self, offset: int, num_bytes: int, owner: SimulatedStream | None) -> None:
+    def give_back(self, offset: int, num_bytes: int, owner: SimulatedStream) -> None:
         """Put a range among the free ones."""
         self.free.append(FreeRange(offset, num_bytes, owner))
-        self._merge_free()
-
-    def release_owners(self) -> None:
-        """At the end of a recording every stream is joined: any of them may take any range."""
-        for one in self.free:
-            one.owner = None
         self._merge_free()
 
     def _merge_free(self) -> None:
@@ -205,9 +196,7 @@ class PoolMemory:
         dead = [block for block in self.live.values() if block.is_dead]
         for block in dead:
             del self.live[block.address]
-            block.arena.give_back(
-                block.offset, block.num_bytes, block.owner if self.is_recording else None
-            )
+            block.arena.give_back(block.offset, block.num_bytes, block.owner)
             if self.is_recording:
                 block.arena.poison(block.offset, block.num_bytes)
         if dead and not self.is_recording:
@@ -226,8 +215,6 @@ class PoolMemory:
         """``keep``: it ended well, so what it used stays in use."""
         self.poll()
         self.is_recording = False
-        for arena in self.arenas:
-            arena.release_owners()
         if keep:
             self.keep()
         else:
@@ -244,7 +231,7 @@ class PoolMemory:
         stride: Sequence[int],
         dtype: torch.dtype,
         source: str,
-        owner: SimulatedStream | None,
+        owner: SimulatedStream,
     ) -> tuple[torch.Tensor, LiveBlock]:
         """A tensor that owns a block. Called with no mode active and outside inference mode."""
         self.poll()
@@ -258,13 +245,13 @@ class PoolMemory:
         self.live[block.address] = block
         return tensor, block
 
-    def _find(self, num_bytes: int, owner: SimulatedStream | None) -> tuple[Arena, int]:
+    def _find(self, num_bytes: int, owner: SimulatedStream) -> tuple[Arena, int]:
         """Best fit among the free ranges, else fresh bytes at the top of the last arena."""
         best: FreeRange | None = None
         home: Arena | None = None
         for arena in self.arenas:
             for one in arena.free:
-                fits = one.num_bytes >= num_bytes and one.suits(owner)
+                fits = one.num_bytes >= num_bytes and one.owner is owner
                 if fits and (best is None or one.num_bytes < best.num_bytes):
                     best, home = one, arena
         if best is not None and home is not None:
@@ -276,12 +263,12 @@ class PoolMemory:
             return home, offset
         return self._grow(num_bytes, owner)
 
-    def _grow(self, num_bytes: int, owner: SimulatedStream | None) -> tuple[Arena, int]:
+    def _grow(self, num_bytes: int, owner: SimulatedStream) -> tuple[Arena, int]:
         if self.arenas:
             arena = self.arenas[-1]
             start = arena.top
             # A free range that touches the top is extended by the missing bytes only.
-            if arena.free and arena.free[-1].end == arena.top and arena.free[-1].suits(owner):
+            if arena.free and arena.free[-1].end == arena.top and arena.free[-1].owner is owner:
                 start = arena.free[-1].offset
             if start + num_bytes <= arena.num_bytes:
                 if start != arena.top:

@@ -41,6 +41,8 @@ class Traits(NamedTuple):
     is_composite: bool
     moves_no_data: bool
     """A view, a change of metadata, a question about metadata."""
+    asks_metadata: bool
+    """It returns no tensor and writes none: a question about metadata, or a read on the host."""
     only_allocates: bool
     makes_constant: bool
     written: frozenset[int | str]
@@ -92,6 +94,7 @@ def _traits_of(func: Operator) -> Traits:
             or asks_metadata
             or func.namespace in ("profiler", "prim")
         ),
+        asks_metadata=asks_metadata and func.namespace not in ("profiler", "prim"),
         only_allocates=schema.name in _ALLOCATORS and not written,
         makes_constant=schema.name in _CONSTANTS,
         written=frozenset(written),
@@ -151,6 +154,7 @@ class Operators:
     def __init__(self) -> None:
         self._traits: dict[Operator, Traits] = {}
         self._results: dict[Hashable, tuple[Any]] = {}
+        self._reads_data: dict[Operator, bool] = {}
         # A fake mode serves one thread at a time. The first is made here: it imports for a second.
         self._idle_modes = [_new_fake_mode()]
 
@@ -177,6 +181,31 @@ class Operators:
         if known is None:
             known = self._results[key] = (self._infer(func, args, kwargs),)
         return known[0]
+
+    def reads_data(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether ``func``, which returns no tensor, needs more than metadata for its answer."""
+        known = self._reads_data.get(func)
+        if known is None:
+            try:
+                _Substitutes(_meta).run(func, args, kwargs)
+                known = False
+            except Exception:  # noqa: BLE001  # whatever it says of tensors that hold no data
+                known = True
+            self._reads_data[func] = known
+        return known
+
+    def grown(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[torch.Tensor, NewTensor]]:
+        """The arguments without elements to which ``func`` gives some."""
+        mode = self._idle_modes.pop() if self._idle_modes else _new_fake_mode()
+        try:
+            with mode:
+                substitutes = _Substitutes(lambda tensor: _fake(mode, tensor))
+                substitutes.run(func, args, kwargs)
+            return substitutes.grown()
+        finally:
+            self._idle_modes.append(mode)
 
     def _infer(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(one.device.type != "cpu" for one in tensors_in((args, tuple(kwargs.values())))):
@@ -238,8 +267,11 @@ def _new_fake_mode() -> FakeTensorMode:
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, meta, tensor.device)
+    return FakeTensor(mode, _meta(tensor), tensor.device)
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,27 +293,36 @@ class _Substitutes:
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._make = make
-        self._by_id: dict[int, torch.Tensor] = {}
-        self._shapes: list[torch.Size] = []
+        self._by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id of a tensor: itself, and what is passed in its place."""
 
     def run(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [self._substitute(one) for one in args]
         named = {name: self._substitute(one) for name, one in kwargs.items()}
         result = func(*given, **named)
-        for shape, after in zip(self._shapes, self._by_id.values(), strict=True):
-            if after.shape != shape:
-                reason = f"it resizes an argument from {tuple(shape)} to {tuple(after.shape)}"
+        for before, after in self._by_id.values():
+            if after.shape != before.shape and before.numel():
+                reason = (
+                    f"it resizes an argument from {tuple(before.shape)} to {tuple(after.shape)}"
+                )
                 raise ForbiddenOp(str(func), reason, "pass a tensor of the right size.").error()
-        storages = {one.untyped_storage()._cdata for one in self._by_id.values()}
+        storages = {one.untyped_storage()._cdata for _, one in self._by_id.values()}
         return _described(result, storages)
+
+    def grown(self) -> list[tuple[torch.Tensor, NewTensor]]:
+        """Of arguments that had no elements: those that have some now."""
+        return [
+            (before, NewTensor.like(after))
+            for before, after in self._by_id.values()
+            if after.shape != before.shape
+        ]
 
     def _substitute(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             known = self._by_id.get(id(value))
             if known is None:
-                known = self._by_id[id(value)] = self._make(value)
-                self._shapes.append(value.shape)
-            return known
+                known = self._by_id[id(value)] = (value, self._make(value))
+            return known[1]
         if type(value) in (list, tuple):
             return type(value)([self._substitute(one) for one in value])
         return value

@@ -16,14 +16,24 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphrt.device.base import TensorUse
 from graphrt.device.simulated.forbidden_ops import (
-    CONSTANT_TENSOR,
+    INDEXING,
+    MAKES_HOST_TENSOR,
+    SEEN_IN_RECORDINGS,
     Operator,
+    branches,
     check_arguments,
     check_function,
+    constant_tensor,
+    mixes_host,
+    one_hot,
+    reads_data,
+    reseeds,
+    takes_numbers,
+    uploads,
 )
 from graphrt.device.simulated.graph import Call, Faults, SimulatedGraph, Workspace, copy_results
 from graphrt.device.simulated.memory import (
@@ -48,7 +58,13 @@ from graphrt.device.simulated.streams import (
     SimulatedStream,
 )
 from graphrt.device.simulated.tensors import RecordedTensors
-from graphrt.device.torch_modes import enter, is_for_parts, leave, report_capturing
+from graphrt.device.torch_modes import (
+    enter,
+    is_for_parts,
+    leave,
+    report_capturing,
+    shown_to_modes,
+)
 from graphrt.errors import (
     CaptureError,
     EmptyCaptureError,
@@ -85,6 +101,7 @@ class SimulatedRecording:
         stream: SimulatedStream,
         label: str,
         observe: bool,
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._shared = shared
         self._pool = pool
@@ -92,6 +109,9 @@ class SimulatedRecording:
         self._observe = observe
         self._streams = RecordedStreams(label, stream)
         self._tensors = RecordedTensors(pool, shared.memory, shared.faults)
+        self._seeds = [(one, one.initial_seed()) for one in (torch.default_generator, *generators)]
+        self._function: Any = None
+        """The function of torch's that runs now, as Python called it."""
         self._first_error: BaseException | None = None
         self._calls: list[Call] = []
         self._uses_rng = False
@@ -113,6 +133,7 @@ class SimulatedRecording:
         """Everything that the calling thread does is recorded."""
         with ExitStack() as stack:
             stack.enter_context(report_capturing())
+            stack.enter_context(shown_to_modes(SEEN_IN_RECORDINGS))
             if self._shared.compiled_code_guard is not None:
                 stack.enter_context(self._shared.compiled_code_guard())
             for mode in (_OperatorRecorder(self), _FunctionRecorder(self)):
@@ -189,6 +210,8 @@ class SimulatedRecording:
         if self._first_error is not None:
             raise self._first_error
         self._shared.faults.check_end()
+        if any(generator.initial_seed() != seed for generator, seed in self._seeds):
+            raise reseeds().error()
         self._streams.check_joined()
         if not self._calls and not allow_empty:
             raise EmptyCaptureError(
@@ -200,7 +223,9 @@ class SimulatedRecording:
         self._shared.memory.check_graph(self._label, len(self._calls))
         self._pool.poll()
         used = self._tensors.used_inputs()
-        uses = [TensorUse(one.tensor, one.written) for one in used if not one.is_constant]
+        uses = [
+            TensorUse(one.tensor, one.written, one.source) for one in used if not one.is_constant
+        ]
         return SimulatedGraph(
             label=self._label,
             calls=tuple(self._calls),
@@ -223,17 +248,31 @@ class SimulatedRecording:
     ) -> Any:
         """Record ``func``, or run it if it moves no data. ``mode``: what records its parts."""
         traits = self._shared.operators.traits(func)
+        if traits.makes_constant:
+            return self._host_tensor(func(*args, **kwargs))
+        if self._tensors.has_host and self._is_on_host(func, traits, args, kwargs):
+            result = func(*args, **kwargs)
+            self._tensors.note_host(result)
+            return result
         forbidden = traits.forbidden
         if traits.depends_on_arguments:
-            forbidden = check_arguments(func, args, kwargs)
+            forbidden = check_arguments(func, args, kwargs, self._tensors.is_host)
+        elif (
+            forbidden is None
+            and traits.asks_metadata
+            and self._shared.operators.reads_data(func, args, kwargs)
+        ):
+            forbidden = reads_data(traits.name)
         if forbidden is not None:
             raise forbidden.error()
         if traits.is_composite:
             with mode:
                 return decompose(func, args, kwargs)
         if traits.moves_no_data:
-            self._tensors.note_inputs(args, is_constant=traits.makes_constant)
+            self._tensors.note_inputs(args)
             return func(*args, **kwargs)
+        if traits.written:
+            self._grow_empty(func, traits, args, kwargs)
         source = caller_source()
         described = self._shared.operators.results(func, args, kwargs)
         if described is NOT_RECORDED:
@@ -252,10 +291,40 @@ class SimulatedRecording:
             self._uses_rng |= traits.uses_rng
         return _returned(results, traits, args, kwargs)
 
-    def check_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check a call that torch may answer without dispatching anything."""
-        forbidden = check_function(func, args, kwargs, self._shared.memory.owns)
-        if forbidden is CONSTANT_TENSOR and not self._shared.strict:
+    def _is_on_host(
+        self, func: Operator, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether it works on host memory alone, and so runs now.
+
+        Errors: ``ForbiddenOperationError`` if it takes host memory beside tensors of the device,
+        apart from what passes for a number.
+        """
+        tensors = tensors_in((args, tuple(kwargs.values())))
+        on_host = [one for one in tensors if self._tensors.is_host(one)]
+        if not on_host:
+            return False
+        # A factory that names a device makes a tensor there; a copy of host values is a host's.
+        names_device = kwargs.get("device") is not None and not traits.name.startswith(
+            "aten::_to_copy"
+        )
+        if len(on_host) == len(tensors):
+            return not names_device
+        if traits.is_composite or traits.asks_metadata or traits.name in _TAKES_HOST:
+            return False
+        is_written = any(self._tensors.is_host(one) for one in _written(traits, args, kwargs))
+        if is_written or not takes_numbers(func, args, kwargs, on_host):
+            raise mixes_host(traits.name).error()
+        return False
+
+    def _host_tensor(self, made: Any) -> Any:
+        """``made`` of host values: host memory, of which replays only see what it holds now."""
+        name = getattr(self._function, "__name__", "from_numpy")
+        if self._function is torch.Tensor.new:
+            raise uploads("Tensor.new (of host values)").error()
+        if self._function not in INDEXING:
+            forbidden = constant_tensor(f"torch.{name}")
+            if self._shared.strict:
+                raise forbidden.error()
             source = caller_source()
             warnings.warn_explicit(
                 f"{forbidden.name} while capturing: {forbidden.reason}, at {source.with_text}",
@@ -263,10 +332,35 @@ class SimulatedRecording:
                 source.file or "<unknown>",
                 source.line,
             )
-        elif forbidden is not None:
+        self._tensors.note_host(made)
+        return made
+
+    def _grow_empty(
+        self, func: Operator, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Allocate for results that the caller passed as tensors without elements."""
+        if all(one.numel() for one in _written(traits, args, kwargs)):
+            return
+        for tensor, new in self._shared.operators.grown(func, args, kwargs):
+            self._tensors.allocate_for(tensor, new, self._shared.thread.stream)
+
+    def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that torch may answer without dispatching anything."""
+        forbidden = check_function(func, args, kwargs, self._tensors.is_host)
+        if forbidden is not None:
             error = forbidden.error()
             self.fail(error)
             raise error
+        if func is torch._C._nn.one_hot:
+            func = one_hot
+        outer, self._function = self._function, func
+        try:
+            result = func(*args, **kwargs)
+            if func in MAKES_HOST_TENSOR and not isinstance(args[0], torch.Tensor):
+                result = self._host_tensor(result)
+            return result
+        finally:
+            self._function = outer
 
     def fail(self, error: GraphrtError) -> None:
         """A stream that met an error captures no more, even if the caller goes on."""
@@ -340,6 +434,8 @@ class SimulatedRecording:
 class _OperatorRecorder(TorchDispatchMode):
     """Sees every operator of the thread it is entered in."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, recording: SimulatedRecording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._recording = recording
@@ -350,11 +446,18 @@ class _OperatorRecorder(TorchDispatchMode):
         if is_for_parts(types):
             return NotImplemented
         try:
+            if isinstance(func, torch._ops.HigherOrderOperator):
+                raise _unsupported(func)
             with torch._C.DisableTorchFunction():
                 return self._recording.record_operator(func, args, kwargs or {}, self)
         except GraphrtError as error:
             self._recording.fail(error)
             raise
+
+
+def is_recording() -> bool:
+    """Whether the calling thread is recorded, by whichever device."""
+    return any(isinstance(mode, _OperatorRecorder) for mode in _get_current_dispatch_mode_stack())
 
 
 class _FunctionRecorder(TorchFunctionMode):
@@ -368,12 +471,35 @@ class _FunctionRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         try:
-            self._recording.check_function(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
+            return self._recording.call_function(func, args, kwargs or {})
         except GraphrtError as error:
             # Our frames, and torch's below, would keep the tensors of this call with the error.
             del args, kwargs
             raise error.with_traceback(None)  # noqa: B904  # the cause is set already
+
+
+def _unsupported(func: Any) -> GraphrtError:
+    name = func.name()
+    if name in ("cond", "while_loop"):
+        return branches(name).error()
+    source = caller_source()
+    return UnsupportedOperationError(
+        f"torch.ops.higher_order.{name} cannot be recorded on the simulated device",
+        expected="operators on tensors",
+        found=f"{name}, which takes functions, at {source.with_text}",
+        do="record the call as an opaque node.",
+        operation=name,
+        source=source.with_text,
+    )
+
+
+# They read one of their arguments on the host, wherever the others are.
+_TAKES_HOST = frozenset({"aten::_pack_padded_sequence"})
+
+
+def _written(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    named = [at for at in traits.written if isinstance(at, str) or at < len(args)]
+    return tensors_in([args[at] if isinstance(at, int) else kwargs.get(at) for at in named])
 
 
 def _returned(results: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.device.simulated.graph import Faults
-from graphrt.device.simulated.memory import DeviceMemory, LiveBlock, PoolMemory, extent_bytes
+from graphrt.device.simulated.memory import (
+    DeviceMemory,
+    LiveBlock,
+    PoolMemory,
+    extent_bytes,
+    without_modes,
+)
 from graphrt.device.simulated.ops import NewTensor, tensors_in
 from graphrt.device.simulated.streams import SimulatedStream
 from graphrt.errors import UnsupportedOperationError
@@ -29,6 +35,8 @@ class HeldInput:
     """It was made of host values in the recording: no input of the caller's."""
     used_by_kernel: bool = False
     written: bool = False
+    source: str = ""
+    """The user's line that wrote it first."""
 
 
 class _Alias(NamedTuple):
@@ -51,6 +59,9 @@ class RecordedTensors:
         """By address of the storage, in order of first use."""
         self._blocks: dict[LiveBlock, None] = {}
         """Allocated in this recording, in order."""
+        self._host: set[int] = set()
+        """Addresses of storages made of host values in this recording. They are held, so that
+        nothing else gets their addresses."""
         self._earlier_ranges: set[tuple[int, int]] = set()
         """Pool bytes that were filled before this recording and that it uses."""
 
@@ -77,12 +88,37 @@ class RecordedTensors:
         self._blocks[block] = None
         return tensor
 
-    def note_inputs(self, args: Sequence[Any], is_constant: bool = False) -> None:
+    def note_inputs(self, args: Sequence[Any]) -> None:
         """Remember the tensor objects that a view was taken of: kernels may see views only."""
         for tensor in tensors_in(args):
             address = tensor.untyped_storage().data_ptr()
             if address not in self._held and self._memory.arena_at(address) is None:
-                self._held[address] = HeldInput(tensor, is_constant)
+                self._held[address] = HeldInput(tensor)
+
+    def note_host(self, value: Any) -> None:
+        """The tensors in ``value`` are host memory, as long as this recording is open."""
+        for tensor in tensors_in(value):
+            address = tensor.untyped_storage().data_ptr()
+            # An empty tensor has no address.
+            if address and self._memory.arena_at(address) is None:
+                self._held.setdefault(address, HeldInput(tensor)).is_constant = True
+                self._host.add(address)
+
+    @property
+    def has_host(self) -> bool:
+        return bool(self._host)
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        if not self._host or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() in self._host
+
+    def allocate_for(self, tensor: torch.Tensor, new: NewTensor, stream: SimulatedStream) -> None:
+        """Give ``tensor``, which has no elements, memory for some."""
+        source = caller_source()
+        with without_modes():
+            memory = self._allocate(new, stream, source)
+            tensor.set_(memory)  # type: ignore[call-overload]  # torch leaves this overload out
 
     def aliased(self, value: Any, written: bool, operation: str) -> Any:
         """``value`` with aliases in place of tensors."""
@@ -103,7 +139,9 @@ class RecordedTensors:
             known = self._aliases[key] = self._new_alias(tensor, address)
         if known.held is not None:
             known.held.used_by_kernel = True
-            known.held.written |= written
+            if written and not known.held.written:
+                known.held.written = True
+                known.held.source = str(caller_source())
         return known.tensor
 
     def _new_alias(self, tensor: torch.Tensor, address: int) -> _Alias:

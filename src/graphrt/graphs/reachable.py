@@ -1,0 +1,808 @@
+"""Everything a callable reaches, with paths: what it reads besides its arguments.
+
+Followed are modules (parameters, buffers, submodules, attributes), bound methods, partials,
+closure cells, defaults, the globals that code names, dicts, lists, tuples, sets, and the
+attributes of other objects that some reached code names. Code is read, never run: no property, no
+``__getattr__`` and no ``__eq__`` of the user's is called, because a walk must not change or fail a
+capture. Code and objects of torch, NumPy, the standard library and graphrt are not entered, except
+that the methods of a ``torch.nn`` module name attributes of that module.
+
+Not found is what no code names: what a function imports when it runs, attributes under computed
+names, contents of arrays, context and thread-local variables, replaced code or classes of objects
+that stay, variables of the environment.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from graphrt.graphs.values import HOST_TYPES
+
+PlaceKind = Literal[
+    "attribute",
+    "member",
+    "parameter",
+    "buffer",
+    "submodule",
+    "item",
+    "element",
+    "length",
+    "cell",
+    "global",
+    "default",
+]
+
+MAX_ITEMS = 4096
+"""Of a container with more items, only those under a string that the code names are followed."""
+MAX_OBJECTS = 200_000
+"""A walk ends after so many objects, and says so."""
+
+
+class _Missing(Enum):
+    MISSING = "nothing"
+
+
+MISSING = _Missing.MISSING
+"""What ``Place.read`` returns where nothing stands any more."""
+
+
+class Place(NamedTuple):
+    """One place where a callable finds something: who owns it, under which name, and what it is.
+
+    Compare places by ``is``, never by ``==``, which would compare tensors.
+    """
+
+    path: str
+    """As one would write it: ``model.layers.0.weight``, ``cfg['scale']``; of a module or a bound
+    method that is called itself, relative to it."""
+    owner: Any
+    """The object, module, dict, list, tuple, set or cell that holds the value; for a global, the
+    dict of globals; for a default, the function."""
+    name: Any
+    """Attribute, key or index under which ``owner`` has it; of a set, the element; of the length of
+    a container or of a module that is one, nothing."""
+    kind: PlaceKind
+    value: Any
+    """What stood there when it was walked: ``MISSING`` for an attribute that code names and that
+    the object does not have."""
+    is_named: bool = True
+    """False: no code that was reached names this attribute, and it was not followed. Parameters,
+    buffers, submodules, items, cells, globals and defaults always count as named. A ``member`` is
+    an attribute that the class has and the object has not (yet)."""
+
+    def read(self) -> Any:
+        """What stands there now, or ``MISSING``. Runs no code of the user's but a key's hash."""
+        return _READ[self.kind](self.owner, self.name)
+
+
+class Reach(NamedTuple):
+    """The result of a walk."""
+
+    places: tuple[Place, ...]
+    """A parent before what was reached through it."""
+    objects: Mapping[str, Any]
+    """Every object that was entered, by path: modules, plain objects, containers, functions."""
+    is_complete: bool
+    """False: there were more than ``MAX_OBJECTS`` objects."""
+
+
+def reach(target: object, *, breaks: bool = True) -> Reach:
+    """Walk everything ``target`` reaches. ``breaks`` False: not what break points alone reach.
+
+    It costs about a microsecond for each place. The result keeps alive all that it names.
+    """
+    call: Any = target
+    while isinstance(call, functools.partial):
+        call = call.func
+    home = {_package_of(call), _package_of(type(getattr(call, "__self__", call)))}
+    walk = _Walk(breaks, home)
+    reached = walk.run(target)
+    if walk.skipped & walk.home:  # A module of a package was found after other code of it.
+        reached = _Walk(breaks, walk.home).run(target)
+    return reached
+
+
+def is_host_scalar(value: Any) -> bool:
+    """True for values that a program holds as constants: numbers, strings, None, enums, dtypes.
+
+    And tuples, frozensets, slices and ranges of at most 16 of them.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return True
+    if kind is tuple or kind is frozenset or kind is torch.Size:
+        return len(value) <= 16 and all(map(is_host_scalar, value))
+    return _is_host_kind(kind)  # type: ignore[arg-type]  # types are hashable
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_host_kind(kind: type) -> bool:
+    """By class alone: a proxy may answer for its class as it likes, or raise."""
+    numpy = sys.modules.get("numpy")
+    kinds = HOST_TYPES if numpy is None else (*HOST_TYPES, numpy.generic)
+    is_plain = _is_foreign(kind.__module__) and issubclass(kind, kinds)
+    is_other = issubclass(kind, type) or kind.__name__ == "void"  # It may be a view of an array.
+    return issubclass(kind, (Enum, torch.dtype)) or (is_plain and not is_other)
+
+
+_SCALARS = frozenset(
+    (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    )
+)
+
+_NAMESPACES = ("types", "argparse")
+"""Of the standard library, where an object is a bag of the user's attributes."""
+
+_FOREIGN = frozenset(sys.stdlib_module_names - {"__main__"}) | {
+    "torch",
+    "numpy",
+    "triton",
+    "graphrt",
+}
+"""Packages whose code and objects are not entered."""
+
+# What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
+_MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
+_REGISTERS: tuple[tuple[str, PlaceKind], ...] = (
+    ("_parameters", "parameter"),
+    ("_buffers", "buffer"),
+    ("_modules", "submodule"),
+)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+# Special methods that no forward calls by an operator of the language.
+_NOT_CALLED = frozenset(
+    f"__{name}__"
+    for name in [
+        "init",
+        "new",
+        "post_init",
+        "repr",
+        "str",
+        "format",
+        "dir",
+        "sizeof",
+        "eq",
+        "ne",
+        "hash",
+        "del",
+        "set_name",
+        "init_subclass",
+        "class_getitem",
+        "getstate",
+        "setstate",
+        "reduce",
+        "reduce_ex",
+        "getnewargs",
+        "getnewargs_ex",
+        "copy",
+        "deepcopy",
+        "replace",
+    ]
+)
+_BREAKS = "graphrt.graphs.breaks"
+_UNSEEN = object()
+
+
+# -- reading
+
+
+def read_attribute(owner: Any, name: str) -> Any:
+    attributes = attributes_of(owner)
+    value = attributes.get(name, MISSING)
+    if value is not MISSING:
+        return value
+    kind = owner if issubclass(type(owner), type) else type(owner)
+    for base in kind.__mro__:
+        value = base.__dict__.get(name, MISSING)
+        if value is not MISSING:
+            if type(value) is MemberDescriptorType:
+                return _filled(value, owner)
+            return value
+    if issubclass(kind, torch.nn.Module) and kind is not owner:
+        for register, _ in _REGISTERS:  # It was a plain attribute, or absent.
+            value = getattr(owner, register).get(name, MISSING)
+            if value is not MISSING:
+                return value
+    return MISSING
+
+
+def _read_register(register: str) -> Any:
+    def read(owner: Any, name: str) -> Any:
+        return getattr(owner, register).get(name, MISSING)
+
+    return read
+
+
+def _read_item(owner: Any, name: Any) -> Any:
+    if isinstance(owner, dict):
+        # Not ``owner[name]``: a defaultdict would make the entry.
+        return dict.get(owner, name, MISSING)
+    kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(owner), base))
+    return kind.__getitem__(owner, name) if name < kind.__len__(owner) else MISSING
+
+
+def _read_element(owner: Any, name: Any) -> Any:
+    return name if name in owner else MISSING
+
+
+def _read_length(owner: Any, _: object) -> int:
+    if not isinstance(owner, torch.nn.Module):
+        return len(owner)
+    children = len(owner._modules) if isinstance(owner, _CONTAINERS) else 0
+    return children + len(owner._forward_pre_hooks) + len(owner._forward_hooks)
+
+
+def _read_cell(owner: CellType, _: str) -> Any:
+    try:
+        return owner.cell_contents
+    except ValueError:  # a variable that is not assigned
+        return MISSING
+
+
+def _read_global(owner: Mapping[str, Any], name: str) -> Any:
+    return owner.get(name, MISSING)
+
+
+def _read_default(owner: FunctionType, name: str) -> Any:
+    return dict(_defaults_of(owner)).get(name, MISSING)
+
+
+_READ = {
+    "attribute": read_attribute,
+    "member": read_attribute,
+    "parameter": _read_register("_parameters"),
+    "buffer": _read_register("_buffers"),
+    "submodule": _read_register("_modules"),
+    "item": _read_item,
+    "element": _read_element,
+    "length": _read_length,
+    "cell": _read_cell,
+    "global": _read_global,
+    "default": _read_default,
+}
+
+
+def attributes_of(owner: Any) -> Mapping[str, Any]:
+    """The ``__dict__`` of an object as it is, without any code of its class; empty if none."""
+    found: Mapping[str, Any] = {}
+    if issubclass(type(owner), type):
+        found = type.__getattribute__(owner, "__dict__")
+        return found
+    descriptor = _dict_descriptor(type(owner))  # type: ignore[arg-type]  # types are hashable
+    if descriptor is not None:
+        found = descriptor.__get__(owner)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _dict_descriptor(kind: type) -> Any:
+    for base in kind.__mro__:
+        found = base.__dict__.get("__dict__")
+        if type(found) in (GetSetDescriptorType, MemberDescriptorType):
+            return found
+    return None
+
+
+def _filled(descriptor: Any, owner: object) -> Any:
+    try:
+        return descriptor.__get__(owner)
+    except AttributeError:  # a slot that is not filled
+        return MISSING
+
+
+def _defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    defaults = function.__defaults__ or ()
+    yield from zip(
+        code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount],
+        defaults,
+        strict=True,
+    )
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+# -- what code names
+
+
+class _Names(NamedTuple):
+    """What a piece of code reads by name, nested functions included."""
+
+    own: frozenset[str]
+    """Attributes of its first argument, of a method the object itself."""
+    attributes: frozenset[str]
+    """Attributes of anything else, and strings given to ``getattr``."""
+    globals: tuple[str, ...]
+    strings: frozenset[str]
+    """Constants, which may be keys of a dict."""
+    asked: frozenset[tuple[str, str]]
+    """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``."""
+    iterated: frozenset[str]
+    """Variables and attributes whose keys or values are gone through."""
+
+
+_LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> _Names:
+    first = code.co_varnames[0] if code.co_argcount else None
+    own: set[str] = set()
+    attributes: set[str] = set()
+    names: dict[str, None] = {}
+    strings = {item for item in code.co_consts if type(item) is str}
+    asked: set[tuple[str, str]] = set()
+    iterated: set[str] = set()
+    previous: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname in _LOADS:
+            is_own = previous is not None and previous.opname.startswith("LOAD_FAST")
+            loaded = previous.argval if is_own else None
+            if isinstance(loaded, tuple):  # Later releases load two variables at once.
+                loaded = loaded[-1]
+            (own if is_own and loaded == first else attributes).add(step.argval)
+        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names[step.argval] = None
+        elif step.opname == "LOAD_CONST" and type(step.argval) is str and previous is not None:
+            asked.add((str(previous.argval), step.argval))
+        if previous is not None and step.argval in ("get", "items", "values", "keys"):
+            if step.argval != "get":
+                iterated.add(str(previous.argval))
+            continue  # What follows is asked of the dict.
+        previous = step
+    if {"getattr", "hasattr", "vars"} & names.keys() or "__dict__" in own | attributes:
+        own |= {item for item in strings if item.isidentifier()}
+        attributes |= own
+    for inner in code.co_consts:
+        if type(inner) is CodeType:
+            nested = _names_in(inner)
+            attributes |= nested.own | nested.attributes
+            names |= dict.fromkeys(nested.globals)
+            strings |= nested.strings
+            asked |= nested.asked
+            iterated |= nested.iterated
+    return _Names(
+        frozenset(own),
+        frozenset(attributes),
+        tuple(names),
+        frozenset(strings),
+        frozenset(asked),
+        frozenset(iterated),
+    )
+
+
+def _is_foreign(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in _FOREIGN
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(package: str) -> bool:
+    """True for a top-level package that was installed, rather than written beside the model."""
+    path = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in path or "dist-packages" in path
+
+
+def _package_of(value: object) -> str:
+    module = getattr(value, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+# -- the walk
+
+
+class _Class:
+    """What the walk knows of one class."""
+
+    __slots__ = ("is_foreign", "is_module", "members", "members_of_slots", "own")
+
+    def __init__(self, kind: type, is_foreign: bool) -> None:
+        self.is_module = issubclass(kind, torch.nn.Module)
+        self.is_foreign = is_foreign
+        self.own: set[str] = set()
+        """Attributes that methods of the class read of their object."""
+        self.members: dict[str, list[Any]] = {}
+        """What stands in the class and its bases, by name; of a module, above ``Module`` alone."""
+        self.members_of_slots: dict[str, Any] = {}
+        for base in kind.__mro__:
+            if base is torch.nn.Module or base is object or (is_foreign and not self.is_module):
+                break
+            if not self.is_module and _is_foreign(base.__dict__.get("__module__")):
+                continue
+            for name, value in base.__dict__.items():
+                if type(value) is MemberDescriptorType:
+                    self.members_of_slots.setdefault(name, value)
+                elif not name.startswith("__") or (
+                    type(value) is FunctionType and name not in _NOT_CALLED
+                ):
+                    self.members.setdefault(name, []).append(value)
+
+
+class _Walk:
+    """One walk, by depth, in the order of definition."""
+
+    def __init__(self, breaks: bool, home: set[str]) -> None:
+        self._breaks = breaks
+        self.home = home
+        """Installed packages whose code is the callable's own: those of its modules."""
+        self.skipped: set[str] = set()
+        """Other installed packages, whose code was not read."""
+        self._places: list[Place] = []
+        self._objects: dict[str, Any] = {}
+        self._seen: dict[int, Any] = {}
+        """By id, with the object, which lives until the walk ends."""
+        self._classes: dict[type, _Class] = {}
+        self._names: set[str] = set()
+        self._strings: set[str] = set()
+        self._asked: set[tuple[str, str]] = set()
+        self._iterated: set[str] = set()
+        self._unnamed: dict[str, list[Place]] = {}
+        """Attributes that no code has named so far."""
+        self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
+        """Members of classes that no code has named so far."""
+        self._stack: list[tuple[str, Any]] = []
+        self._large: list[tuple[str, dict[Any, Any]]] = []
+        self._methods: list[tuple[FunctionType, _Class]] = []
+        """Named, and not read yet."""
+
+    def run(self, target: object) -> Reach:
+        self._stack.append(("", target))
+        while self._stack and len(self._seen) < MAX_OBJECTS:
+            path, value = self._stack.pop()
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                first = len(self._stack)
+                self._enter(path, value)
+                self._read_methods()
+                # What was found first is entered first.
+                self._stack[first:] = reversed(self._stack[first:])
+            if not self._stack:
+                self._enter_large()
+        for places in self._unnamed.values():
+            self._places += [place for place in places if place.kind != "member"]
+        self._add_asked()
+        return Reach(tuple(self._places), self._objects, is_complete=not self._stack)
+
+    def _enter(self, path: str, value: Any) -> None:
+        kind = type(value)
+        if kind in (dict, list, tuple, set, frozenset) or issubclass(
+            kind, (dict, list, tuple, set, frozenset, deque)
+        ):
+            self._enter_container(path, value)
+        elif kind is FunctionType:
+            self._enter_function(value, None)
+            return
+        elif kind is MethodType:
+            self._enter_method(path, value)
+            return
+        elif kind is functools.partial or issubclass(kind, functools.partial):
+            self._enter_partial(path, value)
+            return
+        elif kind is ModuleType or issubclass(kind, ModuleType):
+            if not self._is_foreign(attributes_of(value).get("__name__")):
+                self._enter_attributes(path, value, attributes_of(value))
+            return
+        elif issubclass(kind, type):
+            self._enter_class(path, value)
+            return
+        elif issubclass(kind, torch.nn.Module):
+            self._enter_module(path, value)
+            return
+        elif kind.__module__ != "builtins":
+            self._enter_object(path, value)
+            return
+        self._objects.setdefault(path, value)
+
+    def _add(self, place: Place) -> None:
+        """List a place; follow what stands there."""
+        self._places.append(place)
+        value = place.value
+        kind = type(value)
+        if (
+            value is MISSING
+            or kind in _SCALARS
+            or id(value) in self._seen
+            or issubclass(kind, torch.Tensor)
+            or is_host_scalar(value)
+        ):
+            return
+        self._stack.append((place.path, value))
+
+    def _enter_container(self, path: str, value: Any) -> None:
+        kind = type(value)
+        if not issubclass(kind, dict):  # A dict gets entries of other keys: a memo for each size.
+            self._add_length(path, value, len(value))
+        if issubclass(kind, dict):
+            if len(value) > MAX_ITEMS:
+                self._large.append((path, value))
+                return
+            for key, item in dict.items(value):
+                self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
+        elif len(value) > MAX_ITEMS:
+            return
+        elif issubclass(kind, (set, frozenset)):
+            for item in value:
+                self._add(Place(f"{path}[{_key(item)}]", value, item, "element", item))
+        else:
+            fields = getattr(kind, "_fields", None)
+            for index, item in enumerate(value):
+                step = f".{fields[index]}" if fields else f"[{index}]"
+                self._add(Place(f"{path}{step}", value, index, "item", item))
+        if kind.__module__ not in ("builtins", "collections"):
+            self._enter_object(path, value)
+
+    def _add_length(self, path: str, value: Any, length: int) -> None:
+        self._places.append(Place(f"{path}.__len__()", value, None, "length", length))
+
+    def _enter_large(self) -> None:
+        """Of containers that are too large, what the code names. After the code is known."""
+        for path, value in self._large:
+            for name in self._strings:
+                item = dict.get(value, name, MISSING)
+                if item is not MISSING:
+                    self._add(Place(f"{path}[{name!r}]", value, name, "item", item))
+        self._large.clear()
+
+    def _add_asked(self) -> None:
+        """What code asks for by a string, and what is not there: it may be set later. And the
+        length of a dict that code goes through."""
+        asked: dict[str, list[str]] = {}
+        for name, attribute in self._asked:
+            asked.setdefault(name, []).append(attribute)
+        for path, owner in self._objects.items():
+            last = path.rpartition(".")[2]
+            is_dict = issubclass(type(owner), dict)
+            if is_dict and last in self._iterated:
+                self._add_length(path, owner, len(owner))
+            for name in asked.get(last, ()):
+                if is_dict and dict.get(owner, name, MISSING) is MISSING:
+                    self._places.append(Place(f"{path}[{name!r}]", owner, name, "item", MISSING))
+                elif attributes_of(owner) and read_attribute(owner, name) is MISSING:
+                    place = Place(f"{path}.{name}", owner, name, "attribute", MISSING)
+                    self._places.append(place)
+
+    def _is_foreign(self, module: object) -> bool:
+        """True for torch and the standard library, and for installed packages none of whose modules
+        the callable has: what their code names is theirs, and there may be much of it."""
+        if _is_foreign(module):
+            return True
+        package = module.partition(".")[0] if isinstance(module, str) else ""
+        if package in self.home or not _is_installed(package):
+            return False
+        self.skipped.add(package)
+        return True
+
+    def _enter_module(self, path: str, module: torch.nn.Module) -> None:
+        self.home.add(_package_of(type(module)))
+        self._objects[path] = module
+        prefix = f"{path}." if path else ""
+        places = self._places
+        own = vars(module)
+        for register, kind in _REGISTERS[:2]:
+            values = own.get(register)
+            if values is None:  # A scripted module keeps them elsewhere.
+                values = dict(getattr(module, register).items())
+            for name, value in values.items():
+                places.append(Place(prefix + name, module, name, kind, value))
+        self._enter_attributes(path, module, own)
+        self._add_length(path, module, _read_length(module, None))
+        for name in _HOOKS:
+            for key, hook in own[name].items():
+                self._add(Place(f"{prefix}{name}[{key}]", own[name], key, "item", hook))
+        for name, child in module._modules.items():
+            self._add(Place(prefix + name, module, name, "submodule", child))
+
+    def _enter_object(self, path: str, value: Any) -> None:
+        known = self._class_of(value)
+        runnable = attributes_of(value).get("runnable") if known.is_foreign else None
+        if runnable is not None:  # A wrapper of graphrt.
+            self._stack.append((path, runnable))
+        elif not _is_foreign(type(value).__module__) or type(value).__module__ in _NAMESPACES:
+            self._objects.setdefault(path, value)
+            self._enter_attributes(path, value, attributes_of(value))
+        wrapped = attributes_of(value).get("__wrapped__")
+        if wrapped is not None:  # functools.lru_cache and its like
+            self._stack.append((path, wrapped))
+
+    def _enter_attributes(self, path: str, owner: Any, attributes: Mapping[str, Any]) -> None:
+        """The attributes of any object: named ones are followed, others only listed."""
+        prefix = f"{path}." if path else ""
+        known = self._class_of(owner)
+        self._read_methods()
+        skipped = _MODULE_OWN if known.is_module else ()
+        for name, value in attributes.items():
+            if name not in skipped:
+                self._add_attribute(known, Place(prefix + name, owner, name, "attribute", value))
+        for name, descriptor in known.members_of_slots.items():
+            place = Place(prefix + name, owner, name, "attribute", _filled(descriptor, owner))
+            self._add_attribute(known, place)
+        registers: set[str] = set()
+        if known.is_module:
+            registers.update(owner._parameters, owner._buffers, owner._modules)
+        for name, values in known.members.items():
+            if name not in attributes and _is_data(values[0]):
+                self._add_attribute(known, Place(prefix + name, owner, name, "member", values[0]))
+        for name in {*known.own, "forward"} - attributes.keys():
+            method = known.members.get(name, (0,))[0]
+            if not _is_data(method):  # An attribute may hide it.
+                self._places.append(Place(prefix + name, owner, name, "member", method))
+        for name in known.own:
+            is_known = name in attributes or name in known.members_of_slots or name in known.members
+            if not (is_known or name in registers or hasattr(torch.nn.Module, name)):
+                self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
+
+    def _add_attribute(self, known: _Class, place: Place) -> None:
+        name = place.name
+        if name in self._names or name in known.own:
+            self._add(place)
+        else:
+            self._unnamed.setdefault(name, []).append(place._replace(is_named=False))
+
+    def _enter_class(self, path: str, kind: type) -> None:
+        """A class that code names: of its members, those that code names."""
+        if not self._is_foreign(kind.__dict__.get("__module__")):
+            self._objects.setdefault(path, kind)
+            known = self._know(kind)
+            prefix = f"{path}." if path else ""
+            for name, values in known.members.items():
+                if _is_data(values[0]):
+                    place = Place(prefix + name, kind, name, "member", values[0])
+                    self._add_attribute(known, place)
+
+    def _enter_method(self, path: str, method: MethodType) -> None:
+        owner, function = method.__self__, method.__func__
+        if type(function) is FunctionType:
+            known = None if issubclass(type(owner), type) else self._class_of(owner)
+            self._seen[id(function)] = function
+            self._enter_function(function, known)
+        self._stack.append((path, owner))
+
+    def _enter_partial(self, path: str, call: Any) -> None:
+        self._stack.append((path, call.func))
+        for index, value in enumerate(call.args):
+            self._add(Place(f"{path}args[{index}]", call.args, index, "item", value))
+        for name, value in call.keywords.items():
+            prefix = f"{path}." if path else ""
+            self._add(Place(prefix + name, call.keywords, name, "item", value))
+
+    def _enter_function(self, function: FunctionType, known: _Class | None) -> None:
+        """``known``: the class of the object that is its first argument, where that is known."""
+        home = function.__globals__.get("__name__")
+        if home == _BREAKS:  # Its other variables are graphrt's own.
+            wrapped = attributes_of(function).get("__wrapped__")
+            if self._breaks and wrapped is not None:
+                self._stack.append(("", wrapped))
+            return
+        if function.__closure__:
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+                self._add(Place(name, cell, name, "cell", _read_cell(cell, name)))
+        if function.__defaults__ or function.__kwdefaults__:
+            for name, value in _defaults_of(function):
+                self._add(Place(name, function, name, "default", value))
+        names = _names_in(function.__code__)
+        is_foreign = self._is_foreign(home)
+        if known is not None:
+            self._name_own(known, names.own)
+        if is_foreign:
+            return
+        self._objects.setdefault(f"{function.__qualname__}()", function)
+        self._strings |= names.strings
+        self._asked |= names.asked
+        self._iterated |= names.iterated
+        self._name(names.attributes if known is not None else names.attributes | names.own)
+        scope = function.__globals__
+        for name in names.globals:
+            value = scope.get(name, _UNSEEN)
+            if value is not _UNSEEN:
+                self._add(Place(name, scope, name, "global", value))
+            elif not hasattr(builtins, name):  # It may be set later.
+                self._places.append(Place(name, scope, name, "global", MISSING))
+        if vars(function):
+            self._enter_attributes(function.__name__, function, vars(function))
+
+    # -- names
+
+    def _class_of(self, value: object) -> _Class:
+        return self._know(type(value))
+
+    def _know(self, kind: type) -> _Class:
+        known = self._classes.get(kind)
+        if known is None:
+            is_foreign = self._is_foreign(kind.__dict__.get("__module__"))
+            known = self._classes[kind] = _Class(kind, is_foreign)
+            for name, values in known.members.items():
+                if name in self._names or name.startswith("__"):
+                    self._enter_members(known, values)
+                else:
+                    self._members.setdefault(name, []).append((known, values))
+            self._enter_members(known, known.members.get("forward", ()))
+        return known
+
+    def _name(self, names: frozenset[str]) -> None:
+        """Follow every attribute and member of these names."""
+        for name in names - self._names:
+            self._names.add(name)
+            for place in self._unnamed.pop(name, ()):
+                self._add(place._replace(is_named=True))
+            for known, values in self._members.pop(name, ()):
+                self._enter_members(known, values)
+
+    def _name_own(self, known: _Class, names: frozenset[str]) -> None:
+        """Follow the attributes and members of one class that its own methods read."""
+        for name in names - known.own:
+            known.own.add(name)
+            self._enter_members(known, known.members.get(name, ()))
+            places = self._unnamed.pop(name, ())
+            others = []
+            for place in places:
+                owner = place.owner
+                kind = owner if issubclass(type(owner), type) else type(owner)
+                if self._classes.get(kind) is known:
+                    self._add(place._replace(is_named=True))
+                else:
+                    others.append(place)
+            if others:
+                self._unnamed[name] = others
+
+    def _enter_members(self, known: _Class, values: Any) -> None:
+        """Read the code of methods and properties that are named."""
+        for value in values:
+            if type(value) in (staticmethod, classmethod):
+                value = value.__func__
+            elif type(value) is property:
+                value = value.fget
+            elif type(value) in (functools.cached_property, functools.partialmethod):
+                value = value.func
+            elif not self._is_foreign(type(value).__module__) and not _is_data(value):
+                self._know(type(value))  # A descriptor.
+            if type(value) is FunctionType and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._methods.append((value, known))
+
+    def _read_methods(self) -> None:
+        """Read the code of the methods that were named. A loop, because they name one another."""
+        while self._methods:
+            self._enter_function(*self._methods.pop())
+
+
+def _is_data(member: Any) -> bool:
+    """True for a member of a class that instances share as a value, not as a method."""
+    kind = type(member)
+    return (
+        kind in _SCALARS
+        or issubclass(kind, torch.Tensor)
+        or not any("__get__" in base.__dict__ for base in kind.__mro__)
+    )
+
+
+def _key(key: Any) -> str:
+    return repr(key) if type(key) in _SCALARS else type(key).__name__

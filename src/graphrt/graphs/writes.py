@@ -1,0 +1,78 @@
+"""Notes which tensors some eager code writes, and the user's line that wrote each first.
+
+A dispatch mode sees every operation with its arguments. It sees no kernel that is launched past
+torch's dispatcher (a raw pointer in a custom kernel, Triton called directly).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphrt.device.torch_modes import is_for_parts
+from graphrt.graphs.values import tensors_of
+from graphrt.source import caller_source
+
+
+class Write(NamedTuple):
+    """A tensor that existed before, and was written."""
+
+    tensor: torch.Tensor
+    source: str
+    """The user's line; empty where there is none."""
+
+
+@contextmanager
+def observed_writes() -> Iterator[list[Write]]:
+    """Collect, one for each storage, the writes to tensors that the body did not make itself."""
+    observer = _WriteObserver()
+    with observer:
+        yield observer.writes
+
+
+class _WriteObserver(TorchDispatchMode):
+    """Runs every operation unchanged, and notes what it writes."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.writes: list[Write] = []
+        # By address: one that was given stays, since its tensor outlives the body or is never
+        # looked at again.
+        self._given: set[int] = set()
+        self._written: set[int] = set()
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if types and is_for_parts(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        self._given |= {_address(tensor) for tensor in given} - self._made
+        schema = getattr(func, "_schema", None)
+        for position, argument in enumerate(schema.arguments if schema is not None else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                is_sent = position < len(args)
+                value = args[position] if is_sent else kwargs.get(argument.name)
+                self._note(tensors_of(value))
+        result = func(*args, **kwargs)
+        self._made |= {_address(tensor) for tensor in tensors_of(result)} - self._given
+        return result
+
+    def _note(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            address = _address(tensor)
+            if address and address not in self._made and address not in self._written:
+                self._written.add(address)
+                self.writes.append(Write(tensor, str(caller_source())))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

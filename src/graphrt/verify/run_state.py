@@ -1,0 +1,119 @@
+"""What a compared run may write: saved once, put back before each run, compared after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrt.graphs.resources import StateGuard
+from graphrt.graphs.values import as_bits
+
+_POISON, _LAST_POISON = 0xC1, 0x5E
+"""Bytes of the rows before a run, and before the last one. Finite in every floating dtype, one
+negative and one very large: a run that reads rows which it should only write (a sum, a maximum)
+changes one of the two, where NaN would stay NaN and equal itself."""
+
+
+class WrittenRows(NamedTuple):
+    """The rows of one tensor that a run writes: ``tensor[rows]``, along dimension 0."""
+
+    tensor: torch.Tensor
+    rows: torch.Tensor
+    """[n] int64, each within the tensor."""
+
+
+class SavedState(NamedTuple):
+    """What a ``RunState`` was. ``compared`` holds what comparisons look at."""
+
+    compared: Mapping[str, Any]
+    generators: tuple[torch.Tensor, ...]
+
+
+class RunState:
+    """The guarded state of a callable, and whatever else its runs write.
+
+    ``guard``: the user's. ``tensors``: written whole, by name. ``rows``: written in part, by name.
+    ``generators``: where random numbers come from; each run starts from the same ones.
+    ``poisons`` False: for a run whose outputs are handed out, because it may read those rows first.
+    """
+
+    def __init__(
+        self,
+        guard: StateGuard | None = None,
+        tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        rows: Mapping[str, WrittenRows] = MappingProxyType({}),
+        generators: Sequence[torch.Generator] = (),
+        *,
+        poisons: bool = True,
+    ) -> None:
+        self.guard = guard
+        self._poisons = poisons
+        self._tensors = tensors
+        self._rows = rows
+        self._generators = generators
+
+    def save(self) -> SavedState:
+        """Read everything. Its size is that of the guard's token, the tensors and the rows."""
+        compared: dict[str, Any] = {} if self.guard is None else {"state": self.guard.save()}
+        for name, tensor in self._tensors.items():
+            compared[name] = tensor.clone()
+        for name, (tensor, index) in self._rows.items():
+            compared[name] = tensor.index_select(0, index)
+        return SavedState(compared, tuple(item.get_state() for item in self._generators))
+
+    def restore(self, saved: SavedState) -> None:
+        """Write everything back in place: graphs hold the addresses."""
+        compared = saved.compared
+        if self.guard is not None:
+            self.guard.restore(compared["state"])
+        # State made in inference mode can be written in no other; other state in this one too.
+        with torch.inference_mode():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(compared[name])
+            for name, (tensor, index) in self._rows.items():
+                as_bits(tensor).index_copy_(0, index, as_bits(compared[name]))
+        for generator, state in zip(self._generators, saved.generators, strict=True):
+            generator.set_state(state)
+
+    def poison(self, *, is_last: bool = False) -> None:
+        """Make the written rows hold what no run wrote there, so that a row left out is seen."""
+        if not self._poisons:
+            return
+        with torch.inference_mode():
+            for tensor, index in self._rows.values():
+                bits = as_bits(tensor)
+                bits.index_fill_(0, index, _poison_of(bits, is_last=is_last))
+
+    def settle(self, saved: SavedState, *runs: Mapping[str, Any]) -> None:
+        """Put back what every run left poisoned: rows may be written in part, or on a condition.
+
+        ``runs``: what each left, the last one at the end. Changed in place, as the tensors are.
+        """
+        if not self._poisons:
+            return
+        with torch.inference_mode():
+            for name, (tensor, index) in self._rows.items():
+                *earlier, last = (as_bits(run[name]) for run in runs)
+                untouched = last == _poison_of(last, is_last=True)
+                for bits in earlier:
+                    untouched &= bits == _poison_of(bits, is_last=False)
+                before = as_bits(saved.compared[name])
+                for bits in (*earlier, last):
+                    bits.copy_(torch.where(untouched, before, bits))
+                as_bits(tensor).index_copy_(0, index, last)
+
+    def drew_random(self, saved: SavedState) -> bool:
+        """True if a generator has advanced since."""
+        return any(
+            not torch.equal(item.get_state(), state)
+            for item, state in zip(self._generators, saved.generators, strict=True)
+        )
+
+
+def _poison_of(bits: torch.Tensor, *, is_last: bool) -> int:
+    pattern = _LAST_POISON if is_last else _POISON
+    signed = bits.dtype is not torch.uint8
+    return int.from_bytes(bytes([pattern]) * bits.dtype.itemsize, "little", signed=signed)

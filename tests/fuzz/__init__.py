@@ -1,0 +1,1 @@
+"""Random configurations of engine and runner, each from one seed, compared with eager."""

@@ -1,0 +1,483 @@
+"""Deliberate mistakes, each with the tests that must notice it.
+
+``old`` occurs exactly once in its file; a test of the architecture lane holds that. Whoever changes
+such a line changes its mutant too, or deletes it with the rule that it broke.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One mistake: ``old`` in ``file`` (below src/) becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    """Files below tests/, separated by spaces; one of them must fail."""
+
+
+GRAPHS, RUNNER, SIMULATED = "graphrt/graphs/", "graphrt/runner/", "graphrt/device/simulated/"
+CUDA, VERIFY = "graphrt/device/cuda/", "graphrt/verify/"
+ARGUMENTS = "simulated/test_arguments_exact.py"
+CHECKS = "simulated/test_checks_complete.py"
+CLEANUP = "simulated/test_capture_cleanup.py"
+STALE = "simulated/test_wrapper_stale.py"
+STAGING = "simulated/test_buffers_staging.py"
+UNPAD = "simulated/test_outputs_unpad.py"
+EXTERNALS = "simulated/test_library_externals.py"
+GENERATIONS = "simulated/test_library_generations.py"
+REPLAY = "simulated/test_verify_replay.py"
+UNWINDING = "simulated/test_cuda_unwinding.py"
+
+MUTANTS = [
+    # Arguments of a replay
+    Mutant(
+        "pool argument of another shape is accepted",
+        GRAPHS + "signature.py",
+        '        f"{place}.shape == {constant(value.shape)}",\n',
+        "",
+        CHECKS,
+    ),
+    Mutant(
+        "argument of another stride is accepted",
+        GRAPHS + "signature.py",
+        '("kind", "address", "shape", "stride", "dtype", "is_conj", "is_neg")',
+        '("kind", "address", "shape", "dtype", "is_conj", "is_neg")',
+        CHECKS,
+    ),
+    Mutant(
+        "container with one more entry is accepted",
+        GRAPHS + "signature.py",
+        '*([f"len({place}) == {node.num_children}"] if counted else [])',
+        "",
+        STALE,
+    ),
+    Mutant(
+        "negative zero counts as zero",
+        GRAPHS + "values.py",
+        "return expected == found and math.copysign(1, expected) == math.copysign(1, found)",
+        "return expected == found",
+        STALE,
+    ),
+    Mutant(
+        "dict in another order is accepted",
+        GRAPHS + "signature.py",
+        "            or not same_host_value(expected.value, found.value)\n",
+        "",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "what a dataclass has besides its fields is not compared",
+        GRAPHS + "values.py",
+        "names = _attribute_names(value)",
+        "names = [field.name for field in dataclasses.fields(value)]",
+        ARGUMENTS,
+    ),
+    # Eager segments
+    Mutant(
+        "bytes that several results share are laid at the beginning of a block",
+        GRAPHS + "recorder.py",
+        "lead = source.storage_offset() % _ALIGNMENT",
+        "lead = 0",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "program of one graph never asks again",
+        GRAPHS + "nesting.py",
+        "            program.ask_again()\n",
+        "            pass\n",
+        "simulated/test_programs_meet.py",
+    ),
+    # Captures that fail, generations that end
+    Mutant(
+        "refused capture keeps its graphs",
+        GRAPHS + "capture.py",
+        "    except BaseException:\n        recorder.reset()\n        raise\n",
+        "    except BaseException:\n        raise\n",
+        CLEANUP,
+    ),
+    Mutant(
+        "graphs are reset without waiting for the device",
+        GRAPHS + "library.py",
+        "        self.device.synchronize()\n        for program in reversed(",
+        "        for program in reversed(",
+        CLEANUP,
+    ),
+    Mutant(
+        "graphs are reset oldest first",
+        GRAPHS + "library.py",
+        "for program in reversed(generation.programs):\n            program.retire()",
+        "for program in generation.programs:\n            program.retire()",
+        CLEANUP,
+    ),
+    Mutant(
+        "scope is opened without trimming the device",
+        GRAPHS + "library.py",
+        "            device.trim()\n            exits",
+        "            exits",
+        CLEANUP,
+    ),
+    Mutant(
+        "newest lazy generation is retired first",
+        GRAPHS + "library.py",
+        "next(g for g in lazy if g.num_graphs)",
+        "next(g for g in reversed(lazy) if g.num_graphs)",
+        CLEANUP,
+    ),
+    Mutant(
+        "dropped program stays in its generation",
+        GRAPHS + "library.py",
+        "                    generation.programs.remove(program)\n",
+        "                    pass\n",
+        CLEANUP,
+    ),
+    Mutant(
+        "remembered error is raised itself",
+        GRAPHS + "catalog.py",
+        "raise detached(entry.error)",
+        "raise entry.error",
+        CLEANUP,
+    ),
+    Mutant(
+        "retired program keeps its outputs",
+        GRAPHS + "program.py",
+        "        self.outputs = None\n        self.externals = self.values = ()\n",
+        "",
+        GENERATIONS,
+    ),
+    Mutant(
+        "suspended programs can be replayed",
+        GRAPHS + "library.py",
+        "        self._refuse_all(_suspended_error)\n",
+        "        pass\n",
+        GENERATIONS,
+    ),
+    Mutant(
+        "capture stream does not come after the caller's",
+        GRAPHS + "library.py",
+        "            device.order(stream, caller)\n",
+        "",
+        "simulated/test_capture_scope.py",
+    ),
+    Mutant(
+        "fourth failure in a row is the last, not the third",
+        GRAPHS + "catalog.py",
+        ">= MAX_FAILURES_IN_A_ROW",
+        "> MAX_FAILURES_IN_A_ROW",
+        "simulated/test_capture_scope.py simulated/test_capture_faults.py",
+    ),
+    # What a graph may read, write and keep
+    Mutant(
+        "pool memory may stay in the caller's objects",
+        GRAPHS + "capture.py",
+        "        _refuse_escapes(recorder, pool, live_before, fn, options.allow_escape)\n",
+        "",
+        EXTERNALS,
+    ),
+    Mutant(
+        "graph may write any static buffer",
+        GRAPHS + "capture.py",
+        "        _refuse_mutated_inputs(written, library.static_buffers)\n",
+        "",
+        EXTERNALS,
+    ),
+    Mutant(
+        "segment without a kernel becomes a graph",
+        GRAPHS + "recorder.py",
+        "if graph.num_nodes == 0:",
+        "if False:",
+        "simulated/test_breaks_segments.py",
+    ),
+    # Steps
+    Mutant(
+        "resources reserve for fewer requests than a key has",
+        RUNNER + "jobs.py",
+        "(key.num_tokens, key.num_reqs or key.num_tokens, key.num_ubatches,",
+        "(key.num_tokens, 0, key.num_ubatches,",
+        CLEANUP,
+    ),
+    Mutant(
+        "eager step does not end checked views",
+        RUNNER + "executor.py",
+        "            self._expire()\n        bound = self._unpadded(key, staged)",
+        "            pass\n        bound = self._unpadded(key, staged)",
+        CHECKS,
+    ),
+    Mutant(
+        "strict mode runs a miss eagerly",
+        RUNNER + "runner.py",
+        "            if self._is_strict:\n",
+        "            if False:\n",
+        "simulated/test_runtime_steps.py",
+    ),
+    Mutant(
+        "resources are not prepared for an eager step",
+        RUNNER + "executor.py",
+        "            resource.prepare(key, step_info)\n        with torch.no_grad()",
+        "            pass\n        with torch.no_grad()",
+        "simulated/test_runtime_steps.py simulated/test_runner_run.py",
+    ),
+    Mutant(
+        "first replay advances guarded state",
+        RUNNER + "executor.py",
+        "            state.restore(saved)\n",
+        "            pass\n",
+        "simulated/test_runtime_capture.py simulated/test_runner_jobs.py",
+    ),
+    Mutant(
+        "key whose program moved is called not captured",
+        GRAPHS + "catalog.py",
+        "            entry.reason = Reason.INVALIDATED\n",
+        "            entry.reason = Reason.NOT_CAPTURED_YET\n",
+        "simulated/test_runtime_capture.py",
+    ),
+    # Padding in, padding out
+    Mutant(
+        "rows of the step before stay in the padding",
+        GRAPHS + "buffers.py",
+        "                    group.refill(dirty, real)\n",
+        "                    pass\n",
+        STAGING,
+    ),
+    Mutant(
+        "value of another shape is broadcast",
+        GRAPHS + "buffers.py",
+        "if source.shape != view.shape:",
+        "if source.dim() != view.dim():",
+        STAGING,
+    ),
+    Mutant(
+        "corner of two axes is filled twice",
+        GRAPHS + "bufferspec.py",
+        "slice(0, min(was, now))",
+        "slice(0, was)",
+        STAGING,
+    ),
+    Mutant(
+        "outputs keep their padded rows",
+        GRAPHS + "outputs.py",
+        "leaf = leaf.narrow(dim, 0, _real_length(dotted(path), leaf.shape[dim], length, n))",
+        "_real_length(dotted(path), leaf.shape[dim], length, n)",
+        UNPAD,
+    ),
+    Mutant(
+        "cloned outputs are views",
+        GRAPHS + "outputs.py",
+        "return own_copy(cut)",
+        "return cut",
+        UNPAD,
+    ),
+    # Verification
+    Mutant(
+        "equal bits of another dtype are equal",
+        VERIFY + "compare.py",
+        "if expected.shape != actual.shape or expected.dtype != actual.dtype:",
+        "if expected.shape != actual.shape:",
+        CHECKS,
+    ),
+    Mutant(
+        "NaNs of different bits differ",
+        VERIFY + "compare.py",
+        "    differing &= ~(left.isnan() & right.isnan())\n",
+        "",
+        "simulated/test_verify_compare.py",
+    ),
+    Mutant(
+        "state is not compared",
+        VERIFY + "replay.py",
+        "comparison.is_equal and (states is None or states.is_equal)",
+        "comparison.is_equal",
+        REPLAY,
+    ),
+    Mutant(
+        "eager side keeps what the model stored in its warm-up",
+        VERIFY + "replay.py",
+        "with before_warmup.restored() if before_warmup is not None else nullcontext():",
+        "with nullcontext():",
+        REPLAY,
+    ),
+    Mutant(
+        "poisoned padding is not put back",
+        VERIFY + "padding.py",
+        "            view.copy_(contents)\n",
+        "            pass\n",
+        "simulated/test_verify_padding.py",
+    ),
+    # Decisions and plans
+    Mutant(
+        "excluded modes serve",
+        "graphrt/dispatch/dispatcher.py",
+        "if place == len(sizes) or mode in exclude:",
+        "if place == len(sizes):",
+        "pure/test_dispatch_decisions.py",
+    ),
+    Mutant(
+        "batch padded in adapters alone is a hit",
+        "graphrt/dispatch/dispatcher.py",
+        "if key.num_tokens == size and key.num_active_loras == count:",
+        "if key.num_tokens == size:",
+        "pure/test_dispatch_decisions.py",
+    ),
+    Mutant(
+        "eager decision is made anew for each step",
+        "graphrt/dispatch/dispatcher.py",
+        "                return self._eager.setdefault(name, decision)\n",
+        "                return decision\n",
+        "pure/test_dispatch_decisions.py pure/test_dispatch_unavailable.py " + CHECKS,
+    ),
+    Mutant(
+        "rounded decode sizes are not said",
+        "graphrt/config/resolution.py",
+        "others = [size for size in decode if size not in mixed]",
+        "others: list[int] = []",
+        "pure/test_plan_limits.py",
+    ),
+    Mutant(
+        "empty list of decode sizes is not said",
+        "graphrt/config/resolution.py",
+        "    if not decode:\n",
+        "    if False:\n",
+        "pure/test_plan_limits.py",
+    ),
+    Mutant(
+        "number of keys has no limit",
+        "graphrt/config/resolution.py",
+        "if num_keys > MOST_KEYS:",
+        "if False:",
+        "pure/test_plan_limits.py",
+    ),
+    Mutant(
+        "number of decisions has no limit",
+        "graphrt/config/resolution.py",
+        "if num_decisions > MOST_DECISIONS:",
+        "if False:",
+        "pure/test_plan_limits.py",
+    ),
+    # What others wrote
+    Mutant(
+        "file is read to its end, however long",
+        "graphrt/files.py",
+        "    if len(data) > most_bytes:\n",
+        "    if False:\n",
+        "simulated/test_bad_input_files.py",
+    ),
+    Mutant(
+        "key that is said twice is accepted in a trace",
+        "graphrt/planner/trace.py",
+        "    if repeated:\n",
+        "    if False:\n",
+        "simulated/test_bad_input_files.py",
+    ),
+    Mutant(
+        "numbers that are not finite are accepted",
+        "graphrt/files.py",
+        "parse_constant=_no_number, parse_float=_finite",
+        "parse_constant=float",
+        "simulated/test_bad_input_files.py",
+    ),
+    # The engine
+    Mutant(
+        "launch takes the host memory of the step in flight",
+        "graphrt_llm/engine.py",
+        "return 1 - self._in_flight[-1].storage if self._in_flight else 0",
+        "return self._in_flight[-1].storage if self._in_flight else 0",
+        "simulated/test_llm_launches.py",
+    ),
+    Mutant(
+        "launch after a failed one does not wait",
+        "graphrt_llm/engine.py",
+        "        if self._is_launching:\n",
+        "        if False:\n",
+        "simulated/test_llm_launches.py",
+    ),
+    Mutant(
+        "third step is launched while two are in flight",
+        "graphrt_llm/engine.py",
+        "while len(self._in_flight) > 1 or (",
+        "while False or (",
+        "simulated/test_llm_launches.py",
+    ),
+    # The simulated device
+    Mutant(
+        "mask of bytes is allowed in recordings",
+        SIMULATED + "forbidden_ops.py",
+        "one.dtype in (torch.bool, torch.uint8)",
+        "one.dtype in (torch.bool,)",
+        CHECKS,
+    ),
+    Mutant(
+        "two recordings share a pool",
+        SIMULATED + "device.py",
+        "self.is_capturing() or memory.is_recording or ours.recording is not None",
+        "self.is_capturing() or ours.recording is not None",
+        CHECKS,
+    ),
+    Mutant(
+        "freed memory keeps its bytes",
+        SIMULATED + "memory.py",
+        "                block.arena.poison(block.offset, block.num_bytes)\n",
+        "                pass\n",
+        "simulated/test_simulated_pool.py",
+    ),
+    Mutant(
+        "write after a read is no race",
+        SIMULATED + "streams.py",
+        "and (earlier.written or access.written)",
+        "and earlier.written",
+        "simulated/test_simulated_streams.py",
+    ),
+    Mutant(
+        "recording whose refusal was swallowed ends well",
+        SIMULATED + "recorder.py",
+        "        if self._first_error is not None:\n            raise self._first_error\n",
+        "",
+        "simulated/test_simulated_forbidden.py simulated/test_device_contract_simulated.py",
+    ),
+    # CUDA, over a model of torch
+    Mutant(
+        "last of several failures is kept",
+        CUDA + "observe.py",
+        "        if self._first_error is None:\n",
+        "        if True:\n",
+        CHECKS,
+    ),
+    Mutant(
+        "device error without a code is unknown",
+        CUDA + "failures.py",
+        "if is_quoted and driver_text in text:",
+        "if False:",
+        "simulated/test_cuda_failures.py",
+    ),
+    Mutant(
+        "generators stay captured after a capture that failed",
+        CUDA + "recording.py",
+        "                self._free_generators()\n",
+        "                pass\n",
+        UNWINDING,
+    ),
+    Mutant(
+        "interrupted begin leaves the stream capturing",
+        CUDA + "recording.py",
+        "BaseException as error:  # noqa: BLE001  The caller has no recording to abort.",
+        "Exception as error:  # noqa: BLE001  The caller has no recording to abort.",
+        UNWINDING,
+    ),
+    Mutant(
+        "interrupted end leaves the graph",
+        CUDA + "recording.py",
+        "            caught = self._capture_end()\n        except BaseException as error:",
+        "            caught = self._capture_end()\n        except RuntimeError as error:",
+        UNWINDING,
+    ),
+    Mutant(
+        "devices of one GPU do not see each other's recordings",
+        CUDA + "recording.py",
+        "_open_recordings.setdefault(index, OpenRecordings())",
+        "OpenRecordings()",
+        UNWINDING,
+    ),
+]

@@ -1,0 +1,71 @@
+"""A short run of the fuzzer, and that it finds what it is there for. The long one: make fuzz."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fuzz import engine, runner
+from fuzz.__main__ import FAMILIES, main, search, shrink
+from fuzz.common import Counts, Problem, interruptible
+from graphrt.graphs import frozen_heap
+
+
+@pytest.fixture(autouse=True)
+def _fuzzing() -> Iterator[None]:
+    with interruptible(), engine.touching(), frozen_heap():
+        yield
+
+
+@pytest.mark.parametrize(("name", "num_steps"), [("engine", 400), ("runner", 900)])
+def test_random_cases_served_find_nothing(name, num_steps, capsys):
+    counts = Counts()
+    search(name, 7, num_steps, counts)
+    assert counts.is_clean, capsys.readouterr().out
+    assert getattr(counts, f"{name}_steps") >= num_steps
+    assert counts.faults > 0
+    assert counts.eager
+    assert name == "engine" or counts.refused
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_case_of_one_seed_made_twice_is_the_same(name):
+    made = [FAMILIES[name].make_case(5) for _ in range(2)]
+    assert made[0] == made[1]
+    counts = [Counts(), Counts()]
+    for case, its in zip(made, counts, strict=True):
+        FAMILIES[name].run_case(case, its)
+    assert counts[0] == counts[1]
+
+
+def test_model_that_answers_wrongly_is_found_and_shrunk():
+    """The callable itself reads its padding, declared as if it did not."""
+    case = {
+        **runner.make_case(3),
+        "runtime": None,
+        "dtype": "float64",
+        "ops": [["double"], ["divided_by_rows"], ["negate"]],
+        "sizes": {"rows": [4]},
+        "capture": "all",
+        "keys_of_caller": False,
+        "verify_first_replay": False,
+        "verify_every": None,
+        "on_miss": "eager",
+        "weights": 0.0,
+        "reopen": 0.0,
+    }
+    with pytest.raises(Problem) as caught:
+        runner.run_case(case, Counts())
+    assert caught.value.kind == "wrong"
+    simpler, problem = shrink("runner", case, caught.value)
+    assert problem.kind == "wrong"
+    assert simpler["ops"] == [["divided_by_rows"]]
+    assert not simpler["strided"]
+
+
+def test_case_alone_run_prints_its_seed_and_values(capsys):
+    assert main(["--only", "runner", "--case", "4", "--set", "num_runs=3"]) == 0
+    printed = capsys.readouterr().out
+    assert "--case 4 --set num_runs=3" in printed
+    assert "runner steps, 0 wrong, 0 unexplained eager, 0 leaks" in printed.splitlines()[-1]

@@ -1,0 +1,764 @@
+"""Padded batches are compared with the batch as it is: what reads padding never serves a step."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from graphrt import (
+    BufferSpec,
+    CUDAGraphRunner,
+    Example,
+    OutputSpec,
+    Padding,
+    PaddingVerified,
+    Reason,
+    Runtime,
+    RuntimeConfig,
+    TensorStateGuard,
+    break_point,
+    get_forward_context,
+)
+from graphrt.errors import (
+    BatchError,
+    ConfigError,
+    EnvironmentMismatchError,
+    ReentrantStepError,
+    UnkeyedValueError,
+    UnverifiedWarning,
+    VerificationError,
+)
+
+X = BufferSpec("x", ("tokens", 3), torch.float32)
+SLOTS = BufferSpec("slots", ("tokens",), torch.int64, Padding.fill(31))
+
+
+def examples(sizes, seed):
+    generator = torch.Generator().manual_seed(seed + 1)
+    return Example({"x": torch.randn(sizes["tokens"], 3, generator=generator)})
+
+
+def with_slots(sizes, seed):
+    generator = torch.Generator().manual_seed(seed + 1)
+    slots = torch.randperm(16, generator=generator)[: sizes["tokens"]]
+    return examples(sizes, seed)._replace(values={**examples(sizes, seed).values, "slots": slots})
+
+
+def make(model, *, inputs=(X,), outputs=None, examples=examples, asked=None, mode=None, **options):
+    compilation = {"cudagraph_capture_sizes": [4, 8], "cudagraph_mode": mode or "FULL"}
+    compilation |= (asked or {}).pop("compilation", {})
+    return Runtime(
+        model,
+        inputs=inputs,
+        outputs=OutputSpec({"": "tokens"}) if outputs is None else outputs,
+        examples=examples,
+        config=RuntimeConfig(
+            max_num_seqs=8, max_num_batched_tokens=16, compilation=compilation, **(asked or {})
+        ),
+        device="simulated",
+        **options,
+    )
+
+
+def refused(model, expected="", **options):
+    with make(model, **options) as runtime, pytest.raises(VerificationError) as raised:
+        runtime.capture()
+    assert expected in str(raised.value)
+    return str(raised.value)
+
+
+def conv(x):
+    return torch.nn.functional.conv1d(x.t()[None], torch.ones(3, 3, 3), padding=1)[0].t()
+
+
+READS_PADDING = {
+    "mean": lambda x: x - x.mean(0),
+    "softmax": lambda x: torch.softmax(x, 0),
+    "max": lambda x: x - x.amax(0),
+    "cumsum from the end": lambda x: x.flip(0).cumsum(0).flip(0),
+    "norm": lambda x: x / x.norm(),
+    "sort": lambda x: x.sort(0).values,
+    "roll": lambda x: x.roll(1, 0),
+    "attention without a mask": lambda x: torch.softmax(x @ x.t(), -1) @ x,
+    "neighbours": conv,
+    "quantisation by the largest": lambda x: (x / x.abs().max() * 7).round(),
+}
+
+
+@pytest.mark.parametrize("model", READS_PADDING.values(), ids=READS_PADDING)
+def test_model_that_reads_padding_is_refused(model):
+    told = refused(model, "padding is read: other padded rows in x change")
+    assert "first at" in told
+
+
+@pytest.mark.parametrize("reduce", [torch.amax, torch.amin])
+@pytest.mark.parametrize("column", range(4))
+def test_reduction_of_one_column_over_rows_is_refused(reduce, column):
+    spec = BufferSpec("x", ("tokens", 4), torch.float32)
+
+    def of_four(sizes, seed):
+        return torch.randn(sizes["tokens"], 4, generator=torch.Generator().manual_seed(seed))
+
+    options = {"inputs": (spec,), "examples": lambda *args: {"x": of_four(*args)}}
+    refused(lambda x: x - reduce(x[:, column], 0), "padding is read", **options)
+
+
+def test_maximum_over_a_single_padded_row_is_refused():
+    spec = BufferSpec("x", ("tokens",), torch.float32)
+    options = {
+        "inputs": (spec,),
+        "examples": lambda sizes, seed: {"x": torch.arange(1.0, sizes["tokens"] + 1) + seed},
+        "asked": {"compilation": {"cudagraph_capture_sizes": [1, 2, 4]}},
+    }
+    refused(lambda x: x - x.max(), "'tokens': 3", **options)
+
+
+def test_imaginary_part_of_padding_is_varied():
+    spec = BufferSpec("x", ("tokens",), torch.complex64)
+
+    def of_complex(sizes, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(sizes["tokens"], dtype=torch.complex64, generator=generator)}
+
+    options = {"inputs": (spec,), "examples": of_complex}
+    refused(lambda x: x + x.imag.sum(), "padding is read", **options)
+
+
+USES_THE_SIZE = {
+    "times the number of rows": lambda x: x * x.shape[0],
+    "branch on the size": lambda x: x * 2 if x.shape[0] < 4 else x * 3,
+    "position from the end": lambda x: x + torch.arange(x.shape[0]).flip(0)[:, None],
+    "reversed rows": lambda x: x + torch.linspace(0, 1, x.shape[0])[:, None],
+}
+
+
+@pytest.mark.parametrize("model", USES_THE_SIZE.values(), ids=USES_THE_SIZE)
+def test_model_that_uses_the_padded_size_is_refused(model):
+    refused(model, "the result depends on the padded size")
+
+
+@pytest.mark.parametrize(
+    ("model", "outputs"),
+    [
+        (lambda x: x[-1:] * 2, OutputSpec({})),
+        (lambda x: x.sum(0, keepdim=True) / x.shape[0], OutputSpec({})),
+        (lambda x: {"y": x * 2, "n": x.shape[0]}, OutputSpec({"y": "tokens"})),
+        (lambda x: {"y": x * 2, "best": x.sum(1).argmax()}, OutputSpec({"y": "tokens"})),
+    ],
+)
+def test_output_of_no_row_that_depends_on_padding_is_refused(model, outputs):
+    refused(model, outputs=outputs)
+
+
+def test_rows_that_mask_their_padding_are_admitted():
+    events = []
+    mask = BufferSpec("mask", ("tokens",), torch.bool, Padding.zero())
+
+    def model(x, mask):
+        x = torch.where(mask[:, None], x, 0.0)
+        return x - x.sum(0) / mask.sum()
+
+    def masked(sizes, seed):
+        ones = torch.ones(sizes["tokens"], dtype=torch.bool)
+        return {**examples(sizes, seed).values, "mask": ones}
+
+    with make(model, inputs=(X, mask), examples=masked, observer=events.append) as runtime:
+        report = runtime.capture()
+        assert {graph.padding for graph in report.graphs} == {
+            "compared with 5 tokens and 5 requests",
+            "compared with 1 tokens and 1 requests",
+        }
+        runtime.step(
+            {"x": torch.ones(3, 3), "mask": torch.ones(3, dtype=torch.bool)},
+            num_tokens=3,
+            num_reqs=1,
+        )
+        assert "Its padding: compared with 1 tokens" in runtime.explain()
+    found = [event for event in events if isinstance(event, PaddingVerified)]
+    assert [event.equal for event in found] == [True, True]
+
+
+def test_declared_padding_is_read_on_purpose():
+    low = BufferSpec("x", ("tokens", 3), torch.float32, Padding.fill(float("-inf")))
+    with make(lambda x: x - x.amax(0), inputs=(low,)) as runtime:
+        assert len(runtime.capture().graphs) == 2
+    refused(lambda x: x - x.amax(0), "padding is read", inputs=(X,))
+
+
+def test_arbitrary_padding_of_integers_is_varied():
+    def model(ids):
+        return ids * 2 + ids.max()
+
+    def of_ids(sizes, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {"ids": torch.randint(50, 90, (sizes["tokens"],), generator=generator)}
+
+    for padding in (Padding.fill(0, arbitrary=True), Padding.keep()):
+        spec = BufferSpec("ids", ("tokens",), torch.int64, padding)
+        # The largest real row does not change the largest, so only sums show it.
+        refused(lambda ids: ids * 2 + ids.sum(), "padding is read", inputs=(spec,), examples=of_ids)
+    declared = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(0))
+    with make(model, inputs=(declared,), examples=of_ids) as runtime:
+        assert len(runtime.capture().graphs) == 2
+
+
+def test_reads_padding_is_declared_and_shown():
+    why = "one scale for the whole batch"
+    with make(lambda x: x * (x.abs().amax() >= 0), reads_padding=why) as runtime:
+        report = runtime.capture()
+        assert all(graph.padding.startswith(f"reads padding: {why}") for graph in report.graphs)
+        runtime.step({"x": torch.ones(3, 3)}, num_tokens=3, num_reqs=1)
+        assert why in runtime.explain()
+    # The unpadded batch still decides.
+    refused(lambda x: x * x.shape[0], "depends on the padded size", reads_padding=why)
+
+
+def test_choice_between_equal_scores_is_a_tie():
+    events = []
+
+    def model(x):
+        # Rounded as another number of rows might: below the tolerance of float32.
+        logits = torch.stack([x[:, 0], x[:, 0] + 1e-7 * (x.shape[0] - 3)], 1)
+        return {"logits": logits, "tokens": logits.argmax(-1)}
+
+    axes = {"logits": "tokens", "tokens": "tokens"}
+    refused(model, "['tokens']", outputs=OutputSpec(axes), mode="FULL")
+    outputs = OutputSpec(axes, chosen_from={"tokens": "logits"})
+    with make(model, outputs=outputs, observer=events.append) as runtime:
+        runtime.capture()
+    assert sum(event.num_ties for event in events if isinstance(event, PaddingVerified)) > 0
+
+
+class Memo(torch.nn.Module):
+    """Writes the rows that its first batch named."""
+
+    def __init__(self, memoises=True):
+        super().__init__()
+        self.memoises = memoises
+        self.memo = None
+        self.register_buffer("cache", torch.zeros(32, 3))
+
+    def forward(self, x, slots):
+        if self.memo is None and self.memoises:
+            self.memo = slots.clone()
+        self.cache.index_copy_(0, self.memo[: slots.shape[0]] if self.memoises else slots, x)
+        return x * 2
+
+
+@pytest.mark.parametrize("form", [lambda m: [m.cache], lambda m: {m.cache: "slots"}])
+@pytest.mark.parametrize("memoises", [True, False])
+def test_rows_written_to_the_wrong_place_are_refused(form, memoises):
+    model = Memo(memoises)
+    options = {
+        "inputs": (X, SLOTS),
+        "examples": with_slots,
+        "may_overwrite": form(model),
+    }
+    if memoises:
+        assert "memo" in refused(model, "may_overwrite 0", **options)
+        return
+    with make(model, **options) as runtime:
+        assert len(runtime.capture().graphs) == 2
+
+
+def test_sampled_step_poisons_only_what_it_writes():
+    model = Memo(memoises=False)
+    options = {
+        "inputs": (X, SLOTS),
+        "examples": with_slots,
+        "may_overwrite": {model.cache: "slots"},
+    }
+    with make(model, asked={"verify_every": 1}, **options) as runtime:
+        runtime.capture()
+        for start in (0, 3, 6):
+            rows = torch.full((3, 3), float(start + 1))
+            slots = torch.arange(start, start + 3)
+            runtime.step({"x": rows, "slots": slots}, num_tokens=3, num_reqs=1)
+        assert model.cache[:9, 0].tolist() == [1.0] * 3 + [4.0] * 3 + [7.0] * 3
+
+
+WRITES_IN_PART = {
+    "on a condition": lambda cache, x, slots: cache.index_copy_(
+        0, slots, torch.where((slots % 2 == 0)[:, None], x, cache.index_select(0, slots))
+    ),
+    "some columns": lambda cache, x, slots: cache[:, :2].index_copy_(0, slots, x[:, :2]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64])
+@pytest.mark.parametrize("write", WRITES_IN_PART.values(), ids=WRITES_IN_PART)
+def test_rows_written_in_part_keep_the_rest(write, dtype):
+    cache = torch.zeros(32, 3, dtype=dtype)
+
+    def model(x, slots):
+        write(cache, x.to(dtype), slots)
+        return x * 2
+
+    options = {"inputs": (X, SLOTS), "examples": with_slots, "may_overwrite": {cache: "slots"}}
+    with make(model, asked={"verify_every": 1}, **options) as runtime:
+        runtime.capture()
+        for value in (3.0, 4.0, 5.0):
+            before = cache.fill_(1).clone()
+            slots = torch.tensor([2, 3, 4])
+            rows = torch.full((3, 3), value)
+            runtime.step({"x": rows, "slots": slots}, num_tokens=3, num_reqs=1)
+            write(before, rows.to(dtype), slots)
+            assert torch.equal(cache[:31], before[:31])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduce", ["sum", "amax"])
+def test_rows_that_a_run_also_reads_belong_to_the_state(dtype, reduce):
+    cache = torch.zeros(32, 3, dtype=dtype)
+
+    def model(x, slots):
+        cache.scatter_reduce_(0, slots[:, None].expand(-1, 3), x.to(dtype), reduce)
+        return x * 2
+
+    options = {"inputs": (X, SLOTS), "examples": with_slots}
+    assert "give such a tensor to state=" in refused(
+        model, "rows slots of may_overwrite 0", may_overwrite={cache: "slots"}, **options
+    )
+
+
+@pytest.mark.parametrize("name", ["slot", "x", "mask"])
+def test_rows_named_by_no_input_of_integers_are_refused(name):
+    cache = torch.zeros(32, 3)
+    mask = BufferSpec("mask", ("tokens",), torch.bool, Padding.zero())
+    with pytest.raises(ConfigError, match="one of slots"):
+        make(lambda **_: None, inputs=(X, SLOTS, mask), may_overwrite={cache: name})
+    with pytest.raises(ConfigError, match="shape \\(\\)"):
+        make(lambda **_: None, inputs=(X, SLOTS), may_overwrite={torch.zeros(()): "slots"})
+
+
+@pytest.mark.parametrize("shape", [("tokens",), (2, "tokens"), ("tokens", 2)])
+def test_slots_of_any_shape_name_the_rows(shape):
+    cache = torch.zeros(64, 3)
+    spec = BufferSpec("slots", shape, torch.int32, Padding.fill(-1), optional=True)
+
+    def model(x, slots):
+        rows = x if slots.dim() == 1 else x.repeat_interleave(2, 0)
+        flat = slots.t().flatten() if shape[0] == 2 else slots.flatten()
+        cache.index_copy_(0, torch.where(flat < 0, 63, flat).long(), rows)
+        return x * 2
+
+    def of_sizes(sizes, seed):
+        values = with_slots(sizes, seed).values
+        each = values["slots"].int()
+        slots = {1: each, 2: torch.stack([each, each + 16], shape.index("tokens") ^ 1)}[len(shape)]
+        return {"x": values["x"], "slots": slots}
+
+    options = {"inputs": (X, spec), "examples": of_sizes, "may_overwrite": {cache: "slots"}}
+    with make(model, asked={"verify_every": 1}, **options) as runtime:
+        runtime.capture()
+        for seed in (3, 4):
+            batch = of_sizes({"tokens": 3}, seed)
+            runtime.step(batch, num_tokens=3, num_reqs=1)
+            first = batch["slots"].flatten()[0].item()
+            assert torch.equal(cache[first], batch["x"][0])
+        for _ in range(2):  # Without slots no row is named.
+            runtime.step({"x": batch["x"]}, num_tokens=3, num_reqs=1)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_written_buffer_that_accumulates_is_admitted(by_key):
+    specs = [X, BufferSpec("acc", ("tokens",), torch.float32, written=True)]
+
+    def model(x, acc):
+        acc.add_(x.sum(1))
+        return x + acc[:, None]
+
+    def of_sizes(sizes, seed):
+        return {**examples(sizes, seed).values, "acc": torch.ones(sizes["tokens"])}
+
+    runner = CUDAGraphRunner(
+        model,
+        inputs=(lambda key: specs) if by_key else specs,
+        outputs=OutputSpec({"": "tokens"}),
+        sizes={"tokens": [2, 4]},
+        examples=of_sizes,
+        device="simulated",
+        verify_every=1,
+    )
+    with runner:
+        runner.capture()
+        batch = of_sizes({"tokens": 3}, 9)
+        for _ in range(2):
+            expected = batch["x"] + 1 + batch["x"].sum(1, keepdim=True)
+            assert torch.allclose(runner.run(batch), expected)
+
+
+def test_state_that_padding_advances_is_refused():
+    total = torch.zeros(3)
+
+    def model(x):
+        total.add_(x.sum(0))
+        return x * 2
+
+    refused(model, "other padded rows in x change ['state']", state=TensorStateGuard([total]))
+    assert total.eq(0).all()
+
+
+def test_written_buffer_is_compared():
+    box = {"memo": None}
+    acc = BufferSpec("acc", ("tokens", 3), torch.float32, written=True)
+
+    def model(x, acc):
+        if box["memo"] is None:
+            box["memo"] = x.clone()
+        acc.copy_(box["memo"][: x.shape[0]] + x)
+        return x * 2
+
+    def with_acc(sizes, seed):
+        values = examples(sizes, seed).values
+        return {**values, "acc": torch.zeros_like(values["x"])}
+
+    refused(model, "buffer acc", inputs=(X, acc), examples=with_acc)
+
+
+def test_step_without_outputs_is_compared_by_what_it_writes():
+    cache, box = torch.zeros(8, 3), {}
+
+    def model(x):
+        memo = box.setdefault("memo", x.clone())
+        cache[: x.shape[0]].copy_(memo[: x.shape[0]])
+
+    refused(model, "may_overwrite 0", outputs=OutputSpec({}), may_overwrite=[cache])
+
+
+def test_nothing_to_compare_warns_and_is_refused_in_strict_mode():
+    big = torch.zeros(1 << 25)
+
+    def model(x):
+        big[: x.shape[0]].copy_(x[:, 0])
+
+    options = {"outputs": OutputSpec({}), "may_overwrite": [big]}
+    with make(model, **options) as runtime, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runtime.capture()
+    assert {warning.category for warning in caught} == {UnverifiedWarning}
+    refused(model, "nothing was compared", asked={"on_miss": "strict"}, **options)
+
+
+def test_random_model_is_admitted():
+    with make(lambda x: x + torch.rand_like(x)) as runtime:
+        told = [graph.padding for graph in runtime.capture().graphs]
+    assert len(told) == 2
+    assert all("random numbers: without the unpadded" in each for each in told)
+    with make(lambda x: torch.nn.functional.dropout(x, 0.5), mode="PIECEWISE") as runtime:
+        assert len(runtime.capture().graphs) == 2
+    own = torch.Generator().manual_seed(3)
+    told = refused(lambda x: x + torch.rand(x.shape, generator=own))
+    assert "generator" in told.split("do:")[1].split(".")[0]
+
+
+# -- two axes
+
+
+def two_axes(fn, **options):
+    def of_sizes(sizes, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(sizes["batch"], sizes["length"], generator=generator)}
+
+    return CUDAGraphRunner(
+        fn,
+        inputs=[BufferSpec("x", ("batch", "length"), torch.float64)],
+        outputs=OutputSpec({"": {0: "batch", 1: "length"}}),
+        sizes={"batch": [2, 4], "length": [3, 6]},
+        examples=of_sizes,
+        device="simulated",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_each_axis_is_padded_on_its_own(dim):
+    wrong = two_axes(lambda x: x - x.mean(dim, keepdim=True))
+    with wrong, pytest.raises(VerificationError, match="padding is read"):
+        wrong.capture()
+    with two_axes(torch.tanh) as runner:
+        padding = {graph.padding for graph in runner.capture().graphs}
+    assert "compared with 3 batch and 6 length, 4 batch and 4 length" in padding
+
+
+def test_key_of_the_caller_is_padded_from_one_row():
+    spec = BufferSpec("x", ("tokens",), torch.float64)
+    options = {
+        "inputs": [spec],
+        "outputs": OutputSpec({"": "tokens"}),
+        "capacity": {"tokens": 8},
+        "examples": lambda sizes, seed: {"x": torch.arange(1.0, sizes["tokens"] + 1) + seed},
+        "device": "simulated",
+    }
+    wrong = CUDAGraphRunner(lambda x: x - x.mean(), **options)
+    with wrong, pytest.raises(VerificationError, match="padding is read"):
+        wrong.capture([wrong.key(tokens=8)])
+    with CUDAGraphRunner(lambda x: x * 2, verify_every=1, **options) as runner:
+        key = runner.key(tokens=8)
+        runner.capture([key])
+        for _ in range(2):  # A batch that comes padded has no unpadded run.
+            padded = torch.tensor([1.0, 2, 3, 0, 0, 0, 0, 0], dtype=torch.float64)
+            rows = runner.run({"x": padded}, key=key, sizes={"tokens": 3})
+            assert rows.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_sampled_step_finds_what_the_first_check_could_not():
+    calls = []
+
+    def model(x):  # 3 rows are neither the smallest batch of a key nor a full one.
+        return x * (2 if x.shape[0] == 3 else 1)
+
+    with make(model, asked={"verify_every": 1}, observer=calls.append) as runtime:
+        runtime.capture()
+        step = {"num_tokens": 3, "num_reqs": 1}
+        runtime.step({"x": torch.ones(3, 3)}, **step)  # The two comparisons take turns.
+        with pytest.raises(VerificationError, match="depends on the padded size"):
+            runtime.step({"x": torch.ones(3, 3)}, **step)
+        assert runtime.step({"x": torch.ones(3, 3)}, **step)[0, 0] == 2
+    assert [event.equal for event in calls if isinstance(event, PaddingVerified)][-1] is False
+
+
+def test_capture_next_pads_the_batch_that_asked():
+    with make(lambda x: x * (2 if x.shape[0] == 6 else 1)) as runtime:
+        runtime.step({"x": torch.ones(6, 3)}, num_tokens=6, num_reqs=2)
+        with pytest.raises(VerificationError, match="'tokens': 6, 'requests': 2"):
+            runtime.capture_next()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["tanh", "scale", "softmax", "matmul", "mean", "shape"]),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_chain_is_admitted_if_and_only_if_rows_are_separate(names):
+    weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    parts = {
+        "tanh": torch.tanh,
+        "scale": lambda x: x * 3,
+        "softmax": lambda x: torch.softmax(x, 1),
+        "matmul": lambda x: x @ weight,
+        "mean": lambda x: x - x.mean(0),
+        "shape": lambda x: x + x.shape[0],
+    }
+
+    def model(x):
+        for name in names:
+            x = parts[name](x)
+        return x
+
+    wrong = {"mean", "shape"} & set(names)
+    # A softmax over columns does not see what is added to all of them.
+    with make(model) as runtime:
+        if "mean" in wrong:
+            with pytest.raises(VerificationError):
+                runtime.capture()
+        elif not wrong:
+            assert len(runtime.capture().graphs) == 2
+
+
+# -- examples
+
+
+def test_examples_that_ignore_the_seed_are_refused():
+    refused(lambda x: x * 2, "equal contents", examples=lambda sizes, seed: examples(sizes, 0))
+    shared = torch.empty(8, 3)
+
+    def rewritten(sizes, seed):  # One tensor, rewritten for each seed.
+        view = shared[: sizes["tokens"]]
+        return Example({"x": view.copy_(examples(sizes, seed).values["x"])})
+
+    with make(lambda x: x * 2, examples=rewritten) as runtime:
+        assert len(runtime.capture().graphs) == 2
+
+
+def reads_step_info(x):
+    info = get_forward_context().attn_metadata
+    return x * (info["n"] if info else 4)
+
+
+@break_point
+def eager_part(x):
+    return reads_step_info(x)
+
+
+def with_info(make_info, **more):
+    def of_sizes(sizes, seed):
+        return examples(sizes, seed)._replace(step_info=make_info(seed), **more)
+
+    return of_sizes
+
+
+def test_step_info_held_by_a_graph_has_to_differ():
+    refused(reads_step_info, "step_info", examples=with_info(lambda seed: {"n": 4}))
+    refused(reads_step_info, "bit for bit", examples=with_info(lambda seed: {"n": 4 + seed}))
+    constant = with_info(lambda seed: {"n": 4}, constant_info=True)
+    batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
+    with make(reads_step_info, examples=constant) as runtime:
+        runtime.capture()
+        assert runtime.step(**batch, step_info={"n": 4})[0, 0] == 4
+
+
+def test_step_info_of_no_example_is_refused_in_a_step():
+    batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
+    with make(reads_step_info) as runtime:
+        runtime.capture()
+        assert runtime.step(**batch)[0, 0] == 4
+        with pytest.raises(UnkeyedValueError, match="step_info"):
+            runtime.step(**batch, step_info={"n": 9})
+
+
+def test_step_info_read_in_an_eager_segment_is_live():
+    same = with_info(lambda seed: {"n": 4})
+    batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
+    with make(lambda x: eager_part(x + 0) * 1, examples=same, mode="PIECEWISE") as runtime:
+        runtime.capture()
+        assert runtime.step(**batch, step_info={"n": 9})[0, 0] == 9
+
+
+class CountsCalls(torch.nn.Module):
+    n = 0
+
+    def forward(self, x):
+        self.n += 1
+        return x * self.n
+
+
+def test_first_call_is_compared_with_a_second_without_warmups():
+    options = {"compilation": {"cudagraph_num_of_warmups": 0}}
+    refused(CountsCalls(), "bit for bit", asked=options)
+
+
+# -- arguments of a step
+
+
+@pytest.mark.parametrize("num_reqs", [0, -1, 2.5, None, "a", 99])
+def test_num_reqs_that_is_no_count_raises(num_reqs):
+    with make(lambda x: x * 2) as runtime:
+        for _ in range(2):  # Eager, then by a graph.
+            with pytest.raises(BatchError, match="num_reqs"):
+                runtime.step({"x": torch.ones(4, 3)}, num_tokens=4, num_reqs=num_reqs)
+            runtime.capture()
+
+
+@pytest.mark.parametrize("what", ["step", "capture", "capture_next"])
+def test_call_inside_a_step_of_the_same_runtime_raises(what):
+    box = {}
+
+    def model(x):
+        if inner := box.pop("inner", None):
+            inner()
+        return x * 2
+
+    batch = {"values": {"x": torch.ones(12, 3)}, "num_tokens": 12, "num_reqs": 1}
+    with make(model) as runtime:
+        runtime.capture()
+        calls = {
+            "step": lambda: runtime.step(**batch),
+            "capture": runtime.capture,
+            "capture_next": runtime.capture_next,
+        }
+        box["inner"] = calls[what]
+        with pytest.raises(ReentrantStepError):
+            runtime.step(**batch)
+        assert runtime.step(**batch).eq(2).all()
+
+
+def test_step_inside_the_check_of_a_capture_raises():
+    box = {}
+
+    def look(event):
+        if isinstance(event, PaddingVerified):
+            box["runtime"].step({"x": torch.ones(4, 3)}, num_tokens=4, num_reqs=1)
+
+    with make(lambda x: x * 2, observer=look) as runtime:
+        box["runtime"] = runtime
+        with pytest.raises(ReentrantStepError):
+            runtime.capture()
+
+
+def test_autocast_of_capture_and_step_has_to_agree():
+    linear = torch.nn.Linear(3, 3)
+    batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
+    with make(lambda x: linear(x)) as runtime:
+        with torch.autocast("cpu", torch.bfloat16):
+            runtime.capture()
+            assert runtime.step(**batch).dtype is torch.bfloat16
+        with pytest.raises(EnvironmentMismatchError, match="autocast"):
+            runtime.step(**batch)
+        with torch.autocast("cpu", torch.float16), pytest.raises(EnvironmentMismatchError):
+            runtime.step(**batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        (lambda x: x.repeat_interleave(4, 0), {"": "tokens"}),
+        (lambda x: x.sum(0), {"": "tokens"}),
+        (lambda x: x * 2, {"": {1: "tokens"}}),
+    ],
+)
+def test_output_spec_that_contradicts_the_output_raises(model, axes):
+    with make(model, outputs=OutputSpec(axes)) as runtime, pytest.raises(ConfigError, match="axis"):
+        runtime.capture()
+
+
+def test_output_spec_of_an_unknown_axis_raises():
+    with pytest.raises(ConfigError, match="'token' of output"):
+        make(lambda x: x, outputs=OutputSpec({"": "token"}))
+
+
+def test_written_buffer_of_each_key_is_compared_in_place():
+    def model(x):
+        x.mul_(0.5)
+        return x + 1
+
+    def made(sizes, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(sizes["rows"], sizes["length"], generator=generator)}
+
+    with CUDAGraphRunner(
+        model,
+        inputs=(BufferSpec("x", ("rows", "length"), torch.float32, written=True),),
+        outputs=OutputSpec({"": {0: "rows", 1: "length"}}),
+        sizes={"rows": [4], "length": [5]},
+        examples=made,
+        device="simulated",
+    ) as runner:
+        runner.capture()
+        values = made({"rows": 2, "length": 3}, 7)
+        assert torch.equal(runner.run(values), values["x"] * 0.5 + 1)
+        assert runner.last_decision.reason is Reason.PADDED
+
+
+def test_key_missed_by_a_batch_that_fills_it_is_padded():
+    """That batch has fewer requests, which pads another axis alone."""
+    with make(lambda x: x * x.shape[0], mode="PIECEWISE") as runtime:
+        runtime.step(examples({"tokens": 8}, 3).values, num_tokens=8, num_reqs=2)
+        with pytest.raises(VerificationError, match="depends on the padded size"):
+            runtime.capture_next()
+
+
+def test_rows_read_before_they_are_written_are_right_in_compared_steps():
+    state = torch.zeros(32, 3)
+
+    def model(x, slots):
+        new = state.index_select(0, slots) + x
+        state.index_copy_(0, slots, new)
+        return new * 1
+
+    options = {"inputs": (X, SLOTS), "examples": with_slots, "may_overwrite": {state: "slots"}}
+    # The first check refuses such a model, because it poisons the rows.
+    asked = {"verify_every": 1, "verify_first_replay": False}
+    with make(model, asked=asked, **options) as runtime:
+        runtime.capture()
+        state.zero_()
+        values = with_slots({"tokens": 3}, 7).values
+        for count in (1, 2, 3, 4):
+            found = runtime.step(values, num_tokens=3, num_reqs=1)
+            torch.testing.assert_close(found, count * values["x"])

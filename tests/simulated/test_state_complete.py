@@ -1,0 +1,643 @@
+"""A capture leaves state as it found it, or is refused: on the device, and on the host."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from graphrt import (
+    BatchDescriptor,
+    BufferSpec,
+    CaptureJob,
+    CUDAGraphRunner,
+    OutputSpec,
+    TensorStateGuard,
+    Workspace,
+    break_point,
+    capture_all,
+    capture_program,
+)
+from graphrt.errors import (
+    ConfigError,
+    EscapedAllocationError,
+    StateAdvancedError,
+    VerificationError,
+)
+from graphrt.graphs import HostSnapshot
+from lab import FULL, KEY, NONE, PIECEWISE, Lab
+
+HERE = "test_state_complete.py:"
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab() as lab:
+        yield lab
+
+
+def random_rows(sizes: Any, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    return {"x": torch.randn(sizes["tokens"], 3, generator=generator)}
+
+
+def make(fn: Callable[..., Any], **options: Any) -> CUDAGraphRunner:
+    """A runner of two keys, 8 and 4 tokens."""
+    return CUDAGraphRunner(
+        fn,
+        inputs=[BufferSpec("x", ("tokens", 3), torch.float32)],
+        outputs=OutputSpec({"": "tokens"}),
+        sizes={"tokens": [4, 8]},
+        examples=random_rows,
+        device="simulated",
+        **options,
+    )
+
+
+def rows(number: int = 4) -> dict[str, Tensor]:
+    return {"x": torch.ones(number, 3)}
+
+
+# -- a guard is complete, or the capture is refused
+
+
+class RestoresAll:
+    """A guard that names no tensors."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.own = tensors
+
+    def save(self) -> list[Tensor]:
+        return [tensor.clone() for tensor in self.own]
+
+    def restore(self, token: list[Tensor]) -> None:
+        for tensor, saved in zip(self.own, token, strict=True):
+            tensor.copy_(saved)
+
+
+@settings(deadline=None)
+@given(
+    written=st.sets(st.integers(0, 3)),
+    guarded=st.sets(st.integers(0, 3)),
+    overwritten=st.sets(st.integers(0, 3)),
+    names=st.booleans(),
+    warmups=st.integers(0, 2),
+)
+def test_writes_are_guarded_declared_or_refused(
+    written: set[int], guarded: set[int], overwritten: set[int], names: bool, warmups: int
+) -> None:
+    cells = [torch.zeros(2) for _ in range(4)]
+
+    def step(x: Tensor) -> Tensor:
+        for index in sorted(written):
+            cells[index].add_(1)
+        return x + 1
+
+    kind = TensorStateGuard if names else lambda tensors: RestoresAll(*tensors)
+    # By storage: a view guards what it lies in.
+    guard = kind([cells[index].view(1, 2) for index in guarded])
+    with Lab() as lab:
+        options = {
+            "state": guard,
+            "may_overwrite": [cells[i] for i in overwritten],
+            "warmups": warmups,
+        }
+        job = lab.job(lab.wrap(step), torch.ones(2))
+        if written <= guarded | overwritten:
+            lab.capture_all(job, **options)
+            assert all(not cells[index].any() for index in guarded)
+        else:
+            with pytest.raises(StateAdvancedError) as raised:
+                lab.capture_all(job, **options)
+            assert HERE in raised.value.source
+            assert HERE in raised.value.found
+            assert lab.library.num_graphs == 0
+
+
+def test_write_refused_names_the_buffer_and_the_line(lab: Lab) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(3))
+            self.register_buffer("left_out", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.add_(1)
+            self.left_out.add_(1)
+            return x + self.kept
+
+    model = Model()
+    with make(lambda x: model(x), state=TensorStateGuard([model.kept])) as runner:
+        with pytest.raises(StateAdvancedError, match="left_out") as raised:
+            runner.capture()
+        assert "in test_write_refused_names_the_buffer" in raised.value.source
+        assert "kept is written" not in raised.value.found
+        assert "the state guard leaves it out" in raised.value.found
+        assert not model.kept.any()
+
+
+def test_eager_segment_that_writes_by_attribute_is_refused(lab: Lab) -> None:
+    cache = torch.zeros(4)
+
+    @break_point
+    def attend(x: Tensor) -> Tensor:
+        cache.copy_(x)  # It is no argument of the segment.
+        return x * 2
+
+    wrapper = lab.wrap(lambda x: attend(x + 1) + 1, PIECEWISE)
+    with pytest.raises(StateAdvancedError) as raised:
+        lab.capture(wrapper, torch.ones(4))
+    assert "attend" in raised.value.source
+    lab.library.forget_failures()
+    lab.capture(wrapper, torch.ones(4), scope={"may_overwrite": [cache]})
+
+
+def test_capture_by_hand_puts_back_what_eager_segments_advance(lab: Lab) -> None:
+    count = torch.zeros(1)
+
+    @break_point
+    def advance(x: Tensor) -> Tensor:
+        return x + count.add_(1)
+
+    wrapper, x = lab.wrap(lambda x: advance(x * 1) * 1, PIECEWISE), torch.ones(1)
+    lab.capture(wrapper, x, scope={"state": TensorStateGuard([count])})
+    assert count.item() == 0
+    lab.step(wrapper, x)
+    assert count.item() == 1
+
+
+def test_capture_by_hand_is_refused_unless_checks_are_off(lab: Lab) -> None:
+    count = torch.zeros(1)
+
+    def step(x: Tensor) -> Tensor:
+        return x + count.add_(1)
+
+    wrapper, x = lab.wrap(step), torch.ones(1)
+    with pytest.raises(StateAdvancedError):
+        lab.capture(wrapper, x)
+    with pytest.raises(StateAdvancedError):
+        capture_program(lab.library, "alone", FULL, KEY, step, (x,))
+    lab.library.forget_failures()
+    # An engine that warms up by itself, and knows what that advanced.
+    with lab.library.capture_scope(checks="none") as scope:
+        for mode in (NONE, FULL):
+            with scope.step(mode, KEY):
+                wrapper(x)
+    assert count.item() == 1
+    assert lab.step(wrapper, x).item() == 3
+    with pytest.raises(ConfigError):
+        lab.library.capture_scope(checks="some")
+
+
+def test_workspace_named_as_resource_may_be_written(lab: Lab) -> None:
+    scratch = Workspace("scratch")
+
+    def step(x: Tensor) -> Tensor:
+        return scratch.get((4,), torch.float32).copy_(x) * 2
+
+    job = lab.job(lab.wrap(step), torch.ones(4))
+    lab.capture_all(job, resources=[scratch], state=TensorStateGuard([]))
+
+
+# -- what runs advance on the host goes back; memos stay
+
+
+class Remembers(torch.nn.Module):
+    """Advances counters in many places, and keeps memos in as many."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+        self.log: list[int] = []
+        self.seen: set[int] = set()
+        self.by_step: dict[int, int] = {}
+        self.helper = SimpleNamespace(n=0, tables={})
+        self.register_buffer("steps", torch.zeros(()))
+        self.table: Tensor | None = None
+        self.is_ready = False
+        self.by_size: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.helper.n += 1
+        type(self).total += 1
+        self.log.append(self.n)
+        self.seen.add(self.n)
+        self.by_step[self.n] = self.n
+        if not self.is_ready:
+            self.table = torch.arange(3.0)
+            self.is_ready = True
+        if len(x) not in self.by_size:
+            self.by_size[len(x)] = torch.full((3,), 4.0)
+            self.helper.tables[len(x)] = torch.full((3,), 2.0)
+        return x + self.table + self.by_size[len(x)] + self.helper.tables[len(x)]
+
+    def counters(self) -> tuple[Any, ...]:
+        steps = (self.log, self.seen, self.by_step)
+        return (self.n, self.helper.n, type(self).total, *map(len, steps))
+
+
+@pytest.mark.parametrize("warmups", [1, 2, 3])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_counters_are_put_back_and_memos_stay(warmups: int, in_parts: bool) -> None:
+    Remembers.total = 0
+    model = Remembers()
+    with make(model, warmups=warmups) as runner:
+        if in_parts:
+            while runner.capture_next():
+                assert model.counters() == (0,) * 6
+        else:
+            runner.capture()
+        assert model.counters() == (0,) * 6
+        assert model.is_ready
+        assert sorted(model.by_size) == sorted(model.helper.tables) == [4, 8]
+        assert runner.check_externals().is_unchanged
+        assert len(runner.report().graphs) == 2
+        kept = model.table, dict(model.by_size)
+        assert torch.equal(runner.run(rows(4)), model(**rows(4)))
+        assert model.table is kept[0]
+        assert all(model.by_size[size] is kept[1][size] for size in (4, 8))
+        model.n, model.by_step = 7, {}
+        runner.library.catalog.forget_failures()
+        runner.capture()
+        assert model.n == 7
+
+
+def test_counter_without_warm_up_is_put_back() -> None:
+    class Counts(torch.nn.Module):
+        n = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return x + 1
+
+    model = Counts()
+    with make(model, warmups=0) as runner:
+        runner.capture()
+        assert model.n == 0
+
+
+def test_counter_that_outputs_depend_on_is_refused_and_put_back() -> None:
+    class Counts(torch.nn.Module):
+        n = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return x * self.n
+
+    model = Counts()
+    with make(model, on_capture_error="skip") as runner:
+        assert len(runner.capture().failures) == 2
+        assert model.n == 0
+        assert torch.equal(runner.run(rows()), rows()["x"])
+
+
+def test_counter_of_an_eager_segment_is_equal_on_both_sides() -> None:
+    class Counts(torch.nn.Module):
+        n = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.count(x + 1) * 2
+
+        @break_point
+        def count(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return x + self.n
+
+    model = Counts()
+    with make(model, modes=["PIECEWISE"]) as runner:
+        runner.capture()
+        assert model.n == 0
+        assert runner.run(rows())[0, 0] == 6
+        assert runner.run(rows())[0, 0] == 8
+
+
+@pytest.mark.parametrize("fails_in", ["warmup", "capture"])
+def test_counter_is_put_back_after_a_failure(lab: Lab, fails_in: str) -> None:
+    model = Remembers()
+
+    def step(x: Tensor) -> Tensor:
+        out = model(x)
+        if len(x) == 4 and lab.device.is_capturing() == (fails_in == "capture"):
+            raise ValueError("not this one")
+        return out
+
+    before = model.counters()[:2]
+    jobs = [lab.job(lab.wrap(step), torch.ones(n, 3), key=BatchDescriptor(n)) for n in (8, 4)]
+    with pytest.raises(ValueError, match="not this one"):
+        lab.capture_all(*jobs)
+    assert model.counters()[:2] == before
+    assert not model.log
+
+
+def test_memo_of_parts_users_is_found_by_seeds(lab: Lab) -> None:
+    memo: list[Tensor] = []
+
+    def step(x: Tensor) -> Tensor:
+        if not memo:
+            memo.append(x.sum().clone())
+        return x + memo[0]
+
+    x = torch.zeros(4)
+
+    def inputs(seed: int) -> Any:
+        return (x.copy_(torch.full((4,), seed + 1.0)),), {}
+
+    with pytest.raises(VerificationError, match="memo"):
+        capture_all(lab.library, [CaptureJob(step, FULL, KEY, inputs, owner="part")])
+    assert not memo, "nothing serves, so nothing reads it"
+
+
+# -- memos anywhere are found, and named
+
+GLOBAL_MEMO: Tensor | None = None
+
+
+def memo_in_global() -> Callable[..., Tensor]:
+    def step(x: Tensor) -> Tensor:
+        global GLOBAL_MEMO
+        if GLOBAL_MEMO is None:
+            GLOBAL_MEMO = x.sum(0)
+        return x + GLOBAL_MEMO
+
+    return step
+
+
+def memo_on_helper() -> Callable[..., Tensor]:
+    helper = SimpleNamespace(inner=SimpleNamespace(memo=None))
+
+    def step(x: Tensor) -> Tensor:
+        if helper.inner.memo is None:
+            helper.inner.memo = x.sum(0)
+        return x + helper.inner.memo
+
+    return step
+
+
+def memo_in_slots() -> Callable[..., Tensor]:
+    class Slots:
+        __slots__ = ("memo",)
+
+    slots = Slots()
+
+    def step(x: Tensor) -> Tensor:
+        if not hasattr(slots, "memo"):
+            slots.memo = x.sum(0)
+        return x + slots.memo
+
+    return step
+
+
+def memo_in_nested_dict() -> Callable[..., Tensor]:
+    tables: dict[str, dict[int, Tensor]] = {"memo": {}}
+
+    def step(x: Tensor) -> Tensor:
+        return x + tables["memo"].setdefault(0, x.sum(0))
+
+    return step
+
+
+def memo_in_functools_cache() -> Callable[..., Tensor]:
+    current: list[Any] = [None]
+
+    @functools.cache
+    def memo(number: int) -> Tensor:
+        return current[0].sum(0)
+
+    def step(x: Tensor) -> Tensor:
+        current[0] = x
+        return x + memo(1)
+
+    return step
+
+
+def memo_in_cached_method() -> Callable[..., Tensor]:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.x = x
+            return x + self.memo(1)
+
+        @functools.lru_cache(maxsize=8)  # noqa: B019  It is what is tested.
+        def memo(self, number: int) -> Tensor:
+            return self.x.sum(0)
+
+    return Model()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (memo_in_global, "GLOBAL_MEMO"),
+        (memo_on_helper, "helper.inner.memo"),
+        (memo_in_slots, "slots.memo"),
+        (memo_in_nested_dict, "tables['memo']"),
+        (memo_in_functools_cache, "memo()"),
+        (memo_in_cached_method, "memo()"),
+    ],
+)
+def test_memo_of_inputs_is_refused_and_named(kind: Any, name: str) -> None:
+    with make(kind()) as runner:
+        with pytest.raises(VerificationError) as raised:
+            runner.capture()
+        assert name in raised.value.do
+    assert GLOBAL_MEMO is None
+
+
+def test_functools_cache_of_no_inputs_is_kept() -> None:
+    made = itertools.count()
+
+    @functools.cache
+    def kernel(name: str) -> Any:
+        assert next(made) == 0, "made twice"
+        return SimpleNamespace(scale=2)
+
+    with make(lambda x: x * kernel("scale").scale) as runner:
+        assert len(runner.capture().graphs) == 2
+
+
+# -- a failed capture leaves nothing in the model
+
+LAST: Any = None
+
+
+class Assigns(torch.nn.Module):
+    """Assigns what the recording makes in every place there is, and reads some of it."""
+
+    last = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros(()))
+        self.log: list[Tensor] = []
+        self.table: dict[str, Tensor] = {}
+        self.helper = SimpleNamespace(last=None)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        global LAST
+        self.n = self.n + 1
+        self.last = LAST = self.helper.last = self.table["last"] = x * 2
+        self.log.append(self.last)
+        self.register_buffer("late", self.last, persistent=False)
+        return x * self.n
+
+    def held(self) -> tuple[Any, ...]:
+        log, table = list(self.log), dict(self.table)
+        return self.n, self.last, LAST, self.helper.last, log, table, "late" in self._buffers
+
+
+def test_failed_captures_leave_nothing_in_the_model() -> None:
+    global LAST
+    LAST = None
+    model = Assigns()
+    before = model.held()
+    with make(model, on_capture_error="skip") as runner:
+        report = runner.capture()
+        assert len(report.failures) == 2
+        assert all("n" in text for text in report.failures.values())
+        assert model.held()[0] is before[0]
+        assert model.held() == before
+        for count in (1.0, 2.0):
+            assert torch.equal(runner.run(rows()), rows()["x"] * count)
+
+
+@pytest.mark.parametrize("way", ["capture_all", "capture_program", "wrapper"])
+def test_failed_capture_leaves_nothing_however_it_is_made(lab: Lab, way: str) -> None:
+    global LAST
+    LAST = None
+    model, x = Assigns(), torch.ones(4)
+    before = model.held()
+    capture = {
+        "capture_all": lambda: lab.capture_all(lab.job(lab.wrap(model), x), warmups=0),
+        "capture_program": lambda: capture_program(lab.library, "alone", FULL, KEY, model, (x,)),
+        "wrapper": lambda: lab.capture(lab.wrap(model), x),
+    }[way]
+    with pytest.raises(EscapedAllocationError):
+        capture()
+    assert model.held()[0] is before[0]
+    assert model.held() == before
+    assert torch.equal(model(x), x)
+
+
+def test_output_kept_in_an_attribute_is_put_back(lab: Lab) -> None:
+    model = SimpleNamespace(last=None, outputs=[])
+
+    def step(x: Tensor) -> Tensor:
+        model.last = x * 2
+        model.outputs.append(model.last)
+        return model.last
+
+    wrapper, x = lab.wrap(step), torch.ones(4)
+    lab.capture(wrapper, x)
+    # Later captures and replays write that memory.
+    assert model.last is None
+    assert not model.outputs
+    assert lab.step(wrapper, x).tolist() == [2.0] * 4
+
+
+# -- keys that have a program are not run again
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_keys_with_a_program_are_not_run_again(lab: Lab, is_direct: bool) -> None:
+    count = torch.zeros(1)
+    wrapper, x = lab.wrap(lambda x: x * count.add_(1)), torch.ones(2)
+    target = wrapper if is_direct else (lambda x: wrapper(x) + 0)
+    for _ in range(3):
+        job = CaptureJob(target, FULL, KEY, lambda: ((x,), {}))
+        lab.capture_all(job, state=TensorStateGuard([count]))
+        assert count.item() == 0
+    assert lab.library.num_graphs == 1
+
+
+def test_wrapper_captured_by_hand_is_replayed_under_the_guard(lab: Lab) -> None:
+    count = torch.zeros(1)
+    wrapper, x = lab.wrap(lambda x: x * count.add_(1)), torch.ones(2)
+    guard = {"state": TensorStateGuard([count])}
+    lab.capture(wrapper, x, scope=guard)
+    lab.capture_all(CaptureJob(lambda x: wrapper(x) + 0, FULL, KEY, lambda: ((x,), {})), **guard)
+    assert count.item() == 0
+
+
+# -- the snapshot
+
+CHANGES: list[Callable[[Any], object]] = [
+    lambda m: setattr(m, "n", m.n + 1),
+    lambda m: m.log.append(1),
+    lambda m: m.log.clear(),
+    lambda m: m.seen.add(object()),
+    lambda m: m.by_step.update({len(m.by_step): 0}),
+    lambda m: m.by_step.clear(),
+    lambda m: setattr(m, "steps", m.steps + 1),
+    lambda m: setattr(m.helper, "n", object()),
+    lambda m: m.helper.tables.update(a=1),
+    lambda m: setattr(type(m), "total", object()),
+    lambda m: setattr(m, "new", {"a": [1]}),
+    lambda m: m.register_buffer("added", torch.zeros(1), persistent=False),
+    lambda m: m.register_parameter("weight", torch.nn.Parameter(torch.zeros(1))),
+    lambda m: setattr(m, "child", torch.nn.Linear(1, 1)),
+]
+
+
+def what_it_holds(model: Remembers) -> list[Any]:
+    parts = [vars(model), vars(model.helper), model._buffers, model._parameters, model._modules]
+    parts += [model.by_step, model.helper.tables]
+    held: list[Any] = [{key: id(value) for key, value in part.items()} for part in parts]
+    return [*held, list(map(id, model.log)), set(map(id, model.seen)), id(type(model).total)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(CHANGES), max_size=8), st.booleans())
+def test_run_that_fails_leaves_no_change(changes: list[Any], is_first: bool) -> None:
+    model = Remembers()
+    snapshot, before = HostSnapshot(model), what_it_holds(model)
+    with suppress(ValueError), snapshot.run(is_first=is_first):
+        for change in changes:
+            change(model)
+        raise ValueError("at the end")
+    assert what_it_holds(model) == before
+
+
+@settings(deadline=None)
+# Not what clears: a run that clears and fills alike changes nothing again.
+@given(st.lists(st.sampled_from(CHANGES[:2] + CHANGES[3:5] + CHANGES[6:]), max_size=4))
+def test_what_later_runs_change_again_is_put_back(changes: list[Any]) -> None:
+    model = Remembers()
+    snapshot = HostSnapshot(model)
+    for is_first in (True, False):
+        with snapshot.run(is_first=is_first):
+            for change in changes:
+                change(model)
+    snapshot.restore_advanced()
+    assert (model.n, model.helper.n, model.helper.tables) == (0, 0, {}) or CHANGES[8] in changes
+    assert not any(map(len, (model.log, model.by_step, model.seen)))
+    assert not hasattr(model, "new")
+    assert "added" not in model._buffers
+    assert not any(map(len, (model._parameters, model._modules)))
+
+
+def test_what_others_change_between_runs_is_left_alone() -> None:
+    model = SimpleNamespace(plan=None, memo=None)
+
+    def step(x: Tensor) -> Tensor:
+        model.memo = model.memo or model.plan
+        return x
+
+    snapshot = HostSnapshot(step)
+    model.plan = "prepared"
+    with snapshot.run(is_first=True):
+        step(torch.ones(1))
+    assert snapshot.changed() == ("model.memo",)
+    with snapshot.restored():
+        assert (model.plan, model.memo) == ("prepared", None)
+    assert model.memo == "prepared"

@@ -1,0 +1,767 @@
+"""What graphs read besides their inputs is noticed when it is replaced, wherever it is kept."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import namedtuple
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn.modules import module as torch_module
+
+from graphrt import (
+    BufferSpec,
+    CUDAGraphRunner,
+    GraphLibrary,
+    Invalidated,
+    OutputSpec,
+    Reason,
+    RuntimeMode,
+    SimulatedDevice,
+    TensorStateGuard,
+    break_point,
+)
+from graphrt.errors import InvalidProgramError, MissError, VerificationError
+from graphrt.graphs import frozen_heap
+from lab import Lab
+
+FULL = RuntimeMode.FULL
+Pair = namedtuple("Pair", "left right")
+SCALE = 2.0
+TABLE = torch.arange(4.0)
+
+
+@pytest.fixture(autouse=True)
+def quick_collections():
+    with frozen_heap():
+        yield
+
+
+def example(sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(sizes["n"], 4, generator=generator)}
+
+
+def make(fn, sizes=(2,), **options):
+    return CUDAGraphRunner(
+        fn,
+        inputs=[BufferSpec("x", ("n", 4), torch.float32)],
+        outputs=OutputSpec({"": "n"}),
+        sizes={"n": list(sizes)},
+        examples=example,
+        device="simulated",
+        **options,
+    )
+
+
+def run(runner, n=2, seed=5):
+    return runner.run(example({"n": n}, seed))
+
+
+def laps(runner):
+    """Graph runs within which every place was looked at."""
+    return math.ceil(runner.num_watched / 4)
+
+
+def linear():
+    return torch.nn.Linear(4, 4, bias=False)
+
+
+def weight():
+    return torch.randn(4, 4)
+
+
+class Net(torch.nn.Module):
+    offset = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+        self.layers = torch.nn.ModuleList([linear(), linear()])
+        self.norm = torch.nn.LayerNorm(4)
+        self.act = torch.nn.ReLU()
+        self.table = torch.ones(4)
+        self.register_buffer("mask", torch.ones(4))
+        self.scale = 2.0
+        self.cfg = {"eps": 0.5, "dtype": torch.float32, "w": torch.ones(4)}
+        self.steps = [1, 2.0]
+        self.helper = SimpleNamespace(bias=3.0, shift=torch.ones(4), pair=Pair(linear(), 2.0))
+        self.unused = linear()
+        self.note = "never read"
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        x = self.act(self.norm(self.inner(x) * self.mask + self.table)) * self.scale + self.offset
+        x = x + self.cfg["eps"] * self.cfg["w"] + self.helper.bias + self.helper.shift
+        return self.pair_of(x) * self.steps[1] + getattr(self, "extra", 0.0)
+
+    def pair_of(self, x):
+        return self.helper.pair.left(x) * self.helper.pair.right
+
+
+class Slots:
+    __slots__ = ("weight",)
+
+    def __init__(self):
+        self.weight = weight()
+
+
+class Engine:
+    """A plain object; some of its attributes must not be touched."""
+
+    def __init__(self):
+        self.model = linear()
+        self.slots = Slots()
+        self.factor = 2.0
+        self.num_steps = 0
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"nobody may ask for {name}")
+
+    @property
+    def broken(self):
+        raise RuntimeError("nobody may run this")
+
+    def forward(self, x):
+        return self.model(x) @ self.slots.weight * self.factor
+
+
+@dataclass
+class Box:
+    weight: torch.Tensor
+    scale: float
+
+
+def helper_with_a_global(x):
+    return x * SCALE + TABLE
+
+
+def set_global(name, value):
+    globals()[name] = value
+
+
+NET_CHANGES = {
+    "parameter_data": lambda m: setattr(m.inner.weight, "data", weight()),
+    "parameter_transposed": lambda m: setattr(m.inner.weight, "data", m.inner.weight.data.t()),
+    "parameter": lambda m: setattr(m.inner, "weight", torch.nn.Parameter(weight())),
+    "parameter_set_": lambda m: m.inner.weight.set_(weight()),
+    "parameter_in_register": lambda m: m.inner._parameters.update(
+        weight=torch.nn.Parameter(weight())
+    ),
+    "swap_tensors": lambda m: torch.utils.swap_tensors(
+        m.inner.weight, torch.nn.Parameter(weight())
+    ),
+    "assign": lambda m: m.inner.load_state_dict({"weight": weight()}, assign=True),
+    "buffer": lambda m: setattr(m, "mask", torch.zeros(4)),
+    "plain_attribute": lambda m: setattr(m, "table", torch.zeros(4)),
+    "attribute_to_parameter": lambda m: setattr(m, "table", torch.nn.Parameter(torch.zeros(4))),
+    "submodule": lambda m: setattr(m, "inner", linear()),
+    "submodule_in_register": lambda m: m._modules.update(inner=linear()),
+    "submodule_without_tensors": lambda m: setattr(m, "act", torch.nn.GELU()),
+    "layer": lambda m: m.layers.__setitem__(1, linear()),
+    "one_layer_more": lambda m: m.layers.append(linear()),
+    "one_layer_less": lambda m: m.layers.__delitem__(1),
+    "host_attribute": lambda m: setattr(m, "scale", 5.0),
+    "host_attribute_of_torch": lambda m: setattr(m.norm, "eps", 10.0),
+    "class_attribute_hidden": lambda m: setattr(m, "offset", 7.0),
+    "absent_attribute": lambda m: setattr(m, "extra", 7.0),
+    "dict_entry": lambda m: m.cfg.update(eps=7.0),
+    "dict": lambda m: setattr(m, "cfg", {**m.cfg, "eps": 7.0}),
+    "tensor_in_dict": lambda m: m.cfg.update(w=torch.zeros(4)),
+    "list_item": lambda m: m.steps.__setitem__(1, 7.0),
+    "object_attribute": lambda m: setattr(m.helper, "bias", 7.0),
+    "object_tensor": lambda m: setattr(m.helper, "shift", torch.zeros(4)),
+    "object": lambda m: setattr(m, "helper", SimpleNamespace(**{**vars(m.helper), "bias": 7.0})),
+    "named_tuple": lambda m: setattr(m.helper, "pair", Pair(linear(), 2.0)),
+    "module_in_named_tuple": lambda m: setattr(m.helper.pair.left.weight, "data", weight()),
+    "float_to_int": lambda m: setattr(m, "scale", 2),
+    "method": lambda m: setattr(m, "pair_of", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("change", NET_CHANGES.values(), ids=NET_CHANGES.keys())
+def test_change_of_a_module_is_noticed_unasked(change) -> None:
+    model, events = Net(), []
+    with make(model, observer=events.append) as runner, torch.no_grad():
+        runner.capture()
+        for _ in range(2 * laps(runner)):
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+        change(model)
+        for _ in range(laps(runner)):
+            out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, model(**example({"n": 2}, 5)))
+        [event] = [event for event in events if isinstance(event, Invalidated)]
+        assert event.names
+        assert all(name in runner.explain() for name in event.names)
+        runner.capture()
+        for _ in range(laps(runner)):
+            out = run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+        assert torch.equal(out, model(**example({"n": 2}, 5)))
+
+
+@pytest.mark.parametrize("change", NET_CHANGES.values(), ids=NET_CHANGES.keys())
+def test_change_of_a_module_is_seen_when_asked(change) -> None:
+    model = Net()
+    with make(model, watch="off") as runner, torch.no_grad():
+        runner.capture()
+        assert runner.check_externals().is_unchanged
+        change(model)
+        assert runner.check_externals().moved
+        out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, model(**example({"n": 2}, 5)))
+
+
+def closure_cell():
+    factor = 2.0
+
+    def fn(x):
+        return x * factor
+
+    def change():
+        nonlocal factor
+        factor = 3.0
+
+    return fn, change
+
+
+def closure_tensor():
+    table = torch.ones(4)
+
+    def fn(x):
+        return x * table
+
+    def change():
+        nonlocal table
+        table = torch.zeros(4)
+
+    return fn, change
+
+
+def of_engine(change):
+    def make_case():
+        engine = Engine()
+        return engine.forward, lambda: change(engine)
+
+    return make_case
+
+
+def module_of_engine():
+    engine = Engine()
+    return lambda x: engine.forward(x), lambda: setattr(engine, "model", linear())
+
+
+def dataclass_field():
+    box = Box(weight(), 2.0)
+    return lambda x: x @ box.weight * box.scale, lambda: setattr(box, "scale", 3.0)
+
+
+def global_of_a_helper():
+    return (lambda x: helper_with_a_global(x)), lambda: set_global("SCALE", SCALE + 1)
+
+
+def global_tensor():
+    return (lambda x: helper_with_a_global(x)), lambda: set_global("TABLE", torch.randn(4))
+
+
+def partial_keyword():
+    def scaled(x, table):
+        return x * table["w"]
+
+    table = {"w": torch.ones(4)}
+    return functools.partial(scaled, table=table), lambda: table.update(w=torch.zeros(4))
+
+
+def default_argument():
+    holder = SimpleNamespace(scale=2.0)
+
+    def fn(x, holder=holder):
+        return x * holder.scale
+
+    return fn, lambda: setattr(holder, "scale", 3.0)
+
+
+def list_of_modules():
+    layers = [linear(), linear()]
+
+    def fn(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return fn, lambda: layers.append(linear())
+
+
+def dict_of_modules():
+    nets = {"net": linear()}
+    return lambda x: nets["net"](x), lambda: nets.update(net=linear())
+
+
+def set_of_modules():
+    nets = {linear()}
+
+    def fn(x):
+        for net in nets:
+            x = net(x)
+        return x
+
+    def change():
+        nets.pop()
+        nets.add(linear())
+
+    return fn, change
+
+
+def function_rebound():
+    def activation(x):
+        return x.relu()
+
+    def other(x):
+        return x.tanh()
+
+    def fn(x):
+        return activation(x)
+
+    def change():
+        nonlocal activation
+        activation = other
+
+    return fn, change
+
+
+def inside_a_break_point():
+    box = Box(weight(), 2.0)
+
+    @break_point
+    def attend(x):
+        return x @ box.weight * box.scale
+
+    return lambda x: attend(x), lambda: setattr(box, "scale", 3.0)
+
+
+OTHER_CASES = [
+    closure_cell,
+    closure_tensor,
+    module_of_engine,
+    dataclass_field,
+    global_of_a_helper,
+    global_tensor,
+    partial_keyword,
+    default_argument,
+    list_of_modules,
+    dict_of_modules,
+    set_of_modules,
+    function_rebound,
+    inside_a_break_point,
+    pytest.param(of_engine(lambda e: setattr(e, "model", linear())), id="engine_model"),
+    pytest.param(of_engine(lambda e: setattr(e, "factor", 3.0)), id="engine_host_value"),
+    pytest.param(of_engine(lambda e: setattr(e.slots, "weight", weight())), id="engine_slot"),
+]
+
+
+@pytest.mark.parametrize("case", OTHER_CASES)
+@pytest.mark.parametrize("watch", ["spread", "always"])
+def test_change_outside_modules_is_noticed(case, watch) -> None:
+    fn, change = case()
+    with make(fn, watch=watch) as runner, torch.no_grad():
+        runner.capture()
+        for _ in range(laps(runner)):
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+        change()
+        for _ in range(1 if watch == "always" else laps(runner)):
+            out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, fn(**example({"n": 2}, 5)))
+
+
+class Indirect:
+    """Read by operators, ``with``, loops and ``vars``, never by the name of its attribute."""
+
+    def __init__(self):
+        self.scale, self.items = 2.0, [2.0]
+
+    def __matmul__(self, x):
+        return x * self.scale
+
+    def __iter__(self):
+        return iter(self.items)
+
+    def __enter__(self):
+        return self.scale
+
+    def __exit__(self, *_):
+        return None
+
+
+class Setting:
+    def __get__(self, owner, kind=None):
+        return owner.hidden
+
+
+class WithSetting:
+    offset, setting = 2.0, Setting()
+
+    def __init__(self):
+        self.hidden = 2.0
+
+    @property
+    def twice(self):
+        return self.hidden * 2
+
+    @classmethod
+    def add(cls, x):
+        return x + cls.offset
+
+
+def indirect_case(name):
+    """A callable, and how what it reads is changed."""
+    box, table, own = Indirect(), {"first": 2.0}, type("Own", (WithSetting,), {})
+    item = own()
+
+    def read_with(x):
+        with box as scale:
+            return x * scale
+
+    def tagged(x):
+        return x * tagged.scale
+
+    def late(x):
+        try:
+            return x * LATE_SCALE
+        except NameError:
+            return x * 1
+
+    tagged.scale = 2.0
+    hooked, wide = linear(), SimpleNamespace(all=tuple(range(20)))
+    cases = {
+        "operator": (lambda x: box @ x, lambda: setattr(box, "scale", 3.0)),
+        "loop": (lambda x: x * sum(box), lambda: box.items.append(3.0)),
+        "with": (read_with, lambda: setattr(box, "scale", 3.0)),
+        "vars": (lambda x: x * vars(box)["scale"], lambda: setattr(box, "scale", 3.0)),
+        "getattr": (lambda x: x * getattr(box, "late", 1.0), lambda: setattr(box, "late", 3.0)),
+        "get": (lambda x: x * table.get("late", 1.0), lambda: table.update(late=3.0)),
+        "entries": (lambda x: x * sum(table.values()), lambda: table.update(more=3.0)),
+        "descriptor": (lambda x: x * item.setting, lambda: setattr(item, "hidden", 3.0)),
+        "property": (lambda x: x * item.twice, lambda: setattr(item, "hidden", 3.0)),
+        "class_method": (lambda x: own.add(x), lambda: setattr(own, "offset", 3.0)),
+        "function_attribute": (tagged, lambda: setattr(tagged, "scale", 3.0)),
+        "late_global": (late, lambda: set_global("LATE_SCALE", 3.0)),
+        "hook": (
+            lambda x: hooked(x),
+            lambda: hooked.register_forward_hook(lambda module, args, out: out * 3),
+        ),
+        "long_tuple": (lambda x: x * wide.all[3], lambda: setattr(wide, "all", (1,) * 20)),
+    }
+    return cases if name is None else cases[name]
+
+
+@pytest.mark.parametrize("name", indirect_case(None))
+def test_value_read_in_a_roundabout_way_is_noticed(name) -> None:
+    fn, change = indirect_case(name)
+    with make(fn) as runner, torch.no_grad():
+        runner.capture()
+        for _ in range(laps(runner)):
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+        try:
+            change()
+            for _ in range(laps(runner)):
+                run(runner)
+            assert runner.last_decision.reason is Reason.INVALIDATED
+        finally:
+            globals().pop("LATE_SCALE", None)
+
+
+HOST_VALUES = [
+    (Decimal(2), Decimal(3)),
+    (Fraction(1, 2), Fraction(1, 3)),
+    (np.float32(2), np.float32(3)),
+    (np.bool_(True), np.bool_(False)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), HOST_VALUES)
+def test_host_value_of_any_type_is_noticed(before, after) -> None:
+    box = SimpleNamespace(value=before)
+    with make(lambda x: x * float(box.value)) as runner:
+        runner.capture()
+        box.value = type(before)(before)
+        assert runner.check_externals().is_unchanged
+        box.value = after
+        for _ in range(laps(runner)):
+            run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+
+
+# -- no false alarms
+
+
+CONTROLS = {
+    "copy_into_a_weight": lambda m: m.inner.weight.copy_(weight()),
+    "unused_weight": lambda m: setattr(m.unused.weight, "data", weight()),
+    "unused_module": lambda m: setattr(m, "unused", torch.nn.Identity()),
+    "unread_attribute": lambda m: setattr(m, "note", "another"),
+    "new_attribute": lambda m: setattr(m, "unheard", 3),
+    "equal_number": lambda m: setattr(m, "scale", float("2.0")),
+    "equal_objects": lambda m: setattr(m, "helper", SimpleNamespace(**vars(m.helper))),
+    "same_storage": lambda m: setattr(m.inner, "weight", torch.nn.Parameter(m.inner.weight.data)),
+}
+
+
+@pytest.mark.parametrize("change", CONTROLS.values(), ids=CONTROLS.keys())
+def test_harmless_change_stays_a_hit(change) -> None:
+    model = Net()
+    with make(model) as runner, torch.no_grad():
+        runner.capture()
+        change(model)
+        assert runner.check_externals().is_unchanged
+        for _ in range(2 * laps(runner)):
+            out = run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+        assert torch.equal(out, model(**example({"n": 2}, 5)))
+
+
+class Counting(torch.nn.Module):
+    """Advances a counter, sets a flag and keeps its last input at each eager call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.is_ready, self.last_shape = 0, False, None
+        self.history: list[Any] = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.is_ready = self.is_ready or self.calls > 0
+        self.history.append(self.last_shape)
+        self.last_shape = tuple(x.shape)
+        return x * 2
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_value_the_callable_changes_itself_is_not_watched(verify) -> None:
+    model = Counting()
+    with make(model, sizes=(2, 4), verify=verify) as runner:
+        runner.capture()
+        for _ in range(2 * laps(runner) + 2):
+            run(runner, 8)  # eager: no key is that large
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+
+
+class Prepared:
+    """A resource that sets attributes before each run."""
+
+    def __init__(self):
+        self.num_rows = 0
+        self.scratch = torch.zeros(1)
+
+    def reserve(self, max_key) -> None: ...
+
+    def prepare(self, key, step_info) -> None:
+        self.num_rows += 1
+
+    def freeze(self) -> None: ...
+
+
+def test_value_a_resource_prepares_is_not_watched() -> None:
+    plan = Prepared()
+
+    def fn(x):
+        return x * 2 if plan.num_rows else x + x
+
+    with make(fn, resources=[plan]) as runner:
+        runner.capture()
+        for _ in range(2 * laps(runner)):
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+
+
+def test_lazy_proxy_among_globals_is_not_asked() -> None:
+    class Proxy:
+        def __getattribute__(self, name):
+            raise RuntimeError("not loaded")
+
+    proxy = Proxy()
+
+    def fn(x):
+        return x * 2 if proxy is not None else x
+
+    with make(fn) as runner:
+        runner.capture()
+        assert runner.check_externals().is_unchanged
+
+
+# -- hooks
+
+
+def registration_hooks():
+    return [
+        hook
+        for hooks in (
+            torch_module._global_parameter_registration_hooks,
+            torch_module._global_buffer_registration_hooks,
+            torch_module._global_module_registration_hooks,
+        )
+        for hook in hooks.values()
+    ]
+
+
+def test_hooks_stand_only_while_a_runner_watches() -> None:
+    before = len(registration_hooks())
+    with make(linear()), make(linear()) as second:
+        assert len(registration_hooks()) == before + 3
+        second.close()
+        assert len(registration_hooks()) == before + 3
+    assert len(registration_hooks()) == before
+    with make(linear(), watch="off"), make(linear(), watch="always"):
+        assert len(registration_hooks()) == before
+
+
+HOOKED = ("parameter", "assign", "buffer", "submodule", "submodule_without_tensors", "layer")
+
+
+@pytest.mark.parametrize("name", [*HOOKED, "one_layer_more"])
+def test_registration_is_noticed_by_the_next_run(name) -> None:
+    model = Net()
+    with make(model, on_miss="strict") as runner, torch.no_grad():
+        runner.capture()
+        run(runner)
+        NET_CHANGES[name](model)
+        with pytest.raises(MissError, match="INVALIDATED"):
+            run(runner)
+        with pytest.raises(MissError, match="INVALIDATED"):
+            run(runner)
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_wrapper_without_a_runner_hears_registrations(lab: Lab, name) -> None:
+    model, x = Net(), torch.randn(2, 4)
+    wrapper, other = lab.wrap(model, name="model"), lab.wrap(torch.relu, name="other")
+    for each in (wrapper, other):
+        lab.capture(each, x)
+        lab.step(each, x)
+    NET_CHANGES[name](model)
+    with pytest.raises(InvalidProgramError):
+        lab.step(wrapper, x)
+    assert torch.equal(lab.step(other, x), torch.relu(x))
+    lab.capture(wrapper, x)
+    assert torch.equal(lab.step(wrapper, x), model(x))
+
+
+# -- when everything is asked
+
+
+def test_resume_asks_everything_before_the_next_run() -> None:
+    model = Net()
+    device = SimulatedDevice()
+    with (
+        GraphLibrary(device, pool=device.new_pool().handle) as library,
+        make_in(library, model) as runner,
+        torch.no_grad(),
+    ):
+        runner.capture()
+        library.suspend(keep_programs=True)
+        model.cfg["eps"] = 7.0
+        library.resume()
+        out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, model(**example({"n": 2}, 5)))
+
+
+def make_in(library, fn, **options):
+    return CUDAGraphRunner(
+        fn,
+        inputs=[BufferSpec("x", ("n", 4), torch.float32)],
+        outputs=OutputSpec({"": "n"}),
+        sizes={"n": [2]},
+        examples=example,
+        library=library,
+        **options,
+    )
+
+
+def test_failed_verification_asks_everything() -> None:
+    box, table = {"bias": 0.0}, [1.0, 2.0, *[0.0] * 100]
+    hidden = itertools.repeat(box)  # No walk looks into it.
+
+    def fn(x):
+        return x * table[1] + next(hidden)["bias"]
+
+    with make(fn, sizes=(2, 4), verify_every=2) as runner:
+        runner.capture()
+        box["bias"] = 1.0
+        run(runner)
+        with pytest.raises(VerificationError):
+            run(runner)
+        table[1] = 5.0
+        run(runner, 4)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+
+
+def test_guarded_state_is_no_change() -> None:
+    count = torch.zeros(4)
+
+    def fn(x):
+        count.add_(1)
+        return x + count
+
+    with make(fn, state=TensorStateGuard([count])) as runner:
+        runner.capture()
+        for step in range(2 * laps(runner)):
+            assert torch.equal(run(runner), example({"n": 2}, 5)["x"] + step + 1)
+            assert runner.last_decision.reason is Reason.HIT
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 40), st.data())
+def test_bound_of_the_spread_holds_for_any_number_of_places(count, data) -> None:
+    box = [float(i) for i in range(count + 1)]
+
+    def fn(x):
+        return x * sum(box)
+
+    with make(fn) as runner:
+        runner.capture()
+        assert runner.num_watched >= count + 1
+        for _ in range(data.draw(st.integers(0, 9))):
+            run(runner)
+        box[data.draw(st.integers(0, count))] = -1.0
+        for _ in range(laps(runner)):
+            out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, fn(**example({"n": 2}, 5)))
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_place_replaced_before_capture_next_is_noticed(is_registered) -> None:
+    model = Net()
+    with make(model, sizes=range(1, 9)) as runner, torch.no_grad():
+        runner.capture([runner.key(n=2)])
+        if is_registered:
+            model.inner.weight = torch.nn.Parameter(-model.inner.weight)
+        else:
+            model.helper.bias = 9.0
+        expected = model(example({"n": 2}, 5)["x"])
+        for num_runs in itertools.count(1):
+            # A part of a capture before each step: it must not start the turns anew.
+            runner.capture_next()
+            found = run(runner)
+            if runner.last_decision.reason is Reason.INVALIDATED:
+                break
+            assert not is_registered
+            assert num_runs < laps(runner)
+        torch.testing.assert_close(found, expected)
