@@ -411,7 +411,7 @@ def test_named_arguments_and_cached_properties_are_no_difference(lab: Lab) -> No
     wrapper = lab.wrap(lambda meta, y: meta.rows[0] * y[0])
     lab.capture(wrapper, meta=Meta(ONE, 2), y=OTHER)
     for _ in range(2):
-        lab.step(wrapper, y=OTHER, meta=Meta(ONE, 2))
+        assert torch.equal(lab.step(wrapper, y=OTHER, meta=Meta(ONE, 2)), ONE[0] * OTHER[0])
 
 
 # -- results of eager segments

@@ -204,7 +204,8 @@ def test_workspace_named_as_resource_may_be_written(lab: Lab) -> None:
         return scratch.get((4,), torch.float32).copy_(x) * 2
 
     job = lab.job(lab.wrap(step), torch.ones(4))
-    lab.capture_all(job, resources=[scratch], state=TensorStateGuard([]))
+    report = lab.capture_all(job, resources=[scratch], state=TensorStateGuard([]))
+    assert len(report.programs) == 1
 
 
 # -- what runs advance on the host goes back; memos stay

@@ -555,7 +555,8 @@ class Lookup:
 
 
 class _Replacement:
-    """What became of tensors and values when an object above them gave way to another."""
+    """Tensors and values where they are now, and what moved, after an object that leads to them was
+    replaced."""
 
     def __init__(
         self, reads: Reads, now: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]

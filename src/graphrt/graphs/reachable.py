@@ -431,7 +431,7 @@ class _Class:
         self.own: set[str] = set()
         """Attributes that methods of the class read of their object."""
         self.members: dict[str, list[Any]] = {}
-        """What stands in the class and its bases, by name; of a module, above ``Module`` alone."""
+        """Members of the class and its bases, by name; of a module class, up to ``nn.Module``."""
         self.members_of_slots: dict[str, Any] = {}
         for base in kind.__mro__:
             if base is torch.nn.Module or base is object or (is_foreign and not self.is_module):

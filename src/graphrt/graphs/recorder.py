@@ -386,7 +386,7 @@ class ProgramRecorder:
         return keep
 
     def _static_outputs(self, new: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Pool memory for tensors that an eager segment made, by their ids; filled for now.
+        """Pool memory for tensors that an eager segment made, by their ids, with what they hold.
 
         Those over one storage lie in one block again.
         """

@@ -150,6 +150,7 @@ class Executor:
         self._reads_padding = reads_padding
         self._is_strict = is_strict
         self._device_kind = library.device.torch_device.type
+        self._generators = (library.device.generator, *library.generators)
         self._has_step_info = False
         """True once an example came with ``step_info``."""
         self._has_constant_info = False
@@ -424,8 +425,7 @@ class Executor:
             index = index.to(device=tensor.device, dtype=torch.int64)
             valid = index[(index >= 0) & (index < tensor.shape[0])]
             rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
-        generators = [self._library.device.generator, *self._library.generators]
-        return RunState(self._options.state, tensors, rows, generators, poisons=poisons)
+        return RunState(self._options.state, tensors, rows, self._generators, poisons=poisons)
 
     def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
         """Play a new program once, on inputs other than those it was captured with.
@@ -434,7 +434,7 @@ class Executor:
         are padded to it. State stays as it was.
         """
         ready, call = self.make_ready(entry), self._example(entry.key, 1)
-        state = RunState(self._options.state, generators=[self._library.device.generator])
+        state = RunState(self._options.state, generators=self._generators)
         saved = state.save()
         captured = self._captured_with.pop(entry.key, None)
         try:

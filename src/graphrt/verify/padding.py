@@ -22,7 +22,7 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import as_bits, format_path, own_copy, walk
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.run_state import RunState
+from graphrt.verify.run_state import RunState, repeated
 
 _PATTERNS = (0xFF, 0xFE)
 
@@ -38,7 +38,7 @@ class Unwritten(NamedTuple):
 def poison(tensor: torch.Tensor, pattern: int = 0xFF) -> None:
     """Fill every byte of ``tensor``'s elements with ``pattern``."""
     bits = as_bits(tensor)
-    bits.fill_(_word(bits.dtype, pattern))
+    bits.fill_(repeated(pattern, bits.dtype))
 
 
 def find_unwritten(
@@ -62,7 +62,7 @@ def find_unwritten(
         run()
         for path, tensor in tensors.items():
             bits = as_bits(tensor)
-            same = bits == _word(bits.dtype, pattern)
+            same = bits == repeated(pattern, bits.dtype)
             untouched[path] = same if path not in untouched else untouched[path] & same
     return tuple(
         Unwritten(path, int(mask.sum()), tuple(int(i) for i in mask.nonzero()[0]))
@@ -321,8 +321,3 @@ def _padding_read_error(
         "for padding differs: may_overwrite={tensor: 'input that indexes its rows'} compares the "
         "real rows alone",
     )
-
-
-def _word(dtype: torch.dtype, pattern: int) -> int:
-    signed = dtype is not torch.uint8
-    return int.from_bytes(bytes([pattern]) * dtype.itemsize, "little", signed=signed)

@@ -85,7 +85,8 @@ class RunState:
         with torch.inference_mode():
             for tensor, index in self._rows.values():
                 bits = as_bits(tensor)
-                bits.index_fill_(0, index, _poison_of(bits, is_last=is_last))
+                byte = _LAST_POISON if is_last else _POISON
+                bits.index_fill_(0, index, repeated(byte, bits.dtype))
 
     def settle(self, saved: SavedState, *runs: Mapping[str, Any]) -> None:
         """Put back what every run left poisoned: rows may be written in part, or on a condition.
@@ -97,9 +98,9 @@ class RunState:
         with torch.inference_mode():
             for name, (tensor, index) in self._rows.items():
                 *earlier, last = (as_bits(run[name]) for run in runs)
-                untouched = last == _poison_of(last, is_last=True)
+                untouched = last == repeated(_LAST_POISON, last.dtype)
                 for bits in earlier:
-                    untouched &= bits == _poison_of(bits, is_last=False)
+                    untouched &= bits == repeated(_POISON, bits.dtype)
                 before = as_bits(saved.compared[name])
                 for bits in (*earlier, last):
                     bits.copy_(torch.where(untouched, before, bits))
@@ -113,7 +114,7 @@ class RunState:
         )
 
 
-def _poison_of(bits: torch.Tensor, *, is_last: bool) -> int:
-    pattern = _LAST_POISON if is_last else _POISON
-    signed = bits.dtype is not torch.uint8
-    return int.from_bytes(bytes([pattern]) * bits.dtype.itemsize, "little", signed=signed)
+def repeated(byte: int, dtype: torch.dtype) -> int:
+    """The integer of ``dtype`` that consists of ``byte`` alone."""
+    signed = dtype is not torch.uint8
+    return int.from_bytes(bytes([byte]) * dtype.itemsize, "little", signed=signed)
