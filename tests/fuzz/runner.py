@@ -353,10 +353,11 @@ class _Run:
         specs, axes = _specs(case), tuple(case["sizes"])
         lengths = dict(enumerate(axes))
         state: Case = {"may_overwrite": [model.cache]}
-        if "scatter" in self.names and (case["rows_named"] or "recall" in self.names):
-            state = {"may_overwrite": {model.cache: "slots"}}
-        elif "recall" in self.names:
+        uses = [op[0] for op in case["ops"] if op[0] in ("scatter", "recall")]
+        if uses[:1] == ["recall"]:  # It may read rows that the same run writes after it: a state.
             state = {"state": TensorStateGuard([model.cache])}
+        elif "scatter" in uses and (case["rows_named"] or "recall" in uses):
+            state = {"may_overwrite": {model.cache: "slots"}}
         keys: Case = {"sizes": case["sizes"]}
         if case["keys_of_caller"]:
             keys = {"capacity": {axis: max(listed) + 2 for axis, listed in case["sizes"].items()}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 from collections import namedtuple
@@ -618,6 +619,39 @@ def registration_hooks():
         )
         for hook in hooks.values()
     ]
+
+
+LIBRARY = """
+class Registry:
+    def __init__(self):
+        self.known = {number: [number] for number in range(500)}
+        self.factor = 3.0
+
+REGISTRY = Registry()
+
+def scale(x, registry=REGISTRY):
+    return x * registry.factor * len(registry.known) * REGISTRY.known[0][0]
+"""
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_code_of_installed_packages_is_not_entered(tmp_path, monkeypatch, is_installed) -> None:
+    """There may be very much of it; what lies beside the model is the model's own."""
+    name = f"library_{is_installed}".lower()
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(LIBRARY)
+    if is_installed:
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    library = importlib.import_module(name)
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return library.scale(x)
+
+    with make(Model()) as runner:
+        runner.capture()
+        assert (runner.num_watched > 500) is not is_installed
 
 
 def test_hooks_stand_only_while_a_runner_watches() -> None:

@@ -21,6 +21,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from pathlib import Path
 from types import (
     CellType,
     CodeType,
@@ -407,9 +408,13 @@ def _is_foreign(module: object) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(package: str) -> bool:
-    """True for a top-level package that was installed, rather than written beside the model."""
-    path = getattr(sys.modules.get(package), "__file__", None) or ""
-    return "site-packages" in path or "dist-packages" in path
+    """True for a top-level package that was installed, rather than written beside the model: it
+    lies in a folder that also has what installers record of their packages."""
+    spec = getattr(sys.modules.get(package), "__spec__", None)
+    places = list(getattr(spec, "submodule_search_locations", None) or ())
+    if not places and getattr(spec, "origin", None):
+        places = [spec.origin]
+    return any(next(Path(place).parent.glob("*.dist-info"), None) for place in places)
 
 
 def _package_of(value: object) -> str:
