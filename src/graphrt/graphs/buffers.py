@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphrt.device.base import Device
+from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.errors import InputMismatchError, LibraryClosedError, StaticBufferError
 from graphrt.graphs.bufferspec import (
     Box,
@@ -61,8 +62,11 @@ class BoundBuffers:
         """
         if torch.is_grad_enabled():
             # A source that requires grad would make the buffer part of its graph.
-            with torch.no_grad():
+            try:
+                set_grad_enabled(False)
                 self.stage(n, values)
+            finally:
+                set_grad_enabled(True)
             return
         owner = self._owner
         names = tuple(values)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from types import BuiltinFunctionType, CellType, FunctionType
+from functools import cached_property, lru_cache, partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,9 @@ from graphrt.graphs.reachable import (
     MISSING,
     Place,
     attributes_of,
+    entries_of,
     is_host_scalar,
     reach,
-    read_attribute,
 )
 from graphrt.graphs.values import same_host_value, walk
 
@@ -161,7 +161,7 @@ class Reads:
             place for place in links if place.path in used or issubclass(type(place.value), _CODE)
         )
         """What leads to both: objects, containers, functions."""
-        self._link_looks = [(*_getter(place), place.value) for place in self.links]
+        self._link_looks = [probe for place in self.links for probe in probes_of(place)]
         self.prepared = frozenset(prepared_names)
         """Names of what resources own."""
         self._sizes = [(box, len(box)) for item in found.objects.values() for box in _boxes(item)]
@@ -199,7 +199,7 @@ class Reads:
 
     def has_same_links(self) -> bool:
         """True if every object that was followed still stands where it stood."""
-        return all(get(name) is value for get, name, value in self._link_looks)
+        return all(map(is_as_it_was, self._link_looks))
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
@@ -268,37 +268,54 @@ class Reads:
 
 
 class Probe(NamedTuple):
-    """How one place is looked at fast: equal to what it was unless ``get(name) is not value``."""
+    """How one place is looked at fast: equal to what it was unless ``get(box, name) is not value``.
 
-    get: Callable[[Any], Any]
+    Functions that all probes share, in place of bound methods of their own: a step has displaced
+    whatever it does not use from the caches, so that each object on the way costs a miss.
+    """
+
+    get: Callable[[Any, Any], Any]
+    box: Any
     name: Any
     value: Any
-    detail_of: Callable[[], Any] | None
-    """Of a tensor with a storage: a method that tells its address, which changes with ``.data =``
-    and ``set_``, or its shape, or its strides."""
+    detail_of: Callable[[Any], Any] | None
+    """Of a tensor with a storage: tells its address, which changes with ``.data =`` and ``set_``,
+    or its shape, or its strides."""
     detail: Any
     item: HeldTensor | Place
 
 
+_DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+
+
 def is_as_it_was(probe: Probe) -> bool:
     """True only if the same object stands there, a tensor as it was."""
-    get, name, value, detail_of, detail, _ = probe
-    return get(name) is value and (detail_of is None or detail_of() == detail)
+    get, box, name, value, detail_of, detail, _ = probe
+    return get(box, name) is value and (detail_of is None or detail_of(value) == detail)
 
 
 def probes_of(item: HeldTensor | Place) -> list[Probe]:
     """The fast looks at what has a place, as it is now; of a tensor at address, shape, strides."""
     place = item if isinstance(item, Place) else item.place
     assert place is not None, "only what has a place is looked up again"
+    owner, name, kind = place.owner, place.name, place.kind
+    if isinstance(item, HeldTensor) and item.parts:
+        return [Probe(_current, item, None, item.current(), None, 0, item)]
+    if kind == "length":
+        box = entries_of(owner)
+        return [Probe(tuple.__getitem__, (box,), 0, box, len, place.read(), item)]
+    if kind == "member":
+        looks: list[tuple[Any, Any, Any]] = [(_member, _classes_with(owner, name), name)]
+        hiding = attributes_of(owner)
+        if type(hiding) is dict:
+            looks.append((dict.get, hiding, name))
+        return [Probe(*look, look[0](*look[1:]), None, 0, item) for look in looks]
     value = place.read()
     getter = _getter(place)
-    if isinstance(item, HeldTensor) and item.parts:
-        return [Probe(lambda _: item.current(), None, item.current(), None, 0, item)]
     if isinstance(item, HeldTensor) and item.layout and type(value) in _PLAIN_TENSORS:
-        methods = value.data_ptr, value.size, value.stride
         return [
-            Probe(*getter, value, method, detail, item)
-            for method, detail in zip(methods, item.layout, strict=False)
+            Probe(*getter, value, detail_of, detail, item)
+            for detail_of, detail in zip(_DETAILS, item.layout, strict=False)
         ]
     return [Probe(*getter, value, None, 0, item)]
 
@@ -377,16 +394,22 @@ def _held(
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (
         tensor.data_ptr(),
-        tensor.size(),
-        tensor.stride(),
+        _one_object(tensor.size()),
+        _one_object(tensor.stride()),
         tensor.dtype,
         tensor.is_conj(),
         tensor.is_neg(),
     )
 
 
-def _getter(place: Place) -> tuple[Callable[[Any], Any], Any]:
-    """The fastest function that reads a place, and its argument.
+@lru_cache(maxsize=4096, typed=True)
+def _one_object(value: tuple[int, ...]) -> tuple[int, ...]:
+    """The same for all tensors of a shape: what a step compares with is then mostly in a cache."""
+    return value
+
+
+def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
+    """The fastest function that reads a place, and its two arguments.
 
     Of an entry of a dict, ``dict.get``: that a None is gone altogether is seen by ``read`` alone.
     """
@@ -398,49 +421,45 @@ def _getter(place: Place) -> tuple[Callable[[Any], Any], Any]:
         boxes = attributes_of(owner)
     elif kind in ("item", "global"):
         boxes = owner
-    elif kind == "length":
-        return ((lambda _: place.read()), None) if _is_module(owner) else (len, owner)
-    elif kind == "cell":
-        return _contents, owner
-    elif kind == "member":
-        return _member_getter(owner, name), name
     if type(boxes) is dict and name in boxes:
-        return boxes.get, name
+        return dict.get, boxes, name
     if type(boxes) is tuple:
-        return boxes.__getitem__, name
-    if type(boxes) is list:
-        return (lambda index: boxes[index] if index < len(boxes) else MISSING), name
-    return (lambda _: place.read()), None
+        return tuple.__getitem__, boxes, name
+    return _read, place, None
 
 
-def _member_getter(owner: Any, name: str) -> Callable[[str], Any]:
-    """As ``read_attribute``, without asking the classes after the one that has it."""
+def _current(item: HeldTensor, _: object) -> Any:
+    return item.current()
+
+
+def _read(place: Place, _: object) -> Any:
+    return place.read()
+
+
+class Classes(NamedTuple):
+    """Where a name is looked up for the objects of a class."""
+
+    kind: type
+    members: tuple[Mapping[str, Any], ...]
+    """Of the class and its bases, as far as the one that has the name."""
+
+
+def _classes_with(owner: Any, name: str) -> Classes:
     kind = owner if issubclass(type(owner), type) else type(owner)
-    of_object = attributes_of(owner).get
-    of_classes = []
+    found = []
     for base in kind.__mro__:
-        of_classes.append(base.__dict__.get)
+        found.append(base.__dict__)
         if name in base.__dict__:
             break
-    else:
-        return partial(read_attribute, owner)
-
-    def get(name: str) -> Any:
-        value = of_object(name, MISSING)
-        for of_class in of_classes:
-            if value is not MISSING:
-                return value
-            value = of_class(name, MISSING)
-        return value
-
-    return get
+    return Classes(kind, tuple(found))
 
 
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that was deleted
-        return MISSING
+def _member(classes: Classes, name: str) -> Any:
+    for members in classes.members:
+        value = members.get(name, MISSING)
+        if value is not MISSING:
+            return value
+    return MISSING
 
 
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)

@@ -257,11 +257,13 @@ def _read_element(owner: Any, name: Any) -> Any:
     return name if name in owner else MISSING
 
 
+def entries_of(owner: Any) -> Any:
+    """What the length of an owner counts: of a module that is a container, its children."""
+    return owner._modules if issubclass(type(owner), torch.nn.Module) else owner
+
+
 def _read_length(owner: Any, _: object) -> int:
-    if not isinstance(owner, torch.nn.Module):
-        return len(owner)
-    children = len(owner._modules) if isinstance(owner, _CONTAINERS) else 0
-    return children + len(owner._forward_pre_hooks) + len(owner._forward_hooks)
+    return len(entries_of(owner))
 
 
 def _read_cell(owner: CellType, _: str) -> Any:
@@ -412,7 +414,7 @@ def _is_installed(package: str) -> bool:
     lies in a folder that also has what installers record of their packages."""
     spec = getattr(sys.modules.get(package), "__spec__", None)
     places = list(getattr(spec, "submodule_search_locations", None) or ())
-    if not places and getattr(spec, "origin", None):
+    if not places and spec is not None and spec.origin:
         places = [spec.origin]
     return any(next(Path(place).parent.glob("*.dist-info"), None) for place in places)
 
@@ -619,8 +621,10 @@ class _Walk:
             for name, value in values.items():
                 places.append(Place(prefix + name, module, name, kind, value))
         self._enter_attributes(path, module, own)
-        self._add_length(path, module, _read_length(module, None))
+        if issubclass(type(module), _CONTAINERS):
+            self._add_length(path, module, len(module._modules))
         for name in _HOOKS:
+            self._add_length(prefix + name, own[name], len(own[name]))
             for key, hook in own[name].items():
                 self._add(Place(f"{prefix}{name}[{key}]", own[name], key, "item", hook))
         for name, child in module._modules.items():
@@ -656,7 +660,8 @@ class _Walk:
         for name, values in known.members.items():
             if name not in attributes and _is_data(values[0]):
                 self._add_attribute(known, Place(prefix + name, owner, name, "member", values[0]))
-        for name in {*known.own, "forward"} - attributes.keys():
+        methods = {"forward"} if known.is_foreign else {*known.own, "forward"}
+        for name in methods - attributes.keys():
             method = known.members.get(name, (0,))[0]
             if not _is_data(method):  # An attribute may hide it.
                 self._places.append(Place(prefix + name, owner, name, "member", method))

@@ -16,13 +16,15 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules import module as torch_module
 
-from graphrt.graphs.held import HeldTensor, Probe, is_same_value, probes_of
+from graphrt.graphs.held import Classes, HeldTensor, Probe, is_same_value, probes_of
 from graphrt.graphs.program import Program
 from graphrt.graphs.reachable import Place
 
-# Fields of a ``Probe`` in a plain tuple, which is taken apart faster; without the item, because to
-# take out an object that no look needs is one more cache miss, and a step has displaced them all.
-_Look = tuple[Callable[[Any], Any], Any, Any, Callable[[], Any] | None, Any]
+# Fields of four ``Probe``s in one plain tuple, without their items: to take out an object that no
+# look needs is one more cache miss, and a step has displaced them all.
+_Group = tuple[Any, ...]
+_Item = tuple[HeldTensor | Place, int]
+"""What a look is at, and which of its probes it is."""
 
 WatchMode = Literal["spread", "always", "off"]
 
@@ -52,10 +54,10 @@ class Watch:
         """By id and name, what the hooks may mark; the programs keep these modules alive."""
         self._known: dict[int, list[Probe]] = {}
         """By the id of what is looked at: most programs share most of it."""
-        self._groups: list[list[_Look]] = []
-        self._items: dict[int, list[HeldTensor | Place]] = {}
+        self._groups: list[_Group] = []
+        self._items: dict[int, list[_Item]] = {}
         """By the id of each group, what its looks are at."""
-        self._next: Callable[[], list[_Look]] = cycle([[]]).__next__
+        self._next: Callable[[], _Group] = cycle([_NOTHING]).__next__
 
     def start(self) -> None:
         """Hear of registrations, if this mode does. Idempotent."""
@@ -75,39 +77,66 @@ class Watch:
         ``ask``: with hooks alone, what a marked program does before its next check.
         """
         self._programs, self._ask = tuple(programs), ask
-        group = self._next()
-        upcoming = [
-            _name_of(*look[3:], item)
-            for look, item in zip(group, self._items.get(id(group), ()), strict=False)
-        ]
+        upcoming = {(id(item), number) for item, number in self._items.get(id(self._next()), ())}
         self._modules.clear()
         self._groups, self._items, self.num_places = [], {}, 0
         if self.mode == "off":
             return
         probes = self._probes()
         self.num_places = len(probes)
-        first = next((n for n, probe in enumerate(probes) if _name_of(*probe[3:]) in upcoming), 0)
+        first = next(
+            (n for n, (_, (item, number)) in enumerate(probes) if (id(item), number) in upcoming), 0
+        )
         probes = probes[first:] + probes[:first]
         for start in range(0, len(probes), PLACES_A_STEP):
             part = probes[start : start + PLACES_A_STEP]
-            group = [_look_of(probe) for probe in part]
+            group = _group_of([probe for probe, _ in part])
             self._groups.append(group)
-            self._items[id(group)] = [probe.item for probe in part]
-        self._next = cycle(self._groups or [[]]).__next__
+            self._items[id(group)] = [item for _, item in part]
+        self._next = cycle(self._groups or [_NOTHING]).__next__
 
     def look(self) -> bool:
         """True if nothing was marked and the next places are as they were."""
         if self.is_marked:
             return False
+        # Written out, because a loop over four tuples takes a third longer.
         group = self._next()
-        for get, name, value, detail_of, detail in group:
-            if get(name) is not value or (detail_of is not None and detail_of() != detail):
-                return _look_closer(group, self._items[id(group)])
-        return True
+        (get1, box1, name1, is1, of1, was1, get2, box2, name2, is2, of2, was2,
+         get3, box3, name3, is3, of3, was3, get4, box4, name4, is4, of4, was4) = group  # fmt: skip
+        return (
+            get1(box1, name1) is is1
+            and (of1 is None or of1(is1) == was1)
+            and get2(box2, name2) is is2
+            and (of2 is None or of2(is2) == was2)
+            and get3(box3, name3) is is3
+            and (of3 is None or of3(is3) == was3)
+            and get4(box4, name4) is is4
+            and (of4 is None or of4(is4) == was4)
+        ) or self._look_closer(group)
 
     def look_at_all(self) -> bool:
         """As ``look``, at every place."""
         return not self.is_marked and all(self.look() for _ in self._groups)
+
+    def _look_closer(self, group: _Group) -> bool:
+        """False if a place of the group holds something else. Equal things are looked at from now
+        on: a number that was set to itself is another object."""
+        items = self._items[id(group)]
+        for (item, _), value in zip(items, group[3::6], strict=False):
+            if isinstance(item, HeldTensor):
+                if item.has_moved():
+                    return False
+            else:
+                now = item.read()
+                if now is not value and not is_same_value(item, now):
+                    return False
+        later = _group_of([probes_of(item)[number] for item, number in items])
+        self._items[id(later)] = self._items.pop(id(group))
+        # In the same turn: the group after it comes next.
+        place = next(n for n, each in enumerate(self._groups) if each is group)
+        self._groups = [*self._groups[place + 1 :], *self._groups[:place], later]
+        self._next = cycle(self._groups).__next__
+        return True
 
     def note(self, module: torch.nn.Module, name: str) -> None:
         """A module is about to get something under this name."""
@@ -118,10 +147,14 @@ class Watch:
                 for program in self._programs:
                     program.suspect(self._ask)
 
-    def _probes(self) -> list[Probe]:
-        """How each place is looked at; once for all programs, and none with hooks alone."""
+    def _probes(self) -> list[tuple[Probe, _Item]]:
+        """How each place is looked at; once for all programs, and none with hooks alone.
+
+        Those of one owner follow each other, because a look costs what it displaces from the cache.
+        """
         known, self._known = self._known, {}
-        probes: list[Probe] = []
+        by_owner: dict[int, list[tuple[Probe, _Item]]] = {}
+        of_classes: set[tuple[int, str]] = set()
         for program in self._programs:
             tensors, values = program.watched()
             links = () if program.reads is None else program.reads.links
@@ -136,34 +169,24 @@ class Watch:
                 if not looks or looks[0].item is not item:
                     looks = [] if self.mode == "hooks" else probes_of(item)
                 self._known[id(item)] = looks
-                probes += looks
-        return probes
+                found = by_owner.setdefault(id(place.owner), [])
+                for number, probe in enumerate(looks):
+                    if type(probe.box) is Classes:  # Many objects share their members.
+                        if (id(probe.box.kind), probe.name) in of_classes:
+                            continue
+                        of_classes.add((id(probe.box.kind), probe.name))
+                    found.append((probe, (item, number)))
+        return [look for looks in by_owner.values() for look in looks]
 
 
-def _name_of(detail_of: Callable[[], Any] | None, _: Any, item: object) -> tuple[int, object]:
-    """Which look it is, among all of one ``update``."""
-    return id(item), getattr(detail_of, "__name__", None)
+_EMPTY: dict[Any, Any] = {}
+_NO_LOOK = (dict.get, _EMPTY, None, None, None, None)
+_NOTHING: _Group = _NO_LOOK * PLACES_A_STEP
 
 
-def _look_of(probe: Probe) -> _Look:
-    return probe[:5]
-
-
-def _look_closer(group: list[_Look], items: list[HeldTensor | Place]) -> bool:
-    """False if a place of the group holds something else. Equal things are looked at from now on:
-    a number that was set to itself is another object."""
-    for index, ((_, _, value, _, detail), item) in enumerate(zip(group, items, strict=True)):
-        if isinstance(item, HeldTensor):
-            if item.has_moved():
-                return False
-            probes = probes_of(item)
-            same = [probe for probe in probes if type(probe.detail) is type(detail)]
-            group[index] = _look_of(same[0])
-        elif item.read() is not value:
-            if not is_same_value(item, item.read()):
-                return False
-            group[index] = _look_of(probes_of(item)[0])
-    return True
+def _group_of(probes: list[Probe]) -> _Group:
+    looks = [field for probe in probes for field in probe[:6]]
+    return (*looks, *_NO_LOOK * (PLACES_A_STEP - len(probes)))
 
 
 class _Registrations:

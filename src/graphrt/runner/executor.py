@@ -11,6 +11,7 @@ import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
+from graphrt.device.torch_modes import is_any_autocast_enabled
 from graphrt.errors import (
     ConfigError,
     UnkeyedValueError,
@@ -244,7 +245,7 @@ class Executor:
     def replay(
         self, ready: ReadyGraph, values: Values, sizes: Sizes, staged: Sizes, step_info: Any
     ) -> Any:
-        """Stage, prepare, replay, unpad: the arguments are those of a ``Call``."""
+        """Stage, prepare, replay, unpad: the arguments are those of a ``Call``. Under no_grad."""
         if self._replaying.title is not None:
             raise self._replaying.refusal(ready.program.title)
         if self._expire is not None:
@@ -252,8 +253,8 @@ class Executor:
         ready.bound.stage(staged, values)
         for resource in self._resources:
             resource.prepare(ready.key, step_info)
-        if torch.is_autocast_enabled(self._device_kind) is not ready.has_autocast:
-            raise autocast_error(ready.key, ready.program.autocast)
+        if ready.has_autocast or is_any_autocast_enabled():
+            self._check_autocast(ready)
         if ready.check is not None:
             ready.check(step_info)
         if ready.has_eager:
@@ -262,6 +263,10 @@ class Executor:
         else:
             ready.program.replay()
         return ready.unpad(sizes)
+
+    def _check_autocast(self, ready: ReadyGraph) -> None:
+        if torch.is_autocast_enabled(self._device_kind) is not ready.has_autocast:
+            raise autocast_error(ready.key, ready.program.autocast)
 
     def eager(self, key: BatchDescriptor, call: Call) -> Any:
         """Run ``fn`` itself, in the shared buffers where the values fit, else in new ones.

@@ -16,6 +16,7 @@ import torch
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.device import DeviceName, make_device
 from graphrt.device.base import Device
+from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.errors import (
     BatchError,
     CaptureInProgressError,
@@ -538,7 +539,11 @@ class CUDAGraphRunner:
             self._require_idle("run")
         mode, key, reason = decision
         self._is_running = True
+        has_grad = torch.is_grad_enabled()
         try:
+            if has_grad:
+                # What is staged, and what eager segments return, must not grow a graph of its own.
+                set_grad_enabled(False)
             if mode is _EAGER:
                 self._require_open()
                 if self._is_strict:
@@ -553,13 +558,11 @@ class CUDAGraphRunner:
                 if self._until_verify <= 0:
                     self._until_verify = self._verify_every
                     return self._compare(ready, Call(values, sizes, staged, step_info))
-            if ready.has_eager and torch.is_grad_enabled():
-                # What eager segments return must not grow a graph of its own.
-                with torch.no_grad():
-                    return self._executor.replay(ready, values, sizes, staged, step_info)
             return self._executor.replay(ready, values, sizes, staged, step_info)
         finally:
             self._is_running = False
+            if has_grad:
+                set_grad_enabled(True)
 
     def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
         """Look at everything; ``decision``, or an eager one where its program is invalid now."""
