@@ -264,6 +264,8 @@ class HostSnapshot:
 
     def _add_place(self, prefix: str, place: Place, entered: set[int]) -> None:
         path, owner, name = prefix + place.path, place.owner, place.name
+        if place.kind == "length":
+            return  # What is in the container says it, where that was entered.
         if place.kind in ("cell", "global"):
             self._add(path, owner, place.kind, name)
         elif issubclass(type(owner), ModuleType):

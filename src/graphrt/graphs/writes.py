@@ -39,6 +39,12 @@ class _WriteObserver(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare the guard that torch puts around each dispatch: to make it, torch imports its
+        compiler, which takes seconds."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.writes: list[Write] = []
