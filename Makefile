@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check fuzz mutants test-gpu bench clean
+.PHONY: demo test check docs fuzz mutants test-gpu bench clean
 
 # Two stamps: the demo needs less than the tests do. Both are made anew when pyproject.toml changes.
 DEMO_ENV := $(VENV)/.installed-llm
@@ -35,6 +35,12 @@ check: $(DEV_ENV)
 	$(BIN)/lint-imports
 	$(BIN)/python tests/architecture/size_report.py
 
+# The pages of docs/ and the reference, as files to open in site/. Every warning is an error, but
+# not with --quiet: it also hides them from --strict.
+docs: $(DEV_ENV)
+	$(BIN)/mkdocs build --strict
+	@echo "site/index.html"
+
 # Random engines and runners against eager. A failing case prints the command that runs it alone.
 FUZZ ?= --seed 1 --engine-steps 50000 --runner-steps 10000
 fuzz: $(DEV_ENV)
@@ -53,4 +59,4 @@ bench: $(DEV_ENV)
 	$(BIN)/python -m benchmarks --save benchmarks/results
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

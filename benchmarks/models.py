@@ -93,7 +93,7 @@ class DecodeStep:
         """Choose the attention formula of FULL graphs; whoever calls or captures a step does so."""
         length = self.context // 2
         live = AttentionMetadata(np.full(num_reqs, 1), np.full(num_reqs, length))
-        self.attention.prepare_for_replay(decode_key(num_reqs), live)
+        self.attention.prepare(decode_key(num_reqs), live)
 
     def specs(self) -> list[BufferSpec]:
         """The 8 inputs, over the one axis ``requests``."""
@@ -213,7 +213,7 @@ def small_runtime(
     runtime = Runtime(
         model,
         inputs=model.specs(),
-        outputs=OutputSpec({"": "tokens"}),
+        outputs=OutputSpec({"": "tokens"}, "view"),
         examples=example,
         config=RuntimeConfig(
             compilation=CompilationConfig(cudagraph_capture_sizes=sizes),

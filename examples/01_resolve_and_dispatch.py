@@ -5,7 +5,7 @@ over the plan's keys then answers each batch from a table: which mode, which gra
 
 Output::
 
-    cudagraph_mode: asked CUDAGraphMode.FULL, got CUDAGraphMode.FULL_AND_PIECEWISE
+    cudagraph_mode: asked FULL, got FULL_AND_PIECEWISE
       because
         the attention backend supports UNIFORM_BATCH
         a full graph of mixed batches needs ALWAYS

@@ -8,8 +8,7 @@ Output::
 
     4 live rows: [6.0, 20.0, 46.0, 88.0], eager [6.0, 20.0, 46.0, 88.0]
     2 live rows: [6.0, 20.0, 0.0, 0.0], eager [6.0, 20.0, 0.0, 0.0]
-    model PIECEWISE BatchDescriptor(num_tokens=4), generation 0
-    state: ready: its first call was checked
+    state: ready: its first replay was compared with eager execution, and equal
     captured: 3 device graphs, 4 kernels
       0. graph, 1 kernel
       1. eager: segment 1: attention
@@ -19,18 +18,8 @@ Output::
 
 import torch
 
-from graphrt import (
-    BatchDescriptor,
-    CUDAGraphWrapper,
-    ForwardContext,
-    GraphLibrary,
-    RuntimeMode,
-    SimulatedDevice,
-    break_point,
-)
-from graphrt.verify import explain
+from graphrt import CUDAGraphRunner, break_point, explain
 
-KEY = BatchDescriptor(4)
 LENGTHS = {"live": 4}
 
 
@@ -50,25 +39,20 @@ def model(x):
 
 
 def main() -> None:
-    device = SimulatedDevice()
-    with GraphLibrary(device) as library, torch.inference_mode():
-        wrapped = CUDAGraphWrapper(model, library, RuntimeMode.PIECEWISE, name="model")
-        x = torch.zeros(4)
-        with library.capture_scope() as scope:
-            for mode in (RuntimeMode.NONE, RuntimeMode.PIECEWISE):  # warm up, then capture
-                with scope.step(mode, KEY):
-                    wrapped(x)
-
+    with CUDAGraphRunner(
+        model,
+        examples=lambda sizes, seed: {"x": torch.arange(4.0) + seed},
+        modes=["PIECEWISE"],
+        device="simulated",
+    ) as runner:
+        runner.capture()
+        x = torch.arange(4.0)
         for live in (4, 2):
             LENGTHS["live"] = live
-            x.copy_(torch.arange(4.0))
-            with ForwardContext(RuntimeMode.PIECEWISE, KEY):
-                replayed = wrapped(x).tolist()
-            print(f"{live} live rows: {replayed}, eager {model(x).tolist()}")
+            print(f"{live} live rows: {runner.run({'x': x}).tolist()}, eager {model(x).tolist()}")
 
-        for line in explain(wrapped.concrete_cudagraph_entries[KEY]).splitlines()[:7]:
+        for line in explain(runner.library.programs[0]).splitlines()[1:7]:
             print(line.split(" (")[0])  # without file and line
-    device.close()
 
 
 if __name__ == "__main__":

@@ -1,37 +1,51 @@
 """05: What is refused, and how the error reads.
 
-A capture that met one of these would replay wrong answers in silence. Each error says what was
-expected, what was found and what to do; nothing half-captured stays behind.
+Done by hand, each of these fails without saying where, or gives wrong answers in silence. An error
+says what was expected, what was found (with file and line, left out here) and what to do; nothing
+half-captured stays behind.
 
 Output::
 
     waits_for_the_device
       ForbiddenOperationError
         expected: work that the device can repeat without Python
-        found:    aten::_local_scalar_dense (.item())
+        found:    aten::_local_scalar_dense (.item()) in waits_for_the_device: return x /
+                  x.max().item()
         do:       keep the value on the device (torch.where, index_select), or pass it as part
                   of the key.
     keeps_memory_of_the_recording
       EscapedAllocationError
         expected: memory of the recording held by outputs and static outputs alone
-        found:    64 bytes kept by KEPT
+        found:    64 bytes kept by KEPT in keeps_memory_of_the_recording
         do:       allocate it before the capture, return it, or name it in allow_escape
-    an unseen key outside a scope
-      CaptureOutsideScopeError
-        expected: a key that was captured: BatchDescriptor(num_tokens=4)
-        found:    an unseen key, and no capture scope in the forward context
-        do:       capture it in library.capture_scope(), or dispatch only to captured keys
-    another host value
-      UnkeyedValueError
-        expected: 2, the value that was captured
-        found:    3
-        do:       put it in the key's `variant` or pass a tensor
-    a tensor of another shape
-      StaleInputError
-        expected: torch.float32 tensor of shape (4,), stride (1,)
-        found:    torch.float32 tensor of shape (3,), stride (1,)
-        do:       write new values into the captured tensor (`copy_`), or capture again
-    and the graph of 4 still replays: [2.0, 2.0, 2.0, 2.0]
+    advances_a_state_that_nobody_declared
+      StateAdvancedError
+        expected: a callable that writes nothing but static buffers declared written, what
+                  state= guards and what may_overwrite= names
+        found:    STEPS is written in advances_a_state_that_nobody_declared; no state guard
+                  was given
+        do:       guard it with state=, let inputs point at a reserved place in
+                  may_overwrite=, or say checks='none' if warm-ups and first replays may
+                  advance it
+    reads_its_padding
+      VerificationError
+        expected: real rows and state that no padded row reaches
+        found:    padding is read: other padded rows in x change the result
+        do:       mask the padded rows, or declare what they hold (padding= of the
+                  BufferSpec); reads_padding='why' if results are meant to depend on them. If
+                  only a row of state meant for padding differs: may_overwrite={tensor: 'input
+                  that indexes its rows'} compares the real rows alone
+    a batch above the largest size, in strict mode
+      MissError
+        expected: a captured graph for every step (on_miss='strict')
+        found:    none serves it: ABOVE_MAX (9 rows are 1 above the largest captured size, 8)
+        do:       capture a size that holds it, or set on_miss='eager'. The step did not run
+    a value of another shape
+      InputMismatchError
+        expected: 1 dimensions, ('rows',)
+        found:    2 dimensions, (3, 2)
+        do:       stage what the spec declares
+    and the graphs still replay: [2.0, 2.0, 2.0]
 """
 
 import re
@@ -39,18 +53,10 @@ from textwrap import fill
 
 import torch
 
-from graphrt import (
-    BatchDescriptor,
-    CUDAGraphWrapper,
-    ForwardContext,
-    GraphLibrary,
-    RuntimeMode,
-    SimulatedDevice,
-)
-from graphrt.errors import CaptureError, ReplayError
+from graphrt import BufferSpec, CUDAGraphRunner, OutputSpec
+from graphrt.errors import GraphrtError
 
-FULL, KEY = RuntimeMode.FULL, BatchDescriptor(4)
-KEPT = []
+KEPT, STEPS = [], torch.zeros(())
 
 
 def waits_for_the_device(x):
@@ -62,46 +68,64 @@ def keeps_memory_of_the_recording(x):
     return x * 2
 
 
+def advances_a_state_that_nobody_declared(x):
+    STEPS.add_(1)
+    return x + STEPS
+
+
+def reads_its_padding(x):
+    return x - x.max()
+
+
+def a_good_one(x):
+    return x * 2
+
+
+def make_runner(fn):
+    return CUDAGraphRunner(
+        fn,
+        inputs=[BufferSpec("x", ("rows",), torch.float32)],
+        outputs=OutputSpec({"": "rows"}),
+        sizes={"rows": [4, 8]},
+        on_miss="strict",
+        device="simulated",
+    )
+
+
 def show(title, error):
     print(f"{title}\n  {type(error).__name__}")
     for part in ("expected", "found", "do"):
-        text = re.sub(r"( at|, allocated at) /.*", "", getattr(error, part))  # without the place
+        text = re.sub(
+            r"( at|, allocated at) /\S+|(, while|: \d+ elements).*", "", getattr(error, part)
+        )
         print(fill(text, 90, initial_indent=f"    {part + ':':<9} ", subsequent_indent=" " * 14))
 
 
 def main() -> None:
-    device = SimulatedDevice()
-    with GraphLibrary(device) as library, torch.inference_mode():
-        x = torch.ones(4)
-        for refused in (waits_for_the_device, keeps_memory_of_the_recording):
-            wrapped = CUDAGraphWrapper(refused, library, FULL)
+    like = {"x": torch.arange(1.0, 9.0)}
+    for refused in (
+        waits_for_the_device,
+        keeps_memory_of_the_recording,
+        advances_a_state_that_nobody_declared,
+        reads_its_padding,
+    ):
+        with make_runner(refused) as runner:
             try:
-                with library.capture_scope() as scope, scope.step(FULL, KEY):
-                    wrapped(x)
-            except CaptureError as error:
+                runner.capture(like=like)
+            except GraphrtError as error:
                 show(refused.__name__, error)
-        KEPT.clear()
 
-        scaled = CUDAGraphWrapper(lambda x, factor: x * factor, library, FULL, name="scaled")
-        with library.capture_scope() as scope, scope.step(FULL, KEY):
-            scaled(x, 2)
-        calls = {
-            "an unseen key outside a scope": (BatchDescriptor(8), (x, 2)),
-            "another host value": (KEY, (x, 3)),
-            "a tensor of another shape": (KEY, (torch.ones(3), 2)),
-        }
-        for title, (key, args) in calls.items():
+    with make_runner(a_good_one) as runner:
+        runner.capture(like=like)
+        for title, x in {
+            "a batch above the largest size, in strict mode": torch.ones(9),
+            "a value of another shape": torch.ones(3, 2),
+        }.items():
             try:
-                with ForwardContext(FULL, key):
-                    scaled(*args)
-            except (CaptureError, ReplayError) as error:
-                error.expected, error.found = (
-                    text.split(", at 0x")[0] for text in (error.expected, error.found)
-                )
+                runner.run({"x": x})
+            except GraphrtError as error:
                 show(title, error)
-        with ForwardContext(FULL, KEY):
-            print("and the graph of 4 still replays:", scaled(x, 2).tolist())
-    device.close()
+        print("and the graphs still replay:", runner.run({"x": torch.ones(3)}).tolist())
 
 
 if __name__ == "__main__":

@@ -12,22 +12,26 @@ Output::
     first: 3 graphs alive, generations [0]
     rebuilt: 2 graphs alive, generations [1]
     the old program: RetiredProgramError, generation 0 is retired
-    the new one: [2.0, 2.0, 2.0]
+    the new one: [4.0, 4.0, 4.0]
     retired: 0 graphs alive, generations []
     5 captured in all, 2 generations gone,
     each gave its memory back: True
 """
 
+from functools import partial
+
 import torch
 
 from graphrt import (
     BatchDescriptor,
+    CaptureJob,
+    CaptureOptions,
     CUDAGraphWrapper,
     ForwardContext,
     GraphLibrary,
     Retired,
     RuntimeMode,
-    SimulatedDevice,
+    capture_all,
 )
 from graphrt.errors import RetiredProgramError
 
@@ -35,11 +39,18 @@ FULL = RuntimeMode.FULL
 INPUTS = torch.ones(64, 16)
 
 
-def capture(library, wrapped, sizes, **options):
-    with library.capture_scope(**options) as scope:
-        for size in sizes:
-            with scope.step(FULL, BatchDescriptor(size)):
-                wrapped(INPUTS[:size])
+def capture(library, wrapped, sizes, generation="current"):
+    """Captures what reads ``INPUTS``, and compares each first replay with eager."""
+
+    def inputs(seed, size):
+        INPUTS.fill_(1 + seed)
+        return (INPUTS[:size],), {}
+
+    jobs = [
+        CaptureJob(wrapped, FULL, BatchDescriptor(size), partial(inputs, size=size))
+        for size in sizes
+    ]
+    capture_all(library, jobs, CaptureOptions(generation=generation))
 
 
 def show(title, library):
@@ -50,9 +61,8 @@ def show(title, library):
 
 
 def main() -> None:
-    device = SimulatedDevice()
     events = []
-    with GraphLibrary(device, observer=events.append) as library, torch.inference_mode():
+    with GraphLibrary("simulated", observer=events.append) as library, torch.inference_mode():
         weight = torch.eye(16)
         wrapped = CUDAGraphWrapper(lambda x: (x @ weight).relu() + x, library, FULL, name="layer")
 
@@ -81,7 +91,6 @@ def main() -> None:
         gave_back = all(event.freed_bytes > 0 for event in retired)
         print(f"{library.num_cudagraph_captured} captured in all, {len(retired)} generations gone,")
         print(f"each gave its memory back: {gave_back}")
-    device.close()
 
 
 if __name__ == "__main__":

@@ -1105,7 +1105,7 @@ class BugClasses:
         wrapper = lab.wrap_and_capture(lambda d: d["a"][0] + 1, d=inputs)
         lab.step(wrapper, d=inputs)
         inputs["a"][0] = lab.full((4,), 5.0)
-        with pytest.raises(StaleInputError, match=r"kwargs\['d'\]\['a'\]\[0\]"):
+        with pytest.raises(StaleInputError, match=r": d\['a'\]\[0\]"):
             lab.step(wrapper, d=inputs)
 
     def test_22_inference_mode_makes_no_difference(self, lab: Lab) -> None:

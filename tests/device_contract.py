@@ -26,6 +26,7 @@ from graphrt.device.base import Device, DeviceGraph, Pool, Recording, TensorUse
 from graphrt.errors import (
     CaptureError,
     CaptureInProgressError,
+    ConfigError,
     EmptyCaptureError,
     ForbiddenOperationError,
     GraphrtError,
@@ -1009,6 +1010,28 @@ class DeviceContract:
             assert device.current_stream() is one
         assert device.current_stream() is outside
         assert outside not in (one, other)
+
+    def test_adopted_stream_is_the_one_that_records(self, bench: Bench) -> None:
+        """An engine's own stream: the same object as when it is current."""
+        device = bench.device
+        given = device.stream("engine's")
+        adopted = device.adopt_stream(given)
+        with device.use(adopted):
+            assert device.current_stream() is adopted
+            recording = device.begin(bench.pool, adopted, "on a given stream")
+            y = bench.full((4,), 1.0) + 1
+            graph = recording.end()
+        bench.graphs.append(graph)
+        device.order(device.current_stream(), adopted)
+        graph.replay()
+        assert y.eq(2).all()
+        assert device.adopt_stream(device.adopt_stream(given)) is adopted
+
+    def test_adopted_stream_of_another_kind_is_refused(self, bench: Bench) -> None:
+        device = bench.device
+        for wrong in (device.current_stream(), "engine's", None, object()):
+            with pytest.raises(ConfigError, match="stream"):
+                device.adopt_stream(wrong)
 
     def test_forgotten_stream_frees_its_place(self, bench: Bench) -> None:
         """Libraries that are made and closed on one device, each with a stream, never run out."""

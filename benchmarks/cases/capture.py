@@ -133,7 +133,7 @@ def through_library(
                 require_equal(program(**inputs[size]), expected, f"G6 {program.key}")
     library.retire()
     return Times(
-        statistics.mean(entry.seconds * 1000 for entry in entries),
+        statistics.mean(entry.seconds.recording * 1000 for entry in entries),
         whole / len(sizes),
         num_observed,
     )

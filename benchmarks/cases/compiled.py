@@ -164,7 +164,7 @@ def captured(
     runtime = Runtime(
         model,
         inputs=[BufferSpec("ids", ("tokens",), torch.int64, Padding.zero())],
-        outputs=OutputSpec({"": "tokens"}),
+        outputs=OutputSpec({"": "tokens"}, "view"),
         examples=example,
         config=RuntimeConfig(
             compilation=CompilationConfig(cudagraph_capture_sizes=tuple(sizes)),

@@ -31,7 +31,6 @@ from benchmarks.harness import (
     row,
     time_gpu,
 )
-from benchmarks.models import fill
 from graphrt import (
     CompilationConfig,
     ForwardContext,
@@ -90,10 +89,7 @@ def engine_of(
     # The cache takes a share of the free memory: what an earlier engine left must be given back.
     gc.collect()
     torch.cuda.empty_cache()
-    # Seeded weights come from the CPU, minutes for the large shape; what they are plays no part.
-    with mock.patch("graphrt_llm.assembly.random_weights", lambda model, seed: fill(model)):
-        engine = LLMEngine.with_random_weights(ModelConfig.named(shape), config)
-    with engine:
+    with LLMEngine.with_random_weights(ModelConfig.named(shape), config) as engine:
         yield engine
 
 

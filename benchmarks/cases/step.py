@@ -112,7 +112,7 @@ def runtime_of(policy: str, plan: Plan, **options: Any) -> Runtime:
     runtime = Runtime(
         Model(),
         inputs=INPUTS,
-        outputs=OutputSpec({"tokens": "tokens", "requests": "requests"}),
+        outputs=OutputSpec({"tokens": "tokens", "requests": "requests"}, "view"),
         examples=examples,
         config=RuntimeConfig(
             compilation=CompilationConfig(cudagraph_mode=policy, cudagraph_capture_sizes=SIZES),

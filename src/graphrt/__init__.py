@@ -47,10 +47,13 @@ if TYPE_CHECKING:
         GraphrtError as GraphrtError,
     )
     from graphrt.events import (
+        CaptureBegan as CaptureBegan,
         Captured as Captured,
+        CaptureEnded as CaptureEnded,
         CaptureFailed as CaptureFailed,
         Event as Event,
         Invalidated as Invalidated,
+        KeysChanged as KeysChanged,
         Observer as Observer,
         PaddingVerified as PaddingVerified,
         RanEager as RanEager,
@@ -90,7 +93,10 @@ if TYPE_CHECKING:
         read_trace as read_trace,
     )
     from graphrt.report import (
+        LoggingObserver as LoggingObserver,
         PolicyRun as PolicyRun,
+        ProgressBars as ProgressBars,
+        PrometheusObserver as PrometheusObserver,
         ReportPage as ReportPage,
         RunningHistogram as RunningHistogram,
         StepMetrics as StepMetrics,
@@ -146,8 +152,8 @@ _NAMES_OF_ROOM = {
         GraphrtError
     """,
     "events": """
-        CaptureFailed Captured Event Invalidated Observer PaddingVerified RanEager Replayed Retired
-        Verified
+        CaptureBegan CaptureEnded CaptureFailed Captured Event Invalidated KeysChanged Observer
+        PaddingVerified RanEager Replayed Retired Verified
     """,
     "graphs": """
         BufferSet BufferSpec CUDAGraphOptions CUDAGraphWrapper CaptureOptions GraphBudget
@@ -162,8 +168,9 @@ _NAMES_OF_ROOM = {
         TraceRequest generate_azure_like read_trace
     """,
     "report": """
-        PolicyRun ReportPage RunningHistogram StepMetrics TextRow TextTable capture_table
-        check_report_path comparison_table miss_table summarize_runs write_report
+        LoggingObserver PolicyRun ProgressBars PrometheusObserver ReportPage RunningHistogram
+        StepMetrics TextRow TextTable capture_table check_report_path comparison_table miss_table
+        summarize_runs write_report
     """,
     "runner": """
         CUDAGraphRunner CaptureJob Example capture_all

@@ -11,8 +11,23 @@ from enum import Enum, IntEnum
 from typing import NamedTuple
 
 
-class RuntimeMode(IntEnum):
-    """What one step runs: a full graph, graphs and eager segments, or eager code. Ordered."""
+class _NamedInt(IntEnum):
+    """An integer that prints as its name; ``f"{member:d}"`` and JSON have the number."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec) if spec[-1:] == "d" else format(self.name, spec)
+
+
+class RuntimeMode(_NamedInt):
+    """What one step runs: a full graph, graphs and eager segments, or eager code. Ordered.
+
+    ``NONE``: Eager.
+    ``PIECEWISE``: Graphs, with eager segments between them.
+    ``FULL``: One graph.
+    """
 
     NONE = 0
     PIECEWISE = 1
@@ -20,13 +35,24 @@ class RuntimeMode(IntEnum):
 
 
 class CUDAGraphMode(Enum):
-    """The policy a user asks for: (mode of uniform decode batches, mode of all other batches)."""
+    """The policy a user asks for: (mode of uniform decode batches, mode of all other batches).
+
+    ``NONE``: Every batch eager.
+    ``PIECEWISE``: Every batch in graphs with eager segments between.
+    ``FULL``: Every batch in one graph.
+    ``FULL_DECODE_ONLY``: Uniform decode batches in one graph, others eager.
+    ``FULL_AND_PIECEWISE``: Uniform decode batches in one graph, others in graphs with eager
+      segments between.
+    """
 
     NONE = (RuntimeMode.NONE, RuntimeMode.NONE)
     PIECEWISE = (RuntimeMode.PIECEWISE, RuntimeMode.PIECEWISE)
     FULL = (RuntimeMode.FULL, RuntimeMode.FULL)
     FULL_DECODE_ONLY = (RuntimeMode.FULL, RuntimeMode.NONE)
     FULL_AND_PIECEWISE = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+
+    def __str__(self) -> str:
+        return self.name
 
     @classmethod
     def parse(cls, text: str) -> CUDAGraphMode:
@@ -72,41 +98,64 @@ class CUDAGraphMode(Enum):
         return self
 
 
-class Reason(IntEnum):
+class Reason(_NamedInt):
     """Why a step replays a graph (HIT, PADDED) or runs eager (every other reason, a miss).
 
     Values stay below 256 (they travel between ranks in one byte) and never change meaning.
+
+    ``HIT``: A graph of exactly this size.
+    ``PADDED``: A graph of a larger size, or of a larger LoRA count.
+    ``ABOVE_MAX``: Larger than the largest captured size for this kind of batch.
+    ``MODE_NONE``: The policy gives this kind of batch no graph.
+    ``EXCLUDED``: The caller excluded every mode that could have served it.
+    ``NO_KEY``: No key of the plan describes this batch.
+    ``LORA_NOT_CAPTURED``: The plan has no graph for this number of adapters.
+    ``NOT_CAPTURED_YET``: The key is in the plan; its graph is not captured yet.
+    ``CAPTURE_FAILED``: The key's capture failed, or its program failed verification.
+    ``INVALIDATED``: A tensor the program reads has moved since its capture.
+    ``RANKS_DISAGREE``: Data-parallel ranks agreed on a lower mode.
+    ``UBATCH_ABORTED``: A step split into micro-batches was aborted, and no unsplit graph exists
+      for it.
     """
 
     HIT = 0
-    """A graph of exactly this size."""
     PADDED = 1
-    """A graph of a larger size, or of a larger LoRA count."""
     ABOVE_MAX = 2
-    """Larger than the largest captured size for this kind of batch."""
     MODE_NONE = 3
-    """The policy gives this kind of batch no graph."""
     EXCLUDED = 4
-    """The caller excluded every mode that could have served it."""
     NO_KEY = 5
-    """No key of the plan describes this batch."""
     LORA_NOT_CAPTURED = 6
-    """The plan has no graph for this number of adapters."""
     NOT_CAPTURED_YET = 7
-    """The key is in the plan; its graph is not captured yet."""
     CAPTURE_FAILED = 8
-    """The key's capture failed, or its program failed verification."""
     INVALIDATED = 9
-    """A tensor the program reads has moved since its capture."""
     RANKS_DISAGREE = 10
-    """Data-parallel ranks agreed on a lower mode."""
     UBATCH_ABORTED = 11
-    """A step split into micro-batches was aborted, and no unsplit graph exists for it."""
 
     @property
     def is_miss(self) -> bool:
         """True if the step runs eager for this reason."""
         return self > Reason.PADDED
+
+    @property
+    def meaning(self) -> str:
+        """The reason in words, for readers of a report."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Reason.HIT: "a graph of exactly this size exists",
+    Reason.PADDED: "the batch is padded to the next size, or LoRA count, that has a graph",
+    Reason.ABOVE_MAX: "the batch is larger than the largest captured size",
+    Reason.MODE_NONE: "the policy gives this kind of batch no graph",
+    Reason.EXCLUDED: "the caller excluded every mode that could have served it",
+    Reason.NO_KEY: "no key of the plan describes this batch",
+    Reason.LORA_NOT_CAPTURED: "the plan has no graph for this number of adapters",
+    Reason.NOT_CAPTURED_YET: "its key is planned, but no graph of it is captured yet",
+    Reason.CAPTURE_FAILED: "the capture or the verification of its key failed",
+    Reason.INVALIDATED: "something that its graph reads was replaced since",
+    Reason.RANKS_DISAGREE: "the data-parallel ranks settled on a lesser mode",
+    Reason.UBATCH_ABORTED: "its split was called off, and no unsplit graph exists",
+}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -116,6 +165,12 @@ class BatchDescriptor:
     ``num_reqs`` is None where the graph does not depend on the number of requests (piecewise
     keys). ``variant`` is free for the caller's own facts; it must be hashable. The hash is computed
     once.
+
+    ``num_tokens``: Tokens, padded in a key.
+    ``uniform``: True for a decode batch in which every request brings equally many tokens.
+    ``has_lora``: True if any adapter is active.
+    ``num_active_loras``: Distinct adapters, rounded up in a key.
+    ``num_ubatches``: Micro-batches that the step is split into; 1 where it is not.
     """
 
     num_tokens: int
@@ -164,9 +219,14 @@ class BatchDescriptor:
 
 
 class Decision(NamedTuple):
-    """What one step does, with which graph, and why."""
+    """What one step does, with which graph, and why.
+
+    ``mode``: What runs.
+    ``descriptor``: The padded key of the graph to replay; the unpadded batch when ``mode`` is
+      NONE.
+    ``reason``: Why.
+    """
 
     mode: RuntimeMode
     descriptor: BatchDescriptor
-    """The padded key of the graph to replay; the unpadded batch when ``mode`` is NONE."""
     reason: Reason

@@ -80,7 +80,12 @@ class GraphrtError(Exception):
 
 
 class ConfigProblem(NamedTuple):
-    """One thing wrong with a configuration."""
+    """One thing wrong with a configuration.
+
+    ``field``: Where: a path, as `compilation.level`.
+    ``found``: What stands there.
+    ``accepted``: What may.
+    """
 
     field: str
     found: str

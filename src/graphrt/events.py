@@ -11,8 +11,60 @@ from typing import NamedTuple, Protocol
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 
 
+class CaptureBegan(NamedTuple):
+    """A runner begins to warm up, capture and check keys.
+
+    ``owner``: The name of the runner.
+    ``num_keys``: Keys that it sets out to capture.
+    """
+
+    owner: str
+    num_keys: int
+
+
+class CaptureEnded(NamedTuple):
+    """A runner is done with them, or stopped by an error.
+
+    ``owner``: The name of the runner.
+    ``num_keys``: Keys that it had set out to capture.
+    ``num_served``: Keys of the runner that graphs serve now, those of earlier captures included.
+    ``seconds``: Warm-ups, captures and checks together.
+    """
+
+    owner: str
+    num_keys: int
+    num_served: int
+    seconds: float
+
+
+class KeysChanged(NamedTuple):
+    """What graphs of a runner serve has changed, or is known for the first time.
+
+    ``owner``: The name of the runner.
+    ``num_graphs``: Device graphs of its programs that are alive.
+    ``missing``: Why keys are not served, and how many: one entry a reason.
+    """
+
+    owner: str
+    num_graphs: int
+    missing: tuple[tuple[Reason, int], ...]
+
+
 class Captured(NamedTuple):
-    """A program was captured and registered in the library."""
+    """A program was captured and registered in the library.
+
+    ``owner``: The name under which its programs are found.
+    ``mode``: What it runs: FULL or PIECEWISE.
+    ``key``: The key of its graph.
+    ``num_graphs``: Device graphs.
+    ``num_eager``: Eager segments between them.
+    ``num_nodes``: Kernel nodes; None where the device cannot know.
+    ``seconds``: The recording alone, without warm-up and check.
+    ``pool_growth_bytes``: What the pool took from the device for it.
+    ``exec_bytes``: Of the executable graphs.
+    ``static_output_bytes``: Pool memory that receives what eager segments return.
+    ``external_bytes``: Tensors outside the pool that it keeps alive; other programs share them.
+    """
 
     owner: str
     mode: RuntimeMode
@@ -28,7 +80,14 @@ class Captured(NamedTuple):
 
 
 class CaptureFailed(NamedTuple):
-    """A capture failed or did not fit the budget; the key runs eager."""
+    """A capture failed or did not fit the budget; the key runs eager.
+
+    ``owner``: The name under which its programs are found.
+    ``mode``: What it runs: FULL or PIECEWISE.
+    ``key``: The key of its graph.
+    ``error``: The class of the error, by name.
+    ``message``: Its text.
+    """
 
     owner: str
     mode: RuntimeMode
@@ -38,7 +97,13 @@ class CaptureFailed(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A replay was compared with eager execution of the same inputs."""
+    """A replay was compared with eager execution of the same inputs.
+
+    ``mode``: What it runs: FULL or PIECEWISE.
+    ``key``: The key of its graph.
+    ``equal``: True if they agreed: bit for bit, or within the tolerance.
+    ``max_abs_difference``: The largest between elements; NaN if a NaN was on one side.
+    """
 
     mode: RuntimeMode
     key: BatchDescriptor
@@ -47,19 +112,28 @@ class Verified(NamedTuple):
 
 
 class PaddingVerified(NamedTuple):
-    """A padded replay was compared with the unpadded batch, and with other rows as padding."""
+    """A padded replay was compared with the unpadded batch, and with other rows as padding.
+
+    ``mode``: What it runs: FULL or PIECEWISE.
+    ``key``: The key of its graph.
+    ``equal``: True if the real rows agreed, and no bit of them changed with the padding.
+    ``max_abs_difference``: From the unpadded batch, whose kernels may sum in another order.
+    ``num_ties``: Choices that differ between elements equal within the tolerance.
+    """
 
     mode: RuntimeMode
     key: BatchDescriptor
     equal: bool
     max_abs_difference: float
-    """From the unpadded batch, whose kernels may sum in another order."""
     num_ties: int
-    """Choices that differ between elements equal within the tolerance."""
 
 
 class Invalidated(NamedTuple):
-    """Programs of ``owner`` became invalid because the named tensors they read have moved."""
+    """Programs of ``owner`` became invalid because the named tensors they read have moved.
+
+    ``num_programs``: How many.
+    ``names``: Of what was replaced; empty if they were invalidated by hand.
+    """
 
     owner: str
     num_programs: int
@@ -67,7 +141,12 @@ class Invalidated(NamedTuple):
 
 
 class Retired(NamedTuple):
-    """A generation was retired and its memory freed."""
+    """A generation was retired and its memory freed.
+
+    ``generation``: Its number.
+    ``num_programs``: Programs that went.
+    ``freed_bytes``: Of its pool and executables.
+    """
 
     generation: int
     num_programs: int
@@ -75,7 +154,15 @@ class Retired(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """A step replayed a graph. ``host_us``: time the runtime took on the host."""
+    """A step replayed a graph. ``host_us``: time the runtime took on the host.
+
+    ``mode``: What ran: FULL or PIECEWISE.
+    ``reason``: HIT or PADDED.
+    ``num_tokens``: Real tokens, without padding.
+    ``num_padded_tokens``: The captured size that served it.
+    ``num_reqs``: Real requests; 0 where the batch has no such axis.
+    ``uniform``: Whether it was a uniform decode batch.
+    """
 
     mode: RuntimeMode
     reason: Reason
@@ -87,7 +174,12 @@ class Replayed(NamedTuple):
 
 
 class RanEager(NamedTuple):
-    """A step ran eager; ``reason`` is a miss. ``host_us`` as in ``Replayed``."""
+    """A step ran eager; ``reason`` is a miss. ``host_us`` as in ``Replayed``.
+
+    ``num_tokens``: Real tokens, without padding.
+    ``num_reqs``: Real requests; 0 where the batch has no such axis.
+    ``uniform``: Whether it was a uniform decode batch.
+    """
 
     reason: Reason
     num_tokens: int
@@ -97,7 +189,10 @@ class RanEager(NamedTuple):
 
 
 Event = (
-    Captured
+    CaptureBegan
+    | CaptureEnded
+    | KeysChanged
+    | Captured
     | CaptureFailed
     | Verified
     | PaddingVerified

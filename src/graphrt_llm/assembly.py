@@ -11,16 +11,24 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from graphrt import Device, Facts, Observer, OutputSpec, Runtime, RuntimeConfig, make_device
+from graphrt import (
+    CUDAGraphMode,
+    Device,
+    Facts,
+    Observer,
+    OutputSpec,
+    Runtime,
+    RuntimeConfig,
+    make_device,
+)
 from graphrt_llm.attention import (
     AttentionBackend,
     AttentionChoice,
-    AttentionResource,
     choose_attention,
     make_attention,
 )
 from graphrt_llm.blocks import blocks_for
-from graphrt_llm.config import DType, EngineConfig, Limits
+from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
 from graphrt_llm.kv_cache import KVCache
@@ -36,6 +44,14 @@ TINY_CONFIG = EngineConfig(
     load_format="dummy",
 )
 """The default of ``LLMEngine.tiny``. In float64, padding changes no greedy choice in practice."""
+
+
+GRAPH_BYTES = 2**30
+"""Left free beside the cache for pools, and for what the driver keeps for each graph: graphs of the
+default sizes have taken 794 MiB of an H200."""
+
+SIMULATED_BYTES = 2**31
+"""What counts as free on the simulated device, whose memory is the host's."""
 
 
 class EngineParts(NamedTuple):
@@ -86,12 +102,15 @@ def assemble(
             config=config.runtime,
             inputs=input_specs(limits),
             outputs=OutputSpec(
-                {"logits": "requests", "tokens": "requests"}, chosen_from={"tokens": "logits"}
+                {"logits": "requests", "tokens": "requests"},
+                # The engine has read what a step returned, or started its copy, before the next.
+                "view",
+                chosen_from={"tokens": "logits"},
             ),
             device=device,
             facts=Facts(attention_groups={attention.name: backend.support}),
             examples=examples,
-            resources=[AttentionResource(backend)],
+            resources=[backend],
             # Verification need not restore the cache: examples use free blocks only.
             may_overwrite={cache.all_slots: "slot_mapping"},
             # This package's kernels are launched by address, so torch does not see what they read.
@@ -154,18 +173,45 @@ def _limits(
                 expected="0: this engine has neither speculative decoding nor adapters",
                 found=str(getattr(config.runtime, name)),
             )
-    num_seqs = config.runtime.max_num_seqs
     num_blocks = config.num_blocks
     if num_blocks is None:
-        num_blocks = 1 + num_seqs * blocks_for(max_model_len, config.block_size)
-        if device.torch_device.type == "cuda":
-            block_bytes = KVCache.bytes_per_block(model_config, config.block_size, dtype)
-            budget = device.memory().free_bytes * config.cache_memory_fraction
-            num_blocks = min(num_blocks, int(budget) // block_bytes)
+        block_bytes = KVCache.bytes_per_block(model_config, config.block_size, dtype)
+        num_blocks = _num_blocks(config, max_model_len, block_bytes, device)
     return Limits(
-        max_num_seqs=num_seqs,
+        max_num_seqs=config.runtime.max_num_seqs,
         max_num_batched_tokens=config.runtime.max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=config.block_size,
         num_blocks=num_blocks,
     )
+
+
+def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, device: Device) -> int:
+    """As many blocks as ``max_num_seqs`` longest requests need, if the free memory holds them.
+
+    Errors: ``EngineConfigError`` if it does not hold one such request.
+    """
+    device.trim()  # What loading the weights left in the allocator's cache is free too.
+    free = device.memory().free_bytes
+    if device.name == "simulated":
+        free = min(free, SIMULATED_BYTES)
+    is_eager = config.runtime.compilation.cudagraph_mode is CUDAGraphMode.NONE
+    room = 0 if is_eager else GRAPH_BYTES
+    budget = int(free * config.gpu_memory_utilization) - room
+    longest = blocks_for(max_model_len, config.block_size)
+    if budget < (1 + longest) * block_bytes:
+        raise EngineConfigError(
+            "EngineConfig.num_blocks",
+            expected=f"{_mib((1 + longest) * block_bytes)} for the cache: one request of"
+            f" {max_model_len} tokens, and the null block",
+            found=f"{_mib(max(budget, 0))}: {config.gpu_memory_utilization:g} of the {_mib(free)}"
+            f" that are free beside the weights, less {_mib(room)} for graphs",
+            do="lower max_model_len, raise gpu_memory_utilization, use a smaller dtype, or name"
+            " num_blocks.",
+        )
+    wanted = 1 + config.runtime.max_num_seqs * longest
+    return min(wanted, budget // block_bytes, MOST_BLOCKS)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

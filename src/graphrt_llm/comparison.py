@@ -22,10 +22,14 @@ class Difference(NamedTuple):
 
 
 class TokenComparison(NamedTuple):
-    """The result of ``compare_tokens``."""
+    """The result of ``compare_tokens``.
+
+    ``identical``: True if nothing differs but ties.
+    ``ties``: Differences between equally likely tokens.
+    ``differences``: All others.
+    """
 
     identical: bool
-    """True if nothing differs but ties."""
     ties: int
     differences: tuple[Difference, ...]
 

@@ -33,39 +33,45 @@ class EngineConfig:
 
     Errors: ``EngineConfigError`` for a value that is never valid. What depends on the model is
     checked when the engine is made.
+
+    ``runtime``: ``max_num_seqs`` and ``max_num_batched_tokens`` bound the scheduler too.
+    ``max_model_len``: Tokens of prompt and output together. None: the model's longest context.
+    ``block_size``: Tokens in a block of the cache.
+    ``attention_backend``: ``auto``: on a GPU in half precision ``paged``, this package's kernel
+      for few decoding requests, with FlashInfer for all other batches where it is installed and
+      serves dtype, heads and device, else with ``sdpa`` for them; elsewhere ``sdpa``. The engine's
+      ``attention`` says which was chosen, and why.
+    ``overlap``: Prepare a step while the device runs the previous one: a step's tokens are then
+      returned by the next call, and a request that stops at a token runs one step too many. None:
+      on a GPU.
+    ``capture``: ``before_serving``: only ``LLMEngine.capture`` captures. ``by_priority``: every
+      step first captures at most one missing graph, that of its own batch before others, until
+      none is missing; a batch without a graph runs eager. The tokens are the same.
+    ``device``: ``auto``: a GPU if there is one, else the simulated device.
+    ``seed``: Of random weights, and of requests that sample without a seed of their own.
+    ``num_blocks``: Blocks of the cache, the null block included. None: enough for ``max_num_seqs``
+      requests of full length, but no more than ``gpu_memory_utilization`` allows.
+    ``gpu_memory_utilization``: Share of the device memory that is free once the weights are
+      loaded, of which the cache gets all but 1 GiB for graphs (nothing for mode NONE); the rest of
+      the memory is for activations and sampling. On the simulated device 2 GiB count as free.
+      Unused if ``num_blocks`` is given.
+    ``dtype``: What to compute in; a checkpoint of another floating dtype is cast while it is
+      loaded. None: the checkpoint's; float32 if it names none.
+    ``load_format``: ``dummy``: random weights, drawn on the device and seeded by ``seed``.
     """
 
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    """``max_num_seqs`` and ``max_num_batched_tokens`` bound the scheduler too."""
     max_model_len: int | None = None
-    """Tokens of prompt and output together. None: the model's longest context."""
     block_size: int = 16
-    """Tokens in a block of the cache."""
     num_blocks: int | None = None
-    """Blocks of the cache, the null block included. None: enough for ``max_num_seqs`` requests of
-    full length; on a GPU at most what fits ``cache_memory_fraction``."""
-    cache_memory_fraction: float = 0.8
-    """Share of the device memory that is free after the weights were loaded."""
+    gpu_memory_utilization: float = 0.9
     dtype: DType | None = None
-    """None: the checkpoint's; float32 if it names none."""
     load_format: LoadFormat = "safetensors"
-    """``dummy``: random weights, seeded by ``seed``."""
     attention_backend: str = "auto"
-    """``auto``: on a GPU in half precision ``paged``, this package's kernel for few decoding
-    requests, with FlashInfer for all other batches where it is installed and serves dtype, heads
-    and device, else with ``sdpa`` for them; elsewhere ``sdpa``. The engine's ``attention`` says
-    which was chosen, and why."""
     overlap: bool | None = None
-    """Prepare a step while the device runs the previous one: a step's tokens are then returned by
-    the next call, and a request that stops at a token runs one step too many. None: on a GPU."""
     capture: CaptureWhen = "before_serving"
-    """``before_serving``: only ``LLMEngine.capture`` captures. ``by_priority``: every step first
-    captures at most one missing graph, that of its own batch before others, until none is missing;
-    a batch without a graph runs eager. The tokens are the same."""
     device: DeviceName = "auto"
-    """``auto``: a GPU if there is one, else the simulated device."""
     seed: int = 0
-    """Of random weights, and of requests that sample without a seed of their own."""
 
     def __post_init__(self) -> None:
         def check(is_met: bool, name: str, expected: str) -> None:
@@ -84,7 +90,9 @@ class EngineConfig:
             is_met = is_default or (type(value) is int and 1 <= value <= most)
             check(is_met, name, f"an integer >= 1, at most {most}")
         check(type(self.seed) is int and 0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
-        check(0 < self.cache_memory_fraction <= 1, "cache_memory_fraction", "a share in (0, 1]")
+        share = self.gpu_memory_utilization
+        is_share = isinstance(share, int | float) and 0 < share <= 1
+        check(is_share, "gpu_memory_utilization", "a share in (0, 1]")
         for name, kind in (("dtype", DType), ("load_format", LoadFormat), ("capture", CaptureWhen)):
             allowed = (*([None] if name == "dtype" else []), *get_args(kind))
             check(getattr(self, name) in allowed, name, f"one of {', '.join(map(str, allowed))}")
@@ -96,6 +104,12 @@ class Limits:
 
     Errors: ``EngineConfigError`` where cache and context cannot hold the largest batch, because a
     graph for that batch could then neither be tried nor used.
+
+    ``max_num_seqs``: Most requests in a batch.
+    ``max_num_batched_tokens``: Most tokens in a batch.
+    ``max_model_len``: Most tokens of one request, prompt and output together.
+    ``block_size``: Tokens in a block.
+    ``num_blocks``: Blocks of the cache.
     """
 
     max_num_seqs: int
@@ -105,14 +119,6 @@ class Limits:
     num_blocks: int
 
     def __post_init__(self) -> None:
-        if self.num_blocks > MOST_BLOCKS:
-            raise EngineConfigError(
-                "num_blocks",
-                expected=f"at most {MOST_BLOCKS}",
-                found=f"{self.num_blocks} for {self.max_num_seqs} requests of {self.max_model_len}"
-                f" tokens, in blocks of {self.block_size}",
-                do="lower max_num_seqs or max_model_len, or name num_blocks.",
-            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise EngineConfigError(
                 "max_num_batched_tokens",

@@ -16,15 +16,23 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from numbers import Number
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrt import BatchDescriptor, Decision, Observer, RuntimeReport, interrupted_between_steps
+from graphrt import (
+    BatchDescriptor,
+    Decision,
+    Observer,
+    Runtime,
+    RuntimeReport,
+    interrupted_between_steps,
+)
 from graphrt_llm.assembly import TINY_CONFIG, EngineParts, assemble
+from graphrt_llm.attention import AttentionBackend
 from graphrt_llm.config import EngineConfig
 from graphrt_llm.errors import EngineStateError, RequestError
 from graphrt_llm.model_config import ModelConfig
@@ -40,6 +48,13 @@ class StepResult(NamedTuple):
     Without unfinished requests: nothing, and no decision. With ``overlap``, the outputs are those
     of the previous step; a call that has nothing to launch still returns these, with no tokens, no
     requests and no decision of its own.
+
+    ``outputs``: Of the requests that got tokens.
+    ``num_tokens``: Tokens of the batch.
+    ``num_reqs``: Its requests.
+    ``uniform``: Whether it was a uniform decode batch.
+    ``decision``: What ran, and why.
+    ``num_preempted``: Requests that had to give their cache blocks back.
     """
 
     outputs: tuple[RequestOutput, ...]
@@ -53,8 +68,16 @@ class StepResult(NamedTuple):
 class LLMEngine:
     """Serves requests through a runtime and a device that it owns and closes.
 
-    Made by ``from_model_dir``, ``with_random_weights`` or ``tiny``. Not thread-safe.
+    Made by ``from_model_dir``, ``with_random_weights`` or ``tiny``; a context manager, which closes
+    it. Not thread-safe.
+
+    ``runtime`` is the ``graphrt.Runtime`` of its model, ``scheduler`` has the requests, ``limits``
+    are the largest batch's, ``attention`` says which back end serves and why, ``overlap`` whether
+    tokens come one call late, ``vocab_size`` which token ids exist.
     """
+
+    runtime: Runtime
+    attention_backend: AttentionBackend
 
     def __init__(self, parts: EngineParts) -> None:
         self.runtime = parts.runtime
@@ -159,6 +182,10 @@ class LLMEngine:
         """
         self._require_open()
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                "sampling parameters", expected="SamplingParams, or None", found=repr(params)
+            )
         index = next(self._num_added)
         request_id = f"request-{index}" if request_id is None else request_id
         stop = frozenset(params.stop_token_ids)
@@ -187,8 +214,9 @@ class LLMEngine:
         """End a request now; returns its tokens that a failed step did not return.
 
         A request that has already ended keeps its reason if such tokens are left of it.
-        Errors: ``UnknownRequestError``.
+        Errors: ``UnknownRequestError``; ``EngineStateError`` if the engine is closed.
         """
+        self._require_open()
         late = [output for output in self._unreturned if output.request_id == request_id]
         has_ended = bool(late) and late[-1].finish_reason is not None
         output = late[-1] if has_ended else self.scheduler.abort(request_id)
@@ -300,18 +328,37 @@ class LLMEngine:
         batch = self._in_flight.popleft().batch
         self._unreturned += self.scheduler.resolve(batch, token_ids)
 
+    @overload
+    def generate(
+        self, prompts: Sequence[int], params: SamplingParams | None = None
+    ) -> list[int]: ...
+
+    @overload
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[list[int]]:
-        """Serve ``prompts`` to their ends; returns the output tokens of each, in their order.
+    ) -> list[list[int]]: ...
 
-        ``params``: one for all, or one for each. If anything fails, all of them are aborted; an
-        interrupt (Ctrl-C) takes effect between two steps.
-        Errors: ``EngineStateError`` while other requests are unfinished; those of ``step``.
+    def generate(
+        self,
+        prompts: Sequence[int] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[int] | list[list[int]]:
+        """Serve one prompt, or several at a time, to their ends; returns their output tokens.
+
+        ``prompts``: the token ids of one prompt (``[1, 2, 3]`` gives a list of tokens), or several
+        prompts (``[[1, 2, 3]]`` gives a list of such lists, in their order). Arrays of 1 or 2
+        dimensions will do. ``params``: one for all, or one for each. If anything fails, all of them
+        are aborted; an interrupt (Ctrl-C) takes effect between two steps.
+
+        Errors: ``RequestError`` for what is neither; ``EngineStateError`` while other requests are
+        unfinished; those of ``add_request`` and ``step``.
         """
         self._require_idle("generate")
+        is_single = _is_one_prompt(prompts)
+        if is_single:
+            prompts = cast("list[Sequence[int]]", [prompts])
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(
@@ -322,7 +369,7 @@ class LLMEngine:
         tokens: dict[str, list[int]] = {}
         try:
             for prompt, its_params in zip(prompts, each, strict=True):
-                tokens[self.add_request(prompt, its_params)] = []
+                tokens[self.add_request(cast("Sequence[int]", prompt), its_params)] = []
             with interrupted_between_steps() as check_interrupt:
                 while self.has_unfinished():
                     for output in self.step().outputs:
@@ -330,7 +377,8 @@ class LLMEngine:
                     check_interrupt()
         finally:
             self.abort_all()
-        return list(tokens.values())
+        served = list(tokens.values())
+        return served[0] if is_single else served
 
     def abort_all(self) -> None:
         """End every unfinished request now, and drop tokens that no step has returned."""
@@ -369,29 +417,38 @@ class LLMEngine:
             self.abort_all()
 
     def close(self) -> None:
-        """Release graphs and buffers. Unfinished requests are dropped. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.abort_all()
-            self.runtime.close()
-            self._in_flight.clear()
-            self._device.close()
+        """Free graphs, weights and cache; drop unfinished requests. Idempotent.
+
+        Every later call but this one raises ``EngineStateError``; ``has_unfinished`` is False.
+        Whoever has kept ``runtime`` or ``attention_backend`` keeps their memory too.
+        Errors: ``CaptureInProgressError`` while a capture scope of the runtime is open.
+        """
+        if self._is_closed:
+            return
+        self.abort_all()
+        self.runtime.close()
+        self._is_closed = True
+        self._in_flight.clear()
+        self._device.close()
+        # What refers to weights and cache: ``__getattr__`` answers for it from now on.
+        del self.runtime, self.attention_backend, self._runner
+        self._device.trim()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("runtime", "attention_backend"):
+            self._require_open()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _checked_prompt(self, request_id: str, prompt: Any) -> list[int]:
         try:
             tokens = np.asarray(prompt)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise RequestError(
                 f"request {request_id!r}",
                 expected="a flat sequence of integer token ids",
@@ -426,3 +483,25 @@ class LLMEngine:
                 found="there are some",
                 do="step the engine until has_unfinished() is False, or abort them.",
             )
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    """True for token ids, False for prompts. Errors: ``RequestError`` for anything else."""
+    found = f"a {type(prompts).__name__}"
+    is_array = getattr(prompts, "ndim", 0) > 0
+    if is_array or (isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)):
+        elements = list(cast("Sequence[object]", prompts))
+        is_token = [isinstance(e, Number) or getattr(e, "ndim", None) == 0 for e in elements]
+        if elements and all(is_token):
+            return True
+        are_prompts = [hasattr(e, "__len__") and not isinstance(e, str | bytes) for e in elements]
+        if all(are_prompts) and not any(is_token):
+            return False
+        kinds = sorted({type(element).__name__ for element in elements})
+        found = f"{found} of {' and '.join(kinds)}"
+    raise RequestError(
+        "generate: prompts",
+        expected="the token ids of one prompt, [1, 2, 3], or a list of prompts, [[1, 2, 3]]",
+        found=found,
+        do="turn texts into token ids with the model's tokenizer.",
+    )

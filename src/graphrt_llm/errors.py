@@ -3,7 +3,8 @@
 ::
 
     GraphrtError
-      EngineConfigError                   an engine configuration that cannot be used
+      ConfigError
+        EngineConfigError                 an engine configuration that cannot be used
       SamplingParamsError                 sampling parameters that describe no distribution
       RequestError                        a request that cannot be served
         PromptTooLongError                it can never fit: context or cache is too small
@@ -13,20 +14,22 @@
       EngineStateError                    the engine is closed, or busy where it must be idle
       ModelConfigError                    a model description unreadable or not supported
       AttentionBackendError               no attention backend of this name, or none attached
-      WeightsError                        a checkpoint that cannot be loaded; nothing was
+      WeightsError                        a checkpoint that cannot be loaded
         WeightsFileError                  a file is absent, truncated or unreadable
         MissingTensorError                the checkpoint lacks a tensor of the model
         UnexpectedTensorError             the checkpoint has a tensor the model has no place for
         TensorShapeError                  a tensor has another shape than the model's
-        TensorDtypeError                  a tensor has another dtype than the model's
+        TensorDtypeError                  a tensor has a dtype that this engine does not compute in
+        TensorRangeError                  a tensor has a value that the model's dtype cannot hold
 """
 
 from __future__ import annotations
 
 from graphrt import GraphrtError
+from graphrt.errors import ConfigError
 
 
-class EngineConfigError(GraphrtError, ValueError):
+class EngineConfigError(ConfigError):
     """An engine configuration that cannot be used."""
 
 
@@ -67,7 +70,7 @@ class AttentionBackendError(GraphrtError, ValueError):
 
 
 class WeightsError(GraphrtError, ValueError):
-    """A checkpoint that cannot be loaded. The model is as it was before."""
+    """A checkpoint that cannot be loaded. Unless a leaf says otherwise, nothing of it was."""
 
 
 class WeightsFileError(WeightsError):
@@ -87,4 +90,11 @@ class TensorShapeError(WeightsError):
 
 
 class TensorDtypeError(WeightsError):
-    """A tensor of the checkpoint has another dtype than the model's."""
+    """A tensor of the checkpoint has a dtype that this engine does not compute in."""
+
+
+class TensorRangeError(WeightsError):
+    """A tensor of the checkpoint has a value that the model's dtype cannot hold.
+
+    The tensors before it are in the model already.
+    """

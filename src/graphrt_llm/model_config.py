@@ -46,6 +46,26 @@ class ModelConfig:
     """A dense decoder of the Llama or Qwen3 family. Sizes are in elements, contexts in tokens.
 
     Errors: ``ModelConfigError`` for numbers that fit no model.
+
+    ``max_position_embeddings``: The longest context: positions are below it.
+    ``tie_word_embeddings``: The output projection is the embedding table.
+    ``eos_token_ids``: Any of them ends a text.
+    ``checkpoint_dtype``: The dtype that the checkpoint's own description states, such as
+      ``"bfloat16"``.
+    ``architecture``: Its family.
+    ``vocab_size``: Tokens that it knows.
+    ``hidden_size``: Of the residual stream.
+    ``intermediate_size``: Of the gated MLP.
+    ``num_layers``: Decoder layers.
+    ``num_heads``: Heads of queries.
+    ``num_kv_heads``: Heads of keys and values; each serves `num_heads / num_kv_heads` heads of
+      queries.
+    ``head_dim``: Elements of one head.
+    ``rms_norm_eps``: Added to the mean square before its root is taken.
+    ``rope_theta``: Base of the rotary frequencies.
+    ``rope_scaling``: Of Llama 3, or none.
+    ``attention_bias``: Projections of queries, keys, values and outputs have a bias.
+    ``mlp_bias``: Projections of the MLP have a bias.
     """
 
     architecture: Architecture
@@ -57,18 +77,14 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    """The longest context: positions are below it."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: Llama3Scaling | None = None
     tie_word_embeddings: bool = False
-    """The output projection is the embedding table."""
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = field(default=())
-    """Any of them ends a text."""
     checkpoint_dtype: str | None = None
-    """The dtype that the checkpoint's own description states, such as ``"bfloat16"``."""
 
     def __post_init__(self) -> None:
         sizes = (

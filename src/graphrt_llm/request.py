@@ -23,21 +23,24 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends. Raises ``SamplingParamsError``.
 
     The order is temperature, then ``top_k``, then ``top_p`` on the remaining tokens.
+
+    ``max_tokens``: Most output tokens.
+    ``temperature``: 0 is greedy: the most likely token, the lowest id among equals.
+    ``top_k``: Keep the k most likely tokens. None: all.
+    ``top_p``: Keep the smallest set of most likely tokens whose probability reaches p.
+    ``seed``: The same seed and prompt give the same tokens in any batch. None: derived from the
+      engine's seed and the request's number of arrival.
+    ``stop_token_ids``: End after one of these, which stays in the output. The model's end token is
+      added unless ``ignore_eos``.
+    ``ignore_eos``: True: the end-of-sequence token does not end it.
     """
 
     max_tokens: int = 16
     temperature: float = 0.0
-    """0 is greedy: the most likely token, the lowest id among equals."""
     top_k: int | None = None
-    """Keep the k most likely tokens. None: all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches p."""
     seed: int | None = None
-    """The same seed and prompt give the same tokens in any batch. None: derived from the engine's
-    seed and the request's number of arrival."""
     stop_token_ids: tuple[int, ...] = ()
-    """End after one of these, which stays in the output. The model's end token is added unless
-    ``ignore_eos``."""
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -84,22 +87,29 @@ class SamplingParams:
 
 
 class FinishReason(Enum):
-    """Why a request ended."""
+    """Why a request ended.
+
+    ``STOP``: It produced a stop token, or the model's end token.
+    ``LENGTH``: It produced ``max_tokens`` tokens.
+    ``ABORTED``: It was taken back.
+    """
 
     STOP = "stop"
-    """It produced a stop token, or the model's end token."""
     LENGTH = "length"
-    """It produced ``max_tokens`` tokens."""
     ABORTED = "aborted"
 
 
 class RequestOutput(NamedTuple):
-    """What one step, or an abort, did to one request."""
+    """What one step, or an abort, did to one request.
+
+    ``request_id``: As `add_request` returned it.
+    ``new_token_ids``: Tokens of this step.
+    ``finish_reason``: None while the request runs on.
+    """
 
     request_id: str
     new_token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
-    """None while the request runs on."""
 
 
 @dataclass(eq=False, slots=True)

@@ -31,25 +31,33 @@ class Fit(NamedTuple):
 
 
 class ServeStep(NamedTuple):
-    """One step, as ``on_step`` receives it."""
+    """One step, as ``on_step`` receives it.
+
+    ``number``: Steps before it.
+    ``clock_seconds``: Virtual time at its start.
+    ``seconds``: Real time of scheduling, running, sampling and reading the tokens.
+    ``result``: What the engine returned.
+    """
 
     number: int
-    """Steps before it."""
     clock_seconds: float
-    """Virtual time at its start."""
     seconds: float
-    """Real time of scheduling, running, sampling and reading the tokens."""
     result: StepResult
 
 
 class ServeResult(NamedTuple):
-    """The result of ``serve``."""
+    """The result of ``serve``.
+
+    ``tokens``: Output tokens by number of the request.
+    ``num_steps``: Steps of the engine.
+    ``seconds``: Real time of all steps.
+    ``scale``: What every length was multiplied by, to fit the context.
+    ``num_cut``: Requests that were cut, because they were too long all the same.
+    """
 
     tokens: dict[int, tuple[int, ...]]
-    """Output tokens by number of the request."""
     num_steps: int
     seconds: float
-    """Real time of all steps."""
     scale: float
     num_cut: int
 

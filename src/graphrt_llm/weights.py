@@ -1,7 +1,7 @@
 """Fills a model's weights: from a safetensors checkpoint, or seeded at random.
 
-A checkpoint is checked completely, every name, shape and dtype of every file, before the first
-byte of the model is written.
+Both work on one tensor at a time, so that no second copy of the model is ever in memory. Names,
+shapes and dtypes of a whole checkpoint are checked before the first byte of the model is written.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from graphrt.files import open_regular, read_json
 from graphrt_llm.errors import (
     MissingTensorError,
     TensorDtypeError,
+    TensorRangeError,
     TensorShapeError,
     UnexpectedTensorError,
     WeightsFileError,
@@ -38,7 +40,6 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 _QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Stored(NamedTuple):
@@ -50,40 +51,49 @@ class _Stored(NamedTuple):
     dtype: str
 
 
-def load_safetensors(model: CausalLM, directory: str | Path, *, cast: bool = False) -> None:
+def load_safetensors(model: CausalLM, directory: str | Path) -> None:
     """Fill ``model`` from the ``*.safetensors`` of ``directory``, one file or sharded by an index.
 
-    A tensor of another floating dtype than the model's is an error; with ``cast`` it is converted.
+    A tensor of another floating dtype is cast to the model's while it is read.
 
     Errors: ``WeightsFileError``, ``MissingTensorError``, ``UnexpectedTensorError``,
-    ``TensorShapeError``, ``TensorDtypeError``, each naming file and tensor. The model is then as
-    it was.
+    ``TensorShapeError``, ``TensorDtypeError`` (a quantised tensor), each naming file and tensor;
+    the model is then as it was. ``TensorRangeError`` for a value that the model's dtype cannot
+    hold: the tensors before it are written then.
     """
     directory = Path(directory)
     with ExitStack() as files:
         stored = _open_checkpoint(directory, files)
         wanted = list(model.checkpoint_tensors())
         for tensor in wanted:
-            _check(tensor, stored.get(tensor.name), directory, None if cast else model.dtype)
+            _check(tensor, stored.get(tensor.name), directory)
         _check_all_used(model, stored, wanted)
         with torch.no_grad():
-            for tensor in wanted:
-                tensor.destination.copy_(stored[tensor.name].handle.get_tensor(tensor.name))
+            for name, _, destination in wanted:
+                values = stored[name].handle.get_tensor(name)
+                _check_range(stored[name].file, name, values, model.dtype)
+                destination.copy_(values)
+                del values  # Before the next one is read.
 
 
 def random_weights(model: CausalLM, seed: int) -> None:
-    """Fill ``model`` with random weights: the same for every device, and up to rounding, dtype.
+    """Fill ``model`` with random weights, drawn on its device without a copy from the host.
+
+    ``seed`` decides them: on one kind of device they are the same in every dtype, up to rounding.
+    A CPU and a GPU draw different ones.
 
     Projections keep the scale of their input, and norms vary around 1. Embeddings are smaller than
     what the layers add: otherwise a token would repeat itself where the output projection is the
     embedding table. Queries and keys are large, so that attention selects a few tokens: an average
     would let the last token decide the next, and texts would soon repeat.
     """
+    device = model.embedding.device
+    generator = torch.Generator(device)
     with torch.no_grad():
         for name, shape, destination in model.checkpoint_tensors():
             # One seed for each tensor. Torch's CPU generator uses only 32 bits of a seed.
-            generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
-            values = torch.randn(shape, generator=generator, dtype=torch.float32)
+            generator.manual_seed(crc32(f"{seed} {name}".encode()))
+            values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
             if len(shape) == 2:
                 values.div_(math.sqrt(shape[1]))
             elif name.endswith("norm.weight"):
@@ -155,12 +165,7 @@ def _open_file(path: Path, files: ExitStack) -> Iterator[tuple[str, _Stored]]:
         yield name, _Stored(path, handle, tuple(part.get_shape()), part.get_dtype())
 
 
-def _check(
-    tensor: CheckpointTensor,
-    stored: _Stored | None,
-    directory: Path,
-    dtype: torch.dtype | None,
-) -> None:
+def _check(tensor: CheckpointTensor, stored: _Stored | None, directory: Path) -> None:
     if stored is None:
         raise MissingTensorError(
             f"{directory}, tensor {tensor.name!r}",
@@ -176,15 +181,27 @@ def _check(
             found=f"shape {stored.shape}",
             do="check that config.json and the weights belong together.",
         )
-    accepted = list(_DTYPES) if dtype is None else [_NAMES[dtype]]
-    if stored.dtype not in accepted:
+    if stored.dtype not in _DTYPES:
         raise TensorDtypeError(
             subject,
-            expected=" or ".join(accepted),
+            expected=f"one of {', '.join(_DTYPES)}",
             found=stored.dtype,
-            do="give the model the checkpoint's dtype, or ask for a cast."
-            if stored.dtype in _DTYPES
-            else "use a checkpoint that is not quantised.",
+            do="use a checkpoint that is not quantised.",
+        )
+
+
+def _check_range(file: Path, name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Errors: ``TensorRangeError`` if a cast to ``dtype`` would turn a number into infinity."""
+    most = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max <= most:
+        return
+    largest = max(abs(value.item()) for value in values.aminmax())
+    if most < largest < math.inf:
+        raise TensorRangeError(
+            f"{file}, tensor {name!r}",
+            expected=f"values of at most {most:g}, the largest of {dtype}",
+            found=f"{largest:g}",
+            do="set EngineConfig.dtype to bfloat16 or float32.",
         )
 
 

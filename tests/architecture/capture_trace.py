@@ -54,7 +54,7 @@ def trace_capture() -> CaptureTrace:
     runtime = Runtime(
         model,
         inputs=[BufferSpec("x", ("tokens",), torch.float32)],
-        outputs=OutputSpec({"": "tokens"}),
+        outputs=OutputSpec({"": "tokens"}, "view"),
         examples=_example,
         config=RuntimeConfig(
             max_num_seqs=2,

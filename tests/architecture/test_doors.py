@@ -22,6 +22,9 @@ DOORS = {
     "torch._inductor": ("compile/",),
     "os.environ": ("config/",),
     "os.getenv": ("config/",),
+    # What draws on a terminal: the command line, and bars for those who ask for them.
+    "rich.console": ("cli/", "report/progress.py"),
+    "rich.progress": ("report/progress.py",),
     # What starts threads. Locks and thread ids are anyone's.
     "threading.Thread": ("ubatch/",),
     "threading.Timer": ("ubatch/",),
@@ -196,6 +199,17 @@ def test_file_beside_a_folder_is_not_behind_its_door() -> None:
     assert not is_behind("device/cuda_pools.py", ("device/cuda/",))
     assert is_behind("interrupts.py", ("interrupts.py",))
     assert not is_behind("interrupts.py.bak", ("interrupts.py",))
+
+
+def test_library_configures_no_logging() -> None:
+    setters = {"addHandler", "setLevel", "basicConfig", "dictConfig", "captureWarnings"}
+    strays = [
+        f"{place}:{node.lineno}"
+        for place, tree in files_of_library()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in setters
+    ]
+    assert strays == []
 
 
 def test_library_prints_at_the_command_line_only() -> None:

@@ -95,7 +95,7 @@ def test_step_calls_the_golden_functions(policy: str) -> None:
         Runtime(
             model,
             inputs=[BufferSpec("x", ("tokens",), torch.int64, Padding.zero())],
-            outputs=OutputSpec({"": "tokens"}),
+            outputs=OutputSpec({"": "tokens"}, "view"),
             examples=examples,
             config=RuntimeConfig(
                 compilation=CompilationConfig(cudagraph_mode=policy, cudagraph_capture_sizes=[4]),

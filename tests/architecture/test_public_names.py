@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from pathlib import Path
-
-import pytest
 
 import graphrt
 from graphrt import errors
@@ -46,13 +43,3 @@ def test_every_error_is_found_in_the_public_module() -> None:
         if isinstance(value, type) and issubclass(value, Exception)
     }
     assert raised <= set(vars(graphrt.errors))
-
-
-@pytest.mark.parametrize("name", sorted(graphrt.__all__))
-def test_a_public_class_or_function_says_what_it_is(name: str) -> None:
-    value = getattr(graphrt, name)
-    if isinstance(value, type) or callable(value):
-        written = inspect.getdoc(value) or ""
-        assert written, name
-        # What dataclasses, named tuples and enumerations write themselves says nothing.
-        assert not written.startswith((f"{name}(", "An enumeration", "Create a collection")), name

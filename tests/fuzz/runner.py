@@ -356,6 +356,8 @@ class _Run:
         uses = [op[0] for op in case["ops"] if op[0] in ("scatter", "recall")]
         if uses[:1] == ["recall"]:  # It may read rows that the same run writes after it: a state.
             state = {"state": TensorStateGuard([model.cache])}
+            if "scatter" in uses:
+                state["may_overwrite"] = {model.cache: "slots"}
         elif "scatter" in uses and (case["rows_named"] or "recall" in uses):
             state = {"may_overwrite": {model.cache: "slots"}}
         keys: Case = {"sizes": case["sizes"]}
@@ -621,11 +623,14 @@ class _Run:
             exclude = frozenset(rng.sample([FULL, PIECEWISE], rng.randint(0, 2)))
         mode = runtime.plan.cudagraph_mode
         told = lambda status: decide_tokens(status, mode, num_tokens, uniform, exclude)  # noqa: E731
-        options: Case = {"num_reqs": num_reqs, "uniform": uniform, "exclude": exclude}
+        options: Case = {"uniform": uniform, "exclude": exclude}
+        # What is left out is read off the values.
+        given = {"num_tokens": num_tokens, "num_reqs": num_reqs}
+        options |= {name: size for name, size in given.items() if rng.random() < 0.8}
         values = _values(self.case, {"tokens": num_tokens}, rng)
         values["lens"] = torch.arange(num_reqs) + 1
         sizes = {"tokens": num_tokens, "requests": num_reqs}
-        act = lambda given: runtime.step(given, num_tokens=num_tokens, **options)  # noqa: E731
+        act = lambda given: runtime.step(given, **options)  # noqa: E731
         return act, values, told, sizes
 
     def plain(self, model: Chain, values: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Any:

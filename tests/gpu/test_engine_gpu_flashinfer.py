@@ -54,7 +54,7 @@ def test_logits_are_those_of_sdpa(model_config, dtype, kind):
     backend = make_attention("flashinfer", cache, LIMITS)
     sdpa = make_attention("sdpa", cache)
     if kind == "captured decode":
-        backend.prepare_for_capture(decode)
+        backend.prepare(decode, None)
     allocator = BlockAllocator(LIMITS.num_blocks)
     examples = Examples(LIMITS, model_config.vocab_size, allocator)
     for seed in range(5):
@@ -66,7 +66,7 @@ def test_logits_are_those_of_sdpa(model_config, dtype, kind):
         for one in (sdpa, backend):
             cache.tensor.copy_(before)
             model.attention = one
-            one.prepare_for_replay(key, example.step_info)
+            one.prepare(key, example.step_info)
             with torch.no_grad():
                 results.append(NamedInputs(model)(**values).logits)
         assert results[0].isfinite().all()

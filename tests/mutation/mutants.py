@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant(
         "graph may write any static buffer",
         GRAPHS + "capture.py",
-        "        _refuse_mutated_inputs(written, library.static_buffers)\n",
+        "        _refuse_mutated_inputs(written, writes, library.static_buffers)\n",
         "",
         EXTERNALS,
     ),
@@ -479,5 +479,27 @@ MUTANTS = [
         "_open_recordings.setdefault(index, OpenRecordings())",
         "OpenRecordings()",
         UNWINDING,
+    ),
+    # A step
+    Mutant(
+        "step leaves gradients off",
+        RUNNER + "runner.py",
+        "            if has_grad:\n                set_grad_enabled(True)\n",
+        "",
+        "simulated/test_runtime_steps.py",
+    ),
+    Mutant(
+        "one place of four is not looked at",
+        GRAPHS + "watch.py",
+        "            and get3(box3, name3) is is3\n",
+        "",
+        "simulated/test_watch_places.py",
+    ),
+    Mutant(
+        "detail of one place of four is not looked at",
+        GRAPHS + "watch.py",
+        "            and (of2 is None or of2(is2) == was2)\n",
+        "",
+        "simulated/test_watch_places.py",
     ),
 ]

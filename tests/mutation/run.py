@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mutants import MUTANTS, Mutant
@@ -24,7 +25,7 @@ FAILED = 1  # pytest's exit status for "tests failed"; 2 to 5 say that they did 
 
 def run_tests(copy: Path, tests: Collection[str], seconds: int = SECONDS) -> int:
     """Run ``tests`` (below tests/) against the sources in ``copy``; 1 if one failed or hung."""
-    sources = os.pathsep.join([str(copy), str(REPOSITORY)])
+    sources = os.pathsep.join([str(copy), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": sources, "PYTHONDONTWRITEBYTECODE": "1"}
     check = f"import graphrt, sys; sys.exit(not graphrt.__file__.startswith({str(copy)!r}))"
     assert not subprocess.run(
@@ -48,35 +49,37 @@ def run_tests(copy: Path, tests: Collection[str], seconds: int = SECONDS) -> int
     return done.returncode
 
 
-def outcome(mutant: Mutant, copy: Path) -> str:
+def outcome(mutant: Mutant) -> str:
     """``killed``, ``survived``, or why neither can be said."""
-    path = copy / mutant.file
-    text = path.read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        return f"does not apply: its text occurs {text.count(mutant.old)} times"
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_sources(folder)
+        path = copy / mutant.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            return f"does not apply: its text occurs {text.count(mutant.old)} times"
+        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         status = run_tests(copy, mutant.tests.split())
-    finally:
-        path.write_text(text, encoding="utf-8")
     return {0: "survived", FAILED: "killed"}.get(
         status, f"does not apply: pytest's status {status}"
     )
 
 
+def copy_sources(folder: str) -> Path:
+    copy = Path(folder) / "src"
+    return shutil.copytree(REPOSITORY / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+
+
 def main(words: Collection[str]) -> int:
     chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in words)]
+    # A test that fails by itself would kill every mutant.
+    every = sorted({name for mutant in chosen for name in mutant.tests.split()})
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "src"
-        shutil.copytree(REPOSITORY / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
-        # A test that fails by itself would kill every mutant.
-        every = sorted({name for mutant in chosen for name in mutant.tests.split()})
-        if run_tests(copy, every, seconds=len(every) * SECONDS):
+        if run_tests(copy_sources(folder), every, seconds=len(every) * SECONDS):
             print("the tests fail without any mutant")
             return 1
-        num_killed = 0
-        for mutant in chosen:
-            result = outcome(mutant, copy)
+    num_killed = 0
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        for mutant, result in zip(chosen, workers.map(outcome, chosen), strict=True):
             num_killed += result == "killed"
             print(f"{result:9} {mutant.name}", flush=True)
     print(f"{num_killed} of {len(chosen)} killed")

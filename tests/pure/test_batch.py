@@ -59,6 +59,12 @@ def test_a_mode_is_parsed_in_any_case(text: str) -> None:
     assert CUDAGraphMode.parse(text) is CUDAGraphMode.FULL_AND_PIECEWISE
 
 
+def test_every_mode_and_reason_prints_its_name() -> None:
+    for member in (*RuntimeMode, *CUDAGraphMode, *Reason):
+        assert str(member) == f"{member}" == f"{member:>1}" == member.name
+    assert f"{FULL:d} {FULL + 0} {FULL:>6}" == "2 2   FULL"
+
+
 def test_parsing_another_name_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         CUDAGraphMode.parse("FULL_ONLY")

@@ -84,13 +84,20 @@ def test_a_registered_command_has_its_own_help(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("plugins")
-def test_help_lists_broken_commands_without_loading_them(
+def test_help_says_what_each_command_does_or_lacks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert status_of("--help") == 0
     out = capsys.readouterr().out
-    for name in ("resolve", "dispatch", "works", "gone"):
+    for name in ("resolve", "dispatch", "env", "works", "Greet.", "gone"):
         assert name in out
+    assert "Cannot be loaded from no_such_module_anywhere" in out
+    assert "no safetensors" in out
+
+
+def test_help_of_the_demo_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--help") == 0
+    assert "Serve one traffic under several graph" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("plugins")
@@ -178,6 +185,56 @@ assert not [name for name in sys.modules if name.startswith("graphrt_llm")]
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+WITHOUT_EXTRAS = """
+import sys
+for name in ("numpy", "safetensors", "matplotlib", "jinja2", "prometheus_client"):
+    sys.modules[name] = None
+from graphrt.cli import main
+main(sys.argv[1:])
+"""
+
+
+def without_extras(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_commands_work_where_no_extra_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"num_tokens": 3}\n', encoding="utf-8")
+    for words in (
+        ["--help"],
+        ["demo", "--help"],
+        ["resolve", "c.json"],
+        ["resolve", "--schema"],
+        ["dispatch", "c.json", "b.jsonl"],
+    ):
+        done = without_extras(tmp_path, *words)
+        assert (done.returncode, done.stderr) == (0, ""), words
+        assert done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--report", "none", "--json"]])
+def test_demo_without_its_extra_names_it_and_exits_2(tmp_path: Path, options: list[str]) -> None:
+    done = without_extras(tmp_path, "demo", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith("MissingExtraError: graphrt demo\n")
+    assert "pip install 'graphrt[llm]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    if options:
+        answer = json.loads(done.stdout)["error"]
+        assert answer["type"] == "MissingExtraError"
+        assert "pip install 'graphrt[llm]'" in answer["message"]
+    else:
+        assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
 
 
 def test_json_answers_do_not_load_what_only_tables_need(tmp_path: Path) -> None:

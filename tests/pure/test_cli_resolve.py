@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphrt.cli import main
+from graphrt.cli.files import COMPILATION_KEYS, FACT_KEYS, RUNTIME_KEYS
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -60,11 +62,27 @@ def test_the_answer_of_an_empty_config(run: Run, write: Callable[[Any], Path]) -
         "max_capture_size",
         "num_keys",
         "adjustments",
+        "query_len",
+        "lora_counts",
+        "limits",
+        "capture_order",
     ]
     assert answer["cudagraph_mode"] == "FULL_AND_PIECEWISE"
     assert answer["max_capture_size"] == 512
     assert answer["num_keys"] == {"PIECEWISE": 51, "FULL": 35}
     assert answer["adjustments"] == []
+    assert answer["limits"] == {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+
+
+def test_json_lists_every_key_in_capture_order(run: Run, write: Callable[[Any], Path]) -> None:
+    config = {"compilation": {"cudagraph_capture_sizes": [2, 8]}, "max_num_seqs": 4}
+    answer = json.loads(run("resolve", write(config), "--json")[1])
+    keys = [(key["mode"], key["num_tokens"], key["num_reqs"]) for key in answer["capture_order"]]
+    assert keys == [("PIECEWISE", 8, None), ("PIECEWISE", 2, None), ("FULL", 2, 2)]
+    first = answer["capture_order"][0]
+    assert set(first) == {
+        *("mode", "num_tokens", "num_reqs", "uniform", "has_lora", "num_active_loras")
+    }
 
 
 def test_every_key_of_the_contract_is_accepted(run: Run, write: Callable[[Any], Path]) -> None:
@@ -86,6 +104,79 @@ def test_every_key_of_the_contract_is_accepted(run: Run, write: Callable[[Any], 
         "piecewise_available": True,
     }
     assert run("resolve", write(config), "--json") == run("resolve", write({}), "--json")
+
+
+@pytest.fixture
+def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def type_in(text: str) -> None:
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(text.encode())))
+
+    return type_in
+
+
+def test_a_dash_reads_the_config_from_stdin(
+    run: Run, write: Callable[[Any], Path], type_in: Callable[[str], None]
+) -> None:
+    config = {"max_num_seqs": 4}
+    type_in(json.dumps(config))
+    assert run("resolve", "-", "--json") == run("resolve", write(config), "--json")
+    type_in('{"max_num_seq": 4}')
+    assert "config stdin" in error_of(run("resolve", "-", "--json"))["message"]
+
+
+def test_the_sample_has_every_key_and_resolves(
+    run: Run, write: Callable[[Any], Path], type_in: Callable[[str], None]
+) -> None:
+    status, sample, _ = run("resolve", "--schema")
+    assert status == 0
+    type_in(sample)
+    assert run("resolve", "-", "--json") == run("resolve", write({}), "--json")
+    value = json.loads(run("resolve", "--schema", "--json")[1])
+    assert tuple(value["compilation"]) == COMPILATION_KEYS
+    assert (*list(value)[1:],) == (*RUNTIME_KEYS, *FACT_KEYS)
+    # Every key has a comment of its own, or shares one with the key above.
+    assert sample.count("//") >= len(value) + len(value["compilation"]) - 1
+
+
+def test_an_error_counts_the_comment_lines_too(run: Run, write: Callable[[Any], Path]) -> None:
+    message = error_of(run("resolve", write("// one\n{\n  // three\n  oops}"), "--json"))["message"]
+    assert "line 4" in message
+
+
+@pytest.mark.parametrize(
+    "words", [["resolve"], ["resolve", "c.json", "--schema"], ["dispatch", "-", "-"]]
+)
+def test_input_that_is_not_one_source_is_an_error(run: Run, words: list[str]) -> None:
+    error = error_of(run(*words, "--json"))
+    assert error["type"] == "ConfigError"
+    assert error["message"].startswith(f"graphrt {words[0]}\n")
+
+
+@pytest.mark.parametrize("columns", ["44", "60", "80"])
+def test_a_narrow_terminal_breaks_no_name(
+    run: Run, write: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    config = {
+        "compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4, 99]},
+        "max_num_batched_tokens": 50,
+        "max_loras": 2,
+        "attention_support": "UNIFORM_BATCH",
+    }
+    out = run("resolve", write(config))[1]
+    for name in ("FULL -> FULL_AND_PIECEWISE", "cudagraph_capture_sizes: [4, 99] -> [4]"):
+        assert name in out
+    batches = write(config).with_name("b.jsonl")
+    batches.write_text(
+        '{"num_tokens": 3, "num_active_loras": 2, "exclude": ["FULL"]}\n'
+        '{"num_tokens": 3, "exclude": ["PIECEWISE", "FULL"]}\n',
+        encoding="utf-8",
+    )
+    out = run("dispatch", write(config), batches)[1]
+    for name in ("PIECEWISE", "EXCLUDED", "LoRA", "PADDED"):
+        assert name in out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= int(columns)
 
 
 def test_adjustments_are_told_from_and_to(run: Run, write: Callable[[Any], Path]) -> None:

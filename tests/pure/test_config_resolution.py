@@ -72,3 +72,7 @@ def test_a_plan_is_frozen_and_can_be_sent_to_another_process() -> None:
     with pytest.raises(AttributeError):
         plan.query_len = 2  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_resolve_without_facts_limits_nothing() -> None:
+    assert resolve(RuntimeConfig()) == resolve(RuntimeConfig(), Facts())

@@ -6,6 +6,7 @@ import base64
 import os
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -46,7 +47,7 @@ class Parts(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in {"meta", "img"}:
+        if tag not in {"meta", "img", "source"}:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -56,11 +57,11 @@ class Parts(HTMLParser):
         self.text += data
 
 
-def images(page: str) -> list[ElementTree.Element]:
+def images(page: str, wanted: str = "img") -> list[ElementTree.Element]:
     found = []
     for tag, attributes in Parts(page).tags:
-        if tag == "img":
-            kind, data = (attributes["src"] or "").split(",", 1)
+        if tag == wanted:
+            kind, data = (attributes.get("src") or attributes["srcset"] or "").split(",", 1)
             assert kind == "data:image/svg+xml;base64"
             found.append(ElementTree.fromstring(base64.b64decode(data)))
     return found
@@ -94,6 +95,22 @@ def test_the_page_shows_tables_and_four_plots() -> None:
     ):
         assert words in text
     assert "larger than the largest captured size" in text
+
+
+def test_every_plot_has_a_form_for_narrow_screens() -> None:
+    page = render_report(PAGE)
+    wide, narrow = images(page), images(page, "source")
+    assert len(narrow) == len(wide)
+    for plot in narrow:
+        assert float((plot.get("width") or "").removesuffix("pt")) < 280
+    assert page.count("max-width: 600px") == len(narrow) + 1
+
+
+def test_cells_of_words_name_their_column() -> None:
+    table = TextTable("Plan", ("<sizes>",), (TextRow("FULL", ("1, 2, 4",)),), is_numeric=False)
+    page = render_report(replace(PAGE, tables=[table]))
+    assert '<td data-column="&lt;sizes&gt;">1, 2, 4</td>' in page
+    assert '<table class="words">' in page
 
 
 def test_the_same_numbers_give_the_same_bytes() -> None:

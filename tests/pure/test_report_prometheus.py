@@ -14,6 +14,8 @@ from report_events import captured
 from graphrt import (
     BatchDescriptor,
     CaptureFailed,
+    KeysChanged,
+    PrometheusObserver,
     RanEager,
     Reason,
     Replayed,
@@ -22,7 +24,7 @@ from graphrt import (
     Verified,
 )
 from graphrt.errors import ConfigError, MissingExtraError
-from graphrt.report.prometheus import HOST_SECONDS_BOUNDS, PrometheusObserver
+from graphrt.report.prometheus import HOST_SECONDS_BOUNDS
 
 KEY = BatchDescriptor(8)
 
@@ -41,6 +43,9 @@ def registry() -> CollectorRegistry:
     observe(CaptureFailed("model", RuntimeMode.FULL, KEY, "GraphMemoryError", "no room"))
     observe(Verified(RuntimeMode.FULL, KEY, True, 0.0))
     observe(Retired(0, 1, 1100))
+    observe(KeysChanged("model", 1, ((Reason.CAPTURE_FAILED, 9),)))
+    observe(KeysChanged("model", 3, ((Reason.CAPTURE_FAILED, 1), (Reason.INVALIDATED, 2))))
+    observe(KeysChanged("draft", 2, ((Reason.CAPTURE_FAILED, 4),)))
     return registry
 
 
@@ -61,6 +66,10 @@ def registry() -> CollectorRegistry:
         ("graphrt_captures_total", {"mode": "FULL"}, 2),
         ("graphrt_capture_seconds_total", {"mode": "FULL"}, 0.5),
         ("graphrt_graph_bytes", {}, 2 * (1024 + 512) - 1100),
+        ("graphrt_graphs_alive", {}, 5),
+        ("graphrt_keys_missing", {"reason": "CAPTURE_FAILED"}, 5),
+        ("graphrt_keys_missing", {"reason": "INVALIDATED"}, 2),
+        ("graphrt_keys_missing", {"reason": "NOT_CAPTURED_YET"}, 0),
         ("graphrt_capture_failures_total", {"error": "GraphMemoryError"}, 1),
         ("graphrt_verifications_total", {"equal": "true"}, 1),
         ("graphrt_retired_programs_total", {}, 1),
@@ -96,7 +105,6 @@ def test_prometheus_without_its_library_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "graphrt.report.prometheus")
     with pytest.raises(MissingExtraError, match=r"graphrt\[metrics\]") as raised:
-        import graphrt.report.prometheus  # noqa: F401
+        PrometheusObserver()
     assert raised.value.extra == "metrics"

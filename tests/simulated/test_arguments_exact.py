@@ -170,7 +170,7 @@ def test_opaque_leaves_are_named_once_for_each_owner(lab: Lab) -> None:
     with pytest.warns(UserWarning, match="never compared") as caught:
         program = lab.capture(wrapper, x, registry=registry, n=np.int64(3))
     [warning] = caught
-    named = ("kwargs['registry']['cache']", "['set']", "['tensors']", "result[1]")
+    named = ("registry['cache']", "['set']", "['tensors']", "result[1]")
     assert all(name in str(warning.message) for name in named)
     assert all(name not in str(warning.message) for name in ("known", "'n'", "result[0]"))
     assert len(program.unchecked) == 4

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from graphrt import RuntimeConfig, read_trace
+from graphrt import read_trace
 from graphrt.cli.files import read_batches, read_config
 from graphrt.errors import BatchError, ConfigError, TraceError
-from graphrt_llm import EngineConfig, LLMEngine
+from graphrt_llm import EngineConfig
 from graphrt_llm.errors import EngineConfigError, ModelConfigError, WeightsFileError
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.weights import INDEX, load_safetensors
@@ -270,10 +270,3 @@ def test_commands_refuse_endless_input_in_little_memory(tmp_path: Path) -> None:
 def test_engine_number_that_would_fill_memory_is_refused(name: str) -> None:
     with pytest.raises(EngineConfigError):
         EngineConfig(**{name: 10**12})
-
-
-def test_cache_that_would_fill_memory_is_refused_before_it_is_made() -> None:
-    runtime = RuntimeConfig(max_num_seqs=2**20, max_num_batched_tokens=2**20)
-    asked = EngineConfig(runtime=runtime, device="simulated", block_size=1)
-    with pytest.raises(EngineConfigError, match="num_blocks"):
-        LLMEngine.tiny(asked)

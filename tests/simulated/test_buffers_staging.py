@@ -46,6 +46,12 @@ def test_spec_of_an_integer_without_padding_is_refused(dtype: torch.dtype) -> No
     assert raised.value.do
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_spec_of_integers_without_axes_is_exact(dtype: torch.dtype) -> None:
+    assert not BufferSpec("ids", (2, 1), dtype).pads_narrower
+    assert BufferSpec("ids", (2, 1), dtype, Padding.zero()).pads_narrower
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_spec_of_a_float_is_padded_with_zero(dtype: torch.dtype) -> None:
     assert BufferSpec("x", ("tokens",), dtype).padding == Padding.zero(arbitrary=True)
@@ -245,16 +251,19 @@ class FailsAt(TorchDispatchMode):
 def test_stage_interrupted_anywhere_leaves_no_stale_row() -> None:
     # Two padding groups: one may have been refilled when the other is not.
     bonus = BufferSpec("bonus", ("tokens",), torch.float32, optional=True)
+    table = BufferSpec("table", ("tokens", 2), torch.int32, Padding.fill(-7))
     for number in itertools.count():
-        bound = one_axis(IDS, SLOTS, bonus).bind(8)
-        full = tokens_for(8, 5) | {"bonus": torch.full((8,), 7.0)}
+        bound = one_axis(IDS, SLOTS, bonus, table).bind(8)
+        ones = torch.ones(8, 2, dtype=torch.int32)
+        full = tokens_for(8, 5) | {"bonus": torch.full((8,), 7.0), "table": ones}
         bound.stage(8, full)
-        few = tokens_for(3) | {"bonus": torch.ones(3)}
+        few = tokens_for(3) | {"bonus": torch.ones(3), "table": ones[:3, :1]}
         try:
             with FailsAt(number):
                 bound.stage(3, few)
         except InterruptedError:
-            bound.stage(8, full)
+            if number % 2:
+                bound.stage(8, full)
             bound.stage(3, few)
         else:
             assert number > 2
@@ -262,6 +271,7 @@ def test_stage_interrupted_anywhere_leaves_no_stale_row() -> None:
         assert bound.views["ids"].tolist() == [1] * 3 + [0] * 5
         assert bound.views["slots"].tolist() == [2] * 3 + [-1] * 5
         assert bound.views["bonus"].tolist() == [1.0] * 3 + [0.0] * 5
+        assert bound.views["table"].tolist() == [[1, -7]] * 3 + [[-7, -7]] * 5
 
 
 def test_stage_names_a_missing_input_and_the_nearest_name() -> None:
@@ -315,6 +325,69 @@ def test_stage_waits_only_for_copies_to_the_host(
     bound = BufferSet([IDS], {"tokens": 8}, lambda key: {"tokens": key}, device).bind(4)
     bound.stage(2, {"ids": torch.ones(2, dtype=torch.int64)})
     assert seen == [runs_on]
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([Padding.fill(-7), Padding.zero(), Padding.keep()]),
+)
+def test_stage_of_narrower_rows_pads_the_rest(
+    steps: list[tuple[int, int, int, bool]], padding: Padding
+) -> None:
+    table = BufferSpec("table", ("requests", 4), torch.int32, padding)
+    lengths = BufferSpec("lengths", ("requests",), torch.int32, Padding.zero())
+    buffers = BufferSet([table, lengths], {"requests": 4}, lambda key: {"requests": key}, CPU)
+    expected = torch.full((4, 4), padding.value, dtype=torch.int32)
+    for number, (n, width, size, is_eager) in enumerate(steps, start=1):
+        n = min(n, size)
+        bound = buffers.unpadded(n) if is_eager else buffers.bind(size)
+        source = torch.full((n, width), number, dtype=torch.int32)
+        bound.stage(n, {"table": source, "lengths": source.new_ones(n)})
+        if padding.kind == "keep":
+            expected[:n, :width] = number
+        else:
+            expected[:n] = padding.value
+            expected[:n, :width] = number
+            expected[n:] = padding.value
+        assert torch.equal(buffers.tensors["table"], expected)
+        assert bound.views["lengths"].tolist() == [1] * n + [0] * (len(bound.views["lengths"]) - n)
+
+
+def test_stage_of_narrower_inner_axes_pads_every_dimension() -> None:
+    cube = BufferSpec("cube", (2, "tokens", 3), torch.int64, Padding.fill(9))
+    buffers = one_axis(cube)
+    bound = buffers.bind(4)
+    bound.stage(2, {"cube": torch.ones(2, 2, 3, dtype=torch.int64)})
+    bound.stage(2, {"cube": torch.zeros(1, 2, 2, dtype=torch.int64)})
+    rows = [[[0, 0, 9]] * 2 + [[9] * 3] * 2, [[9] * 3] * 4]
+    assert bound.views["cube"].tolist() == rows
+    assert buffers.real_sizes({"cube": torch.zeros(1, 2, 2, dtype=torch.int64)}) == {"tokens": 2}
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2,), (2, 4, 1), (3, 4), (1, 3)])
+def test_stage_of_wider_or_other_shapes_is_refused(shape: tuple[int, ...]) -> None:
+    buffers = BufferSet([TABLE], {"requests": 4}, lambda key: {"requests": key}, CPU)
+    with pytest.raises(InputMismatchError, match="table"):
+        buffers.bind(4).stage(2, {"table": torch.ones(shape, dtype=torch.int32)})
+    assert buffers.tensors["table"].eq(-7).all()
+
+
+def test_stage_of_a_narrower_hidden_state_is_refused() -> None:
+    buffers = one_axis(HIDDEN)
+    narrow = {"hidden": torch.ones(2, 2)}
+    with pytest.raises(InputMismatchError, match="hidden"):
+        buffers.bind(4).stage(2, narrow)
+    with pytest.raises(InputMismatchError, match="hidden"):
+        buffers.real_sizes(narrow)
+    padded = BufferSpec("hidden", ("tokens", 3), torch.float32, Padding.fill(5.0))
+    bound = one_axis(padded).bind(4)
+    bound.stage(2, narrow)
+    assert bound.views["hidden"].tolist() == [[1, 1, 5]] * 2 + [[5] * 3] * 2
 
 
 def test_stage_beyond_the_cache_stays_right() -> None:

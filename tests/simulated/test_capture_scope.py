@@ -158,10 +158,39 @@ def test_scope_opened_in_a_finaliser_keeps_the_collector_off() -> None:
 def test_scope_orders_its_stream_and_the_callers(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[tuple[object, object]] = []
     monkeypatch.setattr(lab.device, "order", lambda after, before: orders.append((after, before)))
-    caller, stream = lab.device.current_stream(), lab.library.generations[0].stream
-    with lab.library.capture_scope():
+    caller = lab.device.current_stream()
+    with lab.library.capture_scope() as scope:
+        stream = scope.stream
+        assert stream is not caller
         assert orders == [(stream, caller)]
     assert orders == [(stream, caller), (caller, stream)]
+
+
+def test_scope_on_a_given_stream_warms_up_and_captures_there(lab: Lab) -> None:
+    stream, seen = lab.device.stream("engine"), Mock()
+
+    def fn(x: Tensor) -> Tensor:
+        seen(lab.device.current_stream())
+        return x + 1
+
+    x = torch.ones(2)
+    wrapper = lab.wrap(fn)
+    lab.capture_all(lab.job(wrapper, x), stream=stream)
+    assert [call.args[0] for call in seen.call_args_list] == [stream] * 2
+    assert lab.device.current_stream() is not stream
+    assert torch.equal(lab.step(wrapper, x), x + 1)
+    lab.library.close()
+    assert lab.device.adopt_stream(stream) is stream
+
+
+def test_scope_on_a_stream_of_another_device_is_refused(lab: Lab) -> None:
+    lab.device.stream("engine")
+    with Lab() as other:
+        for wrong in (other.device.stream("engine"), lab.device.current_stream(), "engine"):
+            with pytest.raises(ConfigError, match="stream"):
+                lab.library.capture_scope(stream=wrong)
+    with lab.library.capture_scope():
+        pass
 
 
 def test_scope_inside_a_scope_or_after_close_is_refused(lab: Lab) -> None:
@@ -195,6 +224,67 @@ def test_jobs_reserve_warm_up_freeze_then_capture_in_order(lab: Lab) -> None:
     assert list(report.seconds) == jobs
     assert not report.failures
     assert not report.skipped
+
+
+class Prepared:
+    """A resource with ``prepare`` and what each subclass adds; writes down every call."""
+
+    def __init__(self) -> None:
+        self.note = Mock()
+
+    @property
+    def lines(self) -> list[str]:
+        return [call.args[0] for call in self.note.call_args_list]
+
+    def prepare(self, key: BatchDescriptor, step_info: Any) -> None:
+        self.note(f"prepare {key.num_tokens}")
+
+
+class PreparedOnce(Prepared):
+    def prepare_for_capture(self, key: BatchDescriptor) -> None:
+        self.note(f"once {key.num_tokens}")
+
+
+def test_resource_with_prepare_alone_is_enough(lab: Lab) -> None:
+    resource, wrapper = Prepared(), lab.wrap(lambda x: x + 1)
+    lab.capture_all(lab.job(wrapper, torch.ones(2)), resources=[resource])
+    assert resource.lines == ["prepare 8"] * 2
+    with pytest.raises(ConfigError, match=r"prepare\(key, step_info\)"):
+        lab.library.capture_scope(resources=[object()])
+    with pytest.raises(ConfigError, match="list"):
+        lab.library.capture_scope(resources=resource)
+
+
+def test_resource_hears_of_each_key_once_before_its_warm_up(lab: Lab) -> None:
+    resource, x = PreparedOnce(), torch.ones(2)
+    wrapper = lab.wrap(lambda x: x + 1)
+    four, two = (lab.job(wrapper, x, key=key) for key in keys(4, 2))
+    lab.capture_all(four, two, resources=[resource], warmups=2)
+    assert resource.lines == [
+        *["once 4", "prepare 4", "prepare 4", "once 2", "prepare 2", "prepare 2"],
+        *["prepare 4", "prepare 2"],
+    ]
+    resource.note.reset_mock()
+    lab.library.retire()
+    lab.capture_all(four, resources=[resource], warmups=0)
+    assert resource.lines == ["prepare 4"]
+    # By hand: prepared by the caller, but told of a new key all the same.
+    resource.note.reset_mock()
+    lab.capture(
+        wrapper, x, key=BatchDescriptor(1), scope={"resources": [resource], "checks": "none"}
+    )
+    assert resource.lines == ["once 1"]
+
+
+def test_resource_that_fails_for_a_key_is_asked_again(lab: Lab) -> None:
+    resource, wrapper = PreparedOnce(), lab.wrap(lambda x: x + 1)
+    job = lab.job(wrapper, torch.ones(2))
+    resource.note.side_effect = [OSError("no plan"), None, None, None]
+    with pytest.raises(OSError, match="no plan"):
+        lab.capture_all(job, resources=[resource])
+    lab.library.forget_failures()
+    lab.capture_all(job, resources=[resource])
+    assert resource.lines == ["once 8", "once 8", "prepare 8", "prepare 8"]
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])

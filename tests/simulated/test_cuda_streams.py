@@ -55,7 +55,7 @@ def test_current_stream_has_its_name_or_else_its_handle(ring: Ring) -> None:
     assert not table.is_default(side)
     ring.current = SimpleNamespace(cuda_stream=0xABC)
     assert table.current().name == "stream-0xabc"
-    assert table.current() is table.current()
+    assert table.current() is table.of(SimpleNamespace(cuda_stream=0xABC))
 
 
 def test_forgotten_stream_that_is_current_has_no_name(ring: Ring) -> None:

@@ -96,6 +96,15 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
     }
 
 
+def test_no_report_is_written_where_none_is_asked(run: Run, tmp_path: Path) -> None:
+    result = run("--modes", "NONE", "--report", "none")
+    assert result.exit_code == 0, result.output
+    assert "report:" not in result.stdout
+    printed = json.loads(run("--modes", "NONE", "--report", "none", "--json").stdout)
+    assert printed["report"] is None
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "trace",
     ["azure2023/AzureLLMInferenceTrace_conv.csv", "mooncake/conversation_trace.jsonl"],

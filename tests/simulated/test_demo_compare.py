@@ -116,6 +116,7 @@ def test_captures_are_counted(outcomes: dict[CUDAGraphMode, Outcome]) -> None:
         assert {mode: totals.programs for mode, totals in captures.items()} == {
             mode: len(its_keys) for mode, its_keys in keys.items() if its_keys
         }
+        assert outcome.run.capture_seconds == (outcome.runtime.capture_seconds if captures else 0)
         totals = outcome.run.metrics.captures_of_all()
         assert totals.graph_bytes == outcome.runtime.graph_bytes
         assert (outcome.run.capture_seconds > 0) == (totals.programs > 0)

@@ -22,7 +22,10 @@ def shown(example: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_prints_what_it_shows(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_prints_what_it_shows(
+    example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(example.parent))  # As ``python examples/...`` does.
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.splitlines() == shown(example)
 

@@ -21,13 +21,16 @@ from graphrt import (
     SimulatedDevice,
     break_point,
 )
+from graphrt.device import simulated
 from graphrt.errors import (
+    CaptureError,
     CaptureOutsideScopeError,
     ConfigError,
     ForkedProcessError,
     GraphMemoryError,
     InvalidProgramError,
     LibraryClosedError,
+    LifetimeError,
     ReplayError,
     RetiredProgramError,
     SuspendedError,
@@ -209,6 +212,44 @@ def test_close_drops_everything_and_later_use_raises(lab: Lab) -> None:
     with pytest.raises(LibraryClosedError):
         buffers.bind(KEY)
     assert torch.equal(wrapper(x), x + 1)
+
+
+def test_library_over_a_device_by_name_owns_it() -> None:
+    with GraphLibrary("simulated") as library:
+        device = library.device
+        assert device.name == "simulated"
+        with library.capture_scope():
+            pass
+    with pytest.raises(LifetimeError):
+        device.new_pool()
+    for wrong in ("gpu", torch.device("cpu"), None):
+        with pytest.raises(ConfigError, match="device"):
+            GraphLibrary(wrong)  # type: ignore[arg-type]
+
+
+def test_library_closed_in_a_child_leaves_the_device_of_the_parent() -> None:
+    with GraphLibrary("simulated") as library:
+
+        def close() -> str:
+            library.close()
+            library.device.new_pool()
+            return "open"
+
+        assert in_a_child(close) == "open"
+
+
+def test_library_that_cannot_be_made_closes_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SimulatedDevice] = []
+
+    def make_one() -> SimulatedDevice:
+        made.append(SimulatedDevice(max_streams=0))
+        return made[-1]
+
+    monkeypatch.setattr(simulated, "SimulatedDevice", make_one)
+    with pytest.raises(CaptureError, match="streams"):
+        GraphLibrary("simulated")
+    with pytest.raises(LifetimeError):
+        made[0].new_pool()
 
 
 def test_library_closed_gives_its_streams_back() -> None:

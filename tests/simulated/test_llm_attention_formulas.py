@@ -100,7 +100,7 @@ def test_every_formula_agrees_with_dense_attention(
         )
         num_padding = len(step.positions) - num_tokens
         backend = make_attention("sdpa", cache)
-        backend.prepare_for_replay(key_of(step, formula), step.metadata)
+        backend.prepare(key_of(step, formula), step.metadata)
         shared = backend.begin(step.positions, step.attn)
         # The static formula reads a table per token, of a uniform batch only one per request.
         num_tables = {"host": 0, "static": len(step.positions), "uniform": len(spans) + padding}
@@ -130,7 +130,7 @@ def test_every_dtype_computes_in_itself(dtype: torch.dtype, formula: str) -> Non
     q = torch.randn(8, 4, 8, generator=generator, dtype=torch.float64)
     kv = torch.randn(8, 2, 2, 8, generator=generator, dtype=torch.float64)
     backend = make_attention("sdpa", cache)
-    backend.prepare_for_replay(key_of(step, formula), step.metadata)
+    backend.prepare(key_of(step, formula), step.metadata)
     shared = backend.begin(step.positions, step.attn)
     out = attention(backend, 0, q.to(dtype), kv.to(dtype), step.attn, shared)
     assert out.dtype == dtype
@@ -146,7 +146,7 @@ def test_layers_of_one_step_are_independent() -> None:
     )
     step = make_step([(0, 2)], torch.tensor([[2]]), 2)
     backend = make_attention("sdpa", cache)
-    backend.prepare_for_replay(key_of(step, "host"), step.metadata)
+    backend.prepare(key_of(step, "host"), step.metadata)
     ones = torch.ones(2, 1, 2, dtype=torch.float64)
     first = attention(backend, 0, ones, torch.stack((ones, ones), 1), step.attn)
     second = attention(backend, 1, ones, torch.stack((ones, 3 * ones), 1), step.attn)
@@ -174,7 +174,7 @@ def test_a_new_step_drops_tensors_of_the_last_one() -> None:
         kv = torch.randn(tokens, 2, 1, 2, generator=generator, dtype=torch.float64)
         results = []
         for formula in ("host", "static"):
-            backend.prepare_for_replay(key_of(step, formula), step.metadata)
+            backend.prepare(key_of(step, formula), step.metadata)
             shared = backend.begin(step.positions, step.attn)
             results.append(attention(backend, 0, q, kv, step.attn, shared))
         torch.testing.assert_close(*results, rtol=0, atol=1e-12)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,8 @@ from llm_paged import attention, key_of, make_step
 
 from graphrt import AttentionSupport, BatchDescriptor
 from graphrt_llm.attention import (
-    BACKENDS,
     AttentionMetadata,
-    AttentionResource,
+    attention_backends,
     make_attention,
 )
 from graphrt_llm.errors import AttentionBackendError
@@ -25,39 +22,11 @@ def tiny_cache() -> KVCache:
     return KVCache(ModelConfig.tiny(), num_blocks=5, block_size=4, dtype=torch.float64)
 
 
-class RecordingBackend:
-    support = AttentionSupport.NEVER
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        self.calls.append(("reserve", max_key))
-
-    def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        self.calls.append(("capture", key))
-
-    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
-        self.calls.append(("replay", key, step_info))
-
-
-def test_the_resource_makes_the_three_calls() -> None:
-    backend = RecordingBackend()
-    resource = AttentionResource(backend)  # type: ignore[arg-type]  # begin and forward unused
-    large, small = BatchDescriptor(8), BatchDescriptor(2)
-    step_info = AttentionMetadata((1, 1), (5, 6))
-    resource.reserve(large)
-    resource.prepare(small, None)
-    resource.freeze()
-    resource.prepare(small, step_info)
-    assert backend.calls == [("reserve", large), ("capture", small), ("replay", small, step_info)]
-
-
 def test_an_unknown_backend_error_lists_the_known_ones() -> None:
     with pytest.raises(AttentionBackendError) as caught:
         make_attention("quantum", tiny_cache())
     assert caught.value.found == "'quantum'"
-    assert all(name in caught.value.expected for name in BACKENDS)
+    assert all(name in caught.value.expected for name in attention_backends())
 
 
 def test_sdpa_supports_every_graph() -> None:
@@ -68,7 +37,7 @@ def test_sdpa_supports_every_graph() -> None:
 def test_piecewise_keys_are_prepared_without_a_batch(num_tokens: int) -> None:
     """40 tokens are more than a request's blocks hold; a piecewise key allows that."""
     backend = make_attention("sdpa", tiny_cache())
-    AttentionResource(backend).prepare(BatchDescriptor(num_tokens), None)
+    backend.prepare(BatchDescriptor(num_tokens), None)
     step = make_step([(0, 1)], torch.tensor([[1, 2]]), 4, pad_tokens=num_tokens - 1)
     q = torch.zeros(num_tokens, 4, 16, dtype=torch.float64)
     kv = torch.zeros(num_tokens, 2, 2, 16, dtype=torch.float64)
@@ -82,7 +51,7 @@ def test_a_step_that_was_not_prepared_is_refused() -> None:
     step = make_step([(0, 1)], torch.tensor([[1, 2]]), 4)
     with pytest.raises(AttentionBackendError):
         backend.begin(step.positions, step.attn)
-    backend.prepare_for_replay(key_of(step, "static"), step.metadata)
+    backend.prepare(key_of(step, "static"), step.metadata)
     q = torch.zeros(1, 4, 16, dtype=torch.float64)
     kv = torch.zeros(1, 2, 2, 16, dtype=torch.float64)
     # Without the tensors of ``begin`` this is the host formula, and a FULL key has no host lengths.
@@ -99,6 +68,6 @@ def test_lengths_may_be_arrays() -> None:
     results = []
     arrays = AttentionMetadata(*(np.array(lengths) for lengths in step.metadata[:2]))
     for metadata in (step.metadata, arrays):
-        backend.prepare_for_replay(BatchDescriptor(4), metadata)
+        backend.prepare(BatchDescriptor(4), metadata)
         results.append(attention(backend, 0, q, kv, step.attn))
     assert torch.equal(*results)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from llm_traffic import TRAFFIC, engine_config, prompt
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from graphrt import SimulatedDevice
-from graphrt.errors import GraphrtError
+from graphrt.errors import CaptureInProgressError, GraphrtError
 from graphrt_llm import FinishReason, LLMEngine, SamplingParams
 from graphrt_llm.errors import (
     EngineConfigError,
@@ -123,7 +126,7 @@ def test_a_model_directory_gives_an_engine_with_its_weights(tmp_path, expected):
         (lambda d: (d / "config.json").unlink(), "config.json"),
         (lambda d: (d / "config.json").write_text("{"), "config.json"),
         (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
-        (lambda d: save_tiny(d, torch.float32), "float32"),
+        (lambda d: save_tiny(d, dtype=torch.int8), "i8"),
     ],
     ids=["no config", "no json", "no weights", "another dtype"],
 )
@@ -132,7 +135,30 @@ def test_a_broken_model_directory_is_an_error_by_name(tmp_path, break_it, named)
     break_it(tmp_path)
     with pytest.raises(GraphrtError) as raised:
         LLMEngine.from_model_dir(tmp_path, engine_config())
-    assert named in str(raised.value).lower().replace("f32", "float32")
+    assert named in str(raised.value).lower()
+
+
+DTYPES = ["float64", "float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("asked", DTYPES)
+def test_a_checkpoint_is_cast_to_the_dtype_asked_for(tmp_path, stored, asked):
+    save_tiny(tmp_path, getattr(torch, stored))
+    config = replace(engine_config("FULL_DECODE_ONLY"), dtype=asked)
+    with LLMEngine.from_model_dir(tmp_path, config) as engine:
+        engine.capture()
+        assert len(engine.generate([1, 2, 3])) == 16
+        model = engine.runtime.runner.fn.model
+        read = load_file(tmp_path / "model.safetensors")
+        for name, _, weight in model.checkpoint_tensors():
+            assert torch.equal(weight, read[name].to(getattr(torch, asked)))
+
+
+def test_without_a_dtype_the_checkpoints_own_is_used(tmp_path):
+    save_tiny(tmp_path, torch.bfloat16)
+    with LLMEngine.from_model_dir(tmp_path, replace(engine_config(), dtype=None)) as engine:
+        assert engine.attention_backend.cache.tensor.dtype == torch.bfloat16
 
 
 def test_an_engine_that_fails_to_start_closes_its_device(monkeypatch):
@@ -150,6 +176,45 @@ def test_an_engine_that_fails_to_start_closes_its_device(monkeypatch):
 def test_unsupported_runtime_options_are_refused(option):
     with pytest.raises(EngineConfigError, match=option):
         LLMEngine.tiny(engine_config(**{option: 1}))
+
+
+def test_generate_serves_one_prompt_as_a_list_of_its_tokens(expected):
+    with LLMEngine.tiny(engine_config()) as engine:
+        prompt = FIRST.prompt
+        for one in (prompt, tuple(prompt), np.array(prompt), torch.tensor(prompt)):
+            assert engine.generate(one, FIRST.params) == expected[0]
+        for several in ([prompt, prompt], np.array([prompt] * 2), torch.tensor([prompt] * 2)):
+            assert engine.generate(several, FIRST.params) == [expected[0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "found"),
+    [
+        ("hello", "a str"),
+        (["hello", "there"], "a list of str"),
+        ([1, [2, 3]], "a list of int and list"),
+        ([[1], "there"], "a list of list and str"),
+        ([None], "a list of NoneType"),
+        (3, "a int"),
+        ({1: [2]}, "a dict"),
+        (torch.tensor(3), "a Tensor"),
+    ],
+    ids=["text", "texts", "mixed", "with text", "none", "number", "dict", "scalar"],
+)
+def test_generate_says_what_is_no_prompt(prompts, found):
+    with LLMEngine.tiny(engine_config()) as engine:
+        with pytest.raises(RequestError) as raised:
+            engine.generate(prompts)
+        assert raised.value.found == found
+        assert "[1, 2, 3]" in raised.value.expected
+        assert not engine.has_unfinished()
+
+
+def test_sampling_parameters_of_another_type_are_refused():
+    with LLMEngine.tiny(engine_config()) as engine:
+        with pytest.raises(RequestError, match="SamplingParams"):
+            engine.generate([1], {"max_tokens": 3})
+        assert not engine.has_unfinished()
 
 
 def test_generate_keeps_the_order_of_its_prompts(expected):
@@ -213,9 +278,49 @@ def test_a_closed_engine_refuses_work_and_closes_again():
     engine.close()
     engine.close()
     assert not engine.has_unfinished()
-    for call in (engine.step, engine.capture, lambda: engine.add_request([1])):
+    for call in (
+        engine.step,
+        engine.capture,
+        lambda: engine.add_request([1]),
+        lambda: engine.generate([1]),
+        lambda: engine.abort("request-0"),
+        lambda: engine.top2_margin([1]),
+        lambda: engine.runtime,
+        lambda: engine.attention_backend,
+    ):
         with pytest.raises(EngineStateError, match="closed"):
             call()
+
+
+def test_a_closed_engine_gives_its_memory_back():
+    engine = LLMEngine.tiny(engine_config("FULL_AND_PIECEWISE", overlap=True))
+    engine.capture()
+    engine.generate([1, 2, 3])
+    engine.add_request([1])
+    engine.step()
+    device, model = engine.runtime.device, engine.runtime.runner.fn.model
+    held = [weakref.ref(weight) for weight in model.parameters()]
+    held.append(weakref.ref(engine.attention_backend.cache.tensor))
+    before = device.memory()
+    assert before.reserved_bytes
+    del model
+    gc.disable()  # No reference circle may keep memory until a collection.
+    try:
+        engine.close()
+        assert not any(tensor() is not None for tensor in held)
+    finally:
+        gc.enable()
+    after = device.memory()
+    assert after.reserved_bytes == 0
+    assert after.free_bytes == after.total_bytes > before.free_bytes
+
+
+def test_an_engine_closed_inside_a_capture_scope_stays_open():
+    engine = LLMEngine.tiny(engine_config("FULL"))
+    with engine.runtime.library.capture_scope(), pytest.raises(CaptureInProgressError):
+        engine.close()
+    engine.capture()
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -230,6 +335,9 @@ def test_a_closed_engine_refuses_work_and_closes_again():
         {"load_format": "pickle"},
         {"attention_backend": "magic"},
         {"capture": "sometimes"},
+        {"gpu_memory_utilization": 0},
+        {"gpu_memory_utilization": 1.1},
+        {"gpu_memory_utilization": "most"},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -61,7 +61,7 @@ def compare(backend, cache: KVCache, spans, key: BatchDescriptor | None, seed: i
     results = []
     for one in (make_attention("sdpa", cache), backend):
         cache.tensor.copy_(before)
-        one.prepare_for_replay(key or BatchDescriptor(num_tokens), metadata)
+        one.prepare(key or BatchDescriptor(num_tokens), metadata)
         out = torch.full_like(q, torch.nan)
         shared = one.begin(step.positions, step.attn)
         results.append(attention(one, 0, q, kv, step.attn, shared, out=out))
@@ -75,9 +75,9 @@ def test_memory_that_kernels_read_by_address_is_never_replaced(wrappers):
     assert len(set(before)) == 2
     tables = np.full((2, MAX_BLOCKS), 1)
     for key, lengths in ((decode_key(2), [1, 1]), (BatchDescriptor(9), [4, 5])):
-        backend.prepare_for_capture(key)
+        backend.prepare(key, None)
         metadata = AttentionMetadata(np.array(lengths), np.array(lengths) + 1, tables)
-        backend.prepare_for_replay(key, metadata)
+        backend.prepare(key, metadata)
     assert [held.data_ptr() for held in backend.keep_alive] == before
     staged = backend._staging.device(2)[0]
     assert staged.untyped_storage() is backend.keep_alive[1].untyped_storage()
@@ -107,7 +107,7 @@ def test_a_static_wrapper_serves_growing_and_padded_batches(wrappers):
     cache = random_cache()
     backend = make_attention("flashinfer", cache, LIMITS)
     for size in (4, 2):
-        backend.prepare_for_capture(decode_key(size))
+        backend.prepare(decode_key(size), None)
     static = [wrapper for wrapper in wrappers if wrapper.is_static]
     assert [len(wrapper.last) for wrapper in static] == [4, 2]
     bound = [(w.begins.data_ptr(), w.last.data_ptr(), w.blocks.data_ptr()) for w in static]
@@ -141,7 +141,7 @@ def test_padding_rows_read_one_token_of_the_null_block(wrappers):
 def test_piecewise_keys_are_prepared_without_a_batch(wrappers):
     backend = make_attention("flashinfer", random_cache(), LIMITS)
     for num_tokens in (1, 3, LIMITS.max_num_batched_tokens):
-        backend.prepare_for_capture(BatchDescriptor(num_tokens))
+        backend.prepare(BatchDescriptor(num_tokens), None)
         heads = torch.zeros(num_tokens, 4 + 2 * 2, 16, dtype=torch.float64)
         out = attend(backend, 0, heads, None)
         assert out.shape == (num_tokens, 4, 16)
@@ -151,7 +151,7 @@ def test_full_graphs_other_than_decode_are_refused(wrappers):
     backend = make_attention("flashinfer", random_cache(), LIMITS)
     assert backend.support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     with pytest.raises(AttentionBackendError, match="decode"):
-        backend.prepare_for_capture(BatchDescriptor(8, 4, uniform=True))
+        backend.prepare(BatchDescriptor(8, 4, uniform=True), None)
 
 
 def test_steps_without_preparation_or_blocks_are_refused(wrappers):
@@ -159,7 +159,7 @@ def test_steps_without_preparation_or_blocks_are_refused(wrappers):
     with pytest.raises(AttentionBackendError):
         backend.begin(torch.zeros(1), None)
     with pytest.raises(AttentionBackendError, match="block_tables"):
-        backend.prepare_for_replay(BatchDescriptor(1), AttentionMetadata((1,), (1,)))
+        backend.prepare(BatchDescriptor(1), AttentionMetadata((1,), (1,)))
 
 
 def test_flashinfer_needs_a_gpu_and_limits(monkeypatch):

@@ -63,7 +63,7 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Causa
 
 def run(model: CausalLM, step: Step, formula: str) -> tuple[torch.Tensor, CountOperations]:
     assert model.attention is not None
-    model.attention.prepare_for_replay(key_of(step, formula), step.metadata)
+    model.attention.prepare(key_of(step, formula), step.metadata)
     ids = torch.arange(len(step.positions)) % model.config.vocab_size
     with torch.no_grad(), CountOperations() as operations:
         logits = model(ids, step.positions, step.attn, step.logits_indices)

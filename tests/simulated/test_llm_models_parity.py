@@ -113,7 +113,7 @@ def test_logits_equal_transformers(tmp_path: Path, case: str, max_shard_size: st
             # Every token's logits, not only the last ones.
             every = torch.arange(step.num_tokens)
             with torch.no_grad():
-                model.attention.prepare_for_replay(key_of(step, formula), step.metadata)
+                model.attention.prepare(key_of(step, formula), step.metadata)
                 got = model(input_ids, step.positions, step.attn, every)
             wanted = torch.cat([expected[row][b : b + n] for row, b, n in spans])
             assert got.dtype == torch.float32

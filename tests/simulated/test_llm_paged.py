@@ -36,14 +36,8 @@ class Recorder:
         self.cache = KVCache(CONFIG, num_blocks=8, block_size=4, dtype=torch.float32)
         self.calls: list[str] = []
 
-    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        self.calls.append("reserve")
-
-    def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        self.calls.append("capture")
-
-    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
-        self.calls.append("replay")
+    def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
+        self.calls.append("capture" if step_info is None else "replay")
 
     def begin(self, positions: Any, attn: Any) -> tuple[torch.Tensor, ...]:
         self.calls.append("begin")
@@ -84,9 +78,9 @@ PIECE = BatchDescriptor(64)
 def test_decode_graphs_of_few_requests_run_the_kernel(key):
     recorder = Recorder()
     backend = paged.PagedAttention(recorder, recorder.decode)
-    backend.prepare_for_capture(key)
+    backend.prepare(key, None)
     assert run(backend, key.num_tokens, key.num_tokens).eq(1).all()
-    backend.prepare_for_replay(key, lengths(1, 1))
+    backend.prepare(key, lengths(1, 1))
     run(backend, key.num_tokens, key.num_tokens)
     assert recorder.calls == [f"decode {key.num_tokens}"] * 2
 
@@ -105,8 +99,8 @@ def test_decode_graphs_of_few_requests_run_the_kernel(key):
 def test_every_other_batch_runs_the_fallback(key, batch):
     recorder = Recorder()
     backend = paged.PagedAttention(recorder, recorder.decode)
-    backend.prepare_for_capture(key)
-    backend.prepare_for_replay(key, batch)
+    backend.prepare(key, None)
+    backend.prepare(key, batch)
     assert run(backend, key.num_tokens, 4).eq(2).all()
     assert recorder.calls == ["capture", "replay", "begin", "forward"]
 
@@ -114,8 +108,8 @@ def test_every_other_batch_runs_the_fallback(key, batch):
 def test_eager_decodes_of_few_requests_run_the_kernel():
     recorder = Recorder()
     backend = paged.PagedAttention(recorder, recorder.decode)
-    backend.prepare_for_capture(PIECE)
-    backend.prepare_for_replay(PIECE, lengths(1, 1, 1))
+    backend.prepare(PIECE, None)
+    backend.prepare(PIECE, lengths(1, 1, 1))
     out = run(backend, 64, 32)
     assert recorder.calls == ["capture", f"decode {paged.MAX_REQUESTS}"]
     assert out[: paged.MAX_REQUESTS].eq(1).all()
@@ -125,7 +119,7 @@ def test_eager_decodes_of_few_requests_run_the_kernel():
 def test_rows_beyond_the_requests_are_zeroed():
     recorder = Recorder()
     backend = paged.PagedAttention(recorder, recorder.decode)
-    backend.prepare_for_replay(PIECE, lengths(1, 1, 1))
+    backend.prepare(PIECE, lengths(1, 1, 1))
     out = run(backend, 64, 4)
     assert recorder.calls == ["decode 4"]
     assert out[4:].eq(0).all()
@@ -134,21 +128,19 @@ def test_rows_beyond_the_requests_are_zeroed():
 def test_kernel_and_fallback_alternate_between_steps():
     recorder = Recorder()
     backend = paged.PagedAttention(recorder, recorder.decode)
-    backend.prepare_for_replay(PIECE, lengths(1))
-    backend.prepare_for_replay(PIECE, lengths(5))
+    backend.prepare(PIECE, lengths(1))
+    backend.prepare(PIECE, lengths(5))
     run(backend, 64, 32)
-    backend.prepare_for_replay(PIECE, lengths(1))
+    backend.prepare(PIECE, lengths(1))
     run(backend, 64, 32)
     assert recorder.calls == ["replay", "begin", "forward", f"decode {paged.MAX_REQUESTS}"]
 
 
-def test_support_cache_and_reservation_are_the_fallbacks():
+def test_support_and_cache_are_the_fallbacks():
     recorder = Recorder()
     backend = paged.PagedAttention(recorder, recorder.decode)
     assert backend.support is recorder.support
     assert backend.cache is recorder.cache
-    backend.reserve_for_capture(PIECE)
-    assert recorder.calls == ["reserve"]
 
 
 def test_paged_without_a_gpu_is_refused_and_not_chosen():

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from graphrt_llm import weights
 from graphrt_llm.errors import (
     MissingTensorError,
     TensorDtypeError,
+    TensorRangeError,
     TensorShapeError,
     UnexpectedTensorError,
     WeightsError,
@@ -107,24 +111,60 @@ def test_a_shape_that_is_another_is_named(
     assert "(1, 64)" in error.found
 
 
-def test_another_dtype_is_refused_and_cast_on_request(
-    tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
-) -> None:
-    other[K_PROJ] = other[K_PROJ].bfloat16()
-    file = save_single(tmp_path, other)
-    error = assert_refused(model, tmp_path, TensorDtypeError, str(file), K_PROJ)
-    assert (error.expected, error.found) == ("F32", "BF16")
-    load_safetensors(model, tmp_path, cast=True)
-    assert torch.equal(tensors_of(model)[K_PROJ], other[K_PROJ].float())
-
-
-def test_a_quantised_tensor_is_refused_even_with_a_cast(
+def test_a_quantised_tensor_is_refused(
     tmp_path: Path, model: CausalLM, other: dict[str, Tensor]
 ) -> None:
     other[K_PROJ] = other[K_PROJ].to(torch.int8)
+    file = save_single(tmp_path, other)
+    error = assert_refused(model, tmp_path, TensorDtypeError, str(file), K_PROJ)
+    assert error.found == "I8"
+
+
+def test_a_value_beyond_the_models_dtype_is_refused(
+    tmp_path: Path, other: dict[str, Tensor]
+) -> None:
+    other[K_PROJ][3, 5] = -70_000.0
+    file = save_single(tmp_path, other)
+    with pytest.raises(TensorRangeError) as caught:
+        load_safetensors(CausalLM(ModelConfig.tiny(), torch.float16), tmp_path)
+    assert str(file) in str(caught.value)
+    assert K_PROJ in str(caught.value)
+    assert caught.value.found == "70000"
+    load_safetensors(CausalLM(ModelConfig.tiny(), torch.bfloat16), tmp_path)
+
+
+def test_a_cast_holds_one_tensor_of_the_checkpoint_at_a_time(
+    tmp_path: Path, other: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_single(tmp_path, other)
-    with pytest.raises(TensorDtypeError):
-        load_safetensors(model, tmp_path, cast=True)
+    read: list[weakref.ref[Tensor]] = []
+    open_file = weights.safe_open
+
+    class Watched:
+        """A file that remembers the tensors it gave out."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.file = open_file(*args, **kwargs)
+
+        def __enter__(self) -> Watched:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.file.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def get_tensor(self, name: str) -> Tensor:
+            assert all(tensor() is None for tensor in read), "an earlier tensor is in memory"
+            tensor: Tensor = self.file.get_tensor(name)
+            read.append(weakref.ref(tensor))
+            return tensor
+
+    monkeypatch.setattr(weights, "safe_open", Watched)
+    load_safetensors(CausalLM(ModelConfig.tiny(), torch.bfloat16), tmp_path)
+    assert len(read) == len(other)
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_norm.weight", "lm_head.bias"])

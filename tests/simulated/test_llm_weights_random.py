@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from llm_paged import key_of, make_step
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt_llm.attention import make_attention
 from graphrt_llm.kv_cache import KVCache
@@ -31,7 +33,7 @@ def generate(model: CausalLM, prompt: list[int], count: int) -> tuple[list[int],
     before = 0
     for _ in range(count):
         step = make_step([(before, len(tokens) - before)], tables, 16)
-        model.attention.prepare_for_replay(key_of(step, "host"), step.metadata)
+        model.attention.prepare(key_of(step, "host"), step.metadata)
         new = torch.tensor(tokens[before:])
         logits.append(model(new, step.positions, step.attn, step.logits_indices)[0])
         before = len(tokens)
@@ -52,6 +54,39 @@ def test_the_same_seed_gives_the_same_weights_in_every_dtype() -> None:
             assert torch.equal(model.get_parameter(name), exact.to(dtype))
         assert torch.equal(again.get_parameter(name), exact.float())
         assert not torch.equal(another.get_parameter(name), exact.float())
+
+
+class OnlyOn(TorchDispatchMode):
+    """Refuses operations on tensors of another device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.num_drawn = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in (*args, result):
+            assert not isinstance(value, Tensor) or value.device.type == self.device, func
+        self.num_drawn += func is torch.ops.aten.randn.generator
+        return result
+
+
+def test_weights_are_drawn_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ``meta``, which runs no kernel: torch has no generator for it, so one is lent."""
+    model = CausalLM(TINY, device="meta")
+    asked: list[torch.device] = []
+
+    class Lent(torch.Generator):
+        def __new__(cls, device: torch.device) -> Lent:
+            asked.append(device)
+            return super().__new__(cls)
+
+    monkeypatch.setattr(torch, "Generator", Lent)
+    with OnlyOn("meta") as operations:
+        random_weights(model, seed=0)
+    assert asked == [torch.device("meta")]
+    assert operations.num_drawn == len(list(model.checkpoint_tensors()))
 
 
 def test_every_weight_is_filled() -> None:

@@ -55,7 +55,7 @@ def test_unpad_of_every_structure_cuts_its_rows(kind: str, policy: Any) -> None:
 
 def test_unpad_of_one_size_gives_one_view() -> None:
     outputs = rows(8)
-    bound = OutputSpec({"": "tokens"}).bind(outputs)
+    bound = OutputSpec({"": "tokens"}, "view").bind(outputs)
     first = bound.unpad(3)
     assert bound.unpad(3) is first
     assert first.data_ptr() == outputs.data_ptr()
@@ -161,9 +161,9 @@ def test_unpad_caches_by_the_axes_that_a_length_reads() -> None:
     def total(n: dict[str, int]) -> int:
         return n["tokens"] + n["requests"]
 
-    by_name = OutputSpec({"": "tokens"}).bind(rows(8))
-    by_function = OutputSpec({"": total}).bind(rows(8))
-    by_nothing = OutputSpec({}).bind(rows(8))
+    by_name = OutputSpec({"": "tokens"}, "view").bind(rows(8))
+    by_function = OutputSpec({"": total}, "view").bind(rows(8))
+    by_nothing = OutputSpec({}, "view").bind(rows(8))
     for requests in (1, 2):
         sizes = {"requests": requests, "tokens": 3}
         assert by_name.unpad(sizes) is by_name.unpad({"tokens": 3}) is by_name.unpad(3)
@@ -174,7 +174,7 @@ def test_unpad_caches_by_the_axes_that_a_length_reads() -> None:
 def test_output_over_an_input_follows_the_policy() -> None:
     buffer = rows(8)
     outputs = (buffer[:4], buffer[1:5])
-    viewed = OutputSpec({"0": "tokens"}).bind(outputs).unpad(2)
+    viewed = OutputSpec({"0": "tokens"}, "view").bind(outputs).unpad(2)
     assert viewed[0].data_ptr() == buffer.data_ptr()
     cloned = OutputSpec({"0": "tokens", "1": "tokens"}, "clone").bind(outputs).unpad(2)
     buffer.zero_()  # the next step is staged

@@ -21,7 +21,13 @@ def test_readme_program_prints_what_it_shows(
     assert capsys.readouterr().out == output
 
 
-def test_readme_first_screen_is_at_most_forty_four_lines() -> None:
+def test_readme_first_screen_is_at_most_forty_lines() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
-    first_screen = lines[: lines.index("## What it does")]
-    assert len(first_screen) <= 44
+    assert lines.index("## By task") <= 40
+
+
+def test_readme_has_every_example_and_no_dead_link() -> None:
+    links = set(re.findall(r"\]\(([^)#]+)", README.read_text(encoding="utf-8")))
+    examples = {f"examples/{path.name}" for path in README.parent.glob("examples/[0-9]*.py")}
+    assert examples <= links
+    assert [link for link in links if not (README.parent / link).exists()] == []

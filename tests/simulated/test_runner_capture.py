@@ -13,6 +13,7 @@ from graphrt import (
     CUDAGraphRunner,
     GraphLibrary,
     Invalidated,
+    KeysChanged,
     OutputSpec,
     RanEager,
     Reason,
@@ -134,7 +135,7 @@ def test_capture_without_examples_raises_and_marks_nothing():
             with pytest.raises(ConfigError, match="examples"):
                 use()
         assert set(runner.missing().values()) == {Reason.NOT_CAPTURED_YET}
-        assert not events
+        assert [type(event) for event in events] == [KeysChanged]  # Of the new runner.
         assert equal(runner, encoder)
 
 
@@ -438,3 +439,63 @@ def test_written_buffer_is_declared_to_the_library(library):
         assert bool(runner.capture().failures) is not written
         if written:
             assert torch.equal(runner.run({"x": torch.ones(3)}), torch.full((3,), 4.0))
+
+
+def test_runner_without_inputs_takes_shapes_of_examples():
+    def examples(sizes, seed):
+        return {"x": torch.arange(6.0).reshape(2, 3) + seed, "index": torch.tensor([seed, 1])}
+
+    def pick(x, index):
+        return x[:, index], x.sum()
+
+    with CUDAGraphRunner(pick, examples=examples, device="simulated") as runner:
+        assert len(runner.capture().graphs) == 1
+        values = {"x": torch.randn(2, 3), "index": torch.tensor([2, 0])}
+        for got, wanted in zip(runner.run(values), pick(**values), strict=True):
+            assert torch.equal(got, wanted)
+        assert runner.last_decision.reason is Reason.HIT
+        # An index that is missing must not be the one of the step before.
+        with pytest.raises(InputMismatchError, match="'index', dimension 0"):
+            runner.run({**values, "index": torch.tensor([2])})
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({}, "neither inputs nor examples"),
+        ({"sizes": {"rows": [1]}, "examples": lambda sizes, seed: {}}, "sizes, capacity"),
+    ],
+)
+def test_runner_without_inputs_needs_examples_of_one_size(options, word):
+    with pytest.raises(ConfigError, match=word):
+        CUDAGraphRunner(torch.tanh, device="simulated", **options)
+
+
+def test_runner_of_several_sizes_needs_outputs():
+    with pytest.raises(ConfigError, match="outputs"):
+        CUDAGraphRunner(
+            torch.tanh,
+            inputs=[BufferSpec("input", ("rows",), torch.float32)],
+            sizes={"rows": [1]},
+            device="simulated",
+        )
+
+
+def test_rows_that_keep_a_history_are_named_as_a_cause():
+    cache = torch.zeros(4, 2)
+
+    def history(x, rows):
+        cache[rows, 0] = x
+        return cache[rows].sum(-1)
+
+    with (
+        CUDAGraphRunner(
+            history,
+            examples=lambda sizes, seed: {"x": torch.ones(2), "rows": torch.tensor([seed, 2])},
+            may_overwrite={cache: "rows"},
+            device="simulated",
+        ) as runner,
+        pytest.raises(VerificationError) as raised,
+    ):
+        runner.capture()
+    assert "keeps a history" in raised.value.do

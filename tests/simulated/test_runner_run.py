@@ -244,6 +244,49 @@ def test_run_sizes_given_are_checked():
             runner.run(values, sizes={"batch": 3, "length": 3})
 
 
+def test_run_of_inputs_without_axes_has_one_exact_key():
+    x, t = torch.randn(2, 3, 4), torch.tensor(0.5)
+    with CUDAGraphRunner(
+        lambda x, t: {"x": torch.tanh(x) * t, "n": 3},
+        inputs=[BufferSpec("x", (2, 3, 4), torch.float32), BufferSpec("t", (), torch.float32)],
+        outputs=OutputSpec({}),
+        verify_every=2,
+        device="simulated",
+    ) as runner:
+        [graph] = runner.capture(like={"x": x, "t": t}).graphs
+        for _ in range(4):
+            outputs = runner.run({"x": x, "t": t})
+            assert runner.last_decision == Decision(FULL, graph.key, Reason.HIT)
+            x = outputs["x"]
+        assert torch.equal(runner.run({"x": x, "t": t})["x"], torch.tanh(x) * t)
+        assert outputs["n"] == 3
+        with pytest.raises(InputMismatchError, match="'x'"):
+            runner.run({"x": x[:1], "t": t})
+        runner.library.invalidate()
+        runner.check_externals()
+        assert torch.equal(runner.run({"x": x, "t": t})["x"], torch.tanh(x) * t)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_run_of_values_padded_to_the_chosen_key_cuts_them(by_key, captured):
+    real, size = {"batch": 3, "length": 2}, {"batch": 4, "length": 3}
+    alone = batch(**real)
+    with make(inputs=(lambda key: SPECS) if by_key else SPECS) as runner:
+        if captured:
+            runner.capture()
+        for given in (padded(alone, size), alone, padded(alone, size)):
+            outputs = runner.run(given, sizes={"length": 2, "batch": 3})
+            mode, _, reason = runner.last_decision
+            assert mode is (FULL if captured else NONE)
+            assert reason is (Reason.PADDED if captured else Reason.NOT_CAPTURED_YET)
+            for name, expected in encoder(**alone).items():
+                assert torch.equal(outputs[name], expected)
+        with pytest.raises(InputMismatchError):
+            runner.run(padded(alone, {"batch": 4, "length": 5}), sizes=real)
+
+
 def test_decide_says_the_key_of_real_sizes():
     with make() as runner:
         assert runner.decide({"batch": 1, "length": 1}).reason is Reason.NOT_CAPTURED_YET

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from graphrt import BufferSpec, OutputSpec, Runtime, SimulatedDevice
+from graphrt import OutputSpec, Runtime, SimulatedDevice
 from graphrt.device import simulated
 from graphrt.errors import (
     CaptureInProgressError,
@@ -101,9 +101,9 @@ def test_runtime_constructor_that_fails_closes_its_device(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(simulated, "SimulatedDevice", remembered)
-    for inputs in ([INPUTS[0], INPUTS[0]], [BufferSpec("x", ("pixels",), torch.float32)]):
-        with pytest.raises(StaticBufferError):
-            make("simulated", inputs=inputs)
+    for options in ({"inputs": [INPUTS[0], INPUTS[0]]}, {"outputs": OutputSpec({"": "pixels"})}):
+        with pytest.raises((StaticBufferError, ConfigError)):
+            make("simulated", **options)
     assert len(made) == 2
     assert all(map(is_closed, made))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -95,6 +98,22 @@ def test_step_runs_no_python_but_eager_segments(labs):
             labs[policy].step(*batch)
         assert model.num_calls == calls
         assert model.num_eager_calls == eager_calls + 4 * num_eager
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("num_tokens", [3, MAX_TOKENS])
+def test_failing_step_leaves_the_callers_grad_mode(grad, num_tokens):
+    def fail(key, step_info):
+        if step_info is not None:
+            raise ZeroDivisionError
+
+    resource = SimpleNamespace(prepare=fail)
+    with RuntimeLab("FULL", resources=[resource]) as lab, torch.set_grad_enabled(grad):
+        lab.runtime.capture()
+        for info in (None, 1):
+            with pytest.raises(ZeroDivisionError) if info else nullcontext():
+                lab.step(num_tokens, 2, step_info=info)
+            assert torch.is_grad_enabled() is grad
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -463,3 +482,21 @@ def test_capture_in_inference_mode_serves_steps_outside_it(policy):
             outputs = lab.step(5, 2)
             assert_equal(outputs, inside)
             assert lab.runtime.last_decision.mode.name == policy
+
+
+def test_nvtx_asked_for_puts_a_range_around_each_run() -> None:
+    with RuntimeLab("FULL", asked={"nvtx": True}) as lab:
+        lab.runtime.capture()
+        lab.device.ranges.clear()
+        lab.step(3, 1)
+        lab.step(12, 1)
+        full, eager = lab.device.ranges
+        assert full == f"FULL {lab.runtime.runner.keys[1][1]}"
+        assert eager.startswith("NONE BatchDescriptor(num_tokens=12")
+
+
+def test_nvtx_not_asked_for_makes_no_range() -> None:
+    with RuntimeLab("FULL") as lab:
+        lab.runtime.capture()
+        lab.step(3, 1)
+        assert not lab.device.ranges

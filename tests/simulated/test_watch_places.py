@@ -656,12 +656,12 @@ def test_code_of_installed_packages_is_not_entered(tmp_path, monkeypatch, is_ins
 
 def test_hooks_stand_only_while_a_runner_watches() -> None:
     before = len(registration_hooks())
-    with make(linear()), make(linear()) as second:
+    with make(Net()), make(Net()) as second:
         assert len(registration_hooks()) == before + 3
         second.close()
         assert len(registration_hooks()) == before + 3
     assert len(registration_hooks()) == before
-    with make(linear(), watch="off"), make(linear(), watch="always"):
+    with make(Net(), watch="off"), make(Net(), watch="always"):
         assert len(registration_hooks()) == before
 
 
@@ -799,3 +799,26 @@ def test_place_replaced_before_capture_next_is_noticed(is_registered) -> None:
             assert not is_registered
             assert num_runs < laps(runner)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (1, 4)])
+def test_place_where_the_callable_keeps_its_input_is_no_external(sizes) -> None:
+    """A context that attention reads: others use it for their own batches between two runs."""
+    context, scale = SimpleNamespace(x=None), SimpleNamespace(of=torch.ones(4))
+
+    def attend():
+        return context.x * scale.of
+
+    def fn(x):
+        context.x = x
+        return attend()
+
+    with make(fn, sizes, watch="always") as runner:
+        runner.capture()
+        for n in (*sizes, *sizes):
+            context.x = torch.zeros(7, 4)  # A prefill that runs elsewhere.
+            assert torch.equal(run(runner, n), example({"n": n}, 5)["x"])
+            assert runner.last_decision.reason is Reason.HIT
+        scale.of = torch.zeros(4)
+        assert run(runner, sizes[0]).eq(0).all()
+        assert runner.last_decision.reason is Reason.INVALIDATED

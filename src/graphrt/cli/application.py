@@ -11,18 +11,21 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
-from pathlib import Path
+from inspect import getdoc
 from typing import Annotated, NoReturn
 
 import typer
 
-from graphrt.errors import CommandError, GraphrtError
+from graphrt.errors import CommandError, ConfigError, GraphrtError
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 GROUP = "graphrt.commands"
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG.json", show_default=False)]
+Config = Annotated[
+    str,
+    typer.Argument(metavar="CONFIG.json", help="A file, or - for stdin.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -43,17 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def resolve(
-    config: Config,
+    config: Config = "",
     as_json: AsJson = False,
     strict: Annotated[
         bool,
         typer.Option("--strict", help="An explicit option that would be adjusted is an error."),
     ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print a commented sample config, and nothing else.")
+    ] = False,
 ) -> None:
     """Show the plan a config resolves to: mode, sizes, keys, and every adjustment."""
-    from graphrt.cli.files import read_config
+    from graphrt.cli.files import SAMPLE, parse_config, read_config
     from graphrt.config import resolve as resolve_config
 
+    if bool(config) is schema:
+        raise ConfigError(
+            "graphrt resolve",
+            expected="a config file, - for stdin, or --schema",
+            found=f"{config} and --schema" if schema else "none of them",
+            do="graphrt resolve --schema > config.json, then graphrt resolve config.json",
+        )
+    if schema:
+        print(json.dumps(parse_config(SAMPLE)[0]) if as_json else SAMPLE, end="")
+        return
     resolved = resolve_config(*read_config(config), strict=strict)
     if as_json:
         from graphrt.cli.json_output import of_resolved
@@ -73,10 +89,17 @@ def dispatch(
     as_json: AsJson = False,
 ) -> None:
     """Say for each batch, one JSON object a line, which graph serves it and why."""
-    from graphrt.cli.files import decide, read_batches, read_config
+    from graphrt.cli.files import STDIN, decide, read_batches, read_config
     from graphrt.config import resolve as resolve_config
     from graphrt.dispatch import CUDAGraphDispatcher
 
+    if config == batches == STDIN:
+        raise ConfigError(
+            "graphrt dispatch",
+            expected="stdin once",
+            found="- for both config and batches",
+            do="name a file for one of them",
+        )
     dispatcher = CUDAGraphDispatcher(resolve_config(*read_config(config)).plan)
     # All lines are checked before the first is printed, so that a script never sees half of them.
     decided = [(batch, decide(dispatcher, batch)) for batch in read_batches(batches)]
@@ -91,7 +114,15 @@ def dispatch(
         show_decisions(decided)
 
 
-BUILT_IN: dict[str, Callable[..., None]] = {"resolve": resolve, "dispatch": dispatch}
+def env(as_json: AsJson = False) -> None:
+    """Show versions, devices and installed extras, for bug reports."""
+    from graphrt.cli.environment import describe, lines
+
+    found = describe()
+    print(json.dumps(found) if as_json else "\n".join(lines(found)))
+
+
+BUILT_IN: dict[str, Callable[..., None]] = {"resolve": resolve, "dispatch": dispatch, "env": env}
 
 
 def _application(words: Sequence[str]) -> typer.Typer:
@@ -108,7 +139,7 @@ def _application(words: Sequence[str]) -> typer.Typer:
     if not words or words[0] not in BUILT_IN:
         for entry in entry_points(group=GROUP):
             if entry.name not in BUILT_IN:
-                _register(application, entry)
+                _register(application, entry, is_listed=not words or words[0].startswith("-"))
     return application
 
 
@@ -129,8 +160,11 @@ def _options(
     pass
 
 
-def _register(application: typer.Typer, entry: EntryPoint) -> None:
-    """Add a command that passes all its arguments, ``--help`` too, to the one of ``entry``."""
+def _register(application: typer.Typer, entry: EntryPoint, is_listed: bool) -> None:
+    """Add a command that passes all its arguments, ``--help`` too, to the one of ``entry``.
+
+    It is loaded when it is used, or listed.
+    """
 
     def command(context: typer.Context) -> None:
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -138,10 +172,9 @@ def _register(application: typer.Typer, entry: EntryPoint) -> None:
         loaded = typer.main.get_command(single)
         loaded(args=context.args, prog_name=f"graphrt {entry.name}")
 
-    package = entry.value.partition(".")[0].partition(":")[0]
     application.command(
         entry.name,
-        help=f"From {package}; see graphrt {entry.name} --help.",
+        help=_summary(entry) if is_listed else None,
         add_help_option=False,
         context_settings={
             "allow_extra_args": True,
@@ -149,6 +182,14 @@ def _register(application: typer.Typer, entry: EntryPoint) -> None:
             "allow_interspersed_args": False,
         },
     )(command)
+
+
+def _summary(entry: EntryPoint) -> str:
+    try:
+        return (getdoc(_load(entry)) or "").partition("\n\n")[0]
+    except GraphrtError as error:
+        # A broken package must not hide the commands that work.
+        return f"Cannot be loaded from {entry.value}: {error.found}"
 
 
 def _load(entry: EntryPoint) -> Callable[..., object]:

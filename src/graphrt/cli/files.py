@@ -1,16 +1,16 @@
 """The two input files: a config (JSON) and batches (JSON lines). Their keys are stable.
 
-An error names every problem of a config, but only the first wrong line of a batch file.
+An error names every problem of a config, but only the first wrong line of a batch file. In a config
+a line that begins with ``//`` is a comment.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from io import StringIO
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.config import Facts, RuntimeConfig
@@ -51,13 +51,59 @@ class Batch(NamedTuple):
     exclude: frozenset[RuntimeMode]
 
 
-def read_config(path: Path) -> tuple[RuntimeConfig, Facts]:
-    """Return the options and facts of a config file. Raises ``ConfigError`` with every problem."""
-    subject = f"config {path}"
+SAMPLE = """\
+// What graphrt resolve reads: every key, with its default. All keys are optional; a line that
+// begins with // is a comment. Sizes are tokens of one step.
+{
+  "compilation": {
+    // How much is compiled: 0 to 3, null: 0, unless compile_sizes asks for 3.
+    "level": null,
+    // NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE, which null is.
+    "cudagraph_mode": null,
+    // A list such as [1, 2, 4, 8]. null: 1, 2, 4, then by 8, then by 16 from 256.
+    "cudagraph_capture_sizes": null,
+    // The largest size of that ladder. null: twice the largest decode batch, at most 512.
+    "max_cudagraph_capture_size": null,
+    // Sizes to compile with static shapes, at level 3.
+    "compile_sizes": null,
+    // Whether batches without adapters get graphs of their own.
+    "cudagraph_specialize_lora": true
+  },
+  // Most requests and most tokens of one step.
+  "max_num_seqs": 256,
+  "max_num_batched_tokens": 8192,
+  // A decode request brings 1 + this many tokens.
+  "num_speculative_tokens": 0,
+  // Most LoRA adapters in one batch, and which counts get graphs: each, powers_of_two, max_only.
+  "max_loras": 0,
+  "lora_capture": "powers_of_two",
+  // What the attention back end permits in a full graph: NEVER, UNIFORM_SINGLE_TOKEN_DECODE,
+  // UNIFORM_BATCH or ALWAYS.
+  "attention_support": "ALWAYS",
+  // Whether the model can be cut at its break points.
+  "piecewise_available": true
+}
+"""
+
+
+def parse_config(text: str) -> tuple[Any, list[str]]:
+    """Return the JSON value, and the keys it repeats. Raises ``ValueError`` for other text."""
+    # A string of JSON holds no line break, so that no line of one begins like this. Comments become
+    # blank lines, because an error counts lines.
+    lines = ("" if line.lstrip().startswith("//") else line for line in text.split("\n"))
+    return parse_json("\n".join(lines))
+
+
+def read_config(source: str) -> tuple[RuntimeConfig, Facts]:
+    """Return the options and facts of a config file, or of stdin for ``-``.
+
+    Raises ``ConfigError`` with every problem.
+    """
+    subject = f"config {_name(source)}"
     try:
-        with open_regular(path) as file:
+        with _opened(source) as file:
             text = read_at_most(file, MOST_CONFIG_BYTES).decode("utf-8")
-        value, repeated = parse_json(text)
+        value, repeated = parse_config(text)
     except OSError as error:
         found = error.strerror or type(error).__name__
         raise ConfigError(
@@ -104,9 +150,9 @@ def read_batches(source: str) -> Iterator[Batch]:
 
     Raises ``BatchError`` naming the first wrong line, when it is reached.
     """
-    name = "stdin" if source == STDIN else source
+    name = _name(source)
     try:
-        with nullcontext(sys.stdin.buffer) if source == STDIN else open_regular(source) as file:
+        with _opened(source) as file:
             data = read_at_most(file, MOST_BATCH_BYTES)
         text = data.decode("utf-8")
     except OSError as error:
@@ -131,6 +177,14 @@ def decide(dispatcher: CUDAGraphDispatcher, batch: Batch) -> Decision:
     except BatchError as error:
         error.subject = f"{batch.place}: {error.subject}"
         raise
+
+
+def _name(source: str) -> str:
+    return "stdin" if source == STDIN else source
+
+
+def _opened(source: str) -> AbstractContextManager[IO[bytes]]:
+    return nullcontext(sys.stdin.buffer) if source == STDIN else open_regular(source)
 
 
 def _batch(place: str, line: str) -> Batch:

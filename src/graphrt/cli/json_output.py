@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from graphrt.batch import Decision, RuntimeMode
+from graphrt.batch import BatchDescriptor, Decision, RuntimeMode
 from graphrt.config import Resolved
 
 
@@ -27,20 +27,29 @@ def of_resolved(resolved: Resolved) -> dict[str, Any]:
             }
             for item in resolved.adjustments
         ],
+        "query_len": plan.query_len,
+        "lora_counts": list(plan.lora_counts),
+        "limits": {
+            "max_num_seqs": plan.max_num_seqs,
+            "max_num_batched_tokens": plan.max_num_batched_tokens,
+        },
+        "capture_order": [_of_key(mode, key) for mode, key in plan.capture_order],
     }
 
 
 def of_decision(decision: Decision) -> dict[str, Any]:
     """Mode, key and reason of one batch."""
-    key = decision.descriptor
+    return {**_of_key(decision.mode, decision.descriptor), "reason": decision.reason.name}
+
+
+def _of_key(mode: RuntimeMode, key: BatchDescriptor) -> dict[str, Any]:
     return {
-        "mode": RuntimeMode(decision.mode).name,
+        "mode": RuntimeMode(mode).name,
         "num_tokens": key.num_tokens,
         "num_reqs": key.num_reqs,
         "uniform": key.uniform,
         "has_lora": key.has_lora,
         "num_active_loras": key.num_active_loras,
-        "reason": decision.reason.name,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -35,33 +36,31 @@ def show_resolved(resolved: Resolved) -> None:
     if not resolved.adjustments:
         console.print("Every option is used as asked.")
         return
-    changes = Table(title="Adjustments")
-    for name in ("option", "asked", "effective", "reason"):
-        changes.add_column(name, overflow="fold")
+    # Lines, because four columns of a narrow terminal would break the names of options.
+    console.print("Adjustments:")
     for item in resolved.adjustments:
-        asked, effective = str(plain(item.asked)), str(plain(item.effective))
-        changes.add_row(item.field, Text(asked), Text(effective), Text(item.reason))
-    console.print(changes)
+        change = f"{plain(item.asked)} -> {plain(item.effective)}"
+        console.print(Text(f"  {item.field}: {change}"))
+        console.print(Padding(Text(item.reason), (0, 0, 0, 4)))
 
 
 def show_decisions(decided: Sequence[tuple[Batch, Decision]]) -> None:
     """Print one row for each batch."""
-    table = Table("batch", "LoRA", "excluded", "mode", "graph", "reason", title="Decisions")
+    table = Table(title="Decisions")
+    for name in ("batch", "mode", "graph", "reason"):
+        table.add_column(name, no_wrap=name in ("mode", "reason"), overflow="fold")
     for batch, decision in decided:
         key = decision.descriptor
+        asked = f"{batch.num_tokens} {'uniform' if batch.uniform else 'mixed'}"
+        asked += f", LoRA {batch.num_active_loras}" if batch.num_active_loras else ""
+        excluded = " or ".join(sorted(mode.name for mode in batch.exclude))
+        asked += f", not {excluded}" if excluded else ""
         graph = ""
         if decision.mode is not RuntimeMode.NONE:
             graph = f"{key.num_tokens} tokens"
             graph += "" if key.num_reqs is None else f", {key.num_reqs} requests"
             graph += f", LoRA {key.num_active_loras}" if key.has_lora else ""
-        table.add_row(
-            f"{batch.num_tokens} {'uniform' if batch.uniform else 'mixed'}",
-            str(batch.num_active_loras),
-            ", ".join(sorted(mode.name for mode in batch.exclude)),
-            decision.mode.name,
-            graph,
-            decision.reason.name,
-        )
+        table.add_row(asked, decision.mode.name, graph, decision.reason.name)
     Console().print(table)
 
 

@@ -182,26 +182,31 @@ class CompilationConfig:
     Units: sizes are tokens, at most 2**20. Modes and levels may be given by name, in any case;
     lists are accepted where a tuple is stored. Sizes are stored sorted and once each. Raises
     ``ConfigError`` with every problem of one construction.
+
+    ``level``: 0..3 or a name. None: 3 if something was asked that only it has, else 0.
+    ``cudagraph_mode``: None: FULL_AND_PIECEWISE, as far as the facts permit.
+    ``cudagraph_capture_sizes``: None: the default ladder.
+    ``max_cudagraph_capture_size``: Top of the default ladder; beside a list it must be the list's
+      largest size.
+    ``compile_sizes``: Sizes compiled with static shapes; "cudagraph_capture_sizes" means the
+      captured ones.
+    ``cudagraph_specialize_lora``: Also capture graphs without adapters. False: such a batch uses
+      the smallest LoRA graph.
+    ``cudagraph_num_of_warmups``: Runs before each capture, with the same callable and on the same
+      stream.
     """
 
     level: Annotated[CompilationLevel | None, _by_name(CompilationLevel, 0, 1, 2, 3)] = None
-    """0..3 or a name. None: 3 if something was asked that only it has, else 0."""
     cudagraph_mode: Annotated[CUDAGraphMode | None, _by_name(CUDAGraphMode)] = None
-    """None: FULL_AND_PIECEWISE, as far as the facts permit."""
     cudagraph_capture_sizes: (
         Annotated[tuple[Tokens, ...], _ListAsTuple, AfterValidator(_sorted_once)] | None
     ) = None
-    """None: the default ladder."""
     max_cudagraph_capture_size: Tokens | None = None
-    """Top of the default ladder; beside a list it must be the list's largest size."""
     compile_sizes: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_compile_sizes)] = (
         None
     )
-    """Sizes compiled with static shapes; "cudagraph_capture_sizes" means the captured ones."""
     cudagraph_specialize_lora: bool = True
-    """Also capture graphs without adapters. False: such a batch uses the smallest LoRA graph."""
     cudagraph_num_of_warmups: Annotated[int, Field(ge=0, le=MOST_WARMUPS)] = 1
-    """Runs before each capture, with the same callable and on the same stream."""
 
 
 def _as_compilation(value: object) -> object:
@@ -213,48 +218,62 @@ class RuntimeConfig:
     """Everything a user may ask of one runtime. ``compilation`` may be given as a mapping.
 
     Raises ``ConfigError`` with every problem of one construction.
+
+    ``max_num_seqs``: S: most requests in one step; at most 2**20.
+    ``max_num_batched_tokens``: B: most tokens in one step; at most 2**20.
+    ``num_speculative_tokens``: A uniform decode request brings ``q = 1 + num_speculative_tokens``
+      tokens.
+    ``max_loras``: Most distinct adapters in one batch; 0: none. At most 1024.
+    ``lora_capture``: Which adapter counts get graphs; the others are rounded up to one that has.
+    ``interactivity``: Add every size 1..32 to the default ladder: less padding for few users, more
+      graphs.
+    ``on_miss``: strict: a step that would run eager raises ``MissError`` instead.
+    ``verify_first_replay``: Compare each program's first replay with eager before it serves.
+    ``verify_every``: Compare 1 of N replayed steps with eager. None: none.
+    ``watch``: How a replaced weight, attribute, variable or host value that graphs read is
+      noticed. spread: registrations in modules at once, all else four places a step; always: all
+      at each step.
+    ``nvtx``: Put a range with mode and key around each graph or eager run, for Nsight Systems.
+    ``stale_check``: How a replay checks that its inputs are those that were captured.
+    ``on_capture_error``: skip: a key whose capture fails runs eager, with CAPTURE_FAILED as its
+      reason.
+    ``max_graph_bytes``: Most bytes of pools and executables; a capture that exceeds it fails.
+      None: no limit.
+    ``max_graphs``: Most device graphs. None: as many as the device has.
     """
 
     compilation: Annotated[CompilationConfig, BeforeValidator(_as_compilation)] = (
         CompilationConfig()
     )
     max_num_seqs: Tokens = 256
-    """S: most requests in one step; at most 2**20."""
     max_num_batched_tokens: Tokens = 8192
-    """B: most tokens in one step; at most 2**20."""
     num_speculative_tokens: Annotated[int, Field(ge=0, lt=MOST_TOKENS)] = 0
-    """A uniform decode request brings ``q = 1 + num_speculative_tokens`` tokens."""
     max_loras: Annotated[int, Field(ge=0, le=MOST_ADAPTERS)] = 0
-    """Most distinct adapters in one batch; 0: none. At most 1024."""
     lora_capture: Literal["each", "powers_of_two", "max_only"] = "powers_of_two"
-    """Which adapter counts get graphs; the others are rounded up to one that has."""
     interactivity: bool = False
-    """Add every size 1..32 to the default ladder: less padding for few users, more graphs."""
     on_miss: Literal["eager", "strict"] = "eager"
-    """strict: a step that would run eager raises ``MissError`` instead."""
     verify_first_replay: bool = True
-    """Compare each program's first replay with eager before it serves."""
     verify_every: Positive | None = None
-    """Compare 1 of N replayed steps with eager. None: none."""
     watch: Literal["spread", "always", "off"] = "spread"
-    """How a replaced weight, attribute, variable or host value that graphs read is noticed. spread:
-    registrations in modules at once, all else four places a step; always: all at each step."""
+    nvtx: bool = False
     stale_check: Literal["off", "identity", "pointer"] = "identity"
-    """How a replay checks that its inputs are those that were captured."""
     on_capture_error: Literal["raise", "skip"] = "raise"
-    """skip: a key whose capture fails runs eager, with CAPTURE_FAILED as its reason."""
     max_graph_bytes: Positive | None = None
     max_graphs: Positive | None = None
 
 
 class AttentionSupport(IntEnum):
-    """What an attention backend permits inside a FULL graph. Ordered: more is greater."""
+    """What an attention backend permits inside a FULL graph. Ordered: more is greater.
+
+    ``NEVER``: No batch.
+    ``UNIFORM_SINGLE_TOKEN_DECODE``: Every request brings exactly one token.
+    ``UNIFORM_BATCH``: Every request brings equally many tokens.
+    ``ALWAYS``: Every batch.
+    """
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
-    """Every request brings exactly one token."""
     UNIFORM_BATCH = 2
-    """Every request brings equally many tokens."""
     ALWAYS = 3
 
 
@@ -278,6 +297,18 @@ class Facts:
     """What the engine and its device permit inside a graph, named without any model or library.
 
     Names of supports and modes are accepted as strings. Raises ``ConfigError``.
+
+    ``attention_support``: What the attention backend permits inside a FULL graph.
+    ``attention_groups``: Support by attention group; the least one counts, and messages name its
+      group.
+    ``has_break_points``: The model is cut by break points in plain Python; read below compile
+      level 3.
+    ``splitting``: What the compiler cuts at, at level 3: attention, only other ops, or nothing at
+      all.
+    ``piecewise_available``: Whether piecewise graphs are possible. None: it follows from the two
+      fields above.
+    ``mode_limits``: Whatever else permits one mode only.
+    ``compute_capability``: (major, minor) of the device; None where it has none.
     """
 
     attention_support: Support = AttentionSupport.ALWAYS
@@ -286,16 +317,11 @@ class Facts:
         BeforeValidator(lambda value: dict(value) if isinstance(value, Mapping) else value),
         AfterValidator(MappingProxyType),
     ] = field(default_factory=lambda: MappingProxyType({}))
-    """Support by attention group; the least one counts, and messages name its group."""
     has_break_points: bool = True
-    """The model is cut by break points in plain Python; read below compile level 3."""
     splitting: Literal["attention", "other", "none"] = "attention"
-    """What the compiler cuts at, at level 3: attention, only other ops, or nothing at all."""
     piecewise_available: bool | None = None
-    """Whether piecewise graphs are possible. None: it follows from the two fields above."""
     mode_limits: Annotated[tuple[ModeLimit, ...], _ListAsTuple] = ()
     compute_capability: tuple[int, int] | None = None
-    """(major, minor) of the device; None where it has none."""
 
     def least_support(self) -> tuple[AttentionSupport, str]:
         """The support that counts, and what set it."""

@@ -20,10 +20,16 @@ MOST_DECISIONS = 2**22
 
 
 class Adjustment(NamedTuple):
-    """One option that could not be used as it was asked."""
+    """One option that could not be used as it was asked.
+
+    ``field``: The option's name; "decode_capture_sizes" for what follows from the options of
+      sizes.
+    ``asked``: The value that was asked for.
+    ``effective``: The value that counts.
+    ``reason``: Why, in words.
+    """
 
     field: str
-    """The option's name; "decode_capture_sizes" for what follows from the options of sizes."""
     asked: object
     effective: object
     reason: str
@@ -35,30 +41,42 @@ class Plan:
 
     Units: sizes are tokens. Sizes and counts ascend. Equal inputs of ``resolve`` give equal plans.
     A plan never changes: another mode, limit or size is another plan.
+
+    ``cudagraph_mode``: The policy that counts.
+    ``level``: Of compilation.
+    ``query_len``: q: tokens of one request in a uniform batch.
+    ``max_num_seqs``: Most requests in a batch.
+    ``max_num_batched_tokens``: Most tokens in a batch.
+    ``capture_sizes``: Sizes of mixed batches (of every batch, where decode has no routine of its
+      own).
+    ``decode_capture_sizes``: Sizes of uniform batches, multiples of q; empty unless decode has its
+      own FULL routine.
+    ``max_capture_size``: The largest of ``capture_sizes``; 0 if there is none.
+    ``padding_table``: ``padding_table[n]``: the smallest capture size >= n, for n in
+      0..max_capture_size.
+    ``max_loras``: Most distinct adapters in a batch.
+    ``lora_counts``: Adapter counts that have graphs.
+    ``lora_padding_table``: ``lora_padding_table[n]``: the smallest captured count >= n, for n in
+      0..max_loras.
+    ``compile_sizes``: Sizes that are compiled for, in tokens.
+    ``capture_order``: Every key. PIECEWISE before FULL; within a mode most tokens first, then most
+      adapters.
     """
 
     cudagraph_mode: CUDAGraphMode
     level: CompilationLevel
     query_len: int
-    """q: tokens of one request in a uniform batch."""
     max_num_seqs: int
     max_num_batched_tokens: int
     capture_sizes: tuple[int, ...]
-    """Sizes of mixed batches (of every batch, where decode has no routine of its own)."""
     decode_capture_sizes: tuple[int, ...]
-    """Sizes of uniform batches, multiples of q; empty unless decode has its own FULL routine."""
     max_capture_size: int
-    """The largest of ``capture_sizes``; 0 if there is none."""
     padding_table: tuple[int, ...]
-    """``padding_table[n]``: the smallest capture size >= n, for n in 0..max_capture_size."""
     max_loras: int
     lora_counts: tuple[int, ...]
-    """Adapter counts that have graphs."""
     lora_padding_table: tuple[int, ...]
-    """``lora_padding_table[n]``: the smallest captured count >= n, for n in 0..max_loras."""
     compile_sizes: tuple[int, ...]
     capture_order: tuple[tuple[RuntimeMode, BatchDescriptor], ...]
-    """Every key. PIECEWISE before FULL; within a mode most tokens first, then most adapters."""
 
     @property
     def keys(self) -> Mapping[RuntimeMode, tuple[BatchDescriptor, ...]]:

@@ -45,12 +45,15 @@ EVERY_FEW_USERS = range(1, 33)
 """The sizes ``interactivity`` adds."""
 
 
-def resolve(config: RuntimeConfig, facts: Facts, strict: bool = False) -> Resolved:
+def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = False) -> Resolved:
     """Return the plan for ``config`` where ``facts`` hold, and which options were changed.
+
+    ``facts`` None: nothing limits what may be captured, ``Facts()``.
 
     Pure: equal inputs give equal results. With ``strict`` an explicit option that would be adjusted
     is an error that lists all such adjustments. Raises ``ConfigError`` for what is not possible.
     """
+    facts = Facts() if facts is None else facts
     options = config.compilation
     query_len = 1 + config.num_speculative_tokens
     level = _level(config)

@@ -166,6 +166,14 @@ class Device(Protocol):
         Errors: ``ConfigError`` where the device has no more streams.
         """
 
+    def adopt_stream(self, stream: object) -> Stream:
+        """The stream of this device that ``stream`` is: one that it made, or another library's own
+        (CUDA: a ``torch.cuda.Stream``). It stays its maker's: nothing is named or forgotten.
+
+        Errors: ``ConfigError`` for the default stream, on which nothing can be recorded, for a
+        stream of another device, and for anything else.
+        """
+
     def forget_stream(self, stream: Stream) -> None:
         """Free the name of ``stream`` and its place among the device's streams. Idempotent.
 
@@ -209,6 +217,9 @@ class Device(Protocol):
 
         Entered for the last warm-up, so that libraries take the same branches as in the capture.
         """
+
+    def range(self, label: str) -> AbstractContextManager[None]:
+        """A range with this label around what the body issues, for a profiler (NVTX)."""
 
     def alloc(
         self, pool: Pool, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype

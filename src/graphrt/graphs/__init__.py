@@ -9,7 +9,14 @@ from graphrt.graphs.breaks import break_at, break_call, break_point, forbid_in_c
 from graphrt.graphs.buffers import BoundBuffers, BufferSet
 from graphrt.graphs.bufferspec import BufferSpec, Padding
 from graphrt.graphs.capture import capture_program
-from graphrt.graphs.catalog import Catalog, Entry, Key, OwnerEntries, too_many_failures
+from graphrt.graphs.catalog import (
+    Catalog,
+    Entry,
+    Key,
+    OwnerEntries,
+    TimedPhase,
+    too_many_failures,
+)
 from graphrt.graphs.environment import (
     CaptureEnvironment,
     autocast_dtype,
@@ -23,7 +30,13 @@ from graphrt.graphs.library import Generation, GraphBudget, GraphLibrary
 from graphrt.graphs.outputs import BoundOutputs, OutputSpec
 from graphrt.graphs.program import EagerSegment, GraphMemory, GraphSegment, Program, Returned
 from graphrt.graphs.recorder import ProgramRecorder
-from graphrt.graphs.resources import Resource, StateGuard, TensorStateGuard, Workspace
+from graphrt.graphs.resources import (
+    Resource,
+    StateGuard,
+    TensorStateGuard,
+    Workspace,
+    optional_methods,
+)
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
 from graphrt.graphs.signature import StaleCheck
 from graphrt.graphs.watch import Watch, WatchMode
@@ -61,6 +74,7 @@ __all__ = [
     "StaleCheck",
     "StateGuard",
     "TensorStateGuard",
+    "TimedPhase",
     "Watch",
     "WatchMode",
     "Workspace",
@@ -74,6 +88,7 @@ __all__ = [
     "frozen_heap",
     "gc_paused",
     "no_breaks",
+    "optional_methods",
     "require_no_grad",
     "too_many_failures",
 ]

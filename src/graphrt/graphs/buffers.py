@@ -55,7 +55,9 @@ class BoundBuffers:
         """Copy one step's inputs into the buffers and refill padded rows that hold stale data.
 
         Shapes:   each value has its spec's shape with the *real* sizes ``n`` (at most the padded
-                  ones); its dtype may be any that converts without changing kind.
+                  ones), or with the padded size along an axis that the caller has padded. Along
+                  dimensions of a fixed size it may be narrower, see ``BufferSpec``. Its dtype may
+                  be any that converts without changing kind.
         Aliasing: the values are read on the current stream. Host tensors are copied without
                   waiting: pin them, and do not rewrite them before an event of yours says so.
         Errors:   ``InputMismatchError`` before anything is written.
@@ -69,10 +71,11 @@ class BoundBuffers:
                 set_grad_enabled(True)
             return
         owner = self._owner
-        names = tuple(values)
         try:
+            names = tuple(values)
             plan = self._plans[n if type(n) is int else owner._pick(n), names]
         except (LookupError, TypeError):
+            _require_mapping(values)
             plan = self._find_plan(n, names)
         sources = list(values.values())
         try:
@@ -80,7 +83,7 @@ class BoundBuffers:
         except AttributeError:
             layout = []
         if layout != plan.layout:
-            plan.group_copies(sources)
+            plan = self._fit(plan, n, names, sources)
 
         if owner._clean_for is not plan:
             owner._clean_for = None  # An error between two groups leaves neither plan's sizes.
@@ -89,6 +92,8 @@ class BoundBuffers:
                 if dirty != real and dirty is not None:
                     group.refill(dirty, real)
                 group.dirty = after
+            for view, pad in plan.rests:
+                view.fill_(pad)
             owner._clean_for = plan if plan.is_repeatable else None
 
         non_blocking = owner._non_blocking
@@ -100,6 +105,20 @@ class BoundBuffers:
     def specs(self) -> Mapping[str, BufferSpec]:
         """Name -> spec, of all buffers."""
         return self._owner.specs
+
+    def sizes_of(self, values: Mapping[str, torch.Tensor], n: Sizes) -> dict[str, int]:
+        """The sizes of ``values``: the real ones ``n``, but the padded one along each axis that
+        the caller has padded in all of them."""
+        found: dict[str, set[int]] = {}
+        for name, value in values.items():
+            declared = self.specs[name].shape if name in self.specs else ()
+            for axis, size in zip(declared, getattr(value, "shape", ()), strict=False):
+                if isinstance(axis, str):
+                    found.setdefault(axis, set()).add(size)
+        return {
+            axis: self.sizes[axis] if found.get(axis) == {self.sizes[axis]} else real
+            for axis, real in self._owner._checked_sizes(n, self.sizes, str(self.key)).items()
+        }
 
     def padding(self, n: Sizes) -> dict[str, list[torch.Tensor]]:
         """Name -> views of what lies between the real sizes ``n`` and the padded ones."""
@@ -123,14 +142,36 @@ class BoundBuffers:
         plan = self._plans.get(place)
         if plan is None:
             real = owner._checked_sizes(n, self.sizes, str(self.key))
-            owner._require_inputs(names)
-            padding: list[tuple[PaddingGroup, Box | None, Box | None]] = []
-            for group in owner._padding:
-                box = group.box(real) if group.name is None or group.name in names else None
-                # The replay that follows writes every padded row.
-                padding.append((group, box, group.box(self.sizes) if group.written else box))
-            plan = _Plan([owner._buffers[name] for name in names], real, padding)
+            owner.require_inputs(names)
+            plan = self._make_plan(real, names)
             remember(self._plans, place, plan)
+        return plan
+
+    def _make_plan(self, real: Mapping[str, int], names: tuple[str, ...]) -> _Plan:
+        owner = self._owner
+        padding: list[tuple[PaddingGroup, Box | None, Box | None]] = []
+        for group in owner._padding:
+            box = group.box(real) if group.name is None or group.name in names else None
+            # The replay that follows writes every padded row.
+            padding.append((group, box, group.box(self.sizes) if group.written else box))
+        return _Plan([owner._buffers[name] for name in names], real, padding)
+
+    def _fit(
+        self, plan: _Plan, n: Sizes, names: tuple[str, ...], sources: list[torch.Tensor]
+    ) -> _Plan:
+        """Check sources of a layout not seen last time; return the plan that copies them."""
+        if any(
+            getattr(source, "shape", None) != view.shape
+            for source, view in zip(sources, plan.views, strict=True)
+        ):
+            sizes = self.sizes_of(dict(zip(names, sources, strict=True)), n)
+            if sizes != plan.sizes:
+                plan = self._make_plan(sizes, names)
+                plan.group_copies(sources)
+                remember(self._plans, (self._owner._real_sizes(n), names), plan)
+                return plan
+        self._owner._clean_for = None  # What narrower sources leave has to be filled.
+        plan.group_copies(sources)
         return plan
 
 
@@ -242,7 +283,8 @@ class BufferSet:
         try:
             place = (*values, *map(_shape, values.values()))
             return self._sizes_of_shapes[place].copy()
-        except (KeyError, AttributeError, TypeError):
+        except (KeyError, AttributeError, TypeError, RuntimeError):
+            # A tensor has values() too, which raises the last of these.
             sizes = self._read_sizes(values)
         remember(self._sizes_of_shapes, place, sizes)
         return sizes.copy()
@@ -267,6 +309,7 @@ class BufferSet:
             group.mark_dirty(bound.sizes)
 
     def _read_sizes(self, values: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        _require_mapping(values)
         self._require_known(values)
         read: dict[str, tuple[int, str]] = {}  # axis -> its size, and where that was read
         for name, value in values.items():
@@ -281,7 +324,7 @@ class BufferSet:
             for dim, (size, found) in enumerate(zip(declared, value.shape, strict=True)):
                 place = f"input {name!r}, dimension {dim}"
                 if isinstance(size, int):
-                    if found != size:
+                    if found > size or (found < size and not self.specs[name].pads_narrower):
                         raise _mismatch(place, f"{size}, from its spec {declared}", str(found))
                     continue
                 expected, source = read.setdefault(size, (found, place))
@@ -331,8 +374,11 @@ class BufferSet:
                 )
         return real
 
-    def _require_inputs(self, names: tuple[str, ...]) -> None:
-        """Refuse names that no buffer has, and a step without an input that is not optional."""
+    def require_inputs(self, names: tuple[str, ...]) -> None:
+        """Refuse names that no buffer has, and a step without an input that is not optional.
+
+        Errors: ``InputMismatchError``.
+        """
         self._require_known(names)
         missing = [
             name
@@ -385,16 +431,26 @@ class BufferSet:
 class _Plan:
     """How the inputs of one set of names are staged at one combination of real sizes."""
 
-    __slots__ = ("buffers", "destinations", "groups", "is_repeatable", "layout", "padding")
+    __slots__ = (
+        "buffers",
+        "groups",
+        "is_repeatable",
+        "layout",
+        "padding",
+        "rests",
+        "sizes",
+        "views",
+    )
 
     def __init__(
         self,
         buffers: list[Buffer],
-        real: Mapping[str, int],
+        sizes: Mapping[str, int],
         padding: list[tuple[PaddingGroup, Box | None, Box | None]],
     ) -> None:
         self.buffers = buffers
-        self.destinations = [buffer.view(real) for buffer in buffers]
+        self.sizes = sizes
+        self.views = [buffer.view(sizes) for buffer in buffers]
         # (group, its real sizes in this step, its dirty sizes after the replay).
         self.padding = padding
         # True if staging this plan twice in a row leaves nothing to fill the second time.
@@ -402,22 +458,32 @@ class _Plan:
         # What ``_layout`` read off each source last time, and the copies that suit it.
         self.layout: list[tuple[Any, ...]] | None = None
         self.groups: list[tuple[list[torch.Tensor], operator.itemgetter[Any] | None]] = []
+        # What narrower sources leave of the real rows, and what it holds.
+        self.rests: list[tuple[torch.Tensor, float | int | bool]] = []
 
     def group_copies(self, sources: list[torch.Tensor]) -> None:
         """Check sources of a layout not seen last time, and group their copies."""
         groups: dict[tuple[Any, ...], list[int]] = {}
+        destinations: list[torch.Tensor] = []
+        rests: list[tuple[torch.Tensor, float | int | bool]] = []
         for i, (buffer, view, source) in enumerate(
-            zip(self.buffers, self.destinations, sources, strict=True)
+            zip(self.buffers, self.views, sources, strict=True)
         ):
             subject = f"static buffer {buffer.spec.name!r}"
             _require_tensor(subject, source, f"a tensor of shape {tuple(view.shape)}, {view.dtype}")
             # A shape that merely broadcasts would be copied in silence.
             if source.shape != view.shape:
-                raise _mismatch(
-                    subject,
-                    f"shape {tuple(view.shape)} from {buffer.spec.shape} at the real sizes",
-                    f"shape {tuple(source.shape)}",
-                )
+                if not buffer.spec.is_narrower(source.shape, view.shape):
+                    raise _mismatch(
+                        subject,
+                        f"shape {tuple(view.shape)} from {buffer.spec.shape} at the real sizes",
+                        f"shape {tuple(source.shape)}",
+                    )
+                if buffer.spec.policy.kind != "keep":
+                    for rest in buffer.difference(tuple(view.shape), tuple(source.shape)):
+                        rests.append((rest, buffer.spec.policy.value))
+                view = view[tuple(slice(0, size) for size in source.shape)]
+            destinations.append(view)
             if not torch.can_cast(source.dtype, view.dtype):
                 raise _mismatch(
                     subject,
@@ -428,12 +494,13 @@ class _Plan:
             kind = (view.dtype, source.dtype, source.device, view.is_contiguous())
             groups.setdefault(kind, []).append(i)
         if len(groups) == 1:
-            self.groups = [(self.destinations, None)]
+            self.groups = [(destinations, None)]
         else:
             self.groups = [
-                ([self.destinations[i] for i in positions], _pick_items(positions))
+                ([destinations[i] for i in positions], _pick_items(positions))
                 for positions in groups.values()
             ]
+        self.rests = rests
         self.layout = list(map(_layout, sources))
 
 
@@ -441,6 +508,11 @@ def _pick_items(positions: list[int]) -> operator.itemgetter[Any]:
     # Of one position an itemgetter gives the item itself, of a slice a list.
     first = positions[0]
     return operator.itemgetter(*(positions if len(positions) > 1 else [slice(first, first + 1)]))
+
+
+def _require_mapping(values: object) -> None:
+    if not isinstance(values, Mapping):
+        raise _mismatch("values", "tensors by input name", type(values).__name__, "pass a dict")
 
 
 def _require_tensor(subject: str, value: Any, expected: str) -> None:

@@ -7,7 +7,7 @@ nothing is filled while sizes do not shrink.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -27,12 +27,17 @@ _MAX_CACHED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What the rows from the real to the padded size hold."""
+    """What the rows from the real to the padded size hold.
+
+    ``kind``: How the padding is filled.
+    ``value``: What it is filled with, where it is.
+    ``arbitrary``: True: any other valid value would do as well, so verification puts other values
+      there.
+    """
 
     kind: Literal["keep", "zero", "fill", "fill_once"]
     value: float | int | bool = 0
     arbitrary: bool = False
-    """True: any other valid value would do as well, so verification puts other values there."""
 
     @classmethod
     def keep(cls) -> Padding:
@@ -63,16 +68,27 @@ class Padding:
         return f"Padding.{self.kind}({', '.join(told)})"
 
 
+_DEFAULT = Padding.zero(arbitrary=True)
+
+
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
     """One static input: ``shape`` entries are numbers or names of axes that a batch pads.
 
+    A value may be narrower than a number of ``shape`` (block tables as wide as the batch's longest
+    request): the rest of its rows holds what ``padding`` says (``keep``: what it held). Not where
+    the padding is the default, because a missing half of a hidden state is a mistake.
+
     An ``optional`` input may be left out of a step and then counts as 0 rows. A buffer that the
     graph itself writes must say ``written``, because every replay then dirties its padding.
 
-    Errors: ``PaddingRequiredError`` for an integer or bool dtype without ``padding`` (0 is a live
-    index there: the padded rows of a batch would write into whatever row 0 belongs to; SGLang
-    #10892, AReno #509); ``StaticBufferError`` for a padding value that the dtype cannot hold.
+    Errors: ``PaddingRequiredError`` for axes of an integer or bool dtype without ``padding`` (0 is
+    a live index there: the padded rows of a batch would write into whatever row 0 belongs to;
+    SGLang #10892, AReno #509); ``StaticBufferError`` for a padding value that the dtype cannot
+    hold.
+
+    ``name``: The name of the parameter that gets it.
+    ``dtype``: Of the buffer; a value that converts without changing kind is converted.
     """
 
     name: str
@@ -86,14 +102,14 @@ class BufferSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.padding is None:
-            if not (self.dtype.is_floating_point or self.dtype.is_complex):
+            if not self._has_default:
                 raise PaddingRequiredError(
                     f"static buffer {self.name!r}",
                     expected=f"an explicit padding, because 0 is a live value of {self.dtype}",
                     found="padding=None",
                     do="declare Padding.zero() or .fill(v), or .keep() if no padding is read",
                 )
-            object.__setattr__(self, "padding", Padding.zero(arbitrary=True))
+            object.__setattr__(self, "padding", _DEFAULT)
         if not _holds(self.dtype, self.policy.value):
             raise StaticBufferError(
                 f"static buffer {self.name!r}",
@@ -121,6 +137,27 @@ class BufferSpec:
         """The padding in force: the declared one, or the dtype's default."""
         assert self.padding is not None, "the default is filled in at declaration"
         return self.padding
+
+    @property
+    def pads_narrower(self) -> bool:
+        """True if values may be narrower than the numbers of ``shape``."""
+        return not (self._has_default and self.policy == _DEFAULT)
+
+    @property
+    def _has_default(self) -> bool:
+        """True if padding need not be declared: 0 is harmless, or there is none without axes."""
+        return self.dtype.is_floating_point or self.dtype.is_complex or not self.axes
+
+    def is_narrower(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
+        """True for a shape that differs from ``whole`` only by what padding fills in."""
+        return (
+            self.pads_narrower
+            and len(shape) == len(whole)
+            and all(
+                size == full or (isinstance(declared, int) and size < full)
+                for size, full, declared in zip(shape, whole, self.shape, strict=True)
+            )
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -26,14 +26,14 @@ from graphrt.errors import (
 from graphrt.events import Captured
 from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_stream
-from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder
+from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
 from graphrt.graphs.library import Generation, GraphLibrary
 from graphrt.graphs.program import GraphMemory, Program
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
 from graphrt.graphs.signature import Signature
-from graphrt.graphs.values import tensors_of
+from graphrt.graphs.values import parameters_of, tensors_of
 from graphrt.graphs.writes import Write, observed_writes
 
 
@@ -74,7 +74,7 @@ def capture_program(
     started = perf_counter()
     try:
         require_no_grad()
-        require_stream(library.generation_for(scope).stream, library.device.current_stream())
+        require_stream(scope.stream, library.device.current_stream())
         library.make_room(1)
         library.require_budget()
         # Asked again: to make room, the library may have retired the one just asked for.
@@ -82,7 +82,7 @@ def capture_program(
         recorder = scope.recorder = ProgramRecorder(
             device=library.device,
             pool=generation.pool,
-            stream=generation.stream,
+            stream=scope.stream,
             owner=owner,
             mode=mode,
             key=key,
@@ -115,8 +115,8 @@ def capture_program(
     finally:
         scope.recorder = None
         scope.recording_lock.release()
-    entry.seconds = perf_counter() - started
-    library.emit(_captured(program, entry.seconds))
+    entry.seconds.recording = perf_counter() - started
+    library.emit(_captured(program, entry.seconds.recording))
     return program
 
 
@@ -159,11 +159,14 @@ def _make_program(
     try:
         _refuse_escapes(recorder, pool, live_before, fn, options.allow_escape)
         reads = _reads(library, recorder, fn, options, reads)
-        externals = recorder.externals(reads, args, kwargs, options.keep_alive)
+        names = parameters_of(fn)
+        externals = recorder.externals(reads, args, kwargs, options.keep_alive, names)
         written = [item for item in externals if item.written]
-        _refuse_mutated_inputs(written, library.static_buffers)
+        writes = recorder.writes()
+        _refuse_mutated_inputs(written, writes, library.static_buffers)
         if options.checks == "all":
-            _refuse_advanced_state(written, recorder.writes(), library, options)
+            given = dict(zip(names, args, strict=False)) | dict(kwargs)
+            _refuse_advanced_state(written, writes, given, library, options)
         is_observed = options.observe != "never"
         return Program(
             owner=recorder.owner,
@@ -171,7 +174,7 @@ def _make_program(
             key=recorder.key,
             generation=generation.index,
             segments=recorder.segments,
-            signature=Signature.of(args, kwargs),
+            signature=Signature.of(args, kwargs, names),
             outputs=recorder.outputs,
             externals=externals,
             reads=reads,
@@ -207,7 +210,19 @@ def _reads(
     breaks = recorder.mode is RuntimeMode.FULL
     if known is not None and known.holds(fn, breaks=breaks):
         return known
-    return Reads(fn, library.device.owns, options.prepared, breaks=breaks)
+    inputs = {
+        tensor.untyped_storage().data_ptr()
+        for buffers in library.static_buffers
+        for tensor in buffers.tensors.values()
+        if tensor.numel()
+    }
+
+    def is_ours(tensor: torch.Tensor) -> bool:
+        # Where else a callable keeps its arguments (a context that attention reads) is its matter:
+        # it sets them anew in each run, and others may use the place between two runs.
+        return library.device.owns(tensor) or tensor.untyped_storage().data_ptr() in inputs
+
+    return Reads(fn, is_ours, options.prepared, breaks=breaks)
 
 
 def _captured(program: Program, seconds: float) -> Captured:
@@ -294,22 +309,33 @@ def _escaped(pool: Pool, before: set[Block], kept: set[int]) -> list[Block]:
     ]
 
 
-def _refuse_mutated_inputs(written: Sequence[HeldTensor], static: Iterable[BufferSet]) -> None:
+def _refuse_mutated_inputs(
+    written: Sequence[HeldTensor], writes: Sequence[Write], static: Iterable[BufferSet]
+) -> None:
     storages = {item.storage for item in written}
     for buffers in static:
         for name, tensor in buffers.tensors.items():
             if not buffers.specs[name].written and tensor.untyped_storage() in storages:
+                line = _line_of(tensor.untyped_storage(), writes)
                 raise MutatedInputError(
                     f"static buffer {name!r}",
                     expected="graphs that only read it",
-                    found="a graph that writes it",
+                    found=f"a graph that writes it{line and f', at {line}'}",
                     do="declare it written=True, or write into another tensor",
+                    source=line,
                 )
+
+
+def _line_of(storage: torch.UntypedStorage | None, writes: Sequence[Write]) -> str:
+    """The user's line that wrote a storage first; empty where nothing saw it."""
+    lines = (one.source for one in writes if _storage_of(one.tensor) is storage)
+    return next(filter(None, lines), "")
 
 
 def _refuse_advanced_state(
     written: Sequence[HeldTensor],
     writes: Sequence[Write],
+    given: Mapping[str, Any],
     library: GraphLibrary,
     options: CaptureOptions,
 ) -> None:
@@ -318,8 +344,9 @@ def _refuse_advanced_state(
         return
     places: dict[str, str] = {}
     for item in undeclared:
-        lines = [one.source for one in writes if _storage_of(one.tensor) is item.storage]
-        places.setdefault(item.name, next(filter(None, lines), ""))
+        # A capture looks into no object that is an argument; the user who reads this does.
+        name = item.name if item.is_named else find_path(item.tensor, given) or item.name
+        places.setdefault(name, _line_of(item.storage, writes))
     guard = "no state guard was given" if options.state is None else "the state guard leaves it out"
     raise StateAdvancedError(
         ", ".join(places),

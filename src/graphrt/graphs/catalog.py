@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 from graphrt.errors import CaptureError, ConfigError, TooManyFailuresError
@@ -18,6 +19,28 @@ from graphrt.graphs.program import Program
 Key = tuple[RuntimeMode, BatchDescriptor]
 
 MAX_FAILURES_IN_A_ROW = 3
+
+
+TimedPhase = Literal["warmup", "capture", "check"]
+
+
+@dataclass(slots=True)
+class KeySeconds:
+    """What all captures of one key took so far, in seconds."""
+
+    warmup: float = 0.0
+    capture: float = 0.0
+    check: float = 0.0
+    """Of first replays, against eager execution."""
+    recording: float = 0.0
+    """Of the latest ``capture_program`` alone, a part of ``capture``."""
+
+    @property
+    def total(self) -> float:
+        return self.warmup + self.capture + self.check
+
+    def add(self, phase: TimedPhase, seconds: float) -> None:
+        setattr(self, phase, getattr(self, phase) + seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +66,9 @@ class Entry:
     """The real sizes of the latest of these steps, where they are known."""
     padding: str = ""
     """How the first-replay check compared padded batches, in words."""
-    seconds: float = 0.0
-    """The latest capture alone."""
+    seconds: KeySeconds = field(default_factory=KeySeconds)
+    hits: int = 0
+    """Runs that its programs served, counted by a runner."""
     inner: tuple[Program, ...] = ()
     """Of a job whose target calls wrappers: the programs that these captured."""
 

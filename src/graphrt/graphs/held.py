@@ -7,6 +7,7 @@ identity, never an address alone, decides whether something moved.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -82,14 +83,16 @@ class TensorRef(NamedTuple):
 
 
 class ExternalsReport(NamedTuple):
-    """What ``check_externals`` found."""
+    """What ``check_externals`` found.
+
+    ``num_checked``: Places and tensors that were looked at.
+    ``moved``: Names of what another storage, or another value, stands behind now.
+    ``invalidated``: (owner, mode, key) of the programs that became invalid.
+    """
 
     num_checked: int
-    """Places and tensors that were looked at."""
     moved: tuple[str, ...]
-    """Names of what another storage, or another value, stands behind now."""
     invalidated: tuple[tuple[str, RuntimeMode, BatchDescriptor], ...]
-    """(owner, mode, key) of the programs that became invalid."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -355,6 +358,30 @@ def find_holder(address: int, num_bytes: int, target: object) -> str:
         for node in walk(place.value):
             if node.kind == "tensor" and address <= node.value.data_ptr() < address + num_bytes:
                 return place.path
+    return ""
+
+
+def find_path(tensor: torch.Tensor, roots: Mapping[str, object]) -> str:
+    """The shortest path to a tensor's storage in named objects, through attributes and containers;
+    empty if there is none within 10,000 places."""
+    if tensor.layout is not torch.strided:
+        return ""
+    storage, queue, seen = tensor.untyped_storage(), deque(roots.items()), set[int]()
+    while queue and len(seen) < 10_000:
+        path, value = queue.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if issubclass(type(value), torch.Tensor):
+            is_strided = value.layout is torch.strided  # type: ignore[attr-defined]  # a tensor
+            if is_strided and value.untyped_storage() is storage:  # type: ignore[attr-defined]
+                return path
+        elif isinstance(value, dict):
+            queue.extend((f"{path}[{key!r}]", part) for key, part in value.items())
+        elif isinstance(value, list | tuple):
+            queue.extend((f"{path}[{index}]", part) for index, part in enumerate(value))
+        elif not isinstance(value, type):
+            queue.extend((f"{path}.{name}", part) for name, part in attributes_of(value).items())
     return ""
 
 

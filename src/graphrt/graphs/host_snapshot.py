@@ -214,6 +214,8 @@ class HostSnapshot:
         self._flat: tuple[list[Any], list[int], list[Any]] | None = None
         """Targets, lengths and values of all ``_dicts``: compared in one go, which is fast."""
         self._known: set[tuple[int, Any]] = set()
+        self._entered: dict[int, Any] = {}
+        """Objects that were walked, by id: what is set later mostly leads back to them."""
         self._caches: list[tuple[_Held, Any, Any, int]] = []
         """Holder and key of each ``functools`` cache, it, and its misses so far."""
         self._ran: set[tuple[int, Any]] | None = None
@@ -229,11 +231,16 @@ class HostSnapshot:
 
     def _adopt(self, path: str, value: Any) -> None:
         """Add everything that ``value`` reaches and that is not in it yet."""
-        reached = reach(value)
+        reached = reach(value, known=self._entered)
         prefix = f"{path}." if path else ""
         for name, found in reached.objects.items():
             joined = path + name if name.startswith("[") else prefix + name
             self._add_object(joined if name else path, found)
+        self._entered |= {
+            id(found): found
+            for found in reached.objects.values()
+            if not issubclass(type(found), FunctionType)
+        }
         # Two objects may have one path; the places of both are listed.
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
@@ -19,6 +20,7 @@ import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
+from graphrt.device import DeviceName, make_device
 from graphrt.device.base import Device, Pool, Stream
 from graphrt.errors import (
     CaptureInProgressError,
@@ -38,7 +40,7 @@ from graphrt.graphs.gc_pause import gc_paused
 from graphrt.graphs.held import ExternalsReport, Lookup
 from graphrt.graphs.nesting import ReplayInProgress
 from graphrt.graphs.program import Program
-from graphrt.graphs.resources import Resource, Workspace
+from graphrt.graphs.resources import Resource, Workspace, optional_methods
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
 from graphrt.graphs.signature import StaleCheck
 from graphrt.graphs.watch import Watch
@@ -49,17 +51,19 @@ Kind = Literal["first", "new", "lazy"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphBudget:
-    """What the programs of a library may cost together. None: no limit."""
+    """What the programs of a library may cost together. None: no limit.
+
+    ``max_bytes``: Pools and executables.
+    ``max_graphs``: Device graphs; the device's own limit holds too.
+    """
 
     max_bytes: int | None = None
-    """Pools and executables."""
     max_graphs: int | None = None
-    """Device graphs; the device's own limit holds too."""
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """Programs with one pool and one capture stream, retired as a whole.
+    """Programs with one pool, retired as a whole.
 
     ``first`` is pinned; ``new`` takes its place when its scope ends; ``lazy`` ones are of limited
     size and go, oldest first, when the graph count is exhausted. Programs that share a pool go
@@ -70,7 +74,6 @@ class Generation:
     index: int
     kind: Kind
     pool: Pool
-    stream: Stream
     programs: list[Program] = field(default_factory=list)
     workspaces: list[Workspace] = field(default_factory=list)
     """Frozen for as long as this generation lives."""
@@ -88,16 +91,18 @@ class Generation:
 class GraphLibrary:
     """The programs of one runtime. One thread at a time uses it.
 
-    ``pool``: handle of an existing pool for the first generation. ``generators``: random
-    generators that captured callables use beside the default one. ``generation_size``: programs
-    of a lazy generation. ``observer`` receives ``Captured``, ``CaptureFailed``, ``Invalidated``
-    and ``Retired`` events. ``before_suspend``, ``after_resume``: hooks around a suspension.
-    Errors: ``ConfigError`` for a ``generation_size`` below 1.
+    ``device``: given by name (``"auto"``, ``"cuda"``, ``"simulated"``) it is made here and closed
+    with the library; given as an object it is not. ``pool``: handle of an existing pool for the
+    first generation. ``generators``: random generators that captured callables use beside the
+    default one. ``generation_size``: programs of a lazy generation. ``observer`` receives
+    ``Captured``, ``CaptureFailed``, ``Invalidated`` and ``Retired`` events. ``before_suspend``,
+    ``after_resume``: hooks around a suspension.
+    Errors: ``ConfigError`` for a ``generation_size`` below 1, or an unknown device.
     """
 
     def __init__(
         self,
-        device: Device,
+        device: Device | DeviceName,
         *,
         pool: Any = None,
         budget: GraphBudget | None = None,
@@ -115,7 +120,15 @@ class GraphLibrary:
                 found=repr(generation_size),
                 do="correct it",
             )
-        self.device = device
+        self._owns_device = isinstance(device, str)
+        self.device = make_device(device) if isinstance(device, str) else device
+        if not isinstance(self.device, Device):
+            raise ConfigError(
+                "device",
+                expected='"auto", "cuda", "simulated", or a device of graphrt',
+                found=repr(device),
+                do="pass a name, or CUDADevice(index) for one GPU of several",
+            )
         self.budget = budget or GraphBudget()
         self.stale_check = stale_check
         self.generators = tuple(generators)
@@ -138,7 +151,8 @@ class GraphLibrary:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._hooks: Watch | None = None
         self._hooked_owners: set[str] = set()
-        self._reserved: list[tuple[Resource, BatchDescriptor]] = []
+        self._prepared: set[tuple[Callable[..., None], BatchDescriptor]] = set()
+        """Methods of resources that were called once for a key, and are not again."""
         self._scope_lock = threading.Lock()
         self._retire_later: list[Generation] = []
         self._refusal: Callable[[], GraphrtError] | None = None
@@ -146,10 +160,15 @@ class GraphLibrary:
         self._warned_of: set[str] = set()
         """Owners of programs whose arguments no check compares all."""
         self._num_generations = 0
-        # All generations capture on it, so that warm-ups prepared the stream that is captured. Its
+        # Scopes warm up and capture on it, so that warm-ups prepared what is captured on. Its
         # name is ours alone: two libraries on one device share no stream.
-        self._stream = device.stream(f"graphrt capture {id(self):x}")
-        self._current: Generation | None = self._open_generation("first", pool)
+        try:
+            self._stream = self.device.stream(f"graphrt capture {id(self):x}")
+            self._current: Generation | None = self._open_generation("first", pool)
+        except BaseException:
+            if self._owns_device:
+                self.device.close()
+            raise
         _refuse_in_children(self)
 
     # -- programs
@@ -236,19 +255,24 @@ class GraphLibrary:
     ) -> AbstractContextManager[CaptureScope]:
         """Return the permission to capture, a context manager; ``changes``: fields of the options.
 
+        ``stream=``: an engine's own stream, which the scope warms up and records on.
         While it is entered, its thread runs on the capture stream, the garbage collector is
         paused, and the forward context carries the scope; leaving restores all of that, also after
         an error. Entering ends the validity of every output that a replay returned.
 
-        Errors: ``ConfigError`` for wrong options; on entry ``CaptureInProgressError`` if a scope
+        Errors: ``ConfigError`` for wrong options, or a stream that is none of this device's; on
+        entry ``CaptureInProgressError`` if a scope
         of this library is open, or anything records on this thread; ``NestedReplayError`` inside
         an eager segment.
         """
         base = CaptureOptions() if options is None else options
-        return self._scope(replace(base, **changes) if changes else base)
+        options = replace(base, **changes) if changes else base
+        given = options.stream
+        stream = self._stream if given is None else self.device.adopt_stream(given)
+        return self._scope(options, stream)
 
     @contextmanager
-    def _scope(self, options: CaptureOptions) -> Iterator[CaptureScope]:
+    def _scope(self, options: CaptureOptions, stream: Stream) -> Iterator[CaptureScope]:
         self.require_no_recording("capture scope")
         if not self._scope_lock.acquire(blocking=False):
             raise CaptureInProgressError(
@@ -257,10 +281,11 @@ class GraphLibrary:
                 found="a scope that is open already",
                 do="leave it first; captures of one library run one after another",
             )
-        device, stream = self.device, self._stream
+        device = self.device
         with ExitStack() as exits:
             exits.callback(self._end_scope)
-            scope = self.scope = CaptureScope(self, device, options)
+            prepare = partial(self.prepare_for_capture, options.prepared)
+            scope = self.scope = CaptureScope(self, device, options, stream, prepare)
             if options.generation == "new":
                 scope.generation = self._open_generation("new")
                 exits.push(self._settle_new_generation)
@@ -353,14 +378,21 @@ class GraphLibrary:
     def static_buffers(self) -> tuple[BufferSet, ...]:
         return tuple(self._buffers)
 
-    def reserve(self, resource: Resource, largest: BatchDescriptor) -> None:
-        """Let a resource allocate for its largest key, once: graphs hold the addresses."""
+    def reserve(self, resources: Iterable[Resource], largest: BatchDescriptor) -> None:
+        """Let resources allocate for the largest key, once: graphs hold the addresses."""
+        self._call_once("reserve", resources, largest)
+
+    def prepare_for_capture(self, resources: Iterable[Resource], key: BatchDescriptor) -> None:
+        """Let resources set up what they make once for ``key``."""
+        self._call_once("prepare_for_capture", resources, key)
+
+    def _call_once(self, name: str, resources: Iterable[Resource], key: BatchDescriptor) -> None:
         self._require_usable()
-        for known, key in self._reserved:
-            if known is resource and key == largest:
-                return
-        resource.reserve(largest)
-        self._reserved.append((resource, largest))
+        for method in optional_methods(resources, name):
+            # Bound methods are equal if they are of one object.
+            if (method, key) not in self._prepared:
+                method(key)
+                self._prepared.add((method, key))
 
     # -- budget
 
@@ -386,7 +418,7 @@ class GraphLibrary:
                 "graph budget",
                 expected=f"at most {self.budget.max_bytes} bytes of pools and executables",
                 found=f"{self.charged_bytes} bytes",
-                do="raise max_graph_bytes, or capture fewer or smaller keys",
+                do=self._room_advice("raise max_graph_bytes, or capture fewer or smaller keys"),
             )
 
     def make_room(self, num_graphs: int, keep: Generation | None = None) -> None:
@@ -403,9 +435,21 @@ class GraphLibrary:
                     "graph count",
                     expected=f"at most {limit} device graphs",
                     found=f"{self.num_graphs}, and no lazy generation to retire",
-                    do="raise max_graphs, capture fewer keys, or capture in lazy generations",
+                    do=self._room_advice(
+                        "raise max_graphs, capture fewer keys, or capture in lazy generations"
+                    ),
                 )
             self._retire_now(next(g for g in lazy if g.num_graphs))
+
+    def _room_advice(self, otherwise: str) -> str:
+        """How to get room: what can never be replayed again stays until it is retired."""
+        invalid = sum(not program.is_valid for program in self._of_owner(None))
+        if not invalid:
+            return otherwise
+        return (
+            f"call library.retire() first: {invalid} invalid programs keep their memory until then "
+            f"(what shares their generation goes too); or {otherwise}"
+        )
 
     # -- generations
 
@@ -436,7 +480,7 @@ class GraphLibrary:
     def _open_generation(self, kind: Kind, handle: Any = None) -> Generation:
         self._require_usable()
         pool = self.device.new_pool() if handle is None else self.device.new_pool(handle)
-        generation = Generation(self._num_generations, kind, pool, self._stream)
+        generation = Generation(self._num_generations, kind, pool)
         self._num_generations += 1
         self._generations.append(generation)
         return generation
@@ -598,23 +642,28 @@ class GraphLibrary:
         return report
 
     def close(self) -> None:
-        """Retire everything, newest first, and drop static buffers. Idempotent.
+        """Retire everything, newest first, drop static buffers, close a device of its own.
+
+        Idempotent.
 
         Errors: ``CaptureInProgressError`` while a scope is open, ``NestedReplayError``.
         """
         if self._is_closed:
             return
         self._require_no_scope("close")
-        if self._refusal is not _forked_error:
+        is_forked = self._refusal is _forked_error  # The device is the parent's.
+        if not is_forked:
             self.retire()
         if self._hooks is not None:
             self._hooks.stop()
         for buffers in self._buffers:
             buffers.close()
         self._buffers.clear()
-        self._reserved.clear()
+        self._prepared.clear()
         self.device.forget_stream(self._stream)
         self._is_closed = True
+        if self._owns_device and not is_forked:
+            self.device.close()
 
     def __enter__(self) -> Self:
         return self

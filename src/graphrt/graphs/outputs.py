@@ -41,9 +41,10 @@ class OutputSpec:
     indices with dots (``logits``, ``0``, ``past.1.key``); the empty path is the output itself. A
     tensor without an entry is returned whole.
 
-    ``policy``: ``"view"``, slices of graph storage, valid until the next replay; ``"clone"``,
-    tensors of the caller's own; ``"checked_view"``, views that raise ``StaleOutputError``
-    when they are used after the next ``unpad`` or ``expire`` of this spec (for debugging).
+    ``policy``: ``"clone"``, tensors of the caller's own; ``"view"``, slices of graph storage, valid
+    until the next replay, which saves the copy; ``"checked_view"``, views that raise
+    ``StaleOutputError`` when they are used after the next ``unpad`` or ``expire`` of this spec (to
+    find out whether ``"view"`` would do).
 
     ``chosen_from``: path of an integer output -> path of the floating one that it indexes along the
     last dimension, as ``{"tokens": "logits"}`` for a greedy choice. A padded batch may choose
@@ -55,7 +56,7 @@ class OutputSpec:
     def __init__(
         self,
         axes: Mapping[str, Length | Mapping[int, Length]] | None,
-        policy: OutputPolicy = "view",
+        policy: OutputPolicy = "clone",
         *,
         chosen_from: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -82,7 +83,7 @@ class OutputSpec:
         cls,
         first: tuple[Any, Mapping[str, int]],
         second: tuple[Any, Mapping[str, int]],
-        policy: OutputPolicy = "view",
+        policy: OutputPolicy = "clone",
     ) -> Self:
         """Learn the axes from two keys: (program or its outputs, axis -> padded size) of each.
 

@@ -192,18 +192,22 @@ Segment = GraphSegment | EagerSegment
 
 
 class GraphMemory(NamedTuple):
-    """What one program costs, in bytes."""
+    """What one program costs, in bytes.
+
+    ``pool_growth_bytes``: What the pool took from the device for it; 0 where earlier blocks
+      sufficed.
+    ``exec_bytes``: Free memory of the driver less the allocator's part: the executables. Lumpy.
+    ``static_output_bytes``: Pool memory that receives what eager segments return.
+    ``external_bytes``: Storage outside the pool that the program keeps alive; shared with other
+      programs.
+    ``num_nodes``: Kernel nodes; None where the device cannot know.
+    """
 
     pool_growth_bytes: int
-    """What the pool took from the device for it; 0 where earlier blocks sufficed."""
     exec_bytes: int
-    """Free memory of the driver less the allocator's part: the executables. Lumpy."""
     static_output_bytes: int
-    """Pool memory that receives what eager segments return."""
     external_bytes: int
-    """Storage outside the pool that the program keeps alive; shared with other programs."""
     num_nodes: int | None
-    """Kernel nodes; None where the device cannot know."""
 
 
 class Program:
@@ -238,6 +242,7 @@ class Program:
         "externals",
         "generation",
         "has_eager",
+        "is_compared",
         "is_observed",
         "key",
         "knows_externals",
@@ -296,6 +301,8 @@ class Program:
         self._ignored = reads.prepared
         self.memory = memory
         self.is_observed = is_observed
+        self.is_compared = False
+        """True once a replay of it equalled eager execution."""
         self.knows_externals = knows_externals
         self.autocast = autocast
         self.reads_step_info = reads_step_info

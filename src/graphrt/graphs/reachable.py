@@ -27,6 +27,7 @@ from types import (
     CodeType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -35,7 +36,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from graphrt.graphs.values import HOST_TYPES
+from graphrt.graphs.values import HOST_TYPES, parameters_of
 
 PlaceKind = Literal[
     "attribute",
@@ -105,8 +106,11 @@ class Reach(NamedTuple):
     """False: there were more than ``MAX_OBJECTS`` objects."""
 
 
-def reach(target: object, *, breaks: bool = True) -> Reach:
+def reach(
+    target: object, *, breaks: bool = True, known: Mapping[int, Any] = MappingProxyType({})
+) -> Reach:
     """Walk everything ``target`` reaches. ``breaks`` False: not what break points alone reach.
+    ``known``: objects by id that are not entered.
 
     It costs about a microsecond for each place. The result keeps alive all that it names.
     """
@@ -114,10 +118,10 @@ def reach(target: object, *, breaks: bool = True) -> Reach:
     while isinstance(call, functools.partial):
         call = call.func
     home = {_package_of(call), _package_of(type(getattr(call, "__self__", call)))}
-    walk = _Walk(breaks, home)
+    walk = _Walk(breaks, home, known)
     reached = walk.run(target)
     if walk.skipped & walk.home:  # A module of a package was found after other code of it.
-        reached = _Walk(breaks, walk.home).run(target)
+        reached = _Walk(breaks, walk.home, known).run(target)
     return reached
 
 
@@ -457,7 +461,7 @@ class _Class:
 class _Walk:
     """One walk, by depth, in the order of definition."""
 
-    def __init__(self, breaks: bool, home: set[str]) -> None:
+    def __init__(self, breaks: bool, home: set[str], known: Mapping[int, Any]) -> None:
         self._breaks = breaks
         self.home = home
         """Installed packages whose code is the callable's own: those of its modules."""
@@ -465,7 +469,7 @@ class _Walk:
         """Other installed packages, whose code was not read."""
         self._places: list[Place] = []
         self._objects: dict[str, Any] = {}
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Any] = dict(known)
         """By id, with the object, which lives until the walk ends."""
         self._classes: dict[type, _Class] = {}
         self._names: set[str] = set()
@@ -698,10 +702,11 @@ class _Walk:
 
     def _enter_partial(self, path: str, call: Any) -> None:
         self._stack.append((path, call.func))
+        prefix, names = f"{path}." if path else "", parameters_of(call.func)
         for index, value in enumerate(call.args):
-            self._add(Place(f"{path}args[{index}]", call.args, index, "item", value))
+            name = names[index] if index < len(names) else f"args[{index}]"
+            self._add(Place(prefix + name, call.args, index, "item", value))
         for name, value in call.keywords.items():
-            prefix = f"{path}." if path else ""
             self._add(Place(prefix + name, call.keywords, name, "item", value))
 
     def _enter_function(self, function: FunctionType, known: _Class | None) -> None:

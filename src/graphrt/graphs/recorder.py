@@ -261,14 +261,15 @@ class ProgramRecorder:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         keep_alive: Sequence[torch.Tensor],
+        names: Sequence[str] = (),
     ) -> list[HeldTensor]:
         """Return everything outside the pool that the program must keep.
 
-        ``reads``: what the callable reaches, as it is now.
+        ``reads``: what the callable reaches, as it is now. ``names``: of its parameters.
         """
         refs = [
             *(
-                TensorRef(format_call_path(node.path), node.value)
+                TensorRef(format_call_path(node.path, names), node.value)
                 for node in walk_call(args, kwargs)
                 if node.kind == "tensor"
             ),

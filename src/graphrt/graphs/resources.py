@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,20 +14,30 @@ from graphrt.errors import FrozenBufferError
 
 @runtime_checkable
 class Resource(Protocol):
-    """Host-side work a graph depends on: attention plans, metadata, scratch of a library."""
+    """Host-side work a graph depends on: attention plans, metadata, scratch of a library.
 
-    def reserve(self, max_key: Any) -> None:
-        """Allocate for the largest key. Called once, before anything is warmed up."""
+    Three more methods are called where a resource has them:
+    ``reserve(max_key)``: allocate for the largest key; once, before anything is warmed up.
+    ``prepare_for_capture(key)``: set up what is made once for each key, such as an attention
+    plan over fixed buffers; once in the life of a library, before the first warm-up of the key.
+    ``freeze()``: from here on refuse to grow (``FrozenBufferError``), because graphs hold the
+    addresses; after the warm-ups, before the first capture.
+    """
 
     def prepare(self, key: Any, step_info: Any) -> None:
         """Bring what the graph reads up to date. Called before **every** step.
 
-        Graph, padded and eager steps, warm-ups and captures alike; ``step_info`` describes the step
-        and is None in the last two.
+        Graph, padded and eager steps, warm-ups, captures and checks alike; ``step_info`` describes
+        the step, or the example of a check, and is None in warm-ups and captures. ``key``: the
+        ``BatchDescriptor``, padded; of the batch itself in eager runs, to which a check of padding
+        belongs, so that it may have a size that is never captured.
         """
 
-    def freeze(self) -> None:
-        """From here on a growth raises ``FrozenBufferError``: graphs hold the addresses."""
+
+def optional_methods(resources: Iterable[object], name: str) -> tuple[Callable[..., None], ...]:
+    """The method ``name`` of each resource that has it, in order."""
+    found = (getattr(resource, name, None) for resource in resources)
+    return tuple(method for method in found if callable(method))
 
 
 @runtime_checkable

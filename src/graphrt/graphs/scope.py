@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import CaptureContext, ForwardContext
-from graphrt.device.base import Device
+from graphrt.device.base import Device, Stream
 from graphrt.errors import ConfigError
 from graphrt.graphs.environment import CaptureEnvironment
 from graphrt.graphs.host_snapshot import HostSnapshot
@@ -28,40 +28,50 @@ class CaptureOptions:
     """How programs are captured: one value for a whole scope, or changed for one program.
 
     Errors: ``ConfigError`` for a value that is none of those listed.
+
+    ``state``: Guards what warm-ups, eager segments and first replays advance: all of it, or the
+      capture is refused. A tensor counts as guarded with every other one over its storage.
+    ``may_overwrite``: Tensors that these may write instead, where the inputs point (a KV cache).
+    ``keep_alive``: Tensors that every program keeps alive, because kernels know them by address
+      alone.
+    ``warmups``: Eager runs of each job before anything is captured.
+    ``on_error``: ``"skip"`` keeps a failure in the catalogue and goes on.
+    ``generation``: Add to the current generation; rebuild into a new one, which takes the current
+      one's place when the scope ends; or use lazy ones of limited size.
+    ``observe``: Which recordings learn what they touch outside the pool, by a dispatch mode that
+      slows them. ``"ends"``: the largest and the smallest key of a callable, and all of them once
+      one touches a tensor that nothing names. ``"never"``: for callables that hold compiled code,
+      which runs differently under a dispatch mode. None: the device's default, ``"always"`` on the
+      simulated device and ``"ends"`` on CUDA. What a capture that is not observed writes, no check
+      sees.
+    ``allow_escape``: Names (``*`` and ``?`` as in a shell) of attributes that may keep memory of a
+      recording.
+    ``checks``: ``"all"``: a callable that writes what neither ``state`` nor ``may_overwrite`` nor
+      a static buffer declared ``written`` covers is refused, because warm-ups, eager segments and
+      first replays advance it; and first replays are compared with eager. ``"none"``: neither, for
+      engines that warm up and check by themselves.
+    ``weak_outputs``: True: later captures reuse the output's bytes, and the output is an alias
+      that keeps nothing allocated. False: the owning tensor.
+    ``resources``: Reserved, prepared and frozen around captures, see ``Resource``; workspaces are
+      frozen.
+    ``stream``: What the scope warms up and records on: a ``torch.cuda.Stream`` of the engine's, or
+      a stream of the library's device; None: the library's own. For what ties memory to the stream
+      that it is captured on (a custom all-reduce). A pool keeps freed blocks for each stream, so
+      that captures on several streams share less memory.
     """
 
     state: StateGuard | None = None
-    """Guards what warm-ups, eager segments and first replays advance: all of it, or the capture is
-    refused. A tensor counts as guarded with every other one over its storage."""
     may_overwrite: Sequence[torch.Tensor] = ()
-    """Tensors that these may write instead, where the inputs point (a KV cache)."""
     keep_alive: Sequence[torch.Tensor] = ()
-    """Tensors that every program keeps alive, because kernels know them by address alone."""
     resources: Sequence[Resource | Workspace] = ()
-    """Reserved, prepared and frozen around captures; workspaces are frozen."""
+    stream: Any = None
     warmups: int = 1
-    """Eager runs of each job before anything is captured."""
     on_error: Literal["raise", "skip"] = "raise"
-    """``"skip"`` keeps a failure in the catalogue and goes on."""
     generation: Literal["current", "new", "lazy"] = "current"
-    """Add to the current generation; rebuild into a new one, which takes the current one's place
-    when the scope ends; or use lazy ones of limited size."""
     observe: Observe | None = None
-    """Which recordings learn what they touch outside the pool, by a dispatch mode that slows them.
-    ``"ends"``: the largest and the smallest key of a callable, and all of them once one touches a
-    tensor that nothing names. ``"never"``: for callables that hold compiled code, which runs
-    differently under a dispatch mode. None: the device's default, ``"always"`` on the simulated
-    device and ``"ends"`` on CUDA. What a capture that is not observed writes, no check sees."""
     allow_escape: Sequence[str] = ()
-    """Names (``*`` and ``?`` as in a shell) of attributes that may keep memory of a recording."""
     checks: Literal["all", "none"] = "all"
-    """``"all"``: a callable that writes what neither ``state`` nor ``may_overwrite`` nor a static
-    buffer declared ``written`` covers is refused, because warm-ups, eager segments and first
-    replays advance it; and first replays are compared with eager. ``"none"``: neither, for engines
-    that warm up and check by themselves."""
     weak_outputs: bool = True
-    """True: later captures reuse the output's bytes, and the output is an alias that keeps nothing
-    allocated. False: the owning tensor."""
 
     def __post_init__(self) -> None:
         _require_choice("on_error", self.on_error, ("raise", "skip"))
@@ -73,7 +83,19 @@ class CaptureOptions:
                 "warmups", expected="0 or more", found=str(self.warmups), do="correct it"
             )
         for name in ("may_overwrite", "keep_alive", "resources", "allow_escape"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            if not isinstance(value, Iterable):
+                found, do = type(value).__qualname__, "put it into a list"
+                raise ConfigError(name, expected="a list", found=found, do=do)
+            object.__setattr__(self, name, tuple(value))
+        for resource in self.resources:
+            if not isinstance(resource, Resource | Workspace):
+                raise ConfigError(
+                    "resources",
+                    expected="objects with a method prepare(key, step_info), and workspaces",
+                    found=type(resource).__qualname__,
+                    do="add the method; reserve, prepare_for_capture and freeze may be left out",
+                )
 
     @property
     def workspaces(self) -> list[Workspace]:
@@ -88,10 +110,21 @@ class CaptureOptions:
 class CaptureScope:
     """An open permission to capture into one library; see ``GraphLibrary.capture_scope``."""
 
-    def __init__(self, library: object, device: Device, options: CaptureOptions) -> None:
+    def __init__(
+        self,
+        library: object,
+        device: Device,
+        options: CaptureOptions,
+        stream: Stream,
+        prepare_for_capture: Callable[[BatchDescriptor], None],
+    ) -> None:
         self.library = library
         self.device = device
         self.options = options
+        self.stream = stream
+        """What it warms up and records on."""
+        self.prepare_for_capture = prepare_for_capture
+        """Called before a key's first warm-up: lets resources set up what is made once for it."""
         self.recorder: ProgramRecorder | None = None
         """Set while a program is recorded, where break points find it."""
         self.programs: list[Program] = []
@@ -118,8 +151,10 @@ class CaptureScope:
     def step(self, mode: RuntimeMode, key: BatchDescriptor) -> Iterator[ForwardContext]:
         """Run one step: NONE to warm ``key`` up, then the mode to capture. State is the caller's.
 
+        Resources hear of a new key (``prepare_for_capture``); preparing them is the caller's too.
         The environment of a warm-up is kept and compared with that of the capture.
         """
+        self.prepare_for_capture(key)
         environment = CaptureEnvironment.read(self.device)
         if mode is RuntimeMode.NONE:
             self._environments[key] = environment

@@ -34,13 +34,17 @@ Checker = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
 class StaleCheck(Enum):
-    """How much of the arguments every replay after the first compares."""
+    """How much of the arguments every replay after the first compares.
+
+    ``OFF``: Nothing after the first replay.
+    ``IDENTITY``: Are the objects the same? Where not: address, shape, stride, dtype, conj and neg
+      bit.
+    ``POINTER``: All of these of every leaf at every replay, and the current stream. For debugging.
+    """
 
     OFF = "off"
     IDENTITY = "identity"
-    """Are the objects the same? Where not: address, shape, stride, dtype, conj and neg bit."""
     POINTER = "pointer"
-    """All of these of every leaf at every replay, and the current stream. For debugging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +86,44 @@ class Signature:
     """The structure of ``(args, kwargs)`` at capture: every leaf and container, by path."""
 
     leaves: Mapping[Path, InputLeaf]
+    names: tuple[str, ...] = ()
+    """Of the parameters that take positional arguments."""
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], names: tuple[str, ...] = ()
+    ) -> Signature:
         """Read the arguments of a call."""
-        return cls({node.path: _read(node) for node in walk_call(args, kwargs)})
+        leaves = {node.path: _read(node, names) for node in walk_call(args, kwargs)}
+        return cls(leaves, names)
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any], subject: str) -> None:
         """Raise ``StaleInputError`` or ``UnkeyedValueError`` for the first leaf that differs."""
         found = {node.path: node for node in walk_call(args, kwargs)}
+        self._compare_keywords(kwargs, subject)
         for path, leaf in self.leaves.items():
             node = found.get(path)
             if node is None:
                 raise _stale(subject, leaf.path, leaf.describe(), "nothing")
-            _compare_leaf(subject, leaf, _read(node))
+            _compare_leaf(subject, leaf, _read(node, self.names))
         for path, node in found.items():
             if path not in self.leaves:
-                seen = _read(node)
+                seen = _read(node, self.names)
                 raise _stale(subject, seen.path, "nothing", seen.describe())
+
+    def _compare_keywords(self, kwargs: Mapping[str, Any], subject: str) -> None:
+        """Name every keyword that is missing or new, because one tells less than all of them."""
+        captured = {path[1].name for path in self.leaves if path[1:] and path[0].name == "kwargs"}
+        missing, new = captured - kwargs.keys(), kwargs.keys() - captured
+        if missing or new:
+            told = {"missing": missing, "new": new}
+            raise StaleInputError(
+                f"{subject}: other arguments than at capture",
+                expected=f"the keywords {', '.join(sorted(captured)) or '(none)'}",
+                found="; ".join(f"{what}: {', '.join(sorted(s))}" for what, s in told.items() if s),
+                do="pass the same arguments at every step of a key; for each other set of them "
+                "capture a key of its own, told apart by its `variant`",
+            )
 
 
 def generate_checker(
@@ -241,9 +265,9 @@ def _expression(path: Path, constant: Callable[[Any], str]) -> str:
     return str(text)
 
 
-def _read(node: Node) -> InputLeaf:
+def _read(node: Node, names: Sequence[str]) -> InputLeaf:
     value = node.value
-    path = format_call_path(node.path)
+    path = format_call_path(node.path, names)
     if node.kind != "tensor":
         kept = kept_host_value(value) if node.kind == "host" else None
         if isinstance(value, dict) and node.path[1:]:  # Named arguments come in any order.

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import datetime
 import functools
+import inspect
 import math
 import re
 import sys
@@ -125,9 +126,28 @@ def walk_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Node]:
     ]
 
 
-def format_call_path(path: Path) -> str:
-    """Write a path of ``walk_call``: ``args[0]``, ``kwargs['meta'].table``."""
-    return format_path(path[1:], root=path[0].name)
+def format_call_path(path: Path, names: Sequence[str] = ()) -> str:
+    """Write a path of ``walk_call`` as the callee has it: ``x``, ``meta.table[2]``.
+
+    ``names``: of its positional parameters, as ``parameters_of`` tells them; ``args[0]`` without.
+    """
+    if len(path) == 1:
+        return str(path[0].name)
+    first = path[1].name
+    if path[0].name == "args":
+        first = names[first] if first < len(names) else f"args[{first}]"
+    return format_path(path[2:], root=first)
+
+
+def parameters_of(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters that take positional arguments; none where it cannot be told."""
+    try:
+        called = fn.forward if isinstance(fn, torch.nn.Module) else fn
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # It is no Python function, or hides its signature.
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(item.name for item in parameters if item.kind in positional)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

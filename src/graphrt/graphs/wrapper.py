@@ -22,15 +22,19 @@ from graphrt.graphs.scope import CaptureOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CUDAGraphOptions:
-    """How one wrapper captures."""
+    """How one wrapper captures.
+
+    ``debug_log_enable``: Accepted, without effect: what is shown of a capture is its observer's
+      choice.
+    ``gc_disable``: Accepted, without effect: no capture ever collects.
+    ``weak_ref_output``: True: later captures reuse the output's bytes; the output is an alias that
+      keeps nothing allocated. False: the owning tensor (every piece but the last of a model
+      captured in pieces).
+    """
 
     debug_log_enable: bool = True
-    """Accepted, without effect: what is shown of a capture is its observer's choice."""
     gc_disable: bool = False
-    """Accepted, without effect: no capture ever collects."""
     weak_ref_output: bool = True
-    """True: later captures reuse the output's bytes; the output is an alias that keeps nothing
-    allocated. False: the owning tensor (every piece but the last of a model captured in pieces)."""
 
 
 _COPY_PROTOCOL = frozenset(

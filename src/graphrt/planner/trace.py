@@ -46,10 +46,14 @@ _OUTPUT_QUANTILES = ((0.0, 1), (0.5, 129), (0.9, 480), (0.99, 601), (1.0, 1000))
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace."""
+    """One request of a trace.
+
+    ``arrival_s``: Seconds after the first request.
+    ``num_prompt_tokens``: Tokens of the prompt.
+    ``num_output_tokens``: Tokens to generate.
+    """
 
     arrival_s: float
-    """Seconds after the first request."""
     num_prompt_tokens: int
     num_output_tokens: int
 

@@ -1,19 +1,22 @@
 """What happened, for people and for other programs: counters, tables, a page, Prometheus.
 
 This room knows events and batches only. Everything in it follows from the stream of events, so it
-works as well on a stream that was recorded elsewhere. ``graphrt.report.prometheus`` is imported by
-those who use it: it needs the extra ``metrics``.
+works as well on a stream that was recorded elsewhere.
 """
 
+from graphrt.report.logs import LoggingObserver
 from graphrt.report.metrics import (
     RELATIVE_ERROR,
     Histogram,
     Metrics,
     RunningHistogram,
+    StepCounts,
     StepMetrics,
     TokenSeries,
 )
 from graphrt.report.page import ReportPage, check_report_path, render_report, write_report
+from graphrt.report.progress import ProgressBars
+from graphrt.report.prometheus import PrometheusObserver
 from graphrt.report.tables import (
     PolicyRun,
     TextRow,
@@ -30,10 +33,14 @@ from graphrt.report.tables import (
 __all__ = [
     "RELATIVE_ERROR",
     "Histogram",
+    "LoggingObserver",
     "Metrics",
     "PolicyRun",
+    "ProgressBars",
+    "PrometheusObserver",
     "ReportPage",
     "RunningHistogram",
+    "StepCounts",
     "StepMetrics",
     "TextRow",
     "TextTable",

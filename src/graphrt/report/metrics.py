@@ -25,6 +25,7 @@ from graphrt.events import (
     CaptureFailed,
     Event,
     Invalidated,
+    KeysChanged,
     PaddingVerified,
     RanEager,
     Replayed,
@@ -284,8 +285,6 @@ class CaptureTotals(NamedTuple):
     pool_growth_bytes: int = 0
     exec_bytes: int = 0
     static_output_bytes: int = 0
-    external_bytes: int = 0
-    """Tensors that the programs keep alive and did not allocate."""
 
     def plus(self, other: CaptureTotals) -> CaptureTotals:
         return CaptureTotals(*_sums(self, other))
@@ -332,15 +331,26 @@ def _sums(first: Sequence[Any], second: Sequence[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """A snapshot of ``StepMetrics``. The default is the empty one; merging it changes nothing."""
+    """A snapshot of ``StepMetrics``. The default is the empty one; merging it changes nothing.
+
+    ``steps``: What steps did, by the facts that tell kinds of them apart.
+    ``host_us``: Host time per step in microseconds, by what the step ran.
+    ``series``: Tokens over time.
+    ``captures``: What captures cost, by mode.
+    ``failures``: Captures that failed, by the name of the error.
+    ``num_alive_graphs``: Device graphs of all runners that are alive now.
+    ``missing_keys``: Keys of all runners that no graph serves now, by reason.
+    ``verifications``: Comparisons with eager execution.
+    ``lifetimes``: What was invalidated and retired.
+    """
 
     steps: Mapping[StepKind, StepCounts] = field(default_factory=dict)
     host_us: Mapping[RuntimeMode, Histogram] = field(default_factory=dict)
-    """Host time per step in microseconds, by what the step ran."""
     series: TokenSeries = field(default_factory=TokenSeries)
     captures: Mapping[RuntimeMode, CaptureTotals] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Captures that failed, by the name of the error."""
+    num_alive_graphs: int = 0
+    missing_keys: Mapping[Reason, int] = field(default_factory=dict)
     verifications: VerificationTotals = field(default_factory=VerificationTotals)
     lifetimes: LifetimeTotals = field(default_factory=LifetimeTotals)
 
@@ -352,6 +362,8 @@ class Metrics:
             series=self.series.merge(other.series),
             captures=_joined(self.captures, other.captures, CaptureTotals.plus),
             failures=dict(Counter(self.failures) + Counter(other.failures)),
+            num_alive_graphs=self.num_alive_graphs + other.num_alive_graphs,
+            missing_keys=dict(Counter(self.missing_keys) + Counter(other.missing_keys)),
             verifications=self.verifications.plus(other.verifications),
             lifetimes=self.lifetimes.plus(other.lifetimes),
         )
@@ -413,6 +425,8 @@ class StepMetrics:
         self._series = RunningTokenSeries()
         self._captures: dict[RuntimeMode, CaptureTotals] = {}
         self._failures: dict[str, int] = {}
+        self._keys: dict[str, KeysChanged] = {}
+        """The latest of each owner."""
         self._verifications = VerificationTotals()
         self._lifetimes = LifetimeTotals()
 
@@ -436,10 +450,11 @@ class StepMetrics:
                     pool_growth_bytes=event.pool_growth_bytes,
                     exec_bytes=event.exec_bytes,
                     static_output_bytes=event.static_output_bytes,
-                    external_bytes=event.external_bytes,
                 )
                 before = self._captures.get(event.mode, CaptureTotals())
                 self._captures[event.mode] = before.plus(captured)
+            case KeysChanged(owner=owner):
+                self._keys[owner] = event
             case CaptureFailed(error=error):
                 self._failures[error] = self._failures.get(error, 0) + 1
             case Verified(equal=equal, max_abs_difference=difference):
@@ -483,6 +498,9 @@ class StepMetrics:
                 num_tokens=num_tokens,
                 num_padded_tokens=num_tokens if size is None else num_steps * size,
             )
+        missing = Counter[Reason]()
+        for owned in dict(self._keys).values():
+            missing.update(dict(owned.missing))
         frozen = {mode: self._host_us[mode].freeze() for mode in RuntimeMode}
         return Metrics(
             steps=steps,
@@ -490,6 +508,8 @@ class StepMetrics:
             series=self._series.freeze(),
             captures=dict(self._captures),
             failures=dict(self._failures),
+            num_alive_graphs=sum(owned.num_graphs for owned in dict(self._keys).values()),
+            missing_keys=dict(missing),
             verifications=self._verifications,
             lifetimes=self._lifetimes,
         )

@@ -25,23 +25,29 @@ from graphrt.report.tables import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportPage:
-    """The contents of the page. All text is escaped."""
+    """The contents of the page. All text is escaped.
+
+    ``title``: The heading.
+    ``lead``: What was run, on what, in a sentence or two.
+    ``findings``: What a reader must not miss.
+    ``runs``: What is compared: one column, panel or row for each.
+    ``tables``: Further tables: configuration, plan, adjustments. Those without rows are left out.
+    """
 
     title: str
     lead: str
-    """What was run, on what, in a sentence or two."""
     findings: Sequence[str] = ()
-    """What a reader must not miss."""
     runs: Sequence[PolicyRun]
     tables: Sequence[TextTable] = ()
-    """Further tables: configuration, plan, adjustments. Those without rows are left out."""
 
 
 class _Plot(NamedTuple):
     title: str
     caption: str
-    data: str
+    wide: str
     """SVG in base64: as an image of its own, its ids cannot meet those of another plot."""
+    narrow: str
+    """The same for a narrow screen."""
 
 
 def write_report(path: Path, page: ReportPage) -> Path:
@@ -145,10 +151,14 @@ def _plots(runs: Sequence[PolicyRun]) -> list[_Plot]:
         ),
     ]
     return [
-        _Plot(title, caption, base64.b64encode(draw(runs).encode()).decode())
+        _Plot(title, caption, *(_encoded(draw(runs, w)) for w in (plots.WIDE, plots.NARROW)))
         for title, caption, draw, has_data in shown
         if has_data
     ]
+
+
+def _encoded(svg: str) -> str:
+    return base64.b64encode(svg.encode()).decode()
 
 
 def _not_writable(path: Path, found: str) -> ReportError:

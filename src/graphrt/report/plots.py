@@ -59,15 +59,17 @@ _STYLE: Any = {
     "ytick.labelcolor": _INK,
 }
 
-_WIDTH = 9.6
-"""Inches; the page shows a figure at its own width or narrower."""
+WIDE, NARROW = 9.6, 3.8
+"""Inches: of a page, and of a telephone, where panels stand below each other."""
 
 
-def tokens_over_time(runs: Sequence[PolicyRun]) -> str:
+def tokens_over_time(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
     """Unpadded tokens of each step, stacked by what the step ran; bins average over steps."""
 
+    columns = 2 if width == WIDE else 1
+
     def draw(figure: Figure) -> None:
-        panels = _panels(figure, len(runs))
+        panels = _panels(figure, len(runs), columns)
         for panel, run in zip(panels, runs, strict=True):
             series = run.metrics.series
             base = [0.0] * (len(series.edges) - 1)
@@ -86,21 +88,23 @@ def tokens_over_time(runs: Sequence[PolicyRun]) -> str:
                     )
                 base = top
             panel.set_title(run.name)
-        _label_outer(panels, "step", "tokens a step")
+        _label_outer(panels, "step", "tokens a step", columns)
         ran = {kind.mode for run in runs for kind in run.metrics.steps}
         modes = [mode for mode in MODE_COLORS if mode in ran]
         names = ["NONE (eager)" if mode is RuntimeMode.NONE else mode.name for mode in modes]
         _legend(figure, [Patch(color=MODE_COLORS[mode], linewidth=0) for mode in modes], names)
 
-    return _svg(draw, height=1.1 + 1.75 * _rows(len(runs)))
+    return _svg(draw, width, height=1.1 + 1.75 * _rows(len(runs), columns))
 
 
-def padding_by_size(runs: Sequence[PolicyRun]) -> str:
+def padding_by_size(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
     """Tokens that each captured size carried, and what it added to fill up."""
+
+    columns = 3 if width == WIDE else 1
 
     def draw(figure: Figure) -> None:
         with_graphs = [run for run in runs if run.metrics.by_captured_size()]
-        panels = _panels(figure, len(with_graphs), columns=3)
+        panels = _panels(figure, len(with_graphs), columns)
         sizes = sorted({size for run in with_graphs for size in run.metrics.by_captured_size()})
         for panel, run in zip(panels, with_graphs, strict=True):
             by_size = run.metrics.by_captured_size()
@@ -111,15 +115,17 @@ def padding_by_size(runs: Sequence[PolicyRun]) -> str:
             panel.bar(places, added, width=0.7, bottom=real, color=_PADDING, label="padding")
             panel.set_title(run.name)
             panel.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-        _label_outer(panels, "captured size (tokens)", "tokens", columns=3)
+            if len(sizes) > 8:
+                panel.tick_params(axis="x", labelrotation=90, labelsize=8)
+        _label_outer(panels, "captured size (tokens)", "tokens", columns)
         if panels:
             _legend(figure, *panels[0].get_legend_handles_labels())
 
-    rows = _rows(sum(bool(run.metrics.by_captured_size()) for run in runs), columns=3)
-    return _svg(draw, height=0.8 + 1.9 * rows)
+    rows = _rows(sum(bool(run.metrics.by_captured_size()) for run in runs), columns)
+    return _svg(draw, width, height=0.8 + 1.9 * rows)
 
 
-def miss_reasons(runs: Sequence[PolicyRun]) -> str:
+def miss_reasons(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
     """Eager steps by reason, for each run."""
     reasons = eager_reasons(runs)
 
@@ -148,15 +154,15 @@ def miss_reasons(runs: Sequence[PolicyRun]) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _legend(figure, *axes.get_legend_handles_labels())
 
-    return _svg(draw, height=1.2 + 0.22 * max(1, len(reasons)) * (len(runs) + 1))
+    return _svg(draw, width, height=1.2 + 0.22 * max(1, len(reasons)) * (len(runs) + 1))
 
 
-def host_times(runs: Sequence[PolicyRun]) -> str:
+def host_times(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
     """Distribution of host time a step, on one logarithmic axis, with each run's median."""
 
     def draw(figure: Figure) -> None:
         timed = [run for run in runs if run.metrics.host_us]
-        panels = _panels(figure, len(timed), columns=1)
+        panels = _panels(figure, len(timed), 1, shares_y=False)
         for panel, run in zip(panels, timed, strict=True):
             histogram = run.metrics.host_us_of_all()
             color = _color_of(run, runs)
@@ -165,7 +171,8 @@ def host_times(runs: Sequence[PolicyRun]) -> str:
             median, p99 = histogram.quantile(0.5), histogram.quantile(0.99)
             assert median is not None, "a run with host times has a median"
             panel.axvline(median, color=_INK, linewidth=1)
-            panel.set_title(f"{run.name}   median {time_text(median)}, p99 {time_text(p99)}")
+            below = "   " if width == WIDE else "\n"
+            panel.set_title(f"{run.name}{below}median {time_text(median)}, p99 {time_text(p99)}")
             panel.set_xscale("log")
             panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
@@ -176,12 +183,13 @@ def host_times(runs: Sequence[PolicyRun]) -> str:
             panels[-1].set_xlabel("host time a step (logarithmic)")
             figure.supylabel("share of steps", fontsize=9)
 
-    return _svg(draw, height=0.9 + 1.05 * max(1, len(runs)))
+    each = 1.05 if width == WIDE else 1.25
+    return _svg(draw, width, height=0.9 + each * max(1, len(runs)))
 
 
-def _svg(draw: Callable[[Figure], None], height: float) -> str:
+def _svg(draw: Callable[[Figure], None], width: float, height: float) -> str:
     with rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)
         text = StringIO()
@@ -190,24 +198,24 @@ def _svg(draw: Callable[[Figure], None], height: float) -> str:
     return text.getvalue()
 
 
-def _rows(count: int, columns: int = 2) -> int:
+def _rows(count: int, columns: int) -> int:
     return max(1, -(-count // columns))
 
 
-def _panels(figure: Figure, count: int, columns: int = 2) -> list[Axes]:
-    """``count`` panels with shared axes, row by row; one panel fills the width."""
+def _panels(figure: Figure, count: int, columns: int, shares_y: bool = True) -> list[Axes]:
+    """``count`` panels with the same axes, row by row; one panel fills the width."""
     if not count:
         return []
     columns = min(columns, count)
     rows = _rows(count, columns)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=shares_y, squeeze=False)
     panels: list[Axes] = list(grid.flat)
     for spare in panels[count:]:
         spare.remove()
     return panels[:count]
 
 
-def _label_outer(panels: Sequence[Axes], x: str, y: str, columns: int = 2) -> None:
+def _label_outer(panels: Sequence[Axes], x: str, y: str, columns: int) -> None:
     for number, panel in enumerate(panels):
         if number + columns >= len(panels):
             panel.set_xlabel(x)
@@ -218,7 +226,8 @@ def _label_outer(panels: Sequence[Axes], x: str, y: str, columns: int = 2) -> No
 
 def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     if handles:
-        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8.5)
+        columns = len(labels) if figure.get_figwidth() == WIDE else 2
+        figure.legend(handles, labels, loc="outside upper right", ncols=columns, fontsize=8.5)
 
 
 def _color_of(run: PolicyRun, runs: Sequence[PolicyRun]) -> str:

@@ -1,6 +1,7 @@
 """Metrics for Prometheus, computed when they are scraped: a step pays for counting only.
 
-Needs the extra ``metrics``. Labels are members of closed sets, so that the series are few.
+Needs the extra ``metrics`` where an observer is made. Labels are members of closed sets, so that
+the series are few.
 """
 
 from __future__ import annotations
@@ -8,38 +9,43 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
+from graphrt.batch import Reason
 from graphrt.errors import ConfigError, MissingExtraError
-from graphrt.events import Event
 from graphrt.report.metrics import Metrics, StepMetrics
 
-try:
+if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-        Metric,
-    )
-    from prometheus_client.registry import Collector
-except ImportError as error:
-    raise MissingExtraError("metrics for Prometheus", extra="metrics", found=str(error)) from error
+    from prometheus_client.core import Metric
 
 HOST_SECONDS_BOUNDS = tuple(digit * 10.0**power for power in range(-6, 1) for digit in (1, 2, 5))
 """Upper bounds of the host-time buckets: 1 us to 5 s."""
 
 
-class PrometheusObserver(Collector):
-    """An observer whose counts appear in ``registry``. One per registry; ranks have their own.
+class PrometheusObserver(StepMetrics):
+    """A ``StepMetrics`` whose counts appear in ``registry``, by default the process's own.
 
-    Errors: ``ConfigError`` if the registry already shows these metrics.
+    One per registry: give all runtimes of a process the same observer, each rank its own. Counters
+    of steps, tokens, padding, host time, captures, failures and comparisons; gauges of graphs alive
+    (``graphrt_graphs_alive``), of keys missing by reason (``graphrt_keys_missing``) and of bytes.
+    They are computed when they are scraped, on the thread of the scrape.
+
+    Errors: ``MissingExtraError`` without prometheus-client, the extra ``metrics``; ``ConfigError``
+    if the registry already shows these metrics.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._metrics = StepMetrics()
-        self._registry = registry
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__()
         try:
-            registry.register(self)
+            import prometheus_client
+        except ImportError as error:
+            raise MissingExtraError(
+                "metrics for Prometheus", extra="metrics", found=str(error)
+            ) from error
+        self._registry = prometheus_client.REGISTRY if registry is None else registry
+        try:
+            self._registry.register(self)
         except ValueError as error:
             raise ConfigError(
                 "PrometheusObserver",
@@ -48,20 +54,13 @@ class PrometheusObserver(Collector):
                 do="give all runtimes of the process one observer, or each its own registry",
             ) from error
 
-    def __call__(self, event: Event, /) -> None:
-        self._metrics(event)
-
     def close(self) -> None:
         """Take the metrics out of the registry."""
         self._registry.unregister(self)
 
-    def snapshot(self) -> Metrics:
-        """The same numbers as a value."""
-        return self._metrics.snapshot()
-
     def collect(self) -> Iterator[Metric]:
         """Called by the registry, on the thread of the scrape."""
-        return _families(self._metrics.snapshot())
+        return _families(self.snapshot())
 
     def describe(self) -> Iterator[Metric]:
         """The names alone: what the registry compares when it takes a collector in."""
@@ -69,6 +68,12 @@ class PrometheusObserver(Collector):
 
 
 def _families(metrics: Metrics) -> Iterator[Metric]:
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+
     steps = CounterMetricFamily(
         "graphrt_steps",
         "Steps by what they ran and why.",
@@ -107,6 +112,16 @@ def _families(metrics: Metrics) -> Iterator[Metric]:
     seconds = {mode: totals.seconds for mode, totals in captures.items()}
     yield _counter("graphrt_capture_seconds", "Time spent in captures.", "mode", seconds)
     held = metrics.captures_of_all().graph_bytes - metrics.lifetimes.freed_bytes
+    yield GaugeMetricFamily(
+        "graphrt_graphs_alive", "Device graphs that exist now.", value=metrics.num_alive_graphs
+    )
+    missing = GaugeMetricFamily(
+        "graphrt_keys_missing", "Keys that no graph serves now, by reason.", labels=("reason",)
+    )
+    # Every reason that a key may have: one that goes away has to become zero.
+    for reason in (Reason.NOT_CAPTURED_YET, Reason.CAPTURE_FAILED, Reason.INVALIDATED):
+        missing.add_metric((reason.name,), metrics.missing_keys.get(reason, 0))
+    yield missing
     yield GaugeMetricFamily("graphrt_graph_bytes", "Memory that graphs hold.", value=held)
     yield _counter("graphrt_capture_failures", "Captures that failed.", "error", metrics.failures)
 
@@ -127,6 +142,8 @@ def _families(metrics: Metrics) -> Iterator[Metric]:
 
 
 def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
     family = CounterMetricFamily(name, text, labels=(label,))
     for label_value, value in values.items():
         family.add_metric((label_value,), value)

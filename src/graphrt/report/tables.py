@@ -6,9 +6,11 @@ times are estimates (see ``RELATIVE_ERROR``); everything else is exact. Nothing 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from graphrt.batch import Reason, RuntimeMode
@@ -23,17 +25,21 @@ BASELINE = "NONE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRun:
-    """One policy's run: its name, what was counted, and how long it took."""
+    """One policy's run: its name, what was counted, and how long it took.
+
+    ``name``: Of the policy, as tables show it.
+    ``metrics``: What was counted.
+    ``capture_seconds``: Warm-ups, captures and first verified replays together.
+    ``seconds``: Serving, without capture.
+    ``step_us``: Time of whole steps in microseconds, until their results were on the host. Unlike
+      host time it contains the device's work, which a GPU does after the runtime has returned.
+    """
 
     name: str
     metrics: Metrics
     capture_seconds: float
-    """Warm-ups, captures and first verified replays together."""
     seconds: float
-    """Serving, without capture."""
     step_us: Histogram = field(default_factory=Histogram)
-    """Time of whole steps in microseconds, until their results were on the host. Unlike host time
-    it contains the device's work, which a GPU does after the runtime has returned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,26 +110,14 @@ def _summary(run: PolicyRun, median: float | None, baseline: float | None) -> Po
 
 ABSENT = "-"
 
-EXPLANATIONS = {
-    Reason.HIT: "a graph of exactly this size",
-    Reason.PADDED: "a graph of a larger size",
-    Reason.ABOVE_MAX: "the batch is larger than the largest captured size",
-    Reason.MODE_NONE: "the policy gives this kind of batch no graph",
-    Reason.EXCLUDED: "the caller excluded every mode that could have served it",
-    Reason.NO_KEY: "no key of the plan describes the batch",
-    Reason.LORA_NOT_CAPTURED: "no graph for this number of adapters",
-    Reason.NOT_CAPTURED_YET: "the graph is planned but not captured yet",
-    Reason.CAPTURE_FAILED: "the capture failed, or its program failed verification",
-    Reason.INVALIDATED: "a tensor that the graph reads has moved since its capture",
-    Reason.RANKS_DISAGREE: "the data-parallel ranks settled on a lesser mode",
-    Reason.UBATCH_ABORTED: "a split step was called off and no unsplit graph exists",
-}
-"""Every reason in words, for readers of a report."""
-
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """One line: a name and one cell for each column. ``is_part`` rows break up the one above."""
+    """One line: a name and one cell for each column. ``is_part`` rows break up the one above.
+
+    ``name``: The first cell.
+    ``cells``: The others, one for each column.
+    """
 
     name: str
     cells: tuple[str, ...]
@@ -132,17 +126,47 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table as text. A ``rich`` console can print it; 80 columns hold four policies."""
+    """A table as text: ``print`` shows it plain, a ``rich`` console with its styles. 80 columns
+    hold four policies.
+
+    A narrower console gets long names on several lines: ``FULL_AND_`` above ``PIECEWISE``.
+
+    ``title``: The heading.
+    ``columns``: Names of the columns after the first.
+    ``rows``: The lines.
+    ``note``: What a reader has to know; below the table.
+    ``is_numeric``: Cells are numbers: they align to the right.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[TextRow, ...]
     note: str = ""
     is_numeric: bool = True
-    """Cells are numbers: they align to the right."""
 
-    def __rich__(self) -> Table:
+    def __str__(self) -> str:
+        """Plain text, each column as wide as its widest cell."""
+        lines = [("", *self.columns)] if any(self.columns) else []
+        lines += [("  " * row.is_part + row.name, *row.cells) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [self.title, *(self._line(cells, widths) for cells in lines)]
+        return "\n".join([*text, *(fill(self.note, 100).splitlines() if self.note else ())])
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        padded = [cells[0].ljust(widths[0])]
+        for cell, width in zip(cells[1:], widths[1:], strict=True):
+            padded.append(cell.rjust(width) if self.is_numeric else cell.ljust(width))
+        return "  ".join(padded).rstrip()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Table]:
         # Imported where a table is printed: rich is slow to import.
+        from rich.measure import Measurement
+
+        table = self._as_rich(is_narrow=False)
+        widest = Measurement.get(console, options.update(width=10_000), table).maximum
+        yield table if widest <= options.max_width else self._as_rich(is_narrow=True)
+
+    def _as_rich(self, *, is_narrow: bool) -> Table:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
@@ -155,14 +179,30 @@ class TextTable:
             box=SIMPLE_HEAD,
             pad_edge=False,
             collapse_padding=True,
+            padding=(0, 0 if is_narrow else 1),
         )
+        fitted = _in_lines if is_narrow else str
         table.add_column("", no_wrap=True)
-        for column in self.columns:
-            table.add_column(Text(column), justify="right" if self.is_numeric else "left")
+        for number, column in enumerate(map(fitted, self.columns)):
+            texts = (column, *(fitted(row.cells[number]) for row in self.rows))
+            longest = max(len(word) for text in texts for word in (text.split() or [""]))
+            table.add_column(
+                Text(column),
+                justify="right" if self.is_numeric else "left",
+                overflow="fold",
+                # The name of a mode is never cut or broken; a path may be.
+                min_width=min(longest, len(RuntimeMode.PIECEWISE.name)),
+            )
         for row in self.rows:
-            name = Text(f"  {row.name}" if row.is_part else row.name, style="dim" * row.is_part)
-            table.add_row(name, *map(Text, row.cells))
+            name = f"  {row.name}" if row.is_part else fitted(row.name)
+            cells = [Text(fitted(cell)) for cell in row.cells]
+            table.add_row(Text(name, style="dim" * row.is_part), *cells)
         return table
+
+
+def _in_lines(text: str) -> str:
+    """``text`` with a line break after underscores, where a word of it is long."""
+    return re.sub(r"\S{13,}", lambda word: word[0].replace("_", "_\n"), text)
 
 
 def comparison_table(runs: Sequence[PolicyRun]) -> TextTable:
@@ -210,7 +250,11 @@ def comparison_table(runs: Sequence[PolicyRun]) -> TextTable:
 
 
 def capture_table(runs: Sequence[PolicyRun]) -> TextTable:
-    """What was captured for each policy and runtime mode, and what it cost: one row each."""
+    """What was captured for each policy and runtime mode, and its memory: one row each.
+
+    Without times, because those of single captures leave out warm-ups and checks: the time of a
+    whole capture is in ``comparison_table``.
+    """
     rows = []
     for run in runs:
         for mode, totals in sorted(run.metrics.captures.items(), reverse=True):
@@ -220,12 +264,11 @@ def capture_table(runs: Sequence[PolicyRun]) -> TextTable:
                 f"{totals.graphs:,}",
                 ABSENT if totals.nodes is None else f"{totals.nodes:,}",
                 size_text(totals.graph_bytes),
-                _seconds(totals.seconds),
             )
             rows.append(TextRow(run.name, cells))
     return TextTable(
         title="Captures",
-        columns=("mode", "programs", "graphs", "nodes", "memory", "seconds"),
+        columns=("mode", "programs", "graphs", "nodes", "memory"),
         rows=tuple(rows),
         note="A program is what one key replays: one graph, or several with eager segments "
         "between. Memory: the pool, static outputs included, and executables.",
@@ -234,7 +277,7 @@ def capture_table(runs: Sequence[PolicyRun]) -> TextTable:
 
 def miss_table(runs: Sequence[PolicyRun]) -> TextTable:
     """Each reason for which a step of these runs was eager, in words."""
-    rows = [TextRow(reason.name, (EXPLANATIONS[reason],)) for reason in eager_reasons(runs)]
+    rows = [TextRow(reason.name, (reason.meaning,)) for reason in eager_reasons(runs)]
     return TextTable(
         title="Why steps ran eager", columns=("meaning",), rows=tuple(rows), is_numeric=False
     )

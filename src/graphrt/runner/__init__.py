@@ -12,10 +12,11 @@ An engine that pads by itself names the key: ``runner.run(padded, key=runner.key
 length=64), sizes={"batch": 3, "length": 60})``.
 """
 
-from graphrt.runner.executor import Example
+from graphrt.runner.examples import Example
 from graphrt.runner.jobs import CaptureJob, CaptureReport, Gate, capture_all
-from graphrt.runner.report import CapturedGraph, RunnerReport
-from graphrt.runner.runner import CUDAGraphRunner, Progress
+from graphrt.runner.progress import Progress
+from graphrt.runner.report import CapturedGraph, RunnerReport, Subject
+from graphrt.runner.runner import CUDAGraphRunner
 
 __all__ = [
     "CUDAGraphRunner",
@@ -26,5 +27,6 @@ __all__ = [
     "Gate",
     "Progress",
     "RunnerReport",
+    "Subject",
     "capture_all",
 ]

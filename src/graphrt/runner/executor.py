@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
 from graphrt.errors import (
     ConfigError,
+    InputMismatchError,
     UnkeyedValueError,
     VerificationError,
 )
@@ -34,7 +36,14 @@ from graphrt.graphs import (
     autocast_error,
 )
 from graphrt.graphs.values import own_copy
-from graphrt.runner.keys import batch_key, check_axes, check_written_rows, make_key
+from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
+from graphrt.runner.keys import (
+    batch_key,
+    check_axes,
+    check_parameters,
+    check_written_rows,
+    make_key,
+)
 from graphrt.verify import (
     RunState,
     Verification,
@@ -46,23 +55,7 @@ from graphrt.verify import (
     require_other_example,
 )
 
-Sizes = Mapping[str, int]
-Values = Mapping[str, torch.Tensor]
 Inputs = Sequence[BufferSpec] | Callable[[BatchDescriptor], Sequence[BufferSpec]]
-
-
-class Example(NamedTuple):
-    """Valid inputs of given real sizes: what warm-up, capture and verification run on."""
-
-    values: Values
-    """By input name."""
-    step_info: Any = None
-    """What ``Resource.prepare`` gets when the example runs for real (verification)."""
-    constant_info: bool = False
-    """True: ``step_info`` is the same in every step, so that a graph may hold what it says."""
-
-
-Examples = Callable[[Sizes, int], Example | Values]
 
 
 MAX_COMPARED_BYTES = 1 << 26
@@ -91,6 +84,8 @@ class ReadyGraph:
 
     mode: RuntimeMode
     key: BatchDescriptor
+    entry: Entry
+    """Where runs are counted."""
     bound: BoundBuffers
     program: Program
     unpad: Callable[[Sizes], Any]
@@ -116,7 +111,7 @@ class Executor:
         fn: Callable[..., Any],
         library: GraphLibrary,
         inputs: Inputs,
-        outputs: OutputSpec,
+        outputs: OutputSpec | None,
         capacity: Sizes,
         axis_sizes: Callable[[BatchDescriptor], Sizes],
         examples: Examples | None,
@@ -129,11 +124,11 @@ class Executor:
         reads_padding: str,
         is_strict: bool,
     ) -> None:
-        if outputs.axes is None:
+        if outputs is None or outputs.axes is None:
             raise ConfigError(
                 "outputs of a runner",
-                expected="declared axes",
-                found="OutputSpec(None)",
+                expected="an OutputSpec with declared axes, because sizes differ",
+                found="None",
                 do="name the padded dimension of each output; {} if none is",
             )
         self.fn = fn
@@ -144,7 +139,7 @@ class Executor:
         self._library = library
         self._replaying = library.replaying
         self._capacity = capacity
-        self._examples = examples
+        self.examples = examples
         self._options = options
         self._written_rows = written_rows
         self._smaller_sizes = smaller_sizes
@@ -155,6 +150,8 @@ class Executor:
         self._has_step_info = False
         """True once an example came with ``step_info``."""
         self._has_constant_info = False
+        self.is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
+        """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
         self._captured_with: dict[BatchDescriptor, Any] = {}
         """By key: copies of the example that was captured, until its program is checked."""
         self._resources = tuple(options.prepared)
@@ -178,6 +175,7 @@ class Executor:
             self._reader = self._empty_buffers(inputs)
         else:
             self._reader = self._shared = BufferSet(inputs, capacity, axis_sizes, library.device)
+        check_parameters(fn, inputs)
 
     def register(self) -> None:
         """Let graphs of the library write the shared buffers that are declared ``written``."""
@@ -186,9 +184,22 @@ class Executor:
 
     def real_sizes(self, values: Values) -> dict[str, int]:
         """The real size of every axis, read off ``values``. Errors: ``InputMismatchError``."""
+        return self._buffers_to_read().real_sizes(values)
+
+    def use_examples_like(self, like: Example | Values) -> None:
+        """Capture and check with the rows of one real batch from here on.
+
+        Errors: ``InputMismatchError`` for what is no batch of these inputs.
+        """
+        example, buffers = as_example(like), self._buffers_to_read()
+        buffers.require_inputs(tuple(example.values))
+        shapes = {name: spec.shape for name, spec in buffers.specs.items()}
+        self.examples = examples_like(example, buffers.real_sizes(example.values), shapes)
+
+    def _buffers_to_read(self) -> BufferSet:
         if self._reader is None:
             self._reader = self._empty_buffers(self._specs(make_key(self._capacity)))
-        return self._reader.real_sizes(values)
+        return self._reader
 
     def _empty_buffers(self, specs: Sequence[BufferSpec]) -> BufferSet:
         none = dict.fromkeys(self._capacity, 0)
@@ -217,6 +228,7 @@ class Executor:
         return ReadyGraph(
             entry.mode,
             entry.key,
+            entry,
             bound,
             program,
             self.outputs.bind(program.outputs, bound.sizes).unpad,
@@ -277,7 +289,15 @@ class Executor:
         if self._expire is not None:
             self._expire()
         bound = self._unpadded(key, staged)
-        bound.stage(staged, values)
+        try:
+            bound.stage(staged, values)
+        except InputMismatchError:
+            padded = self._sizes_padded_to(values, staged)
+            if padded is None:
+                raise
+            key, staged = batch_key(key, padded), padded
+            bound = self._unpadded(key, staged)
+            bound.stage(staged, values)
         for resource in self._resources:
             resource.prepare(key, step_info)
         with torch.no_grad(), ForwardContext(RuntimeMode.NONE, key, attn_metadata=step_info):
@@ -285,6 +305,15 @@ class Executor:
         if self._hands_eager_out and staged is sizes:
             return outputs
         return self.outputs.bind(outputs).unpad(sizes)
+
+    def _sizes_padded_to(self, values: Values, real: Sizes) -> Sizes | None:
+        """The sizes of ``values`` if the caller has padded them from ``real`` to those of a key."""
+        try:
+            read = self.real_sizes(values)
+        except InputMismatchError:
+            return None
+        found = {axis: read.get(axis, real[axis]) for axis in self._capacity}
+        return found if found != dict(real) and self.is_padded(real, found) else None
 
     def _unpadded(self, key: BatchDescriptor, sizes: Sizes) -> BoundBuffers:
         """Buffers of exactly these sizes: the shared ones where they are large enough."""
@@ -451,16 +480,20 @@ class Executor:
                 require_other_example(subject, captured, (dict(call.values), call.step_info))
                 if ready.program.reads_step_info and not self._has_constant_info:
                     _require_other_info(entry, captured[1], call.step_info)
-            verification = self.compare(ready, call, before_warmup)
+            with _of_example():
+                verification = self.compare(ready, call, before_warmup)
             _, left = self._overwritten()
-            require_compared(subject, verification, left, is_strict=self._is_strict)
+            ready.program.is_compared = require_compared(
+                subject, verification, left, is_strict=self._is_strict
+            )
             if self._options.warmups == 0:
                 # The capture was the first run of all: a third one shows what counts runs.
                 for _ in range(2):
                     self.compare(ready, call)
             compared = []
             for sizes in self._sizes_to_pad(entry):
-                self.compare_padding(ready, self._call(sizes, 1), before_warmup)
+                with _of_example():
+                    self.compare_padding(ready, self._call(sizes, 1), before_warmup)
                 compared.append(_told(sizes))
             entry.padding = self._describe_padding(compared, ready.program)
         finally:
@@ -496,19 +529,58 @@ class Executor:
         if seed == 0:
             self._captured_with[key] = own_copy((dict(call.values), call.step_info))
         bound = self.bind(key)
-        bound.stage(call.sizes, call.values)
+        with _of_example():
+            bound.stage(call.sizes, call.values)
         return (), bound.views
 
     def _example(self, key: BatchDescriptor, seed: int) -> Call:
         return self._call(self.axis_sizes(key), seed)
 
     def _call(self, sizes: Sizes, seed: int) -> Call:
-        assert self._examples is not None, "runners without examples capture nothing"
-        made = self._examples(sizes, seed)
+        assert self.examples is not None, "runners without examples capture nothing"
+        made = self.examples(sizes, seed)
+        if not isinstance(made, Example | Mapping):
+            raise ConfigError(
+                f"examples({dict(sizes)}, {seed})",
+                expected="an Example, or values by input name",
+                found=repr(made),
+                do="return {name: tensor} for every input",
+            )
         example = made if isinstance(made, Example) else Example(made)
         self._has_step_info = self._has_step_info or example.step_info is not None
         self._has_constant_info = example.constant_info
         return Call(example.values, sizes, sizes, example.step_info)
+
+
+class ProfiledExecutor(Executor):
+    """Puts a range with mode and key around each replay and eager run, for a profiler.
+
+    A class of its own, so that nothing asks for it in a step where it is off.
+    """
+
+    def replay(
+        self, ready: ReadyGraph, values: Values, sizes: Sizes, staged: Sizes, step_info: Any
+    ) -> Any:
+        with self._library.device.range(f"{ready.mode.name} {ready.key}"):
+            return super().replay(ready, values, sizes, staged, step_info)
+
+    def eager(self, key: BatchDescriptor, call: Call) -> Any:
+        with self._library.device.range(f"NONE {key}"):
+            return super().eager(key, call)
+
+
+@contextmanager
+def _of_example() -> Iterator[None]:
+    """Around the staging of an example: say what to do if it does not fit."""
+    try:
+        yield
+    except InputMismatchError as error:
+        error.subject = f"an example: {error.subject}"
+        error.do = (
+            "let examples(sizes, seed) return every input, of exactly the sizes it is asked for: "
+            "those of a key, and smaller ones, which check the padding"
+        )
+        raise
 
 
 def _require_other_info(entry: Entry, captured: Any, step_info: Any) -> None:

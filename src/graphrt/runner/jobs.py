@@ -26,7 +26,9 @@ from graphrt.graphs import (
     HostSnapshot,
     Program,
     StateGuard,
+    TimedPhase,
     capture_program,
+    optional_methods,
     require_no_grad,
 )
 from graphrt.graphs.values import own_copy
@@ -132,8 +134,8 @@ def capture_all(
                 with run.attempt(job, "warmup") as goes_on:
                     if goes_on:
                         run.warm_up(job, scope)
-            for resource in options.prepared:
-                resource.freeze()
+            for freeze in optional_methods(options.prepared, "freeze"):
+                freeze()
             library.freeze_workspaces(scope)
             for done, job in enumerate(run.jobs, start=1):
                 with run.attempt(job, "capture") as goes_on:
@@ -208,8 +210,8 @@ class _Run:
     def reserve(self, later: Iterable[BatchDescriptor]) -> None:
         """Let resources allocate for the largest key of all."""
         keys = [*later, *(job.key for job in self.jobs)]
-        for resource in self.options.prepared if self.jobs else ():
-            self.library.reserve(resource, max(keys, key=_extent))
+        if self.jobs:
+            self.library.reserve(self.options.prepared, max(keys, key=_extent))
 
     @contextmanager
     def attempt(self, job: CaptureJob, phase: Literal["warmup", "capture"]) -> Iterator[bool]:
@@ -235,7 +237,12 @@ class _Run:
         except Exception as error:  # noqa: BLE001  As above.
             self._fail(job, error)
         finally:
-            self._seconds[job] = self._seconds.get(job, 0.0) + perf_counter() - started
+            self._time(job, phase, started)
+
+    def _time(self, job: CaptureJob, phase: TimedPhase, started: float) -> None:
+        took = perf_counter() - started
+        self._seconds[job] = self._seconds.get(job, 0.0) + took
+        self._entry(job).seconds.add(phase, took)
 
     def _fail(self, job: CaptureJob, error: Exception) -> None:
         """Record a failure; raise it again unless failures are skipped."""
@@ -272,6 +279,7 @@ class _Run:
 
     def warm_up(self, job: CaptureJob, scope: CaptureScope) -> None:
         warmups, host = self.options.warmups, self._host_of(job, scope)
+        scope.prepare_for_capture(job.key)
         with _guarded(self.options.state if warmups else None):
             for number in range(warmups):
                 # Libraries branch on "is this a capture": the last warm-up takes the same branch.
@@ -363,7 +371,7 @@ class _Run:
                 self.library.device.synchronize()
             if job.checked is not None:
                 job.checked(entry)
-            self._seconds[job] = self._seconds.get(job, 0.0) + perf_counter() - started
+            self._time(job, "check", started)
         return first
 
     def _entry(self, job: CaptureJob) -> Entry:
@@ -480,7 +488,7 @@ class _Run:
                 before_warmup=self._hosts.get(id(fn)),
                 observer=self.library.emit,
             )
-        require_compared(subject, verification)
+        program.is_compared = require_compared(subject, verification)
 
 
 @contextmanager

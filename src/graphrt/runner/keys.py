@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
@@ -18,6 +20,7 @@ from graphrt.errors import (
     MissError,
     ReentrantStepError,
 )
+from graphrt.events import KeysChanged
 from graphrt.graphs import BufferSpec, Catalog, Entry, Key, OutputSpec
 
 
@@ -76,17 +79,27 @@ def no_sizes_error() -> ConfigError:
 def no_examples_error() -> ConfigError:
     return ConfigError(
         "examples",
-        expected="examples(sizes, seed), to warm up, capture and check with",
-        found="None",
-        do="pass a function that makes valid inputs of any real sizes",
+        expected="inputs to warm up, capture and check with",
+        found="neither examples nor like",
+        do="capture(like=batch) with one real batch, or pass examples(sizes, seed), a function "
+        "that makes valid inputs of any real sizes, where the runtime or runner is made",
     )
 
 
-def miss_error(reason: Reason, sizes: Mapping[str, int]) -> MissError:
+def like_beside_examples_error() -> ConfigError:
+    return ConfigError(
+        "capture(like=...)",
+        expected="a real batch, or examples(sizes, seed), which makes batches",
+        found="both",
+        do="leave one of them out",
+    )
+
+
+def miss_error(reason: Reason, sizes: Mapping[str, int], by_how_much: str) -> MissError:
     return MissError(
         f"a step of {', '.join(f'{size} {axis}' for axis, size in sizes.items())}",
         expected="a captured graph for every step (on_miss='strict')",
-        found=f"none serves it: {reason.name}",
+        found=f"none serves it: {reason.name}{by_how_much and f' ({by_how_much})'}",
         do="capture a size that holds it, or set on_miss='eager'. The step did not run",
         reason=reason,
     )
@@ -171,6 +184,14 @@ class RunnerKeys:
             self.entries[item] = self._catalog.entry(self._owner, *item)
         return [entry for item, entry in self.entries.items() if item in chosen]
 
+    def is_padded(self, real: Mapping[str, int], found: Mapping[str, int]) -> bool:
+        """True if ``found`` is ``real``, with axes padded to the sizes of one key."""
+        return any(
+            all(real[axis] <= padded[axis] for axis in padded)
+            and all(size in (real[axis], padded.get(axis)) for axis, size in found.items())
+            for padded in (self._axis_sizes(key) for _, key in self.entries)
+        )
+
     def pending(self) -> list[Entry]:
         """What is not captured yet, in capture order."""
         return [e for e in self.entries.values() if e.reason is Reason.NOT_CAPTURED_YET]
@@ -183,6 +204,15 @@ class RunnerKeys:
         """Why no program serves a key, for each key that none serves."""
         entries = self.entries.items()
         return {item: entry.reason for item, entry in entries if entry.reason is not Reason.HIT}
+
+    def changed(self) -> KeysChanged:
+        """What serves now, as an event."""
+        programs = [entry.program for entry in self.entries.values()]
+        return KeysChanged(
+            self._owner,
+            sum(program.num_graphs for program in programs if program is not None),
+            tuple(Counter(self.missing().values()).items()),
+        )
 
     def decide(self, key: BatchDescriptor, sizes: Mapping[str, int], *, is_exact: bool) -> Decision:
         """What serves a call whose caller has chosen the key. Counts a key not captured yet."""
@@ -310,6 +340,40 @@ def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
                     found=repr(axis),
                     do="name an axis of the batch",
                 )
+
+
+def check_parameters(fn: Callable[..., Any], specs: Iterable[BufferSpec]) -> None:
+    """Errors: ``ConfigError`` where ``fn`` certainly cannot be called with these inputs."""
+    called: Callable[..., Any] = fn
+    if isinstance(fn, torch.nn.Module):
+        if type(fn).__call__ is not torch.nn.Module.__call__ or fn._forward_pre_hooks_with_kwargs:
+            return  # Something stands between the call and ``forward``.
+        called = fn.forward
+    try:
+        # What a decorator passes on is its own affair.
+        parameters = inspect.signature(called, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return  # Not written in Python.
+    if any(item.kind is item.VAR_KEYWORD for item in parameters):
+        return
+    taken = {
+        item.name: item.default is item.empty
+        for item in parameters
+        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
+    }
+    given = [spec.name for spec in specs]
+    unknown = [name for name in given if name not in taken]
+    missing = [name for name, is_required in taken.items() if is_required and name not in given]
+    if not unknown and not missing:
+        return
+    told = ["it takes no " + ", ".join(unknown)] * bool(unknown)
+    told += ["it needs " + ", ".join(missing)] * bool(missing)
+    raise ConfigError(
+        f"inputs of {getattr(fn, '__qualname__', type(fn).__qualname__)}",
+        expected=f"its parameters, by name: {', '.join(taken) or 'none'}",
+        found=f"{', '.join(given) or 'none'}: {'; '.join(told)}",
+        do="name a BufferSpec after each parameter, or wrap the callable in one that takes these",
+    )
 
 
 def check_written_rows(

@@ -14,15 +14,24 @@ from typing import Any, Literal, Self
 import torch
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
-from graphrt.device import DeviceName, make_device
+from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
+from graphrt.dispatch import BucketKey
 from graphrt.errors import (
     BatchError,
     CaptureInProgressError,
     VerificationError,
 )
-from graphrt.events import Observer, RanEager, Replayed
+from graphrt.events import (
+    CaptureBegan,
+    CaptureEnded,
+    Event,
+    KeysChanged,
+    Observer,
+    RanEager,
+    Replayed,
+)
 from graphrt.graphs import (
     CaptureOptions,
     Entry,
@@ -39,9 +48,18 @@ from graphrt.graphs import (
     frozen_heap,
     too_many_failures,
 )
+from graphrt.graphs.held import bytes_of
 from graphrt.graphs.values import own_copy
 from graphrt.interrupts import interrupted_between_steps
-from graphrt.runner.executor import Call, Examples, Executor, Inputs, ReadyGraph, Sizes, Values
+from graphrt.report import StepMetrics
+from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inputs
+from graphrt.runner.executor import (
+    Call,
+    Executor,
+    Inputs,
+    ProfiledExecutor,
+    ReadyGraph,
+)
 from graphrt.runner.jobs import CaptureJob, capture_all
 from graphrt.runner.keys import (
     Dispatcher,
@@ -55,6 +73,7 @@ from graphrt.runner.keys import (
     closed_error,
     dispatch_by_sizes,
     in_order,
+    like_beside_examples_error,
     make_key,
     miss_error,
     no_examples_error,
@@ -63,16 +82,25 @@ from graphrt.runner.keys import (
     smaller_by_axis,
     step_inside_step_error,
 )
-from graphrt.runner.report import RunnerReport, captured_graphs
+from graphrt.runner.progress import Progress, shown
+from graphrt.runner.report import (
+    DeviceMemory,
+    Misses,
+    RunnerReport,
+    Subject,
+    above_largest,
+    captured_graphs,
+    explain_entry,
+    largest_sizes,
+)
 from graphrt.verify import explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
 _EAGER = RuntimeMode.NONE
 
-Progress = Callable[[int, int, BatchDescriptor], None]
-"""``progress(done, total, key)``, called after each capture and each first replay."""
-
 _NONE: frozenset[RuntimeMode] = frozenset()
+_FIXED = {"calls": 1}
+"""The size along an axis that no input has: where all calls have the same shapes."""
 
 
 class CUDAGraphRunner:
@@ -81,18 +109,22 @@ class CUDAGraphRunner:
     ``fn`` is called with keyword arguments named as ``inputs``: views of static buffers, padded to
     the key in graphs. It runs under ``torch.no_grad``.
     ``inputs``: a spec for each, or ``key -> specs``. Where an axis stands behind dimension 0, or
-    specs depend on the key, each key has contiguous buffers of its own.
-    ``outputs``: which dimensions of the outputs are padded.
+    specs depend on the key, each key has contiguous buffers of its own. None: every call has the
+    shapes and dtypes of ``examples``, which then says all that there is to say of inputs.
+    ``outputs``: which dimensions of the outputs are padded; None: none, as all shapes are fixed.
     ``sizes``: axis -> padded sizes; there is a key for every combination. None: keys are the
-    caller's, see ``key``, with sizes up to ``capacity`` (default: the largest of ``sizes``).
+    caller's, see ``key``, with sizes up to ``capacity`` (default: the largest of ``sizes``). With
+    neither, and no axis in ``inputs``, there is one key: all calls have the same shapes.
     ``modes``: ``"FULL"``, ``"PIECEWISE"`` or both; the first that has a graph serves, FULL first.
     ``examples(sizes, seed)``: valid inputs of exactly these real sizes, an ``Example`` or values by
-    name, different for each seed: seed 0 is captured, seed 1 checked. None: all runs are eager.
+    name, different for each seed: seed 0 is captured, seed 1 checked. None: ``capture(like=...)``
+    makes them of one real batch; until then all runs are eager.
     ``library``: where the programs go; None: one of its own on ``device``, both closed with it. A
     ``device`` given as an object is not closed. Runners of one library end each other's outputs.
     ``state`` guards what a run advances; ``may_overwrite``: tensors that warm-ups and checks may
     write where the examples point, with the rows that a run writes where they are large:
-    ``{cache: "slots"}`` names the input that indexes rows of ``cache``, and these are compared.
+    ``{cache: "slots"}`` names the input that indexes rows of ``cache``, and these are compared. A
+    tensor whose rows a run reads and writes, with a row meant for padding, is given to both.
     ``keep_alive``: tensors that kernels know by address alone. ``resources`` are prepared before
     every run; a compared one prepares them again, so ``prepare`` must not advance anything.
     ``verify``: ``"first"`` compares each first replay with eager: a batch that fills the key bit
@@ -105,6 +137,7 @@ class CUDAGraphRunner:
     (weights, attributes, variables, host values). ``"spread"``: registrations in modules at once,
     the rest four places before each graph run; ``"always"``: everything before each; ``"off"``:
     only when ``check_externals`` asks. ``num_watched`` says how many places there are.
+    ``nvtx``: put a range with mode and key around each graph or eager run, for Nsight Systems.
     ``dispatcher``, ``axis_sizes``, ``smaller_sizes``: for an engine with keys of its own:
     ``dispatcher(unavailable=)`` makes what ``execute`` is given decisions of, ``axis_sizes(key)``
     says a key's padded sizes, ``smaller_sizes(mode, key)`` real sizes of batches padded to it.
@@ -116,8 +149,8 @@ class CUDAGraphRunner:
         self,
         fn: Callable[..., Any],
         *,
-        inputs: Inputs,
-        outputs: OutputSpec,
+        inputs: Inputs | None = None,
+        outputs: OutputSpec | None = None,
         sizes: Mapping[str, Sequence[int]] | None = None,
         capacity: Sizes | None = None,
         modes: Sequence[str] = ("FULL",),
@@ -138,6 +171,7 @@ class CUDAGraphRunner:
         warmups: int = 1,
         observe: Literal["ends", "always", "never"] | None = None,
         observer: Observer | None = None,
+        nvtx: bool = False,
         name: str | None = None,
         dispatcher: Callable[..., Dispatcher] | None = None,
         axis_sizes: Callable[[BatchDescriptor], Sizes] | None = None,
@@ -152,7 +186,7 @@ class CUDAGraphRunner:
             check_count("verify_every", verify_every)
         self.fn = fn
         self.last_decision: Decision | None = None
-        self._can_capture = examples is not None
+        self._has_own_examples = examples is not None
         self._verify = verify
         self._verify_every = self._until_verify = verify_every or 0
         self._compares_padding = False
@@ -160,6 +194,15 @@ class CUDAGraphRunner:
         self._is_strict = on_miss == "strict"
         self._observer = observer
         self._modes = check_modes(modes)
+        has_keys = bool(sizes or capacity or dispatcher)
+        if inputs is None:
+            inputs = fixed_inputs(examples, _FIXED, has_keys=has_keys)
+        inputs = inputs if callable(inputs) else tuple(inputs)
+        is_fixed = not (has_keys or callable(inputs) or any(spec.axes for spec in inputs))
+        self._fixed = _FIXED if is_fixed else {}
+        if is_fixed:
+            sizes = {axis: [size] for axis, size in _FIXED.items()}
+            outputs = outputs or OutputSpec({})
         self.capacity = check_capacity(sizes, capacity)
         """Axis -> the largest padded size, in the order of a key's sizes."""
         has_own_keys = dispatcher is None and sizes is None
@@ -181,18 +224,12 @@ class CUDAGraphRunner:
             observe=observe,
         )
         self._owns_library = library is None
-        self._owns_device = library is None and isinstance(device, str)
-        if library is not None:
-            self.device = library.device
-        else:
-            self.device = make_device(device) if isinstance(device, str) else device
+        self.library = library or GraphLibrary(device, observer=observer)
+        self.device = self.library.device
         with ExitStack() as on_error:
-            if self._owns_device:
-                on_error.callback(self.device.close)
-            self.library = library or GraphLibrary(self.device, observer=observer)
             if self._owns_library:
                 on_error.callback(self.library.close)
-            self._executor = Executor(
+            self._executor = (ProfiledExecutor if nvtx else Executor)(
                 fn,
                 self.library,
                 inputs,
@@ -217,6 +254,7 @@ class CUDAGraphRunner:
         self._keys = RunnerKeys(
             self.library.catalog, self.name, self._modes, keys, self._axis_sizes, has_own_keys
         )
+        self._executor.is_padded = self._keys.is_padded
         self._entries = self._keys.entries
         self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
         """By mode, and by the id of the key object, which the graph holds."""
@@ -225,6 +263,11 @@ class CUDAGraphRunner:
         self._prospects: Dispatcher | None = None
         """Dispatches as if everything were captured. Made when it is asked for."""
         self._capture_seconds = 0.0
+        self._memory: tuple[DeviceMemory, DeviceMemory] | None = None
+        """Before the first capture, and after the last one that ended without an error."""
+        self._misses: dict[Reason, Misses] = {}
+        self._told: KeysChanged | None = None
+        """What the observer was told last of what serves."""
         self._is_closed = False
         self._watch = Watch(watch)
         self._watch.start()
@@ -250,18 +293,37 @@ class CUDAGraphRunner:
         """
         return make_key(in_order(self.capacity, sizes, "padded"), variant)
 
+    def real_sizes(self, values: Values) -> dict[str, int]:
+        """The size of each axis, read off the shapes of ``values``.
+
+        Errors: ``InputMismatchError`` for an unknown name, a shape that is not its spec's, inputs
+                that disagree, and an axis of no given input.
+        """
+        self._require_open()
+        return self._fixed | self._executor.real_sizes(values)
+
     # -- capture
 
     def capture(
         self,
         keys: Iterable[Key | BatchDescriptor] | None = None,
         *,
-        progress: Progress | None = None,
+        like: Example | Values | None = None,
+        progress: Progress | bool | None = None,
     ) -> RunnerReport:
         """Capture every key that no graph serves yet, and check each first replay.
 
         ``keys``: capture no others now, in capture order; a bare descriptor means every mode. A
         small key captured before a large one costs pool memory, as the report shows.
+        ``progress``: a callable, or True for a bar on stderr.
+
+        ``like``: one real batch, of any sizes >= 1, in place of ``examples``, for this capture and
+        those that follow: tensors by input name, or an ``Example`` with the ``step_info`` that its
+        steps have, which is passed as it is. Its rows are repeated or cut to the sizes of each key,
+        and rotated by the seed, so that contents stay valid where rows do not depend on each other.
+        Give ``examples`` where values of a row point at other rows of the same batch (token ->
+        request), several rows belong together (the tokens of a prompt), or ``step_info`` has to
+        agree with the sizes.
 
         A program may be dispatched to only after its first replay, on inputs other than those it
         was captured with, equalled eager execution. Runs before that are eager
@@ -274,17 +336,22 @@ class CUDAGraphRunner:
         Aliasing: ends the validity of every output that a run returned.
         Errors:   the first failure is raised, ``VerificationError`` included, unless failures are
                   skipped; either way what was captured serves. ``ConfigError`` for what is no key,
-                  and without examples; ``CaptureInProgressError`` while a scope of the library is
-                  open; ``LibraryClosedError`` after ``close()``.
+                  without examples, and for ``like`` beside ``examples``; ``InputMismatchError`` for
+                  ``like`` that is no batch of these inputs; ``CaptureInProgressError`` while a
+                  scope of the library is open; ``LibraryClosedError`` after ``close()``.
         """
         self._require_idle("capture")
         wanted = self._keys.select(keys)
-        with self._capturing() as capture:
+        if like is not None:
+            if self._has_own_examples:
+                raise like_beside_examples_error()
+            self._executor.use_examples_like(like)
+        with self._capturing() as capture, shown(progress, self.name) as tell:
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
             self._ask()
             generation, chosen = self._choose(wanted)
             self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
-            capture(chosen, replace(self._options, generation=generation), progress)
+            capture(chosen, replace(self._options, generation=generation), tell)
         return self.report()
 
     def capture_next(
@@ -366,7 +433,7 @@ class CUDAGraphRunner:
         Yields ``_capture``, with what ``fn`` remembered before the first warm-up, of an earlier
         part too. What something else has changed since counts as it is now.
         """
-        if not self._can_capture:
+        if self._executor.examples is None:
             raise no_examples_error()
         if self.library.scope is not None:
             raise CaptureInProgressError(
@@ -377,6 +444,7 @@ class CUDAGraphRunner:
             )
         self.library.require_no_recording(f"capture of {self.name}")
         started = perf_counter()
+        before = DeviceMemory.read(self.library)
         self._executor.outputs.expire()
         if self._host is None:
             self._host = HostSnapshot(self.fn)
@@ -385,6 +453,8 @@ class CUDAGraphRunner:
         try:
             with interrupted_between_steps() as check_interrupt, torch.no_grad():
                 yield partial(self._capture, self._host, check_interrupt)
+            first = self._memory[0] if self._memory else before
+            self._memory = first, DeviceMemory.read(self.library)
         finally:
             self._capture_seconds += perf_counter() - started
             self._refresh()
@@ -398,6 +468,9 @@ class CUDAGraphRunner:
         progress: Progress | None,
     ) -> None:
         """Capture ``entries`` in one scope, and check each first replay after it."""
+        if entries:
+            self._emit(CaptureBegan(self.name, len(entries)))
+        started = perf_counter()
         done, total = 0, 2 * len(entries)
 
         def tick(key: BatchDescriptor) -> None:
@@ -425,15 +498,25 @@ class CUDAGraphRunner:
             )
             for entry in entries
         ]
-        capture_all(
-            self.library,
-            jobs,
-            options,
-            gate=gate,
-            progress=lambda number, total, job: tick(job.key),
-            later=[key for _, key in self._entries],
-            host=host,
-        )
+        try:
+            capture_all(
+                self.library,
+                jobs,
+                options,
+                gate=gate,
+                progress=lambda number, total, job: tick(job.key),
+                later=[key for _, key in self._entries],
+                host=host,
+            )
+        finally:
+            if entries:
+                num_served = sum(entry.reason is Reason.HIT for entry in self._entries.values())
+                seconds = perf_counter() - started
+                self._emit(CaptureEnded(self.name, len(entries), num_served, seconds))
+
+    def _emit(self, event: Event) -> None:
+        if self._observer is not None:
+            self._observer(event)
 
     def _check(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
         """Check a first replay: a run, so that nothing may call the runner inside it."""
@@ -472,7 +555,10 @@ class CUDAGraphRunner:
 
         Shapes:   each value has the real size along its axes; with ``key``, the padded one, because
                   the caller has padded. ``sizes``: the real sizes, which outputs are cut to; by
-                  default those of the values.
+                  default those of the values. Along an axis where the caller has padded to the size
+                  of the key that ``decide(sizes)`` says, values may have that size as well. Along
+                  other dimensions integers, and what declares a padding, may be narrower than
+                  their spec: the rest is padding.
         ``decision``: what ``decide`` or a dispatcher of the caller's said, in place of ``key``. A
                   decision that no graph is captured for is counted by the caller: ``note_miss``.
         Aliasing: with the output policy "view" the result is graph storage: the next run
@@ -498,7 +584,7 @@ class CUDAGraphRunner:
             sizes = staged if sizes is None else in_order(staged, sizes, "real")
             decision = self._keys.decide(key, sizes, is_exact=sizes == staged)
         elif sizes is None:
-            sizes = self._executor.real_sizes(values)
+            sizes = self.real_sizes(values)
         if decision is None:
             decision = self.decide(sizes)
             if decision.reason is Reason.NOT_CAPTURED_YET:
@@ -546,13 +632,16 @@ class CUDAGraphRunner:
                 set_grad_enabled(False)
             if mode is _EAGER:
                 self._require_open()
+                self._misses.setdefault(reason, Misses()).add(sizes)
                 if self._is_strict:
-                    raise miss_error(reason, sizes)
+                    largest = largest_sizes(self._entries, self._axis_sizes)
+                    raise miss_error(reason, sizes, "; ".join(above_largest(sizes, largest)))
                 return self._executor.eager(key, Call(values, sizes, staged, step_info))
             # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
             ready = self._ready[mode].get(id(key))
             if ready is None:
                 ready = self._find_ready(decision)
+            ready.entry.hits += 1
             if self._verify_every:
                 self._until_verify -= 1
                 if self._until_verify <= 0:
@@ -581,7 +670,8 @@ class CUDAGraphRunner:
         A program that differs is never replayed again.
         """
         # A value may be an output of the run before, which the first replay here overwrites.
-        call = call._replace(values=own_copy(dict(call.values)))
+        staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
+        call = call._replace(values=own_copy(dict(call.values)), staged=staged)
         pads = self._compares_padding and call.sizes != ready.bound.sizes
         self._compares_padding = not self._compares_padding
         try:
@@ -667,6 +757,10 @@ class CUDAGraphRunner:
         self._ready = ready
         serving = {id(g.program): g.program for each in ready.values() for g in each.values()}
         self._watch.update(serving.values())
+        changed = self._keys.changed()
+        if changed != self._told:
+            self._told = changed
+            self._emit(changed)
 
     @property
     def num_watched(self) -> int:
@@ -694,41 +788,69 @@ class CUDAGraphRunner:
         return report
 
     def report(self) -> RunnerReport:
-        """What is captured, what is not and why, and what it costs."""
+        """What is captured, what is not and why, and what it costs: ``print`` shows a table."""
         entries = [
             entry
             for mode in reversed(self._modes)
             for entry in self.library.catalog.of_owner(self.name, mode).by_key.values()
         ]
+        counted = self._observer.snapshot() if isinstance(self._observer, StepMetrics) else None
         return RunnerReport(
             device=self.device.name,
-            graphs=captured_graphs(entries),
+            graphs=captured_graphs(entries, self._axis_sizes, counted),
             missing=MappingProxyType(self.missing()),
             failures=MappingProxyType(
                 {item: str(e.error) for item, e in self._entries.items() if e.error is not None}
             ),
+            misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
+            largest=MappingProxyType(largest_sizes(self._entries, self._axis_sizes)),
             capture_seconds=self._capture_seconds,
+            missing_seconds=sum(e.seconds.total for e in entries if e.program is None),
             graph_bytes=self.library.charged_bytes,
+            held_bytes=bytes_of(
+                held for e in entries if e.program is not None for held in e.program.externals
+            ),
+            memory=self._memory,
         )
 
-    def explain(self, decision: Decision | None = None) -> str:
-        """Why a run was what it was, in words: of ``decision``, or of the last one."""
-        decision = self.last_decision if decision is None else decision
-        if decision is None:
+    def explain(self, subject: Subject | None = None) -> str:
+        """What the runner knows of ``subject``, in words; None: of the last run.
+
+        ``subject``: a decision; a key, or ``(mode, key)``; a program or a report.
+        """
+        subject = self.last_decision if subject is None else subject
+        if subject is None:
             return "Nothing has run yet."
-        lines = [explain(decision)]
-        served = self._entries.get((decision.mode, decision.descriptor))
+        if isinstance(subject, Decision):
+            return "\n".join(self._explain_decision(subject))
+        keys = self.keys
+        if isinstance(subject, BatchDescriptor):
+            keys = tuple(item for item in keys if item[1] == subject)
+        elif isinstance(subject, tuple) and len(subject) == 2:
+            keys = tuple(item for item in keys if item == subject)
+        else:
+            return explain(subject)
+        if not keys:
+            return f"{explain(subject)}\nNo key of this runner: see `keys`."
+        return "\n".join(line for item in keys for line in explain_entry(self._entries[item]))
+
+    def _explain_decision(self, decision: Decision) -> Iterator[str]:
+        mode, key, reason = decision
+        yield explain(decision)
+        served = self._entries.get((mode, key))
         if served is not None and served.padding:
-            lines.append(f"Its padding: {served.padding}.")
-        for (_, key), entry in self._entries.items():
-            if decision.reason is Reason.CAPTURE_FAILED and entry.error is not None:
-                lines.append(f"{key}: {entry.error}")
-            if decision.reason is entry.reason is Reason.INVALIDATED and entry.program is not None:
-                moved = (
-                    ", ".join(entry.program.moved or ()) or "nothing: it was invalidated by hand"
-                )
-                lines.append(f"{key}: replaced since the capture: {moved}")
-        return "\n".join(lines)
+            yield f"Its padding: {served.padding}."
+        if reason is Reason.ABOVE_MAX:
+            sizes = key.variant.sizes if isinstance(key.variant, BucketKey) else (key.num_tokens,)
+            largest = largest_sizes(self._entries, self._axis_sizes)
+            found = above_largest(dict(zip(self.axes, sizes, strict=False)), largest)
+            yield from (f"{line}." for line in found)
+        if reason in self._misses:
+            yield f"So far: {self._misses[reason]}."
+        if reason in (Reason.CAPTURE_FAILED, Reason.INVALIDATED):
+            for entry in self._entries.values():
+                if entry.reason is reason:
+                    yield from explain_entry(entry)
 
     # -- end
 
@@ -741,14 +863,14 @@ class CUDAGraphRunner:
         """
         if self._owns_library:
             self.library.close()
+        if not self._is_closed:
+            self._emit(KeysChanged(self.name, 0, ()))
         self._is_closed = True
         self._watch.stop()
         self._executor.outputs.expire()
         self._ready = {mode: {} for mode in RuntimeMode}
         self._host = None
         self.dispatcher = NoDispatcher(closed_error)
-        if self._owns_device:
-            self.device.close()
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
-from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
-from graphrt.config import Facts, Plan, Resolved, RuntimeConfig, resolve
-from graphrt.device import DeviceName, make_device
+from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.config import (
+    CompilationConfig,
+    CompilationLevel,
+    Facts,
+    Plan,
+    Resolved,
+    RuntimeConfig,
+    resolve,
+)
+from graphrt.config.options import config_error
+from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher, check_count
-from graphrt.errors import BatchError
+from graphrt.errors import BatchError, ConfigError, InputMismatchError, StaticBufferError
 from graphrt.events import Observer, RanEager, Replayed
 from graphrt.graphs import (
     BufferSpec,
@@ -28,42 +38,62 @@ from graphrt.graphs import (
     StaleCheck,
     StateGuard,
 )
-from graphrt.runner import CapturedGraph, CUDAGraphRunner, Example, Progress
+from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
+from graphrt.runner.examples import Examples
 
 TOKENS = "tokens"
 REQUESTS = "requests"
 """The two axes of an engine's batch; every ``BufferSpec`` of a runtime uses these names."""
+
+_FIELDS = {
+    "mode": "compilation.cudagraph_mode",
+    "sizes": "compilation.cudagraph_capture_sizes",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+}
+"""The flat wishes of a ``Runtime``, and the field of its config that each stands for."""
 
 _NONE: frozenset[RuntimeMode] = frozenset()
 # CPython 3.11 looks a member up through a Python property; a step has no time for that.
 _EAGER, _NOT_CAPTURED_YET = RuntimeMode.NONE, Reason.NOT_CAPTURED_YET
 
 
-class RuntimeReport(NamedTuple):
-    """What was resolved, what is captured, what is not and why, and what it costs."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeReport(RunnerReport):
+    """What was resolved, what is captured, what is not and why, and what it costs.
 
-    device: str
+    ``print`` shows it as a table. Its other fields are those of ``graphrt.runner.RunnerReport``.
+
+    ``resolved``: The plan, and each option that could not be used as asked.
+    """
+
     resolved: Resolved
-    graphs: tuple[CapturedGraph, ...]
-    missing: Mapping[Key, Reason]
-    """Keys of the plan that no graph serves now."""
-    failures: Mapping[Key, str]
-    capture_seconds: float
-    """Warm-ups, captures and first verified replays together."""
-    graph_bytes: int
-    """Pools, static outputs in them, and executables."""
+
+    def __str__(self) -> str:
+        lines = [f"Policy {self.resolved.plan.cudagraph_mode}"]
+        lines += [
+            f"  {item.field}: {item.effective} instead of {item.asked}, because {item.reason}"
+            for item in self.resolved.adjustments
+        ]
+        return "\n".join([*lines, "", RunnerReport.__str__(self)])
 
 
 class Runtime:
     """Serves a model's steps through captured graphs.
 
+    ``mode`` (a ``CUDAGraphMode`` or its name), ``sizes`` (``cudagraph_capture_sizes``, in tokens),
+    ``max_num_seqs`` and ``max_num_batched_tokens`` are the common wishes; ``config`` has all, and
+    is given instead of them.
+
     ``model`` is called with keyword arguments named as ``inputs``: views of static buffers, padded
     to the key in graphs, of the real size in eager steps. It runs under ``torch.no_grad``.
+    ``inputs`` know the axes "tokens" and "requests"; ``CUDAGraphRunner`` takes any axes.
     ``outputs`` says which of its outputs' dimensions are padded.
 
     ``examples(sizes, seed)`` gives valid inputs of exactly these sizes, ``{"tokens": n,
     "requests": r}``, different for each seed: seed 0 is captured, seed 1 verified. A uniform decode
-    batch comes as ``tokens == requests * query_len``. ``resources`` are prepared once before every
+    batch comes as ``tokens == requests * query_len``. None: ``capture(like=...)`` makes them of one
+    real batch. ``resources`` are prepared once before every
     step, a compared one (``verify_every``) too: its eager run and its replay are one step.
     ``state`` guards what a warm-up or verification would advance; ``may_overwrite``: tensors that
     both may overwrite where the examples point (a KV cache). Without a guard, a compared step runs
@@ -73,7 +103,8 @@ class Runtime:
 
     A ``device`` given by name is made and closed by the runtime; one given as an object is not.
     Not thread-safe; two runtimes never share anything.
-    Errors: ``ConfigError`` for what cannot be honoured.
+    Errors: ``ConfigError`` for what cannot be honoured, a wish beside ``config`` included;
+    ``StaticBufferError`` for an input over another axis.
     """
 
     def __init__(
@@ -82,7 +113,11 @@ class Runtime:
         *,
         inputs: Sequence[BufferSpec],
         outputs: OutputSpec,
-        examples: Callable[[Mapping[str, int], int], Example | Mapping[str, torch.Tensor]],
+        examples: Examples | None = None,
+        mode: CUDAGraphMode | str | None = None,
+        sizes: Sequence[int] | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         config: RuntimeConfig | None = None,
         device: Device | DeviceName = "auto",
         facts: Facts | None = None,
@@ -94,20 +129,35 @@ class Runtime:
         verify_tolerance: float | None = None,
         reads_padding: str = "",
     ) -> None:
-        config = self.config = RuntimeConfig() if config is None else config
-        self.resolved = resolve(config, Facts() if facts is None else facts)
-        plan = self.plan = self.resolved.plan
-        self._observer = observer
-        self._query_len = plan.query_len
-        self._owns_device = isinstance(device, str)
-        self.device = make_device(device) if isinstance(device, str) else device
-        try:
-            self.library = GraphLibrary(
-                self.device,
-                budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
-                stale_check=StaleCheck[config.stale_check.upper()],
-                observer=observer,
+        flat = {
+            "mode": mode,
+            "sizes": sizes,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+        }
+        self.config, self.resolved = _resolve(config, flat, facts)
+        config, plan = self.config, self.resolved.plan
+        if plan.level is not CompilationLevel.NO_COMPILATION:
+            raise ConfigError(
+                f"compilation.level of {plan.level.name}, or compile_sizes, which ask for it",
+                expected="level 0, because a runtime compiles nothing: break points cut the model",
+                found=f"level {int(plan.level)}",
+                do="leave both out; compile the model yourself before it is given to the runtime",
             )
+        self.plan = plan
+        if not callable(inputs):
+            inputs = tuple(inputs)
+            _check_axes(inputs)
+        self._observer = observer
+        self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
+        self.library = GraphLibrary(
+            device,
+            budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
+            stale_check=StaleCheck[config.stale_check.upper()],
+            observer=observer,
+        )
+        self.device = self.library.device
+        try:
             self.runner = CUDAGraphRunner(
                 model,
                 inputs=inputs,
@@ -129,14 +179,14 @@ class Runtime:
                 on_capture_error=config.on_capture_error,
                 warmups=config.compilation.cudagraph_num_of_warmups,
                 observer=observer,
+                nvtx=config.nvtx,
                 name="model",
                 dispatcher=partial(CUDAGraphDispatcher, plan),
                 axis_sizes=partial(_axis_sizes, max_num_seqs=plan.max_num_seqs),
                 smaller_sizes=partial(_smaller_sizes, plan),
             )
         except BaseException:
-            if self._owns_device:
-                self.device.close()
+            self.library.close()
             raise
         self._execute = self.runner.execute
 
@@ -158,14 +208,23 @@ class Runtime:
         return self.runner.last_decision
 
     def capture(
-        self, progress: Progress | None = None, *, keys: Iterable[Key] | None = None
+        self,
+        progress: Progress | bool | None = None,
+        *,
+        like: Example | Mapping[str, torch.Tensor] | None = None,
+        keys: Iterable[Key] | None = None,
     ) -> RuntimeReport:
         """Capture every key of the plan that no graph serves yet, and verify each first replay.
 
-        See ``CUDAGraphRunner.capture``. Errors: the first failure, unless the config says
-        ``on_capture_error="skip"``; ``ConfigError`` for what is no key of the plan.
+        ``like``: one real batch in place of ``examples``, whose rows are repeated and cut to each
+        size, for a model whose rows do not depend on each other (decode). When it does not fit, and
+        all else: see ``CUDAGraphRunner.capture``.
+        ``progress``: a callable, or True for a bar on stderr.
+        Errors: the first failure, unless the config says ``on_capture_error="skip"``;
+        ``ConfigError`` for what is no key of the plan, without examples, and for ``like`` beside
+        them; ``InputMismatchError`` for ``like`` that is no batch of the inputs.
         """
-        self.runner.capture(keys, progress=progress)
+        self.runner.capture(keys, like=like, progress=progress)
         return self.report()
 
     def capture_next(
@@ -199,19 +258,26 @@ class Runtime:
         self,
         values: Mapping[str, torch.Tensor],
         *,
-        num_tokens: int,
-        num_reqs: int,
-        uniform: bool = False,
+        num_tokens: int | None = None,
+        num_reqs: int | None = None,
+        uniform: bool | None = None,
         num_active_loras: int = 0,
         exclude: frozenset[RuntimeMode] = _NONE,
         step_info: Any = None,
     ) -> Any:
         """Run one batch through the graph that fits it, or eagerly with a counted reason.
 
+        ``num_tokens``, ``num_reqs``: the real sizes; None: those of the values. Without an input
+        over "requests" each row is a request, as far as ``max_num_seqs`` permits.
+        ``uniform``: every request brings exactly ``query_len`` tokens. None: it follows from the
+        sizes where that is 1, else it is False, because with speculation only the engine knows.
+
         Shapes:   each value has the real size along its buffer's axes ("tokens": ``num_tokens``,
-                  "requests": ``num_reqs``); the result is cut to those sizes.
+                  "requests": ``num_reqs``), or the padded size of the key that serves the step,
+                  where an engine has padded by itself: then ``num_tokens`` and ``num_reqs`` say the
+                  real sizes. The result is cut to these.
         Aliasing: with the output policy "view" the result is graph storage: the next step
-                  overwrites it. Clone to keep.
+                  overwrites it. By default ("clone") it is the caller's own.
         Errors:   ``BatchError`` for what is no batch, ``InputMismatchError`` for values that do not
                   fit, ``MissError`` in strict mode, ``VerificationError`` where a sampled
                   comparison with eager differs: that program is not replayed again
@@ -219,9 +285,13 @@ class Runtime:
         """
         observer = self._observer
         started = 0 if observer is None else perf_counter_ns()
+        if num_tokens is None or num_reqs is None:
+            num_tokens, num_reqs = self._read(values, num_tokens, num_reqs, bool(uniform))
         if not (type(num_reqs) is type(num_tokens) is int and 1 <= num_reqs <= num_tokens):
             _check_requests(num_tokens, num_reqs)
-        if uniform and num_tokens != num_reqs * self._query_len:
+        if uniform is None:
+            uniform = num_reqs == num_tokens and self._query_len == 1
+        elif uniform and num_tokens != num_reqs * self._query_len:
             raise BatchError(
                 f"a uniform step of {num_tokens} tokens",
                 expected=f"num_tokens == num_reqs * {self._query_len}",
@@ -248,6 +318,44 @@ class Runtime:
             )
         return outputs
 
+    def _read(
+        self,
+        values: Mapping[str, torch.Tensor],
+        num_tokens: int | None,
+        num_reqs: int | None,
+        uniform: bool,
+    ) -> tuple[int, int]:
+        """The sizes of a step as far as they were not given, read off its values."""
+        read = self.runner.real_sizes(values)
+        for name, axis, said in (
+            ("num_tokens", TOKENS, num_tokens),
+            ("num_reqs", REQUESTS, num_reqs),
+        ):
+            # Of one axis alone, an engine that has padded has said all that it has to.
+            if said is not None and axis in read and read[axis] != said and len(read) > 1:
+                raise InputMismatchError(
+                    f"{name} = {said}",
+                    expected=f"the size of axis {axis!r} in the values",
+                    found=f"{read[axis]}",
+                    do="leave it out, or say both num_tokens and num_reqs if you have padded",
+                )
+        if num_tokens is None:
+            num_tokens = read.get(TOKENS)
+        if num_tokens is None:
+            raise BatchError(
+                "num_tokens",
+                expected="a number, because no input has the axis 'tokens'",
+                found="None",
+                do="pass num_tokens",
+            )
+        if num_reqs is None:
+            num_reqs = read.get(REQUESTS)
+        if num_reqs is None:
+            num_tokens = check_count("num_tokens", num_tokens, least=0)
+            at_most = self._max_num_seqs
+            num_reqs = num_tokens // self._query_len if uniform else min(num_tokens, at_most)
+        return num_tokens, num_reqs
+
     def check_externals(self) -> ExternalsReport:
         """Ask whether anything that programs read was replaced (weights not copied into, a value).
 
@@ -256,13 +364,18 @@ class Runtime:
         """
         return self.runner.check_externals()
 
-    def explain(self, decision: Decision | None = None) -> str:
-        """Why a step ran as it did, in words: of ``decision``, or of the last one."""
-        return self.runner.explain(decision)
+    def explain(self, subject: Subject | None = None) -> str:
+        """What the runtime knows of ``subject``, in words; None: of the last step.
+
+        ``subject``: a decision; a key, or ``(mode, key)``; a program or a report.
+        """
+        return self.runner.explain(subject)
 
     def report(self) -> RuntimeReport:
-        """What is captured, what is not and why, and what it costs."""
-        return RuntimeReport(resolved=self.resolved, **self.runner.report()._asdict())
+        """What is captured, what is not and why, and what it costs: ``print`` shows a table."""
+        found = self.runner.report()
+        known = {item.name: getattr(found, item.name) for item in fields(found)}
+        return RuntimeReport(resolved=self.resolved, **known)
 
     def close(self) -> None:
         """Retire every program, drop the buffers, release the device if this runtime made it.
@@ -272,8 +385,6 @@ class Runtime:
         """
         self.library.close()
         self.runner.close()
-        if self._owns_device:
-            self.device.close()
 
     def __enter__(self) -> Self:
         return self
@@ -285,6 +396,57 @@ class Runtime:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _resolve(
+    config: RuntimeConfig | None, flat: Mapping[str, Any], facts: Facts | None
+) -> tuple[RuntimeConfig, Resolved]:
+    """The config of ``config`` or of the ``flat`` wishes that are not None, and its plan.
+
+    Errors: ``ConfigError``, in the words of whoever asked.
+    """
+    asked = {name: value for name, value in flat.items() if value is not None}
+    if config is not None:
+        if asked:
+            raise ConfigError(
+                f"{', '.join(asked)} beside config",
+                expected="each wish once: as an argument, or as a field of the config",
+                found=", ".join(
+                    f"{name}={asked[name]!r} and config.{_FIELDS[name]}" for name in asked
+                ),
+                do="leave config out, or put all wishes into it",
+            )
+        return config, resolve(config, facts)
+    try:
+        sizes = asked.pop("sizes", None)
+        compilation = CompilationConfig(
+            cudagraph_mode=asked.pop("mode", None),
+            cudagraph_capture_sizes=tuple(sizes) if isinstance(sizes, range) else sizes,
+        )
+        config = RuntimeConfig(compilation=compilation, **asked)
+        return config, resolve(config, facts)
+    except ConfigError as error:
+        problems = [item._replace(field=_as_asked(item.field)) for item in error.problems]
+        raise config_error("Runtime", problems) from error
+
+
+def _as_asked(field: str) -> str:
+    for name, known in _FIELDS.items():
+        field = field.replace(known.removeprefix("compilation."), name)
+    return field
+
+
+def _check_axes(inputs: Sequence[BufferSpec]) -> None:
+    """Errors: ``StaticBufferError`` for an axis other than tokens and requests."""
+    for spec in inputs:
+        for axis in spec.axes:
+            if axis not in (TOKENS, REQUESTS):
+                raise StaticBufferError(
+                    f"axis {axis!r} of input {spec.name!r}",
+                    expected=f"{TOKENS!r} or {REQUESTS!r}, the axes that a Runtime knows",
+                    found=repr(axis),
+                    do="rename it, or use CUDAGraphRunner, which takes any axes",
+                )
 
 
 def _check_requests(num_tokens: int, num_reqs: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphrt.verify.compare import Comparison, Difference, compare
-from graphrt.verify.explain import explain
+from graphrt.verify.explain import advice, explain
 from graphrt.verify.padding import (
     UNPADDED_TOLERANCE,
     Unwritten,
@@ -33,6 +33,7 @@ __all__ = [
     "Unwritten",
     "Verification",
     "WrittenRows",
+    "advice",
     "arbitrary_buffers",
     "check_padding",
     "check_padding_unread",

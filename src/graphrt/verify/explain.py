@@ -5,25 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import singledispatch
 
-from graphrt.batch import Decision, Reason, RuntimeMode
+from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.graphs import GraphSegment, Program
 
 _MAX_SHOWN = 8
-
-_WHY = {
-    Reason.HIT: "a graph of exactly this size exists",
-    Reason.PADDED: "the batch is padded to the next size, or LoRA count, that has a graph",
-    Reason.ABOVE_MAX: "the batch is larger than the largest captured size",
-    Reason.MODE_NONE: "the policy gives this kind of batch no graph",
-    Reason.EXCLUDED: "the caller excluded every mode that could have served it",
-    Reason.NO_KEY: "no key of the plan describes this batch",
-    Reason.LORA_NOT_CAPTURED: "the plan has no graph for this number of adapters",
-    Reason.NOT_CAPTURED_YET: "its key is planned, but no graph of it is published yet",
-    Reason.CAPTURE_FAILED: "the capture or the verification of its key failed",
-    Reason.INVALIDATED: "something that its graph reads was replaced since the capture",
-    Reason.RANKS_DISAGREE: "the data-parallel ranks settled on a lesser mode",
-    Reason.UBATCH_ABORTED: "its split was called off, and no unsplit graph exists",
-}
 
 _WHAT_TO_DO = {
     Reason.ABOVE_MAX: "raise max_cudagraph_capture_size if such batches are common",
@@ -38,7 +23,6 @@ _WHAT_TO_DO = {
 
 _STATES = {
     "captured": "captured, never replayed",
-    "ready": "ready: its first call was checked",
     "invalid": "invalid: something it reads has moved; a replay raises InvalidProgramError",
     "retired": "retired: its graphs are gone",
 }
@@ -46,8 +30,16 @@ _STATES = {
 
 @singledispatch
 def explain(subject: object) -> str:
-    """Explain a ``Program`` or a ``Decision``: what is captured, what is not, and why."""
-    raise TypeError(f"expected a Program or a Decision, found {type(subject).__name__}")
+    """Say in words what is captured, what is not, and why.
+
+    ``subject``: a ``Decision``, a ``Program``, the report of a runtime or runner, or a key: a
+    ``BatchDescriptor`` or ``(mode, key)``. ``Runtime.explain`` and ``CUDAGraphRunner.explain`` take
+    the same, and add what they know of it: failures, misses, hits. Errors: ``TypeError``.
+    """
+    raise TypeError(
+        "expected a Decision, a Program, a report, a BatchDescriptor or (mode, BatchDescriptor), "
+        f"found {type(subject).__name__}"
+    )
 
 
 @explain.register
@@ -57,9 +49,39 @@ def _(decision: Decision) -> str:
         what = f"{key.num_tokens} tokens run eager"
     else:
         what = f"A {decision.mode.name} graph of {key} serves it"
-    text = f"{what} ({reason.name}): {_WHY[reason]}."
-    do = _WHAT_TO_DO.get(reason)
-    return f"{text}\nTo change that: {do}." if do else text
+    text = f"{what} ({reason.name}): {reason.meaning}."
+    return f"{text}\nTo change that: {advice(reason)}." if advice(reason) else text
+
+
+@explain.register
+def _(key: BatchDescriptor) -> str:
+    return (
+        f"The key of {_batches(key)}. Which graph serves it, a runner knows: runner.explain(key)."
+    )
+
+
+@explain.register
+def _(pair: tuple) -> str:  # type: ignore[type-arg]  # singledispatch takes classes
+    if len(pair) != 2 or not (
+        isinstance(pair[0], RuntimeMode) and isinstance(pair[1], BatchDescriptor)
+    ):
+        raise TypeError(f"expected (mode, BatchDescriptor), found {pair!r}")
+    return f"{pair[0]}: {explain(pair[1])}"
+
+
+def advice(reason: Reason) -> str:
+    """What makes steps with this reason run in a graph; empty where nothing does."""
+    return _WHAT_TO_DO.get(reason, "")
+
+
+def _batches(key: BatchDescriptor) -> str:
+    requests = "" if key.num_reqs is None else f" and {_count(key.num_reqs, 'request')}"
+    kind = "uniform decode batches" if key.uniform else "batches"
+    more = [f"{_count(key.num_active_loras, 'LoRA adapter')}"] * key.has_lora
+    more += [f"{key.num_ubatches} micro-batches"] * (key.num_ubatches > 1)
+    more += [f"variant {key.variant!r}"] * (key.variant is not None)
+    with_more = f" with {', '.join(more)}" if more else ""
+    return f"{kind} padded to {_count(key.num_tokens, 'token')}{requests}{with_more}"
 
 
 @explain.register
@@ -69,7 +91,7 @@ def _(program: Program) -> str:
 
 def _program_lines(program: Program) -> Iterator[str]:
     yield f"{program.title}, generation {program.generation}"
-    yield f"state: {_STATES[program.state]}"
+    yield f"state: {_state(program)}"
     yield f"captured: {_count(program.num_graphs, 'device graph')}{_nodes(program)}"
     for number, segment in enumerate(program.segments):
         if isinstance(segment, GraphSegment):
@@ -101,6 +123,14 @@ def _program_lines(program: Program) -> Iterator[str]:
     )
     if written:
         yield f"written outside the pool: {_some(written)}"
+
+
+def _state(program: Program) -> str:
+    if program.state != "ready":
+        return _STATES[program.state]
+    if program.is_compared:
+        return "ready: its first replay was compared with eager execution, and equal"
+    return "ready: its arguments were checked, its results never compared with eager execution"
 
 
 def _nodes(program: Program) -> str:

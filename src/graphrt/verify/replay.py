@@ -120,10 +120,11 @@ def check_replay(
     if states is not None and not states.is_equal:
         found.append(f"state: {states}")
     causes = list(suspects() if suspects is not None else ())
-    if states is not None and any(" of may_overwrite" in one.path for one in states.differences):
+    if guarded.poisoned:
         causes.append(
-            "rows that may_overwrite names are poisoned before each run, so that a run which also "
-            "reads them (adds to them) differs: give such a tensor to state="
+            "rows that may_overwrite names are poisoned before each run, so that a run which reads "
+            "one before it writes all of it (adds to it, keeps a history in it) differs: give such "
+            "a tensor to state= too"
         )
     raise VerificationError(
         f"{mode.name}, {key}",
@@ -146,7 +147,8 @@ def require_other_example(subject: str, captured: Any, checked: Any) -> None:
             f"{subject}: examples",
             expected="other values for each seed, in at least one input",
             found="seeds 0 and 1 with equal contents, which cannot show a value frozen at capture",
-            do="draw the values of the example from a generator seeded with `seed`",
+            do="draw the values of the example from a generator seeded with `seed`; of "
+            "capture(like=...), give a batch whose rows differ, or examples",
         )
 
 
@@ -156,15 +158,16 @@ def require_compared(
     overwritten: Sequence[torch.Tensor] = (),
     *,
     is_strict: bool = False,
-) -> None:
-    """Warn of a comparison of nothing, which proves nothing; refuse it where ``is_strict``.
+) -> bool:
+    """True if anything was compared. If nothing was, which proves nothing, warn; or refuse it where
+    ``is_strict``.
 
     ``overwritten``: tensors that the run may write and that are too large to compare.
     Errors: ``VerificationError``. Warns: ``UnverifiedWarning``.
     """
     states = verification.state
     if verification.comparison.num_compared + (states.num_compared if states else 0):
-        return
+        return True
     found = "no output"
     if overwritten:
         found += f", and {len(overwritten)} overwritten tensors that are too large to compare"
@@ -180,6 +183,7 @@ def require_compared(
             do=do,
         )
     warnings.warn(f"{subject}: nothing was compared: {found}; {do}", UnverifiedWarning, 2)
+    return False
 
 
 def _advice(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.graphs.resources import StateGuard
+from graphrt.graphs.resources import StateGuard, TensorStateGuard
 from graphrt.graphs.values import as_bits
 
 _POISON, _LAST_POISON = 0xC1, 0x5E
@@ -28,6 +28,8 @@ class WrittenRows(NamedTuple):
 class SavedState(NamedTuple):
     """What a ``RunState`` was. ``compared`` holds what comparisons look at."""
 
+    token: Any
+    """Of the guard."""
     compared: Mapping[str, Any]
     generators: tuple[torch.Tensor, ...]
 
@@ -38,6 +40,8 @@ class RunState:
     ``guard``: the user's. ``tensors``: written whole, by name. ``rows``: written in part, by name.
     ``generators``: where random numbers come from; each run starts from the same ones.
     ``poisons`` False: for a run whose outputs are handed out, because it may read those rows first.
+    A tensor of a ``TensorStateGuard`` whose rows are given too may be read before it is written: of
+    it these rows are compared, and not poisoned.
     """
 
     def __init__(
@@ -50,25 +54,38 @@ class RunState:
         poisons: bool = True,
     ) -> None:
         self.guard = guard
-        self._poisons = poisons
         self._tensors = tensors
         self._rows = rows
+        self._guarded = guard.tensors if isinstance(guard, TensorStateGuard) else []
+        self.poisoned = {
+            name: written
+            for name, written in rows.items()
+            if poisons and not _is_among(written.tensor, self._guarded)
+        }
         self._generators = generators
 
     def save(self) -> SavedState:
         """Read everything. Its size is that of the guard's token, the tensors and the rows."""
-        compared: dict[str, Any] = {} if self.guard is None else {"state": self.guard.save()}
+        token: Any = None if self.guard is None else self.guard.save()
+        compared: dict[str, Any] = {} if self.guard is None else {"state": token}
+        if self._guarded and self._rows:
+            in_rows = [written.tensor for written in self._rows.values()]
+            compared["state"] = [
+                clone
+                for tensor, clone in zip(self._guarded, token, strict=True)
+                if not _is_among(tensor, in_rows)
+            ]
         for name, tensor in self._tensors.items():
             compared[name] = tensor.clone()
         for name, (tensor, index) in self._rows.items():
             compared[name] = tensor.index_select(0, index)
-        return SavedState(compared, tuple(item.get_state() for item in self._generators))
+        return SavedState(token, compared, tuple(item.get_state() for item in self._generators))
 
     def restore(self, saved: SavedState) -> None:
         """Write everything back in place: graphs hold the addresses."""
         compared = saved.compared
         if self.guard is not None:
-            self.guard.restore(compared["state"])
+            self.guard.restore(saved.token)
         # State made in inference mode can be written in no other; other state in this one too.
         with torch.inference_mode():
             for name, tensor in self._tensors.items():
@@ -80,10 +97,8 @@ class RunState:
 
     def poison(self, *, is_last: bool = False) -> None:
         """Make the written rows hold what no run wrote there, so that a row left out is seen."""
-        if not self._poisons:
-            return
         with torch.inference_mode():
-            for tensor, index in self._rows.values():
+            for tensor, index in self.poisoned.values():
                 bits = as_bits(tensor)
                 byte = _LAST_POISON if is_last else _POISON
                 bits.index_fill_(0, index, repeated(byte, bits.dtype))
@@ -93,10 +108,8 @@ class RunState:
 
         ``runs``: what each left, the last one at the end. Changed in place, as the tensors are.
         """
-        if not self._poisons:
-            return
         with torch.inference_mode():
-            for name, (tensor, index) in self._rows.items():
+            for name, (tensor, index) in self.poisoned.items():
                 *earlier, last = (as_bits(run[name]) for run in runs)
                 untouched = last == repeated(_LAST_POISON, last.dtype)
                 for bits in earlier:
@@ -112,6 +125,10 @@ class RunState:
             not torch.equal(item.get_state(), state)
             for item, state in zip(self._generators, saved.generators, strict=True)
         )
+
+
+def _is_among(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    return any(other is tensor for other in others)
 
 
 def repeated(byte: int, dtype: torch.dtype) -> int:

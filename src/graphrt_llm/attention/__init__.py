@@ -4,26 +4,26 @@ from graphrt_llm.attention.base import (
     AttentionBackend,
     AttentionInputs,
     AttentionMetadata,
-    AttentionResource,
     attend,
 )
 from graphrt_llm.attention.registry import (
-    AUTO,
-    BACKENDS,
     AttentionChoice,
+    AttentionFactory,
+    attention_backends,
     choose_attention,
     make_attention,
+    register_attention_backend,
 )
 
 __all__ = [
-    "AUTO",
-    "BACKENDS",
     "AttentionBackend",
     "AttentionChoice",
+    "AttentionFactory",
     "AttentionInputs",
     "AttentionMetadata",
-    "AttentionResource",
     "attend",
+    "attention_backends",
     "choose_attention",
     "make_attention",
+    "register_attention_backend",
 ]

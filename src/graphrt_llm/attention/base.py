@@ -22,28 +22,33 @@ HostInts = Sequence[int] | NDArray[np.int64]
 
 
 class AttentionInputs(NamedTuple):
-    """The static tensors of a step, all int64. Padding rows point at the null block."""
+    """The static tensors of a step, all int64. Padding rows point at the null block.
+
+    ``slot_mapping``: [tokens] Slot (block * block_size + offset) that a token's keys and values go
+      to.
+    ``token_requests``: [tokens] Row of the token's request in the next two.
+    ``block_tables``: [requests, max_blocks] Blocks of a request, in order of position.
+    ``seq_lens``: [requests] Tokens of a request, cached and new.
+    """
 
     slot_mapping: Tensor
-    """[tokens] Slot (block * block_size + offset) that a token's keys and values go to."""
     token_requests: Tensor
-    """[tokens] Row of the token's request in the next two."""
     block_tables: Tensor
-    """[requests, max_blocks] Blocks of a request, in order of position."""
     seq_lens: Tensor
-    """[requests] Tokens of a request, cached and new."""
 
 
 class AttentionMetadata(NamedTuple):
-    """This step's lengths, on the host: one entry for each real request, in batch order."""
+    """This step's lengths, on the host: one entry for each real request, in batch order.
+
+    ``query_lens``: New tokens, at least 1 each.
+    ``seq_lens``: Cached and new tokens.
+    ``block_tables``: [requests, max_blocks] as in ``AttentionInputs``. Needed by a backend that
+      plans on the host which blocks to read.
+    """
 
     query_lens: HostInts
-    """New tokens, at least 1 each."""
     seq_lens: HostInts
-    """Cached and new tokens."""
     block_tables: NDArray[np.int64] | None = None
-    """[requests, max_blocks] as in ``AttentionInputs``. Needed by a backend that plans on the host
-    which blocks to read."""
 
 
 class Obstacle(NamedTuple):
@@ -70,7 +75,14 @@ class AttentionBackend(Protocol):
     """Computes causal attention of new tokens over the paged cache that it was made with.
 
     A key with ``num_reqs`` belongs to a FULL graph: calls under it must be capturable and use only
-    tensors. Any other key belongs to eager code, which has the step's lengths on the host.
+    tensors, because a replay runs kernels and no Python. Any other key belongs to eager code, which
+    has the step's lengths on the host. A backend whose ``support`` is ``AttentionSupport.NEVER``
+    sees no key of a FULL graph.
+
+    For each step the engine calls ``prepare``, then ``begin``, then ``forward`` for each layer; in
+    a replay ``forward`` runs for the eager segments of a PIECEWISE program only. Memory that a
+    graph reads may neither grow nor move. A backend is a ``graphrt.Resource``, whose optional
+    methods are called too. ``register_attention_backend`` makes it known by name.
     """
 
     @property
@@ -88,14 +100,12 @@ class AttentionBackend(Protocol):
         Torch does not see that a graph uses it, so the runtime has to keep it alive.
         """
 
-    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        """Allocate memory for the largest key. Nothing may grow or move afterwards."""
+    def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
+        """Plan on the host: called before every step, graph or eager.
 
-    def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        """Called before each warm-up and capture of ``key``, when there is no real batch."""
-
-    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
-        """Called before every step with a real batch, graph or eager: plan on the host here."""
+        ``step_info`` describes its batch; None in warm-ups and captures of ``key``, where there is
+        no real batch.
+        """
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
         """Tensors that all layers of a step share, computed once (inside the graph, if any)."""
@@ -108,7 +118,16 @@ class AttentionBackend(Protocol):
         shared: tuple[Tensor, ...],
         out: Tensor,
     ) -> None:
-        """Write the result of ``attend`` to ``out``."""
+        """Write the attention of layer ``layer_index`` to ``out``.
+
+        Shapes:   ``heads`` [tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values;
+                  ``shared`` what ``begin`` returned; ``out`` [tokens, num_heads, head_dim], of the
+                  dtype of ``heads``.
+        Aliasing: ``out`` shares no memory with the rest. All of its rows must be written: those
+                  beyond the real tokens with any finite numbers.
+
+        Keys and values of the new tokens are in the cache already, at ``attn.slot_mapping``.
+        """
 
 
 @break_point(name="attention", out="out")
@@ -138,22 +157,3 @@ def attend(
         out = torch.empty(shape, dtype=heads.dtype, device=heads.device)
     backend.forward(layer_index, heads, attn, shared, out)
     return out
-
-
-class AttentionResource:
-    """A backend as the runtime prepares it: the ``Resource`` protocol of graphrt."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
-
-    def reserve(self, max_key: BatchDescriptor) -> None:
-        self._backend.reserve_for_capture(max_key)
-
-    def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
-        if step_info is None:
-            self._backend.prepare_for_capture(key)
-        else:
-            self._backend.prepare_for_replay(key, step_info)
-
-    def freeze(self) -> None:
-        """Nothing to do: a backend grows in ``reserve_for_capture`` only."""

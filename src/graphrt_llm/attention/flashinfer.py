@@ -158,10 +158,24 @@ class FlashInferAttention:
         # Plans of static wrappers are allocated later; the wrappers keep them.
         return self._workspace, self._staging.memory
 
-    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        """Nothing to do: all memory was allocated at construction, for ``limits``."""
+    def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
+        if step_info is None:
+            self._prepare_without_batch(key)
+            return
+        if step_info.block_tables is None:
+            raise AttentionBackendError(
+                "attention backend 'flashinfer'",
+                expected="AttentionMetadata.block_tables: the plan lists the blocks to read",
+                found="None",
+            )
+        self._prepare(
+            key,
+            np.asarray(step_info.query_lens),
+            np.asarray(step_info.seq_lens),
+            step_info.block_tables,
+        )
 
-    def prepare_for_capture(self, key: BatchDescriptor) -> None:
+    def _prepare_without_batch(self, key: BatchDescriptor) -> None:
         """Plan for requests of one token each, or one request with all tokens, in the null block.
 
         A number of requests seen for the first time gets its wrapper here, and its kernels are
@@ -183,20 +197,6 @@ class FlashInferAttention:
         tables = np.full((num_reqs, num_blocks), NULL_BLOCK)
         self._prepare(key, lengths, lengths, tables)
 
-    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
-        if step_info.block_tables is None:
-            raise AttentionBackendError(
-                "attention backend 'flashinfer'",
-                expected="AttentionMetadata.block_tables: the plan lists the blocks to read",
-                found="None",
-            )
-        self._prepare(
-            key,
-            np.asarray(step_info.query_lens),
-            np.asarray(step_info.seq_lens),
-            step_info.block_tables,
-        )
-
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
         """Layers share nothing but the plan."""
         if self._wrapper is None:
@@ -204,7 +204,7 @@ class FlashInferAttention:
                 "attention backend 'flashinfer'",
                 expected="to be prepared for the key of this step",
                 found="a forward pass before the first preparation",
-                do="give the runtime AttentionResource(backend), or call prepare_for_replay.",
+                do="name the backend in the runtime's resources, or call prepare yourself.",
             )
         return ()
 

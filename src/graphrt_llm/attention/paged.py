@@ -84,23 +84,15 @@ class PagedAttention:
     def keep_alive(self) -> Sequence[Tensor]:
         return *self._decode.keep_alive, *self._fallback.keep_alive
 
-    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        self._fallback.reserve_for_capture(max_key)
-
-    def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        # The eager segments of a PIECEWISE key are not captured: only the fallback prepares them.
-        self._uses_decode = _is_decode_graph(key)
-        if not self._uses_decode:
-            self._fallback.prepare_for_capture(key)
-
-    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
-        if key.num_reqs is None:
+    def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
+        if key.num_reqs is None and step_info is not None:
             num_reqs = len(step_info.query_lens)
             self._uses_decode = num_reqs <= MAX_REQUESTS and max(step_info.query_lens) == 1
         else:
+            # Without a batch, the eager segments of a PIECEWISE key are the fallback's.
             self._uses_decode = _is_decode_graph(key)
         if not self._uses_decode:
-            self._fallback.prepare_for_replay(key, step_info)
+            self._fallback.prepare(key, step_info)
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
         return () if self._uses_decode else self._fallback.begin(positions, attn)

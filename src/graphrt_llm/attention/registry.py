@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import graphrt_llm.attention.flashinfer as flashinfer
@@ -14,6 +13,11 @@ from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 
+AttentionFactory = Callable[[KVCache, Limits | None], AttentionBackend]
+"""Makes a backend over a cache, for batches within the limits; None: of any size."""
+
+AUTO = "auto"
+
 
 def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
     decode = paged.triton_decode(cache)
@@ -21,26 +25,59 @@ def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
     return paged.PagedAttention(fallback, decode)
 
 
-BACKENDS: Mapping[str, Callable[[KVCache, Limits | None], AttentionBackend]] = MappingProxyType(
-    {
-        "sdpa": lambda cache, limits: SdpaAttention(cache),
-        "flashinfer": flashinfer.FlashInferAttention,
-        "paged": _make_paged,
-    }
-)
+# State of the process, as names of plug-ins are. Entries are added whole and never change.
+_FACTORIES: dict[str, AttentionFactory] = {
+    "sdpa": lambda cache, limits: SdpaAttention(cache),
+    "flashinfer": flashinfer.FlashInferAttention,
+    "paged": _make_paged,
+}
 
-AUTO = "auto"
+
+def attention_backends() -> tuple[str, ...]:
+    """The names that ``EngineConfig.attention_backend`` can take, beside ``auto``."""
+    return tuple(_FACTORIES)
+
+
+def register_attention_backend(name: str, factory: AttentionFactory) -> None:
+    """Make ``EngineConfig(attention_backend=name)`` serve with what ``factory`` returns.
+
+    ``factory(cache, limits)`` is called once for each engine, when its weights are loaded; it
+    returns an ``AttentionBackend`` over ``cache``, or raises ``AttentionBackendError`` if it cannot
+    serve that cache. A name belongs to the process and is never chosen by ``auto``.
+
+    Errors: ``AttentionBackendError`` for a name that is taken, reserved or empty, and for a factory
+    that cannot be called.
+    """
+    known = (AUTO, *_FACTORIES)
+    if not isinstance(name, str) or not name or name in known:
+        raise AttentionBackendError(
+            f"attention backend {name!r}",
+            expected=f"a name other than {', '.join(known)}",
+            found=repr(name),
+            do="register it once, under a name of its own.",
+        )
+    if not callable(factory):
+        raise AttentionBackendError(
+            f"attention backend {name!r}",
+            expected="factory(cache, limits), which returns an AttentionBackend",
+            found=repr(factory),
+        )
+    _FACTORIES[name] = factory
 
 
 class AttentionChoice(NamedTuple):
-    """A backend's name, and why it was chosen."""
+    """A backend's name, and why it was chosen.
+
+    ``name``: Under which it is registered.
+    ``reason``: Why, in words.
+    """
 
     name: str
     reason: str
 
 
 def choose_attention(asked: str, cache: KVCache) -> AttentionChoice:
-    """``asked``, or for ``"auto"`` the fastest that can serve ``cache``.
+    """``asked``, or for ``"auto"`` the fastest of this package's that can serve ``cache``.
 
     That is ``paged`` for few decoding requests, with flashinfer, or else sdpa, for other batches.
     """
@@ -62,17 +99,30 @@ def _for_any_batch(cache: KVCache) -> AttentionChoice:
     return AttentionChoice("sdpa", f"flashinfer needs {obstacle.expected}, found: {obstacle.found}")
 
 
+_MEMBERS = tuple(name for name in vars(AttentionBackend) if not name.startswith("_"))
+
+
 def make_attention(name: str, cache: KVCache, limits: Limits | None = None) -> AttentionBackend:
     """The backend known as ``name``, over ``cache``.
 
     ``limits`` bound the batches; a backend that plans on the host needs them.
-    Errors: ``AttentionBackendError`` for an unknown name, and where the backend cannot serve.
+    Errors: ``AttentionBackendError`` for an unknown name, where the backend cannot serve, and where
+    a factory returned what is no ``AttentionBackend``.
     """
-    make = BACKENDS.get(name)
-    if make is None:
+    factory = _FACTORIES.get(name)
+    if factory is None:
         raise AttentionBackendError(
             f"attention backend {name!r}",
-            expected=f"one of {', '.join(BACKENDS)}",
+            expected=f"one of {', '.join(_FACTORIES)}",
             found=repr(name),
+            do="register it with register_attention_backend(name, factory), or use 'sdpa'.",
         )
-    return make(cache, limits)
+    backend = factory(cache, limits)
+    absent = [member for member in _MEMBERS if not hasattr(backend, member)]
+    if absent:
+        raise AttentionBackendError(
+            f"attention backend {name!r}",
+            expected=f"an AttentionBackend with {', '.join(_MEMBERS)}",
+            found=f"a {type(backend).__name__} without {', '.join(absent)}",
+        )
+    return backend

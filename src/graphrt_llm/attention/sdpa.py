@@ -65,17 +65,10 @@ class SdpaAttention:
         self._decodes: tuple[Tensor, Tensor] | None = None
         self._masks: dict[_Chunk, Tensor] = {}
 
-    def reserve_for_capture(self, max_key: BatchDescriptor) -> None:
-        """Nothing to do: PyTorch's kernels have no plan, and allocate their own workspace."""
-
-    def prepare_for_capture(self, key: BatchDescriptor) -> None:
-        """Prepare for one request that has all tokens of the key, from position 0."""
-        self._prepare(key, AttentionMetadata((key.num_tokens,), (key.num_tokens,)))
-
-    def prepare_for_replay(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
-        self._prepare(key, step_info)
-
-    def _prepare(self, key: BatchDescriptor, step_info: AttentionMetadata) -> None:
+    def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
+        """Without a batch: for one request that has all tokens of the key, from position 0."""
+        if step_info is None:
+            step_info = AttentionMetadata((key.num_tokens,), (key.num_tokens,))
         self._key = key
         self._lengths = None if key.num_reqs is not None else _measure(step_info)
         self._decodes = None
@@ -221,5 +214,5 @@ def _unprepared() -> AttentionBackendError:
         "attention backend 'sdpa'",
         expected="to be prepared for the key of this step",
         found="a forward pass before that, or under another kind of key",
-        do="give the runtime AttentionResource(backend), or call prepare_for_replay yourself.",
+        do="name the backend in the runtime's resources, or call prepare yourself.",
     )

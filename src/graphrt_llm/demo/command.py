@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from graphrt import CUDAGraphMode, GraphrtError
+from graphrt import CUDAGraphMode, GraphrtError, errors
 
 if TYPE_CHECKING:
     from graphrt_llm.demo.compare import Outcome
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODES = "NONE,PIECEWISE,FULL_DECODE_ONLY,FULL_AND_PIECEWISE"
 DEFAULT_REPORT = Path("graphrt-report.html")
+NO_REPORT = Path("none")
 
 BAD_INPUT = (ValueError, OSError, ImportError)
 """Builtin bases of graphrt's errors for bad input; all other errors are failures of a run."""
@@ -73,7 +74,9 @@ def demo(
         DTypeName | None,
         typer.Option(help="To compute in.", show_default="the model's, float64 for the tiny one"),
     ] = None,
-    report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = DEFAULT_REPORT,
+    report: Annotated[
+        Path, typer.Option(help="Where the HTML report goes; none: no report.")
+    ] = DEFAULT_REPORT,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -81,21 +84,22 @@ def demo(
 ) -> None:
     """Serve one traffic under several graph policies; compare tokens, graphs and times."""
     policies = parse_modes(modes)
-    # Imported here: the command line lists its commands without loading torch.
-    from graphrt_llm.demo.setup import Options
-
-    options = Options(
-        trace=trace,
-        model=model,
-        load_format=load_format.value,
-        num_requests=requests,
-        modes=policies,
-        device=device.value,
-        dtype=None if dtype is None else dtype.value,
-        report=report,
-        seed=seed,
-    )
     try:
+        _require_libraries()
+        # Imported here: the command line lists its commands without loading torch.
+        from graphrt_llm.demo.setup import Options
+
+        options = Options(
+            trace=trace,
+            model=model,
+            load_format=load_format.value,
+            num_requests=requests,
+            modes=policies,
+            device=device.value,
+            dtype=None if dtype is None else dtype.value,
+            report=None if report == NO_REPORT else report,
+            seed=seed,
+        )
         agreed = run(options, as_json=as_json)
     except GraphrtError as error:
         Console(stderr=True).print(Text(f"{type(error).__name__}: {error}"))
@@ -108,6 +112,15 @@ def demo(
         raise typer.Exit(130) from None
     if not agreed:
         raise typer.Exit(1)
+
+
+def _require_libraries() -> None:
+    """Errors: ``MissingExtraError`` without what the engine imports."""
+    try:
+        import numpy  # noqa: F401
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise errors.MissingExtraError("graphrt demo", extra="llm", found=str(error)) from error
 
 
 def parse_modes(text: str) -> tuple[CUDAGraphMode, ...]:
@@ -126,7 +139,7 @@ def parse_modes(text: str) -> tuple[CUDAGraphMode, ...]:
 
 
 def run(options: Options, *, as_json: bool) -> bool:
-    """Compare, write the report, print the results; True if the tokens are the same."""
+    """Compare, write the report if asked, print the results; True if the tokens are the same."""
     from graphrt import write_report
     from graphrt_llm.demo.compare import compare_policies
     from graphrt_llm.demo.progress import Bars
@@ -142,7 +155,9 @@ def run(options: Options, *, as_json: bool) -> bool:
             tie_tolerance=prepared.tie_tolerance,
             phases=bars,
         )
-    report = write_report(prepared.report, as_page(prepared.setting, outcomes))
+    report = prepared.report
+    if report is not None:
+        report = write_report(report, as_page(prepared.setting, outcomes))
     if as_json:
         typer.echo(json.dumps(as_object(prepared.setting, outcomes, report), allow_nan=False))
     else:
@@ -166,7 +181,7 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path) -> None:
+def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path | None) -> None:
     from graphrt import capture_table, comparison_table, miss_table
     from graphrt_llm.demo.report import findings, lead
 
@@ -179,4 +194,5 @@ def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path) -> Non
     for table in (comparison_table(runs), miss_table(runs), capture_table(runs)):
         if table.rows:
             console.print(table)
-    console.print(Text(f"report: {report}"), soft_wrap=True)
+    if report is not None:
+        console.print(Text(f"report: {report}"), soft_wrap=True)

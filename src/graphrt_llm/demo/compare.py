@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import NamedTuple, Protocol
 
 from graphrt import (
@@ -98,9 +97,7 @@ def _serve_policy(
     phases: Phases,
 ) -> Outcome:
     phases.capturing(mode, 0, 0)
-    started = perf_counter()
     runtime = engine.capture(lambda done, total, key: phases.capturing(mode, done, total))
-    capture_seconds = perf_counter() - started
 
     phases.serving(mode, 0, len(load.requests))
     step_us = RunningHistogram()
@@ -127,7 +124,7 @@ def _serve_policy(
         run=PolicyRun(
             name=mode.name,
             metrics=snapshot,
-            capture_seconds=capture_seconds if snapshot.captures else 0.0,
+            capture_seconds=runtime.capture_seconds if snapshot.captures else 0.0,
             seconds=result.seconds,
             step_us=step_us.freeze(),
         ),

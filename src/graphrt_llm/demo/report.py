@@ -29,7 +29,7 @@ def are_identical(outcomes: Sequence[Outcome]) -> bool:
     return all(outcome.comparison.identical for outcome in outcomes)
 
 
-def as_json(setting: Setting, outcomes: Sequence[Outcome], report: Path) -> dict[str, Any]:
+def as_json(setting: Setting, outcomes: Sequence[Outcome], report: Path | None) -> dict[str, Any]:
     """The object that ``--json`` prints: a public contract, to which fields may be added."""
     summaries = summarize_runs([outcome.run for outcome in outcomes])
     return {
@@ -38,7 +38,7 @@ def as_json(setting: Setting, outcomes: Sequence[Outcome], report: Path) -> dict
         "num_requests": setting.num_requests,
         "tokens_identical": are_identical(outcomes),
         "ties": _ties(outcomes),
-        "report": str(report),
+        "report": None if report is None else str(report),
         "modes": {name: summary.as_dict() for name, summary in summaries.items()},
     }
 

@@ -47,7 +47,7 @@ class Options(NamedTuple):
     modes: tuple[CUDAGraphMode, ...]
     device: DeviceName
     dtype: DType | None
-    report: Path
+    report: Path | None
     seed: int
 
 
@@ -58,15 +58,15 @@ class Prepared(NamedTuple):
     load: Load
     make_engine: MakeEngine
     tie_tolerance: float
-    report: Path
+    report: Path | None
 
 
 def prepare(options: Options) -> Prepared:
-    """Read the trace and the model's description, and check where the report goes.
+    """Read the trace and the model's description, and check where a report goes.
 
     Errors: ``TraceError``, ``ModelConfigError``, ``ReportError``, ``MissingExtraError``.
     """
-    report = check_report_path(options.report)
+    report = None if options.report is None else check_report_path(options.report)
     if options.trace is None:
         requests = generate_azure_like(options.num_requests, seed=options.seed)
         trace = "a seeded generator (statistics of the Azure 2023 conversation trace)"

@@ -72,7 +72,7 @@ def replay() -> str:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(config), encoding="utf-8")
-            resolved = resolve(*read_config(path))
+            resolved = resolve(*read_config(str(path)))
         lines.append(json.dumps(of_resolved(resolved)))
         dispatcher = CUDAGraphDispatcher(resolved.plan)
         for batch in steps(trace, resolved.plan):

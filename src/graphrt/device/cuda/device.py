@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -97,7 +97,10 @@ class StreamTable:
 
     def current(self) -> CUDAStream:
         """The calling thread's current stream; a stream that is not ours is named by handle."""
-        stream = torch.cuda.current_stream(self._device_index)
+        return self.of(torch.cuda.current_stream(self._device_index))
+
+    def of(self, stream: torch.cuda.Stream) -> CUDAStream:
+        """The one object for a stream of torch's; of one that is not ours, named by handle."""
         known = self._by_handle.get(stream.cuda_stream)
         if known is None:
             known = CUDAStream(f"stream-{stream.cuda_stream:#x}", stream)
@@ -163,6 +166,19 @@ class CUDADevice:
 
     def stream(self, name: str) -> CUDAStream:
         return self._streams.named(name)
+
+    def adopt_stream(self, stream: object) -> CUDAStream:
+        theirs = stream.torch_stream if isinstance(stream, CUDAStream) else stream
+        if isinstance(theirs, torch.cuda.Stream) and theirs.device_index == self.index:
+            known = self._streams.of(theirs)
+            if not self._streams.is_default(known):
+                return known
+        raise ConfigError(
+            "capture stream",
+            expected=f"a torch.cuda.Stream of cuda:{self.index}, other than the default one",
+            found=repr(stream),
+            do=f"pass torch.cuda.Stream({self.index}), or a stream of this device",
+        )
 
     def forget_stream(self, stream: Stream) -> None:
         self._streams.forget(_own(stream))
@@ -232,6 +248,15 @@ class CUDADevice:
 
     def report_capturing(self) -> AbstractContextManager[None]:
         return report_capturing()
+
+    @contextmanager
+    def range(self, label: str) -> Iterator[None]:
+        # Not nvtx.range, which would take braces in the label as places to fill.
+        torch.cuda.nvtx.range_push(label)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     def alloc(
         self, pool: Pool, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -325,3 +350,20 @@ def _own(stream: Stream) -> CUDAStream:
 def _own_pool(pool: Pool) -> CUDAPool:
     assert isinstance(pool, CUDAPool), "a pool of this device"
     return pool
+
+
+class VisibleDevice(NamedTuple):
+    """One GPU, as a bug report names it."""
+
+    name: str
+    compute_capability: str
+    """"9.0"."""
+    memory_bytes: int
+
+
+def visible_devices() -> list[VisibleDevice]:
+    """The GPUs that torch sees; none without a driver. Errors: ``RuntimeError`` from the driver."""
+    if not torch.cuda.is_available():
+        return []
+    seen = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [VisibleDevice(one.name, f"{one.major}.{one.minor}", one.total_memory) for one in seen]

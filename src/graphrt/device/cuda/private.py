@@ -151,6 +151,18 @@ def _driver_call(name: str, *arguments: Any) -> None:
         raise OSError(code, f"{name} failed with code {code}")
 
 
+def driver_version() -> str | None:
+    """The version of the NVIDIA driver, from its management library; None where there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    text = ctypes.create_string_buffer(80)
+    code = nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, len(text))
+    nvml.nvmlShutdown()
+    return f"NVML error {code}" if code else text.value.decode()
+
+
 def aliasing_storage(address: int, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage over bytes that it does not own.
 

@@ -7,8 +7,9 @@ and device memory, CUDA-only kernels, nor what threads do that never joined a re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -78,6 +79,8 @@ class SimulatedDevice:
         self._limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=num_sms)
         self._streams: dict[str, SimulatedStream] = {}
         self._is_closed = False
+        self.ranges: deque[str] = deque(maxlen=1024)
+        """Labels of the latest ranges, in the order they were entered."""
 
     @property
     def name(self) -> str:
@@ -110,6 +113,18 @@ class SimulatedDevice:
                 )
             known = self._streams[name] = SimulatedStream(name)
         return known
+
+    def adopt_stream(self, stream: object) -> SimulatedStream:
+        for known in self._streams.values():
+            if known is stream:
+                return known
+        is_ours = stream is self._thread.default
+        raise ConfigError(
+            "capture stream",
+            expected="a stream of this device, device.stream(name), other than the default one",
+            found="the default stream" if is_ours else repr(stream),
+            do="pass one that this device has made",
+        )
 
     def forget_stream(self, stream: Stream) -> None:
         if self._streams.get(stream.name) is stream:
@@ -177,6 +192,11 @@ class SimulatedDevice:
 
     def report_capturing(self) -> AbstractContextManager[None]:
         return report_capturing()
+
+    def range(self, label: str) -> AbstractContextManager[None]:
+        """No profiler sees it: the latest labels are in ``ranges``."""
+        self.ranges.append(label)
+        return nullcontext()
 
     # Memory.
 

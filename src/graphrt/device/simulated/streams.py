@@ -178,7 +178,9 @@ class CallingThread:
     """What the calling thread does on one device: its stream, and whether it records."""
 
     def __init__(self) -> None:
-        idle = _ThreadState(SimulatedStream("default"))
+        self.default = SimulatedStream("default")
+        """The stream of a thread that has entered no other."""
+        idle = _ThreadState(self.default)
         self._state: ContextVar[_ThreadState] = ContextVar("graphrt_simulated", default=idle)
 
     @property

@@ -1,0 +1,108 @@
+"""Examples: valid inputs of any real sizes, which warm-ups, captures and checks run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrt.errors import ConfigError, InputMismatchError
+from graphrt.graphs import BufferSpec
+from graphrt.verify import compare
+
+Sizes = Mapping[str, int]
+Values = Mapping[str, torch.Tensor]
+
+
+class Example(NamedTuple):
+    """Valid inputs of given real sizes: what warm-up, capture and verification run on.
+
+    ``values``: By input name.
+    ``step_info``: What ``Resource.prepare`` gets when the example runs for real (verification).
+    ``constant_info``: True: ``step_info`` is the same in every step, so that a graph may hold what
+      it says.
+    """
+
+    values: Values
+    step_info: Any = None
+    constant_info: bool = False
+
+
+Examples = Callable[[Sizes, int], Example | Values]
+"""``examples(sizes, seed)``: valid inputs of exactly these real sizes, different for each seed."""
+
+
+def as_example(like: Example | Values) -> Example:
+    """``like``, a whole batch. Errors: ``InputMismatchError`` for what is no batch."""
+    example = like if isinstance(like, Example) else Example(like)
+    if not isinstance(example.values, Mapping):
+        raise InputMismatchError(
+            "like",
+            expected="one real batch: tensors by input name, or an Example of them",
+            found=type(example.values).__name__,
+            do="pass what a step is given",
+        )
+    return example
+
+
+def fixed_inputs(
+    examples: Examples | None, sizes: Sizes, *, has_keys: bool
+) -> tuple[BufferSpec, ...]:
+    """A spec for each value of an example, where all calls have its shapes and dtypes.
+
+    Errors: ``ConfigError`` without examples, and where the keys say that calls differ.
+    """
+    if examples is None or has_keys:
+        raise ConfigError(
+            "inputs=None",
+            expected="examples(sizes, seed), whose shapes and dtypes all calls have",
+            found="sizes, capacity or a dispatcher" if has_keys else "neither inputs nor examples",
+            do="declare a BufferSpec for each input",
+        )
+    values = as_example(examples(sizes, 0)).values
+    return tuple(BufferSpec(name, tuple(v.shape), v.dtype) for name, v in values.items())
+
+
+def examples_like(
+    example: Example, sizes: Sizes, shapes: Mapping[str, tuple[int | str, ...]]
+) -> Examples:
+    """Examples made of one real batch of ``sizes``: its rows, repeated or cut to other sizes.
+
+    Along each axis, row ``i`` is row ``(i + seed) % n`` of the batch, so that contents stay valid.
+    Where that is the example of seed 0 again (one row, or equal ones), floating-point inputs are
+    halved for odd seeds, which keeps zeros, signs and infinities. ``shapes``: name -> the spec's.
+
+    Errors: ``InputMismatchError`` for a batch without rows along an axis.
+    """
+    for axis, size in sizes.items():
+        if size == 0:
+            raise InputMismatchError(
+                f"like: axis {axis!r}",
+                expected="at least one row, to repeat",
+                found="0",
+                do="give a batch that is not empty",
+            )
+    # A copy, because later captures use it too, and the caller may write what it gave.
+    batch = {name: value.detach().clone() for name, value in example.values.items()}
+
+    def rows(wanted: Sizes, seed: int) -> dict[str, torch.Tensor]:
+        made = {}
+        for name, value in batch.items():
+            for dim, axis in enumerate(shapes[name]):
+                if isinstance(axis, str):
+                    index = torch.arange(seed, seed + wanted[axis], device=value.device)
+                    value = value.index_select(dim, index % sizes[axis])
+            made[name] = value
+        return made
+
+    def examples(wanted: Sizes, seed: int) -> Example:
+        made = rows(wanted, seed)
+        if seed % 2 and compare(rows(wanted, 0), made).is_equal:
+            made = {
+                name: value / 2 if value.is_floating_point() or value.is_complex() else value
+                for name, value in made.items()
+            }
+        return example._replace(values=made)
+
+    return examples

@@ -1,0 +1,49 @@
+"""What the package tells an index: classifiers, links, and a readme that needs no repository."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SETTINGS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = SETTINGS["project"]
+
+
+def index_readme() -> str:
+    """The README as the build writes it into the package's metadata."""
+    hook = SETTINGS["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = "".join(
+        (REPOSITORY / part["path"]).read_text(encoding="utf-8") for part in hook["fragments"]
+    )
+    for change in hook["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    return text
+
+
+def test_readme_of_the_index_has_no_relative_link() -> None:
+    text = index_readme()
+    links = re.findall(r"\]\(([^)]*)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    assert all(link.startswith("https://") for link in links)
+    source = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    fences = re.compile(r"```.*?```", re.DOTALL)
+    assert fences.findall(text) == fences.findall(source), "a program was changed"
+    assert len(text.splitlines()) == len(source.splitlines())
+
+
+def test_links_and_classifiers_are_given() -> None:
+    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(PROJECT["urls"])
+    assert all(url.startswith("https://") for url in PROJECT["urls"].values())
+    least = PROJECT["requires-python"].removeprefix(">=")
+    for classifier in (f"Programming Language :: Python :: {least}", "Typing :: Typed"):
+        assert classifier in PROJECT["classifiers"]
+    assert (REPOSITORY / "src/graphrt/py.typed").is_file()
+
+
+def test_extras_that_messages_name_exist() -> None:
+    named = set()
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        named |= set(re.findall(r'MissingExtraError\([^)]*?extra="(\w+)"', text))
+    assert {"llm", "report", "metrics"} <= named <= set(PROJECT["optional-dependencies"])

@@ -1,0 +1,208 @@
+"""Messages name things as the user does, say where, and give advice that works."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tests.lab import FULL, KEY, Lab, RuntimeLab, values
+
+from graphrt import (
+    BatchDescriptor,
+    BufferSpec,
+    CUDAGraphRunner,
+    GraphBudget,
+    GraphLibrary,
+    OutputSpec,
+    SimulatedDevice,
+    capture_program,
+)
+from graphrt.errors import (
+    ConfigError,
+    GraphMemoryError,
+    InputMismatchError,
+    MutatedInputError,
+    StaleInputError,
+    StateAdvancedError,
+)
+
+LINE = __file__.rpartition("/")[2]
+
+
+class Layer:
+    def __init__(self) -> None:
+        self.cumulative_length = torch.zeros((), dtype=torch.int64)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.layers = [Layer()]
+
+
+class Model(torch.nn.Module):
+    def forward(self, x, past):
+        past.layers[0].cumulative_length.add_(1)
+        return x * 2
+
+
+def swapped(past, x):
+    past.layers[0].cumulative_length.add_(1)
+    return x * 2
+
+
+def in_a_closure(cache):
+    model = Model()
+    return lambda x: model(x, past=cache)
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (in_a_closure, "cache.layers[0].cumulative_length"),
+        (lambda cache: functools.partial(Model(), past=cache), "past.layers[0].cumulative_length"),
+        (lambda cache: functools.partial(swapped, cache), "past.layers[0].cumulative_length"),
+    ],
+)
+def test_state_written_is_named_by_its_path_and_line(make, path) -> None:
+    with runner_of(make(Cache())) as runner:
+        with pytest.raises(StateAdvancedError) as caught:
+            runner.capture()
+        assert caught.value.subject == path
+        assert f"{path} is written at " in caught.value.found
+        assert f"{LINE}:" in caught.value.source
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_state_of_an_argument_is_named_by_the_parameter(as_keyword) -> None:
+    x, cache = torch.ones(4), Cache()
+    args, kwargs = ((x,), {"past": cache}) if as_keyword else ((x, cache), {})
+    with GraphLibrary(SimulatedDevice()) as library, torch.no_grad():
+        with pytest.raises(StateAdvancedError) as caught:
+            capture_program(library, "model", FULL, KEY, Model(), args, kwargs)
+        assert caught.value.subject == "past.layers[0].cumulative_length"
+        assert f"{LINE}:" in caught.value.source
+
+
+def test_static_buffer_written_is_told_with_its_line() -> None:
+    def model(x):
+        return x.add_(1) * 2
+
+    with runner_of(model) as runner:
+        with pytest.raises(MutatedInputError, match="'x'") as caught:
+            runner.capture()
+        assert f"{LINE}:" in caught.value.source
+        assert caught.value.source in caught.value.found
+
+
+def test_changed_argument_is_named_by_its_parameter() -> None:
+    with Lab() as lab:
+        wrapper = lab.wrap(lambda hidden, scale: hidden * scale)
+        lab.capture(wrapper, torch.ones(4), 2.0)
+        with pytest.raises(StaleInputError, match=r": hidden\n"):
+            lab.step(wrapper, torch.ones(4), 2.0)
+
+
+def test_changed_keywords_are_all_named_with_the_way_out() -> None:
+    with Lab() as lab:
+        wrapper, one = lab.wrap(lambda x, **more: x * 2), torch.ones(4)
+        lab.capture(wrapper, one, mask=one, bias=one)
+        with pytest.raises(StaleInputError) as caught:
+            lab.step(wrapper, one, mask=one, scale=one)
+        assert caught.value.found == "missing: bias; new: scale"
+        assert "`variant`" in caught.value.do
+        key = BatchDescriptor(8, variant="scaled")
+        lab.capture(wrapper, one, key=key, mask=one, scale=one)
+        assert lab.step(wrapper, one, key=key, mask=one, scale=one).tolist() == [2.0] * 4
+
+
+def runner_of(fn, *names: str) -> CUDAGraphRunner:
+    return CUDAGraphRunner(
+        fn,
+        inputs=[BufferSpec(name, ("tokens",), torch.float32) for name in names or ("x",)],
+        outputs=OutputSpec({"": "tokens"}),
+        sizes={"tokens": [4]},
+        examples=lambda sizes, seed: {"x": torch.arange(sizes["tokens"]) + 1.0 * seed},
+        device="simulated",
+    )
+
+
+def test_model_that_takes_other_inputs_is_refused_with_both() -> None:
+    with pytest.raises(ConfigError) as caught:
+        runner_of(lambda x, positions: x, "x", "ids")
+    assert "x, positions" in caught.value.expected
+    assert caught.value.found == "x, ids: it takes no ids; it needs positions"
+    with pytest.raises(ConfigError, match="it takes no lens"):
+        RuntimeLab(model=lambda x, ids: x)
+
+
+class Hooked(torch.nn.Module):
+    def forward(self, x):
+        return x
+
+
+def renaming(module, args, kwargs):
+    return args, {"x": kwargs["renamed"]}
+
+
+def hooked() -> Hooked:
+    module = Hooked()
+    module.register_forward_pre_hook(renaming, with_kwargs=True)
+    return module
+
+
+@functools.wraps(Hooked.forward)
+def decorated(*args, **kwargs):
+    return kwargs["renamed"]
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda **inputs: 0, lambda renamed, more=1: 0, decorated, hooked(), torch.relu]
+)
+def test_model_that_may_take_the_inputs_is_not_refused(fn) -> None:
+    runner_of(fn, "renamed").close()
+
+
+@pytest.mark.parametrize("right", [(8,), (2, 4, 8)])  # Wrong for a key; for a padded batch.
+def test_example_of_a_wrong_size_says_what_examples_must_return(right) -> None:
+    def fills_a_key(sizes, seed):
+        num_tokens = sizes["tokens"] if sizes["tokens"] in right else 8
+        return values(num_tokens, sizes["requests"], seed)
+
+    with RuntimeLab("PIECEWISE", examples=fills_a_key) as lab:
+        with pytest.raises(InputMismatchError, match="an example") as caught:
+            lab.runtime.capture()
+        assert "exactly the sizes it is asked for" in caught.value.do
+
+
+def test_examples_that_return_nothing_are_a_config_error() -> None:
+    with (
+        RuntimeLab(examples=lambda sizes, seed: None) as lab,
+        pytest.raises(ConfigError, match="values by input name"),
+    ):
+        lab.runtime.capture()
+
+
+def test_full_budget_of_invalid_programs_advises_to_retire() -> None:
+    one = torch.ones(4)
+    with Lab(budget=GraphBudget(max_graphs=1)) as lab:
+        lab.capture(lab.wrap(torch.relu), one)
+        with pytest.raises(GraphMemoryError) as caught:
+            lab.capture(lab.wrap(torch.relu), one)
+        assert "retire()" not in caught.value.do
+        lab.library.invalidate()
+        wrapper = lab.wrap(torch.relu)
+        with pytest.raises(GraphMemoryError) as caught:
+            lab.capture(wrapper, one)
+        assert caught.value.do.startswith("call library.retire() first: 1 invalid")
+        lab.library.retire()
+        lab.library.forget_failures()
+        lab.capture(wrapper, one)
+        assert lab.step(wrapper, one).tolist() == [1.0] * 4
+
+
+def test_full_byte_budget_advises_to_retire_what_is_invalid() -> None:
+    with RuntimeLab("FULL", asked={"max_graph_bytes": 30_000}) as lab:
+        with pytest.raises(GraphMemoryError) as caught:
+            lab.runtime.capture()
+        assert caught.value.do.startswith("raise max_graph_bytes")

@@ -1,0 +1,201 @@
+"""What ``print(report)`` and ``explain`` say of a runner: times, bytes, hits, misses, failures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from tests.lab import FULL, MAX_TOKENS, RuntimeLab, Toy
+
+from graphrt import (
+    BatchDescriptor,
+    BufferSpec,
+    CUDAGraphRunner,
+    OutputSpec,
+    Reason,
+    SimulatedDevice,
+    StepMetrics,
+    explain,
+)
+from graphrt.errors import MissError
+from graphrt.runner.report import DeviceMemory
+
+LINES = ("pools of graphs", "executable graphs", "allocator, outside the pools", "the rest")
+
+
+class FailsAt4(Toy):
+    def forward(self, *, x, ids, lens):
+        if x.shape[0] == 4:
+            raise ValueError("no four")
+        return super().forward(x=x, ids=ids, lens=lens)
+
+
+def test_report_printed_has_a_row_for_each_key() -> None:
+    with RuntimeLab() as lab:
+        report = lab.runtime.capture()
+        text = str(report)
+        for graph in report.graphs:
+            assert any(
+                line.startswith(graph.mode.name) and f" {graph.sizes['tokens']} " in line
+                for line in text.splitlines()
+            )
+        assert "Policy FULL_AND_PIECEWISE" in text
+        assert all(line in text for line in LINES)
+        assert "BatchDescriptor" not in text
+
+
+def test_report_counts_shared_weights_once() -> None:
+    with RuntimeLab() as lab:
+        report = lab.runtime.capture()
+        storages = {
+            held.storage.data_ptr(): held.storage.nbytes()
+            for program in lab.runtime.library.programs
+            for held in program.externals
+        }
+        assert report.held_bytes == sum(storages.values())
+        assert report.held_bytes < sum(graph.memory.external_bytes for graph in report.graphs)
+
+
+def test_report_accounts_for_all_memory_taken() -> None:
+    with RuntimeLab() as lab:
+        before, after = lab.runtime.capture().memory
+        taken = before.free - after.free
+        assert taken > 0
+        assert taken == after.pools - before.pools + after.executables - before.executables
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, MAX_TOKENS), st.booleans()), max_size=12))
+def test_report_hits_are_the_steps_that_graphs_served(batches) -> None:
+    with RuntimeLab() as lab:
+        lab.runtime.capture()
+        for num_tokens, is_decode in batches:
+            uniform = is_decode and num_tokens <= 4
+            lab.step(num_tokens, num_tokens if uniform else 1, uniform)
+        report = lab.runtime.report()
+        served = [event for event in lab.step_events if hasattr(event, "num_padded_tokens")]
+        assert sum(graph.hits for graph in report.graphs) == len(served)
+        assert sum(misses.runs for misses in report.misses.values()) == len(batches) - len(served)
+        above = [num_tokens for num_tokens, _ in batches if num_tokens > 8]
+        if above:
+            misses = report.misses[Reason.ABOVE_MAX]
+            assert (misses.smallest["tokens"], misses.largest["tokens"]) == (min(above), max(above))
+
+
+def test_padding_is_counted_by_a_step_metrics_alone() -> None:
+    for observer, told in ((StepMetrics(), "25.0 %"), (None, "not counted")):
+        with runner_of(torch.relu, observer) as runner:
+            runner.capture()
+            runner.run({"input": torch.ones(3)})
+            assert told in str(runner.report())
+
+
+def test_padding_counted_for_two_runners_together_is_not_told() -> None:
+    both = StepMetrics()
+    with runner_of(torch.relu, both) as one, runner_of(torch.relu, both) as other:
+        for runner in (one, other):
+            runner.capture()
+            runner.run({"input": torch.ones(3)})
+        assert {graph.padding_percent for graph in one.report().graphs} == {None}
+
+
+def test_memory_that_is_named_adds_up_to_what_was_taken() -> None:
+    before = DeviceMemory(free=1 << 30, reserved=1 << 20, pools=0, executables=0)
+    after = DeviceMemory(
+        free=(1 << 30) - (15 << 20), reserved=9 << 20, pools=5 << 20, executables=4 << 20
+    )
+    with runner_of(torch.relu) as runner:
+        text = str(replace(runner.report(), memory=(before, after)))
+    found = {line.rpartition("  ")[0].strip(): line.split()[-2:] for line in text.splitlines()}
+    sizes = [float(found[name][0]) for name in LINES]
+    assert sizes == [5.0, 4.0, 3.0, 3.0]
+    assert float(found["taken"][0]) == sum(sizes)
+
+
+def runner_of(fn, observer=None, **options) -> CUDAGraphRunner:
+    return CUDAGraphRunner(
+        fn,
+        inputs=[BufferSpec("input", ("tokens",), torch.float32)],
+        outputs=OutputSpec({"": "tokens"}),
+        sizes={"tokens": [4, 8]},
+        examples=lambda sizes, seed: {"input": torch.arange(sizes["tokens"]) + 1.0 * seed},
+        device="simulated",
+        observer=observer,
+        **options,
+    )
+
+
+def test_report_of_a_failed_key_says_what_failed_and_its_time() -> None:
+    with RuntimeLab("PIECEWISE", model=FailsAt4(), asked={"on_capture_error": "skip"}) as lab:
+        report = lab.runtime.capture()
+        assert report.missing_seconds > 0
+        parts = (report.missing_seconds, report.other_seconds, *(g.seconds for g in report.graphs))
+        assert sum(parts) == pytest.approx(report.capture_seconds)
+        assert "no four" in str(report)
+        assert "of keys without a graph" in str(report)
+        lab.step(3, 1)
+        text = lab.runtime.explain()
+        assert "CAPTURE_FAILED" in text
+        assert "ValueError: no four" in text
+        assert "no four" in explain(report)
+
+
+def test_explain_above_the_maximum_says_by_how_much_and_how_often() -> None:
+    with RuntimeLab() as lab:
+        lab.runtime.capture()
+        for num_tokens in (12, 9):
+            lab.step(num_tokens, 1)
+        text = lab.runtime.explain()
+        assert "9 tokens are 1 above the largest captured size, 8." in text
+        assert "2 eager for this reason, of 9 to 12 tokens" in text
+        whole = explain(lab.runtime.report())
+        assert "12 tokens are 4 above the largest captured size, 8." in whole
+
+
+def test_strict_step_that_missed_is_counted() -> None:
+    with RuntimeLab(asked={"on_miss": "strict"}) as lab:
+        with pytest.raises(MissError, match="NOT_CAPTURED_YET\n"):
+            lab.step(3, 3, True)
+        with pytest.raises(MissError, match=r"ABOVE_MAX \(9 tokens are 1 above the largest"):
+            lab.step(9, 3)
+        assert lab.runtime.report().misses[Reason.NOT_CAPTURED_YET].runs == 1
+
+
+def test_explain_of_a_key_says_what_the_runner_knows() -> None:
+    with runner_of(torch.relu) as runner:
+        key = runner.key(tokens=4)
+        assert "no graph serves it (NOT_CAPTURED_YET)" in runner.explain(key)
+        runner.capture([key])
+        runner.run({"input": torch.ones(4)})
+        for subject in (key, (FULL, key)):
+            text = runner.explain(subject)
+            assert "compared with eager execution" in text
+            assert "served 1 run" in text
+        assert "No key of this runner" in runner.explain(BatchDescriptor(5))
+        assert "4 tokens" in explain(key)
+        assert explain((FULL, key)).startswith("FULL: ")
+        assert "Graphs serve 1 of 2 keys" in runner.explain(runner.report())
+
+
+@pytest.mark.parametrize("subject", [(1, 2), (FULL, 3), (FULL,), "key"])
+def test_explain_of_what_is_no_subject_is_refused(subject) -> None:
+    with pytest.raises(TypeError, match="expected"):
+        explain(subject)
+
+
+@pytest.mark.parametrize(("verify", "told"), [("first", "was compared"), ("off", "never compared")])
+def test_explain_of_a_ready_program_says_if_it_was_compared(verify, told) -> None:
+    with runner_of(torch.relu, verify=verify) as runner:
+        report = runner.capture()
+        assert told in explain(runner.library.programs[0])
+        assert {graph.is_compared for graph in report.graphs} == {verify == "first"}
+        assert ("not compared" in str(report)) is (verify == "off")
+
+
+def test_memory_read_of_a_full_device_stays_a_report() -> None:
+    device = SimulatedDevice(driver_bytes=1 << 16)
+    with RuntimeLab(device=device, asked={"on_capture_error": "skip"}) as lab:
+        assert "free after the last" in str(lab.runtime.capture())
+    device.close()
