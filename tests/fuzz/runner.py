@@ -552,9 +552,11 @@ class _Run:
         self.say(f"{sizes} {decision}")
         if not case["wrong"] and explain(decision, told, may_be_late=may_be_late):
             self.num_late_allowed -= 1
+            written = model.cache.clone()
             model.cache.copy_(before)
             expected = self.plain(self.old, inputs_before, sizes)
             after = self.old.cache.clone()
+            model.cache.copy_(written)
         event = watch.steps[-1]
         require(event.reason is decision.reason, "unexplained", f"event {event}")
         for name, tensor in inputs_before.items():

@@ -45,11 +45,14 @@ def test_twenty_thousand_steps_leak_nothing_and_equal_eager(shared: Path) -> Non
         assert engine.runtime.library.num_cudagraph_captured == captured
 
     assert len(sizes) > 50, "batches of many sizes"
-    # A comparison of a batch larger than those before may take more once; a leak goes on taking.
     last = (NUM_STEPS - SETTLED) // 4
-    for taken in (reserved, allocated):
-        assert max(taken[-last:]) <= max(taken[SETTLED:-last])
+    assert max(allocated[-last:]) <= max(allocated[SETTLED:-last])
+    # Comparisons, one step in 200, are of batches of many sizes: their blocks fragment a little.
+    assert max(reserved[SETTLED:]) <= 1.1 * reserved[SETTLED]
     verified = metrics.snapshot().verifications
     assert verified.different == 0
     assert verified.equal >= 0.8 * NUM_STEPS / EVERY
-    print(f"{NUM_STEPS} steps, {verified.equal} compared, {reserved[-1]} bytes reserved")
+    print(
+        f"{NUM_STEPS} steps, {verified.equal} compared; bytes: {max(allocated)} allocated, "
+        f"{reserved[SETTLED]} reserved at first, {reserved[-1]} at last"
+    )

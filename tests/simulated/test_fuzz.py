@@ -39,6 +39,41 @@ def test_case_of_one_seed_made_twice_is_the_same(name):
     assert counts[0] == counts[1]
 
 
+SMALL: dict[str, object] = {"runtime": None, "dtype": "float64", "width": 2, "num_runs": 1}
+ONCE_WRONG = {
+    # Without warm-ups, a graph made anew what eager execution keeps of its first input.
+    (9000153, True): {
+        **SMALL,
+        "ops": [
+            ["pooled_rows"],
+            ["in_place_ops"],
+            ["eager_host"],
+            ["in_place_ops"],
+            ["wrong_rows"],
+        ],
+        "sizes": {"rows": [13]},
+        "modes": ["PIECEWISE"],
+        "warmups": 0,
+    },
+    # Rows that one run reads and then writes, beside a row for the padding.
+    (5000074, False): {
+        **SMALL,
+        "ops": [["recall"], ["scatter"]],
+        "sizes": {"rows": [10]},
+        "modes": ["FULL"],
+    },
+}
+
+
+@pytest.mark.parametrize(("named", "changes"), ONCE_WRONG.items())
+def test_case_that_was_wrong_once_finds_nothing(named, changes):
+    seed, wrong = named
+    counts = Counts()
+    runner.run_case({**runner.make_case(seed, wrong), **changes}, counts)
+    assert counts.is_clean
+    assert counts.refused == wrong
+
+
 def test_model_that_answers_wrongly_is_found_and_shrunk():
     """The callable itself reads its padding, declared as if it did not."""
     case = {

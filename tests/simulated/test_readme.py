@@ -27,7 +27,12 @@ def test_readme_first_screen_is_at_most_forty_lines() -> None:
 
 
 def test_readme_has_every_example_and_no_dead_link() -> None:
-    links = set(re.findall(r"\]\(([^)#]+)", README.read_text(encoding="utf-8")))
+    links = re.findall(r"\]\(([^)#]+)#?([^)]*)\)", README.read_text(encoding="utf-8"))
     examples = {f"examples/{path.name}" for path in README.parent.glob("examples/[0-9]*.py")}
-    assert examples <= links
-    assert [link for link in links if not (README.parent / link).exists()] == []
+    assert examples <= {file for file, _ in links}
+    for file, anchor in links:
+        text = (README.parent / file).read_text(encoding="utf-8")
+        headings = [
+            title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)", text, re.M)
+        ]
+        assert not anchor or anchor in headings, (file, anchor)

@@ -163,6 +163,25 @@ def test_strict_step_that_missed_is_counted() -> None:
         assert lab.runtime.report().misses[Reason.NOT_CAPTURED_YET].runs == 1
 
 
+def test_explain_of_a_replaced_weight_names_it_once() -> None:
+    model = torch.nn.Linear(2, 2)
+    with CUDAGraphRunner(
+        model,
+        inputs=[BufferSpec("input", ("rows", 2), torch.float32)],
+        outputs=OutputSpec({"": "rows"}),
+        sizes={"rows": [1, 2, 4]},
+        device="simulated",
+    ) as runner:
+        runner.capture(like={"input": torch.randn(3, 2)})
+        model.weight = torch.nn.Parameter(torch.eye(2))
+        runner.run({"input": torch.randn(2, 2)})
+        text = runner.explain()
+        assert text.endswith("Replaced since the capture: weight (read by 3 keys).")
+        assert text.count("weight") == 1
+        _, key = runner.keys[0]
+        assert "Replaced since the capture: weight." in runner.explain(key)
+
+
 def test_explain_of_a_key_says_what_the_runner_knows() -> None:
     with runner_of(torch.relu) as runner:
         key = runner.key(tokens=4)

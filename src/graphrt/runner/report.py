@@ -217,6 +217,12 @@ def above_largest(sizes: Mapping[str, int], largest: Mapping[str, int]) -> Itera
             yield f"{size} {axis} are {size - most} above the largest captured size, {most}"
 
 
+def replaced(entry: Entry) -> str:
+    """What an invalid program of a key reads and was replaced."""
+    moved = entry.program.moved if entry.program is not None else None
+    return ", ".join(moved or ()) or "nothing: it was invalidated by hand"
+
+
 def explain_entry(entry: Entry) -> Iterator[str]:
     """What is known of one key."""
     name = f"{entry.mode.name} {entry.key}"
@@ -230,9 +236,8 @@ def explain_entry(entry: Entry) -> Iterator[str]:
         yield f"{name}: no graph serves it ({entry.reason.name}): {entry.reason.meaning}."
     if entry.error is not None:
         yield f"  It failed: {type(entry.error).__name__}: {entry.error}"
-    if entry.reason is Reason.INVALIDATED and program is not None:
-        moved = ", ".join(program.moved or ()) or "nothing: it was invalidated by hand"
-        yield f"  Replaced since the capture: {moved}."
+    if entry.reason is Reason.INVALIDATED:
+        yield f"  Replaced since the capture: {replaced(entry)}."
     if entry.misses:
         yield f"  {_runs(entry.misses)} wanted it before it was captured."
     if entry.seconds.total:

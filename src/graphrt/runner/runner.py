@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -92,6 +93,7 @@ from graphrt.runner.report import (
     captured_graphs,
     explain_entry,
     largest_sizes,
+    replaced,
 )
 from graphrt.verify import explain
 
@@ -847,10 +849,14 @@ class CUDAGraphRunner:
             yield from (f"{line}." for line in found)
         if reason in self._misses:
             yield f"So far: {self._misses[reason]}."
-        if reason in (Reason.CAPTURE_FAILED, Reason.INVALIDATED):
-            for entry in self._entries.values():
-                if entry.reason is reason:
-                    yield from explain_entry(entry)
+        concerned = [entry for entry in self._entries.values() if entry.reason is reason]
+        if reason is Reason.CAPTURE_FAILED:
+            for entry in concerned:
+                yield from explain_entry(entry)
+        if reason is Reason.INVALIDATED:
+            for moved, number in Counter(map(replaced, concerned)).items():
+                keys = "1 key" if number == 1 else f"{number} keys"
+                yield f"Replaced since the capture: {moved} (read by {keys})."
 
     # -- end
 

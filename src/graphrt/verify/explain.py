@@ -11,7 +11,7 @@ from graphrt.graphs import GraphSegment, Program
 _MAX_SHOWN = 8
 
 _WHAT_TO_DO = {
-    Reason.ABOVE_MAX: "raise max_cudagraph_capture_size if such batches are common",
+    Reason.ABOVE_MAX: "capture a larger size (sizes=) if such batches are common",
     Reason.MODE_NONE: "choose a cudagraph_mode that covers it, FULL_AND_PIECEWISE for both",
     Reason.EXCLUDED: "look at who passes `exclude` for this step",
     Reason.NO_KEY: "add its size to the capture sizes",
