@@ -158,6 +158,49 @@ _MEANINGS = {
 }
 
 
+class UBatchReason(IntEnum):
+    """Why a step was not split into micro-batches. Not splitting is a decision, not a failure.
+
+    Values are 1 to 255 (they travel between ranks in one byte, where 0 means "split") and never
+    change meaning. Where several hold, the largest is told.
+    """
+
+    DISABLED = 1
+    """The plan splits nothing."""
+    BELOW_THRESHOLD = 2
+    """Too few tokens for a split to pay."""
+    TOO_FEW_TOKENS = 3
+    """Fewer tokens (uniform batches: requests) than micro-batches."""
+    LAST_SLICE_EMPTY = 4
+    """A rank has so few tokens that its last micro-batch would be padding alone."""
+    REQUEST_DEPENDENCY = 5
+    """A request reads what another request of the same batch writes."""
+    NO_FULL_GRAPH = 6
+    """No split graph fits, and the step is too small, or not allowed, to be split eagerly."""
+    NOT_PROFITABLE = 7
+    """Measured: the split graph is not faster."""
+    PEER_IDLE = 8
+    """A rank has no work."""
+    ENGINE_DECLINED = 9
+    """The engine asked for an unsplit step."""
+
+
+def ubatch_stride(num_tokens: int, query_len: int, num_ubatches: int) -> int:
+    """Tokens of each micro-batch but the last, which takes the rest of ``num_tokens`` (padded).
+
+    A multiple of ``query_len``, so that uniform requests stay whole; 0: too few tokens to split.
+    """
+    return num_tokens // query_len // num_ubatches * query_len
+
+
+def last_ubatch_is_empty(
+    num_tokens: int, num_padded_tokens: int, query_len: int, num_ubatches: int
+) -> bool:
+    """True if the last micro-batch would hold none of the ``num_tokens`` real tokens."""
+    stride = ubatch_stride(num_padded_tokens, query_len, num_ubatches)
+    return stride * (num_ubatches - 1) >= num_tokens
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class BatchDescriptor:
     """The key of a graph: every fact about a batch that changes what its graph does.

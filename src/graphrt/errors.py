@@ -39,6 +39,9 @@
       LifetimeError                       LibraryClosedError | SuspendedError | RetiredProgramError
                                           | ForkedProcessError
       StreamRaceError                     unordered access from two streams
+      RankError                           ranks that are to act as one do not
+        RankDesyncError                   ranks are in different steps or captures
+        PlanMismatchError                 ranks resolved different plans
       ReportError                         a report that cannot be written
       MissingExtraError                   an optional library that is not installed
       CommandError                        a registered command that cannot be loaded
@@ -307,6 +310,18 @@ class ForkedProcessError(LifetimeError):
 
 class StreamRaceError(GraphrtError, RuntimeError):
     """Two streams access the same bytes and no event orders them."""
+
+
+class RankError(GraphrtError, RuntimeError):
+    """Ranks that are to take the same decisions do not."""
+
+
+class RankDesyncError(RankError):
+    """Ranks are in different rounds: one captures while another serves, or one is a step ahead."""
+
+
+class PlanMismatchError(RankError):
+    """Ranks resolved different plans: their graphs would not fit together."""
 
 
 class ReportError(GraphrtError, OSError):

@@ -32,6 +32,8 @@ EXTERNALS = "simulated/test_library_externals.py"
 GENERATIONS = "simulated/test_library_generations.py"
 REPLAY = "simulated/test_verify_replay.py"
 UNWINDING = "simulated/test_cuda_unwinding.py"
+AGREEMENT = "pure/test_parallel_agreement.py"
+SPLIT_KEYS = "pure/test_config_ubatch.py"
 
 MUTANTS = [
     # Arguments of a replay
@@ -501,5 +503,41 @@ MUTANTS = [
         "            and (of2 is None or of2(is2) == was2)\n",
         "",
         "simulated/test_watch_places.py",
+    ),
+    # Micro-batches and ranks
+    Mutant(
+        "half of padding alone is split off",
+        "graphrt/parallel/agreement.py",
+        "elif stride * (num_ubatches - 1) >= real:",
+        "elif stride * (num_ubatches - 1) > real:",
+        AGREEMENT,
+    ),
+    Mutant(
+        "rank takes its own uniformity to the agreed size",
+        "graphrt/parallel/agreement.py",
+        "dispatch(padded, uniform, loras, _ABOVE[mode], 1)",
+        "dispatch(padded, vote.uniform, loras, _ABOVE[mode], 1)",
+        AGREEMENT,
+    ),
+    Mutant(
+        "rank takes its own adapters to the agreed size",
+        "graphrt/parallel/agreement.py",
+        "dispatch(padded, uniform, loras, _ABOVE[mode], 1)",
+        "dispatch(padded, uniform, vote.num_active_loras, _ABOVE[mode], 1)",
+        AGREEMENT,
+    ),
+    Mutant(
+        "split batch is padded to any split graph",
+        "graphrt/dispatch/dispatcher.py",
+        "return _Family(mode, unsplit.sizes, [split.get(size) for size in unsplit.sizes])",
+        "return family",
+        SPLIT_KEYS,
+    ),
+    Mutant(
+        "rest of a cut request counts as cached",
+        "graphrt/ubatch/slices.py",
+        "own_lens[-1] -= max(0, loc[-1] - last)",
+        "pass",
+        "pure/test_ubatch_slices.py",
     ),
 ]

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 from inspect import getdoc
+from math import isnan
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -122,7 +124,49 @@ def env(as_json: AsJson = False) -> None:
     print(json.dumps(found) if as_json else "\n".join(lines(found)))
 
 
-BUILT_IN: dict[str, Callable[..., None]] = {"resolve": resolve, "dispatch": dispatch, "env": env}
+def simulate_ranks(
+    trace: Annotated[Path, typer.Option(metavar="FILE", help="Azure CSV or Mooncake JSON lines.")],
+    ranks: Annotated[int, typer.Option(min=2, max=1024, help="Data-parallel ranks.")],
+    config: Annotated[
+        str | None, typer.Option(metavar="CONFIG.json", help="Default: the default config.")
+    ] = None,
+    step_ms: Annotated[float, typer.Option(min=0.1, max=10_000, help="Of one step.")] = 25.0,
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=1_000_000,
+            help="Arrivals per second, as a multiple of the trace's. Default: the number of ranks.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what ranks that serve a trace together would agree on, and what that costs."""
+    from graphrt.cli.files import read_config
+    from graphrt.cli.simulate import simulate_ranks as simulate
+    from graphrt.config import RuntimeConfig, resolve as resolve_config
+    from graphrt.planner import read_trace
+
+    if isnan(step_ms) or isnan(speed or 0):
+        raise typer.BadParameter("--step-ms and --speed are numbers")
+    asked = (RuntimeConfig(),) if config is None else read_config(config)
+    plan = resolve_config(*asked).plan
+    requests = read_trace(trace)
+    found = simulate(requests, plan, ranks, step_ms / 1000, speed or float(ranks))
+    if as_json:
+        print(json.dumps(found))
+    else:
+        from graphrt.cli.tables import show_ranks
+
+        show_ranks(found)
+
+
+BUILT_IN: dict[str, Callable[..., None]] = {
+    "resolve": resolve,
+    "dispatch": dispatch,
+    "simulate-ranks": simulate_ranks,
+    "env": env,
+}
 
 
 def _application(words: Sequence[str]) -> typer.Typer:

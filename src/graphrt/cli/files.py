@@ -33,8 +33,9 @@ RUNTIME_KEYS = (
     "num_speculative_tokens",
     "max_loras",
     "lora_capture",
+    "ubatch",
 )
-FACT_KEYS = ("attention_support", "piecewise_available")
+FACT_KEYS = ("attention_support", "piecewise_available", "num_sms")
 BATCH_KEYS = ("num_tokens", "uniform", "num_active_loras", "exclude")
 STDIN = "-"
 MOST_CONFIG_BYTES = 4 * 2**20
@@ -77,11 +78,22 @@ SAMPLE = """\
   // Most LoRA adapters in one batch, and which counts get graphs: each, powers_of_two, max_only.
   "max_loras": 0,
   "lora_capture": "powers_of_two",
+  // Steps cut into micro-batches: how many, from how many tokens on (decode, others), how many
+  // multiprocessors communication gets, and whether batches without a split graph are cut too.
+  "ubatch": {
+    "num_ubatches": 1,
+    "decode_token_threshold": 32,
+    "prefill_token_threshold": 512,
+    "num_comm_sms": 20,
+    "allow_eager": true
+  },
   // What the attention back end permits in a full graph: NEVER, UNIFORM_SINGLE_TOKEN_DECODE,
   // UNIFORM_BATCH or ALWAYS.
   "attention_support": "ALWAYS",
   // Whether the model can be cut at its break points.
-  "piecewise_available": true
+  "piecewise_available": true,
+  // Multiprocessors of the device, if it has any.
+  "num_sms": null
 }
 """
 

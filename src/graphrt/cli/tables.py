@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -12,6 +13,7 @@ from rich.text import Text
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.cli.files import Batch
 from graphrt.cli.json_output import plain
+from graphrt.cli.simulate import RULES
 from graphrt.config import Resolved
 
 
@@ -22,6 +24,8 @@ def show_resolved(resolved: Resolved) -> None:
     table.add_column(style="bold")
     table.add_column()
     keys = ", ".join(f"{len(keys)} {mode.name}" for mode, keys in plan.keys.items())
+    num_split = sum(key.num_ubatches > 1 for _, key in plan.capture_order)
+    keys += f", {num_split} of them split" if num_split else ""
     for name, value in (
         ("mode", plan.cudagraph_mode.name),
         ("keys", keys),
@@ -62,6 +66,43 @@ def show_decisions(decided: Sequence[tuple[Batch, Decision]]) -> None:
             graph += f", LoRA {key.num_active_loras}" if key.has_lora else ""
         table.add_row(asked, decision.mode.name, graph, decision.reason.name)
     Console().print(table)
+
+
+def show_ranks(found: Mapping[str, Any]) -> None:
+    """Print what ``simulate_ranks`` counted."""
+    console = Console()
+    table = Table(title=f"{found['ranks']} ranks, {found['requests']} requests", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    steps, busy, real = found["steps"], found["busy_rank_steps"], found["real_tokens"]
+    rows = [("steps", f"{steps}")]
+    rows += [(f"  {name}", _share(count, steps)) for name, count in found["modes"].items()]
+    rows += [("  split", _share(found["split_steps"], steps))]
+    rows += [("eager because of one rank alone", _share(found["eager_by_one_rank"], steps))]
+    for title, name in (("eager", "eager_reasons"), ("not split", "unsplit_reasons")):
+        rows += [(f"{title}: {why}", _share(n, steps)) for why, n in found[name].items()]
+    rows += [
+        ("rank steps with work", f"{busy}"),
+        ("  eager for another rank's sake", _share(found["eager_rank_steps_lowered"], busy)),
+        ("real tokens", f"{real}"),
+        ("  padding for the slowest rank", _share(found["padding_by_slowest_rank"], real)),
+        ("  padding of ranks without work", _share(found["padding_of_idle_ranks"], real)),
+        ("rank steps that differ from rank 0's", f"{found['divergent_rank_steps']}"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    rules = Table(
+        "rule", *(mode.name for mode in RuntimeMode), "padding", title="Rank steps by rule"
+    )
+    for name, rule in found["rules"].items():
+        shares = [f"{100 * count / busy:.1f} %" for count in rule["modes"].values()]
+        rules.add_row(RULES[name], *shares, f"{100 * rule['padding'] / real:.1f} %")
+    console.print(rules)
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count} ({100 * count / total:.1f} %)"
 
 
 def _ranges(values: Sequence[int]) -> str:

@@ -10,7 +10,9 @@ from graphrt.config.options import (
     CompilationLevel,
     Facts,
     ModeLimit,
+    RankConfig,
     RuntimeConfig,
+    UBatchConfig,
 )
 from graphrt.config.plan import Adjustment, Plan, Resolved
 from graphrt.config.resolution import resolve
@@ -23,7 +25,9 @@ __all__ = [
     "Facts",
     "ModeLimit",
     "Plan",
+    "RankConfig",
     "Resolved",
     "RuntimeConfig",
+    "UBatchConfig",
     "resolve",
 ]

@@ -38,6 +38,7 @@ MOST_TOKENS = 2**20
 MOST_ADAPTERS = 2**10
 MOST_WARMUPS = 1_000
 MOST_SIZES = 2**16
+MOST_UBATCHES = 64
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -209,16 +210,56 @@ class CompilationConfig:
     cudagraph_num_of_warmups: Annotated[int, Field(ge=0, le=MOST_WARMUPS)] = 1
 
 
-def _as_compilation(value: object) -> object:
-    return CompilationConfig(**value) if isinstance(value, Mapping) else value
+@config_class
+class UBatchConfig:
+    """Steps split into micro-batches, one of which computes while another communicates.
+
+    Units: thresholds are unpadded tokens of the rank that has fewest. Raises ``ConfigError``.
+
+    ``num_ubatches``: Micro-batches of a split step, at most 64. 1: no step is split.
+    ``decode_token_threshold``: A uniform batch with fewer tokens is not split.
+    ``prefill_token_threshold``: A mixed batch, and any batch without a split graph, with fewer
+      tokens is not split.
+    ``num_comm_sms``: Multiprocessors left to communication while a split step runs.
+    ``allow_eager``: Split large batches that no split graph serves eagerly. False: they are not
+      split.
+    """
+
+    num_ubatches: Annotated[int, Field(ge=1, le=MOST_UBATCHES)] = 1
+    decode_token_threshold: Tokens = 32
+    prefill_token_threshold: Tokens = 512
+    num_comm_sms: Annotated[int, Field(ge=0)] = 20
+    allow_eager: bool = True
+
+
+@config_class
+class RankConfig:
+    """How long ranks wait for one another, and how often they compare decisions.
+
+    Raises ``ConfigError``.
+
+    ``step_timeout_s``: Most seconds that a rank waits for the others in a step.
+    ``capture_timeout_s``: The same in a capture.
+    ``check_every``: Steps between two comparisons among ranks that decide without a message.
+    """
+
+    step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    capture_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    check_every: Positive = 256
+
+
+def _from_mapping(kind: type) -> BeforeValidator:
+    """Accept a mapping of the fields of ``kind`` beside its instances."""
+    return BeforeValidator(lambda value: kind(**value) if isinstance(value, Mapping) else value)
 
 
 @config_class
 class RuntimeConfig:
-    """Everything a user may ask of one runtime. ``compilation`` may be given as a mapping.
+    """Everything a user may ask of one runtime. The configs in it may be given as mappings.
 
     Raises ``ConfigError`` with every problem of one construction.
 
+    ``compilation``: Which graphs to capture, and at which sizes.
     ``max_num_seqs``: S: most requests in one step; at most 2**20.
     ``max_num_batched_tokens``: B: most tokens in one step; at most 2**20.
     ``num_speculative_tokens``: A uniform decode request brings ``q = 1 + num_speculative_tokens``
@@ -240,9 +281,11 @@ class RuntimeConfig:
     ``max_graph_bytes``: Most bytes of pools and executables; a capture that exceeds it fails.
       None: no limit.
     ``max_graphs``: Most device graphs. None: as many as the device has.
+    ``ubatch``: Which steps are split into micro-batches.
+    ``ranks``: How long ranks wait for one another.
     """
 
-    compilation: Annotated[CompilationConfig, BeforeValidator(_as_compilation)] = (
+    compilation: Annotated[CompilationConfig, _from_mapping(CompilationConfig)] = (
         CompilationConfig()
     )
     max_num_seqs: Tokens = 256
@@ -260,6 +303,8 @@ class RuntimeConfig:
     on_capture_error: Literal["raise", "skip"] = "raise"
     max_graph_bytes: Positive | None = None
     max_graphs: Positive | None = None
+    ubatch: Annotated[UBatchConfig, _from_mapping(UBatchConfig)] = UBatchConfig()
+    ranks: Annotated[RankConfig, _from_mapping(RankConfig)] = RankConfig()
 
 
 class AttentionSupport(IntEnum):
@@ -309,6 +354,7 @@ class Facts:
       fields above.
     ``mode_limits``: Whatever else permits one mode only.
     ``compute_capability``: (major, minor) of the device; None where it has none.
+    ``num_sms``: Multiprocessors of the device; None where it has none.
     """
 
     attention_support: Support = AttentionSupport.ALWAYS
@@ -322,6 +368,7 @@ class Facts:
     piecewise_available: bool | None = None
     mode_limits: Annotated[tuple[ModeLimit, ...], _ListAsTuple] = ()
     compute_capability: tuple[int, int] | None = None
+    num_sms: Positive | None = None
 
     def least_support(self) -> tuple[AttentionSupport, str]:
         """The support that counts, and what set it."""

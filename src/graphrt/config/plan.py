@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
-from graphrt.config.options import CompilationLevel, RuntimeConfig
+from graphrt.config.options import CompilationLevel, RuntimeConfig, UBatchConfig
 
 # Checked before a table is built.
 MOST_KEYS = 2**16
@@ -60,7 +60,8 @@ class Plan:
       0..max_loras.
     ``compile_sizes``: Sizes that are compiled for, in tokens.
     ``capture_order``: Every key. PIECEWISE before FULL; within a mode most tokens first, then most
-      adapters.
+      adapters, then the split key before the unsplit one.
+    ``ubatch``: How many micro-batches a split step has, and which batches are split.
     """
 
     cudagraph_mode: CUDAGraphMode
@@ -77,6 +78,7 @@ class Plan:
     lora_padding_table: tuple[int, ...]
     compile_sizes: tuple[int, ...]
     capture_order: tuple[tuple[RuntimeMode, BatchDescriptor], ...]
+    ubatch: UBatchConfig
 
     @property
     def keys(self) -> Mapping[RuntimeMode, tuple[BatchDescriptor, ...]]:
@@ -167,12 +169,16 @@ def capture_order(
     lora_counts: Sequence[int],
     query_len: int,
     max_num_seqs: int,
+    ubatch: UBatchConfig,
 ) -> tuple[tuple[RuntimeMode, BatchDescriptor], ...]:
     """Every key with its mode, in the order of capture.
 
     Largest first: smaller graphs then reuse the pool's memory. PIECEWISE before FULL. Most adapters
-    first.
+    first. Split before unsplit, because micro-batches that overlap need memory at the same time.
+    Uniform keys alone are split: there every cut lies between two requests, so that the inputs of a
+    micro-batch are views of the whole batch's static buffers.
     """
+    num_ubatches = ubatch.num_ubatches
     mixed, decode = mode.mixed_mode(), mode.decode_mode()
     keys: list[tuple[RuntimeMode, BatchDescriptor]] = []
     for count in lora_counts:
@@ -184,6 +190,16 @@ def capture_order(
         if mode.separate_routine() and decode is RuntimeMode.FULL:
             for size in decode_capture_sizes:
                 num_reqs = size // query_len
-                keys.append((decode, BatchDescriptor(size, num_reqs, True, count > 0, count)))
-    keys.sort(key=lambda item: (item[0], -item[1].num_tokens, -item[1].num_active_loras))
+                key = BatchDescriptor(size, num_reqs, True, count > 0, count)
+                keys.append((decode, key))
+                if 1 < num_ubatches <= num_reqs and size >= ubatch.decode_token_threshold:
+                    keys.append((decode, replace(key, num_ubatches=num_ubatches)))
+    keys.sort(
+        key=lambda item: (
+            item[0],
+            -item[1].num_tokens,
+            -item[1].num_active_loras,
+            -item[1].num_ubatches,
+        )
+    )
     return tuple(keys)

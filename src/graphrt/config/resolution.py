@@ -17,6 +17,7 @@ from graphrt.config.options import (
     CompilationLevel,
     Facts,
     RuntimeConfig,
+    UBatchConfig,
     config_error,
 )
 from graphrt.config.plan import (
@@ -74,6 +75,18 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
         _raise_if_adjusted(config, adjustments)
     _check_tables(config, capture_sizes, decode_capture_sizes, lora_counts)
     table = padding_table(capture_sizes)
+    order = capture_order(
+        mode,
+        capture_sizes=capture_sizes,
+        decode_capture_sizes=decode_capture_sizes,
+        lora_counts=lora_counts,
+        query_len=query_len,
+        max_num_seqs=config.max_num_seqs,
+        ubatch=config.ubatch,
+    )
+    if config.ubatch.num_ubatches > 1:
+        is_split = any(key.num_ubatches > 1 for _, key in order)
+        _check_ubatch(config.ubatch, facts, mode, has_split_keys=is_split)
     plan = Plan(
         cudagraph_mode=mode,
         level=level,
@@ -88,14 +101,8 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
         lora_counts=lora_counts,
         lora_padding_table=padding_table(lora_counts),
         compile_sizes=_compile_sizes(config, capture_sizes, table),
-        capture_order=capture_order(
-            mode,
-            capture_sizes=capture_sizes,
-            decode_capture_sizes=decode_capture_sizes,
-            lora_counts=lora_counts,
-            query_len=query_len,
-            max_num_seqs=config.max_num_seqs,
-        ),
+        capture_order=order,
+        ubatch=config.ubatch,
     )
     return Resolved(plan, tuple(adjustments), _applied(config, adjustments))
 
@@ -252,7 +259,8 @@ def _check_tables(
     lora_counts: Sequence[int],
 ) -> None:
     """Raises ``ConfigError`` for a plan whose tables would fill memory."""
-    num_keys = (len(capture_sizes) + len(decode_capture_sizes)) * len(lora_counts)
+    num_decode = len(decode_capture_sizes) * (2 if config.ubatch.num_ubatches > 1 else 1)
+    num_keys = (len(capture_sizes) + num_decode) * len(lora_counts)
     if num_keys > MOST_KEYS:
         raise _problem(SIZES_FIELD, f"{num_keys} keys, adapter counts included", f"{MOST_KEYS}")
     num_decisions = (1 + max(capture_sizes, default=0)) * (1 + config.max_loras)
@@ -260,6 +268,33 @@ def _check_tables(
         found = f"{config.max_loras}, with graphs of {max(capture_sizes)} tokens"
         accepted = f"at most {MOST_DECISIONS} pairs of a number of tokens and one of adapters"
         raise _problem("max_loras", found, accepted)
+
+
+def _check_ubatch(
+    ubatch: UBatchConfig, facts: Facts, mode: CUDAGraphMode, *, has_split_keys: bool
+) -> None:
+    """Raises ``ConfigError`` for micro-batches that no step could have."""
+    count = ubatch.num_ubatches
+    problems = [
+        ConfigProblem(f"ubatch.{name}", str(value), f"at least num_ubatches = {count}")
+        for name, value in (
+            ("decode_token_threshold", ubatch.decode_token_threshold),
+            ("prefill_token_threshold", ubatch.prefill_token_threshold),
+        )
+        if value < count
+    ]
+    if facts.num_sms is not None and ubatch.num_comm_sms >= facts.num_sms:
+        accepted = f"fewer than the device's {facts.num_sms} multiprocessors"
+        problems.append(ConfigProblem("ubatch.num_comm_sms", str(ubatch.num_comm_sms), accepted))
+    if not has_split_keys and not ubatch.allow_eager:
+        found = (
+            f"{count}, with allow_eager=False and mode {mode.name}, whose keys of uniform decode"
+            f" batches with {max(count, ubatch.decode_token_threshold)} tokens or more are none"
+        )
+        accepted = "1, or full graphs of such decode batches, or allow_eager=True"
+        problems.append(ConfigProblem("ubatch.num_ubatches", found, accepted))
+    if problems:
+        raise config_error("resolve", problems)
 
 
 def _decode_sizes(

@@ -40,7 +40,8 @@ class _Family(NamedTuple):
 
     mode: RuntimeMode
     sizes: list[int]
-    keys: list[BatchDescriptor]
+    keys: list[BatchDescriptor | None]
+    """One for each size; None where that size has no graph of as many micro-batches."""
 
 
 class CUDAGraphDispatcher:
@@ -103,9 +104,10 @@ class CUDAGraphDispatcher:
 
         ``uniform`` claims that every request brings exactly q tokens. Priority is FULL, PIECEWISE,
         NONE, less ``exclude``; NONE in ``exclude`` changes nothing, because eager is always
-        possible. With ``num_ubatches`` above 1 only graphs split into as many micro-batches serve.
-        An empty batch is padded like any other. Accepts any integer type. Raises ``BatchError`` for
-        a number below its minimum, too many adapters, or an ``exclude`` that holds no modes.
+        possible. With ``num_ubatches`` above 1 a batch is padded as if unsplit, and served if that
+        very size has a graph split into as many micro-batches. An empty batch is padded like any
+        other. Accepts any integer type. Raises ``BatchError`` for a number below its
+        minimum, too many adapters, or an ``exclude`` that holds no modes.
         """
         # Two list look-ups for an ordinary batch. Everything else, errors included, is left to
         # _decide; only negative numbers would index silently. A caller's own empty frozenset equals
@@ -166,7 +168,7 @@ class CUDAGraphDispatcher:
         if policy.mixed_mode() is not RuntimeMode.NONE:
             kinds.append((policy.mixed_mode(), False))
         captured = self._plan.lora_padding_table[count]
-        found = (self._families.get((*kind, captured, num_ubatches)) for kind in kinds)
+        found = (self._family(*kind, captured, num_ubatches) for kind in kinds)
         families = [family for family in found if family is not None]
         beyond = Reason.ABOVE_MAX if families else Reason.NO_KEY if kinds else Reason.MODE_NONE
 
@@ -184,6 +186,17 @@ class CUDAGraphDispatcher:
                 decisions[-1] = Decision(mode, key, Reason.HIT)
         return self._rows.setdefault(name, _Row(decisions, beyond))
 
+    def _family(
+        self, mode: RuntimeMode, uniform: bool, count: int, num_ubatches: int
+    ) -> _Family | None:
+        family = self._families.get((mode, uniform, count, num_ubatches))
+        unsplit = self._families.get((mode, uniform, count, 1))
+        if family is None or unsplit is None or num_ubatches == 1:
+            return family
+        # Padded as unsplit ones, because ranks that call a split off go on with the size they have.
+        split = dict(zip(family.sizes, family.keys, strict=True))
+        return _Family(mode, unsplit.sizes, [split.get(size) for size in unsplit.sizes])
+
     def _best(
         self, families: Iterable[_Family], num_tokens: int, exclude: frozenset[RuntimeMode]
     ) -> tuple[RuntimeMode, BatchDescriptor] | Reason:
@@ -193,9 +206,10 @@ class CUDAGraphDispatcher:
             place = bisect_left(sizes, num_tokens)
             if place == len(sizes) or mode in exclude:
                 continue
-            why = self._unavailable.get((mode, keys[place]))
-            if why is None:
-                return mode, keys[place]
+            key = keys[place]
+            why = Reason.NO_KEY if key is None else self._unavailable.get((mode, key))
+            if key is not None and why is None:
+                return mode, key
             missing = why if missing is None else missing
         # A size in this row always fits some graph, so only exclusion can have ruled it out.
         return Reason.EXCLUDED if missing is None else missing

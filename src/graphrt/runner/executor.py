@@ -487,8 +487,8 @@ class Executor:
                 subject, verification, left, is_strict=self._is_strict
             )
             if self._options.warmups == 0:
-                # The capture was the first run of all: a third one shows what counts runs, and other
-                # inputs than those before show what a first run kept of its own.
+                # The capture was the first run of all: a third one shows what counts runs, and
+                # inputs other than before show what a first run kept of its own.
                 for seed in (0, 1):
                     self.compare(ready, self._example(entry.key, seed))
             compared = []

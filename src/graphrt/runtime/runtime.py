@@ -17,6 +17,7 @@ from graphrt.config import (
     CompilationLevel,
     Facts,
     Plan,
+    RankConfig,
     Resolved,
     RuntimeConfig,
     resolve,
@@ -137,13 +138,7 @@ class Runtime:
         }
         self.config, self.resolved = _resolve(config, flat, facts)
         config, plan = self.config, self.resolved.plan
-        if plan.level is not CompilationLevel.NO_COMPILATION:
-            raise ConfigError(
-                f"compilation.level of {plan.level.name}, or compile_sizes, which ask for it",
-                expected="level 0, because a runtime compiles nothing: break points cut the model",
-                found=f"level {int(plan.level)}",
-                do="leave both out; compile the model yourself before it is given to the runtime",
-            )
+        _check_built(config, plan)
         self.plan = plan
         if not callable(inputs):
             inputs = tuple(inputs)
@@ -428,6 +423,31 @@ def _resolve(
     except ConfigError as error:
         problems = [item._replace(field=_as_asked(item.field)) for item in error.problems]
         raise config_error("Runtime", problems) from error
+
+
+def _check_built(config: RuntimeConfig, plan: Plan) -> None:
+    """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
+    if plan.level is not CompilationLevel.NO_COMPILATION:
+        raise ConfigError(
+            f"compilation.level of {plan.level.name}, or compile_sizes, which ask for it",
+            expected="level 0, because a runtime compiles nothing: break points cut the model",
+            found=f"level {int(plan.level)}",
+            do="leave both out; compile the model yourself before it is given to the runtime",
+        )
+    if plan.ubatch.num_ubatches > 1:
+        raise ConfigError(
+            f"ubatch.num_ubatches = {plan.ubatch.num_ubatches}",
+            expected="1, because a runtime does not split its steps yet",
+            found=str(plan.ubatch.num_ubatches),
+            do="leave it out; resolve and dispatch take it already",
+        )
+    if config.ranks != RankConfig():
+        raise ConfigError(
+            "ranks",
+            expected="the defaults, because a runtime does not exchange decisions with ranks yet",
+            found=repr(config.ranks),
+            do="leave it out",
+        )
 
 
 def _as_asked(field: str) -> str:

@@ -1,0 +1,126 @@
+"""Where a batch is cut into micro-batches, and what attention has to know of each slice.
+
+Integers in, integers out. A request may lie in several slices, because all of them compute on one
+stream, in order: the cache writes of a slice come before the reads of the next one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from graphrt.batch import UBatchReason, ubatch_stride
+from graphrt.config import UBatchConfig
+from graphrt.errors import BatchError
+
+
+class UBatchSlice(NamedTuple):
+    """One micro-batch: the requests and the tokens of the padded batch that it computes."""
+
+    request_slice: slice
+    token_slice: slice
+
+
+class SliceMetadata(NamedTuple):
+    """What attention has to know of one slice."""
+
+    query_start_loc: tuple[int, ...]
+    """[num_reqs + 1]: the first token of each request, counted from the slice's own first."""
+    seq_lens: tuple[int, ...]
+    """[num_reqs]: tokens of each request that are in the cache after this slice."""
+    max_query_len: int
+    max_seq_len: int
+
+
+def wants_split(
+    num_tokens: int, uniform: bool, config: UBatchConfig, veto: UBatchReason | None = None
+) -> UBatchReason | None:
+    """Why a rank with ``num_tokens`` unpadded tokens does not want a split step; None: it does.
+
+    ``veto``: what the engine has against it, such as REQUEST_DEPENDENCY.
+    """
+    if config.num_ubatches == 1:
+        return UBatchReason.DISABLED
+    least = config.decode_token_threshold if uniform else config.prefill_token_threshold
+    return UBatchReason.BELOW_THRESHOLD if num_tokens < least else veto
+
+
+def make_slices(
+    query_lens: Sequence[int],
+    num_padded_tokens: int,
+    num_padded_reqs: int,
+    num_ubatches: int,
+    query_len: int = 1,
+    split_points: Sequence[int] | None = None,
+) -> tuple[UBatchSlice, ...]:
+    """Cut a padded batch into ``num_ubatches`` slices; the last one takes the padding.
+
+    ``query_lens``: [num_reqs], the tokens of each real request. ``query_len``: tokens of each
+    request of a uniform batch, else 1. ``split_points``: the first token of every slice but the
+    first, in place of cuts at equal distances.
+    Errors: ``BatchError`` for requests that do not fit the padded sizes, too few tokens to split,
+    or split points that leave a slice empty.
+    """
+    starts = [0, *accumulate(query_lens)]
+    num_reqs = len(query_lens)
+    if min(query_lens, default=1) < 1:
+        raise _wrong("query_lens", "at least 1 token for each request", str(min(query_lens)))
+    if starts[-1] > num_padded_tokens or num_reqs > num_padded_reqs:
+        raise _wrong(
+            "query_lens",
+            f"at most {num_padded_tokens} tokens and {num_padded_reqs} requests, the padded sizes",
+            f"{starts[-1]} tokens and {num_reqs} requests",
+        )
+    if split_points is None:
+        stride = ubatch_stride(num_padded_tokens, query_len, num_ubatches)
+        split_points = [stride * place for place in range(1, num_ubatches)]
+    cuts = [0, *split_points, num_padded_tokens]
+    if len(cuts) != num_ubatches + 1 or any(end <= begin for begin, end in pairwise(cuts)):
+        raise _wrong(
+            f"{num_ubatches} micro-batches",
+            f"{num_ubatches - 1} rising cuts inside {num_padded_tokens} tokens of {query_len} each",
+            str(list(split_points)),
+        )
+    return tuple(
+        UBatchSlice(
+            slice(
+                min(bisect_right(starts, begin) - 1, num_reqs),
+                num_padded_reqs
+                if end == num_padded_tokens
+                else min(bisect_left(starts, end), num_reqs),
+            ),
+            slice(begin, end),
+        )
+        for begin, end in pairwise(cuts)
+    )
+
+
+def slice_metadata(
+    part: UBatchSlice,
+    query_start_loc: Sequence[int],
+    seq_lens: Sequence[int],
+    max_query_len: int,
+    max_seq_len: int,
+) -> SliceMetadata:
+    """The metadata of ``part``, from that of the whole padded batch, which is only read.
+
+    ``query_start_loc``: [num_reqs + 1]; a padding request has no tokens. ``seq_lens``: [num_reqs].
+    """
+    (requests, tokens) = part
+    first, last = tokens.start, tokens.stop
+    loc = query_start_loc[requests.start : requests.stop + 1]
+    own_loc = tuple(min(max(start - first, 0), last - first) for start in loc)
+    own_lens = list(seq_lens[requests])
+    if own_lens:
+        # The rest of a request that goes on in the next slice is not in the cache yet.
+        own_lens[-1] -= max(0, loc[-1] - last)
+    longest = max((end - begin for begin, end in pairwise(own_loc)), default=0)
+    return SliceMetadata(
+        own_loc, tuple(own_lens), longest or max_query_len, max(max_seq_len, *own_lens, 0)
+    )
+
+
+def _wrong(subject: str, expected: str, found: str) -> BatchError:
+    return BatchError(subject, expected=expected, found=found, do="see what the batch holds")
