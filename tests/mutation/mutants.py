@@ -185,7 +185,7 @@ MUTANTS = [
         GRAPHS + "capture.py",
         "        _refuse_mutated_inputs(written, writes, library.static_buffers)\n",
         "",
-        EXTERNALS,
+        CLEANUP,
     ),
     Mutant(
         "segment without a kernel becomes a graph",

@@ -591,6 +591,15 @@ def steps(draw: st.DrawFn) -> tuple[str, dict[str, int], frozenset[str]]:
     return key, real, absent
 
 
+@pytest.mark.parametrize("made", [torch.Tensor.to_sparse, lambda dense: dense.to("meta")])
+def test_value_that_no_copy_reads_is_refused_by_name(made):
+    buffers = BufferSet(
+        [BufferSpec("x", ("n", 2), torch.float32)], {"n": 4}, lambda n: {"n": n}, CPU
+    )
+    with pytest.raises(InputMismatchError, match="'x'"):
+        buffers.bind(4).stage(3, {"x": made(torch.ones(3, 2))})
+
+
 @settings(deadline=None, max_examples=80)
 @given(st.lists(steps(), min_size=1, max_size=8))
 def test_after_any_steps_real_rows_are_right_and_others_padded(

@@ -7,7 +7,12 @@ import torch
 from hypothesis import given, strategies as st
 
 from graphrt import BufferSpec, CUDAGraphRunner, Example, OutputSpec, Padding
-from graphrt.errors import ConfigError, InputMismatchError, VerificationError
+from graphrt.errors import (
+    ConfigError,
+    InputMismatchError,
+    UnverifiedWarning,
+    VerificationError,
+)
 from graphrt.runner.examples import as_example, examples_like
 from lab import RuntimeLab, assert_equal, values
 
@@ -151,3 +156,47 @@ def test_like_whose_rows_cannot_differ_says_what_to_give():
         with pytest.raises(VerificationError, match="rows differ"):
             runner.capture(like={"ids": torch.tensor([5, 5])})
         assert not runner.capture(like={"ids": torch.tensor([5, 6])}).missing
+
+
+class Scaled(torch.nn.Module):
+    """Keeps what it makes of ``t`` in its first call, which is a mistake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = None
+
+    def forward(self, x, t):
+        if self.kept is None:
+            self.kept = t * 2
+        return x * self.kept
+
+
+@pytest.mark.parametrize("on_miss", ["eager", "strict"])
+def test_memo_of_an_input_that_no_example_varies_is_told(on_miss):
+    inputs = [
+        BufferSpec("x", (2, 4), torch.float32),
+        BufferSpec("t", (1,), torch.int64, Padding.zero()),
+    ]
+    batch = {"x": torch.ones(2, 4), "t": torch.tensor([2])}
+    with CUDAGraphRunner(
+        Scaled(), inputs=inputs, outputs=OutputSpec({}), device="simulated", on_miss=on_miss
+    ) as runner:
+        if on_miss == "strict":
+            with pytest.raises(VerificationError, match="kept, set by the first warm-up"):
+                runner.capture(like=batch)
+        else:
+            with pytest.warns(UnverifiedWarning, match=r"kept, set .* the same t for seeds"):
+                runner.capture(like=batch)
+
+
+def test_memo_is_not_told_where_every_input_varies():
+    with (
+        CUDAGraphRunner(
+            Scaled(),
+            inputs=[BufferSpec("x", (2, 4), torch.float32), BufferSpec("t", (1,), torch.float32)],
+            outputs=OutputSpec({}),
+            device="simulated",
+        ) as runner,
+        pytest.raises(VerificationError, match="kept"),
+    ):
+        runner.capture(like={"x": torch.ones(2, 4), "t": torch.tensor([2.0])})

@@ -520,3 +520,13 @@ def test_thread_started_in_a_scope_has_no_context(lab: Lab) -> None:
         thread.start()
         thread.join()
     assert found == [None]
+
+
+def test_step_of_a_mode_by_name_is_refused():
+    with (
+        Lab() as lab,
+        lab.library.capture_scope() as scope,
+        pytest.raises(ConfigError, match="mode of a step"),
+        scope.step("FULL", KEY),
+    ):
+        pass

@@ -15,6 +15,7 @@ from graphrt import (
     Invalidated,
     KeysChanged,
     OutputSpec,
+    Padding,
     RanEager,
     Reason,
     Replayed,
@@ -22,6 +23,7 @@ from graphrt import (
     SimulatedDevice,
     TensorStateGuard,
     Verified,
+    break_point,
 )
 from graphrt.errors import (
     CaptureInProgressError,
@@ -499,3 +501,23 @@ def test_rows_that_keep_a_history_are_named_as_a_cause():
     ):
         runner.capture()
     assert "keeps a history" in raised.value.do
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_encoder_of_torch_takes_one_path_in_eager_and_graph(is_cut):
+    """Its fast path is not taken while a mode is active, as in a simulated recording."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    encoder.requires_grad_(False)
+    keep = break_point(lambda x: x + 0) if is_cut else torch.clone
+
+    with CUDAGraphRunner(
+        lambda x: encoder(keep(x)),
+        inputs=[BufferSpec("x", ("batch", 3, 8), torch.float32, Padding.zero())],
+        outputs=OutputSpec({"": "batch"}),
+        sizes={"batch": [2, 4]},
+        modes=("PIECEWISE",) if is_cut else ("FULL",),
+        examples=lambda sizes, seed: {"x": torch.rand(sizes["batch"], 3, 8) + seed},
+        device="simulated",
+    ) as runner:
+        assert len(runner.capture().graphs) == 2

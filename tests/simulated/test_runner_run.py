@@ -529,11 +529,26 @@ def test_example_carries_step_info_to_the_check():
         ({"on_capture_error": "ignore"}, ConfigError),
         ({"warmups": -1}, ConfigError),
         ({"observe": "sometimes"}, ConfigError),
+        ({"fn": None}, ConfigError),
+        ({"inputs": None}, ConfigError),
+        ({"inputs": ["x"]}, ConfigError),
+        ({"examples": {"x": torch.ones(1)}}, ConfigError),
+        ({"observer": 3}, ConfigError),
+        ({"state": 3}, ConfigError),
+        ({"may_overwrite": torch.ones(2, 2)}, ConfigError),
+        ({"may_overwrite": [3]}, ConfigError),
+        ({"keep_alive": [None]}, ConfigError),
     ],
 )
 def test_runner_that_cannot_be_honoured_raises(changes, error):
     with pytest.raises(error):
         make(**changes)
+
+
+@pytest.mark.parametrize("sizes", [3, [3], "batch"])
+def test_sizes_that_are_no_mapping_raise(sizes):
+    with make() as runner, pytest.raises(BatchError, match="axis -> real size"):
+        runner.run(batch(1, 3), sizes=sizes)
 
 
 def test_capacity_in_another_order_keeps_the_axes():

@@ -22,6 +22,7 @@ from graphrt import (
 from graphrt.errors import BatchError, ConfigError, InputMismatchError, StaticBufferError
 from lab import (
     FULL,
+    INPUTS,
     MAX_REQS,
     NONE,
     PIECEWISE,
@@ -79,6 +80,15 @@ def test_flat_wish_beside_a_config_names_both(wish):
     [name] = wish
     with pytest.raises(ConfigError, match=rf"{name}=.* and config\."):
         make(config=RuntimeConfig(), **wish)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"config": {}}, {"facts": {}}, {"inputs": None}, {"inputs": [3]}]
+)
+def test_argument_of_another_kind_is_refused_by_name(wrong):
+    options = {"inputs": INPUTS, "outputs": OutputSpec({}), "device": "simulated", **wrong}
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Runtime(lambda **values: None, **options)
 
 
 def test_input_over_another_axis_is_told_who_takes_it():

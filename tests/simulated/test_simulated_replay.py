@@ -57,6 +57,8 @@ def state_updates(x: torch.Tensor, i: torch.Tensor) -> Any:
     return cache
 
 
+LSTM_WEIGHTS = [torch.ones(32, 8) / 8, torch.ones(32, 8) / 9, torch.ones(32), torch.ones(32)]
+
 # Whatever a model may do with a float matrix [8, 8] and a permutation of 0..7.
 OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "arithmetic": lambda x, i: (x + 1, 2 - x, x / 3, x**2, -x, x % 2, x * x.t(), x.addcmul(x, x)),
@@ -144,6 +146,9 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
         x.view(1, 4, 2, 8), x.view(1, 4, 2, 8)[:, :2], x.view(1, 4, 2, 8)[:, 2:], enable_gqa=True
     ),
     "convolution": lambda x, i: F.conv1d(x[None, :, :], x.view(4, 8, 2), padding=1),
+    "lstm": lambda x, i: torch.lstm(
+        x[:, None], (x[:1, None], x[1:2, None]), LSTM_WEIGHTS, True, 1, 0.0, False, False, False
+    ),
     "pooling": lambda x, i: (F.avg_pool1d(x, 2), F.max_pool1d(x, 2), F.interpolate(x[None], 16)),
     "interpolation": lambda x, i: F.interpolate(x[None], 5, mode="linear"),
     "loss": lambda x, i: (F.cross_entropy(x, i), F.mse_loss(x, x.t())),

@@ -218,6 +218,13 @@ class Device(Protocol):
         Entered for the last warm-up, so that libraries take the same branches as in the capture.
         """
 
+    def modes_of_recording(self) -> AbstractContextManager[Any]:
+        """Python modes as in a recording, around an eager run that a replay is compared with.
+
+        Code that asks whether one is active (``torch.nn.TransformerEncoderLayer``) takes the same
+        branch then.
+        """
+
     def range(self, label: str) -> AbstractContextManager[None]:
         """A range with this label around what the body issues, for a profiler (NVTX)."""
 

@@ -471,6 +471,12 @@ class _Plan:
         ):
             subject = f"static buffer {buffer.spec.name!r}"
             _require_tensor(subject, source, f"a tensor of shape {tuple(view.shape)}, {view.dtype}")
+            if source.layout is not torch.strided or source.is_meta or source.is_quantized:
+                raise _mismatch(
+                    subject,
+                    "a dense tensor that has data",
+                    f"{source.layout} on {source.device}, {source.dtype}",
+                )
             # A shape that merely broadcasts would be copied in silence.
             if source.shape != view.shape:
                 if not buffer.spec.is_narrower(source.shape, view.shape):

@@ -374,14 +374,18 @@ class HostSnapshot:
             if held.first[1] is not held.values
         ]
 
-    def changed(self) -> tuple[str, ...]:
-        """Name what runs changed since the snapshot; if none was noted, whatever changed."""
+    def changed(self, *, only_tensors: bool = False) -> tuple[str, ...]:
+        """Name what runs changed since the snapshot; if none was noted, whatever changed.
+
+        ``only_tensors``: where tensors are now.
+        """
         self._note_between()
         names = [
             change.held.name_of(key)
             for change in self._since_first()
             for key in change.keys
             if self._is_of_a_run(change.held, key)
+            and not (only_tensors and not tensors_of(change.value(change.now, key)))
         ]
         names += [f"{held.name_of(key)}()" for held, key, _ in self._filled_caches()]
         return tuple(dict.fromkeys(names))

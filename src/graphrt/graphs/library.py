@@ -266,6 +266,13 @@ class GraphLibrary:
         an eager segment.
         """
         base = CaptureOptions() if options is None else options
+        if not isinstance(base, CaptureOptions):
+            raise ConfigError(
+                "options of a capture scope",
+                expected="CaptureOptions",
+                found=type(base).__qualname__,
+                do="give single options by keyword",
+            )
         options = replace(base, **changes) if changes else base
         given = options.stream
         stream = self._stream if given is None else self.device.adopt_stream(given)

@@ -84,10 +84,23 @@ class CaptureOptions:
             )
         for name in ("may_overwrite", "keep_alive", "resources", "allow_escape"):
             value = getattr(self, name)
-            if not isinstance(value, Iterable):
+            # A tensor would be taken for the list of its rows.
+            if not isinstance(value, Iterable) or isinstance(value, torch.Tensor | str):
                 found, do = type(value).__qualname__, "put it into a list"
                 raise ConfigError(name, expected="a list", found=found, do=do)
             object.__setattr__(self, name, tuple(value))
+        for name in ("may_overwrite", "keep_alive"):
+            for item in getattr(self, name):
+                if not isinstance(item, torch.Tensor):
+                    found, do = type(item).__qualname__, "leave out what is no tensor"
+                    raise ConfigError(name, expected="tensors", found=found, do=do)
+        if not isinstance(self.state, StateGuard | None):
+            raise ConfigError(
+                "state",
+                expected="an object with the methods save() and restore(token)",
+                found=type(self.state).__qualname__,
+                do="TensorStateGuard([...]) guards tensors",
+            )
         for resource in self.resources:
             if not isinstance(resource, Resource | Workspace):
                 raise ConfigError(
@@ -154,6 +167,8 @@ class CaptureScope:
         Resources hear of a new key (``prepare_for_capture``); preparing them is the caller's too.
         The environment of a warm-up is kept and compared with that of the capture.
         """
+        # Another value is no wrapper's mode: nothing would be captured, without an error.
+        _require_choice("mode of a step", mode, tuple(RuntimeMode))
         self.prepare_for_capture(key)
         environment = CaptureEnvironment.read(self.device)
         if mode is RuntimeMode.NONE:
@@ -164,7 +179,7 @@ class CaptureScope:
             yield context
 
 
-def _require_choice(name: str, value: str | None, choices: Sequence[str | None]) -> None:
+def _require_choice(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         raise ConfigError(
             name,

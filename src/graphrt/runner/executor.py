@@ -53,6 +53,7 @@ from graphrt.verify import (
     compare,
     require_compared,
     require_other_example,
+    require_varied_for_memos,
 )
 
 Inputs = Sequence[BufferSpec] | Callable[[BatchDescriptor], Sequence[BufferSpec]]
@@ -342,7 +343,11 @@ class Executor:
             resource.prepare(key, step_info)
 
         def run_eager() -> Any:
-            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, key, attn_metadata=step_info):
+            with (
+                torch.no_grad(),
+                ForwardContext(RuntimeMode.NONE, key, attn_metadata=step_info),
+                self._library.device.modes_of_recording(),
+            ):
                 return self.outputs.bind(self.fn(**bound.views)).unpad(sizes)
 
         def run_replay() -> Any:
@@ -391,6 +396,7 @@ class Executor:
             with (
                 torch.no_grad(),
                 ForwardContext(RuntimeMode.NONE, unpadded_key, attn_metadata=step_info),
+                self._library.device.modes_of_recording(),
             ):
                 outputs = self.outputs.bind(self.fn(**unpadded.views)).unpad(sizes)
                 if self._shared is None:
@@ -482,6 +488,14 @@ class Executor:
                     _require_other_info(entry, captured[1], call.step_info)
             with _of_example():
                 verification = self.compare(ready, call, before_warmup)
+            if captured is not None:
+                require_varied_for_memos(
+                    subject,
+                    captured[0],
+                    dict(call.values),
+                    before_warmup,
+                    is_strict=self._is_strict,
+                )
             _, left = self._overwritten()
             ready.program.is_compared = require_compared(
                 subject, verification, left, is_strict=self._is_strict

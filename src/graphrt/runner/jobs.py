@@ -32,7 +32,12 @@ from graphrt.graphs import (
     require_no_grad,
 )
 from graphrt.graphs.values import own_copy
-from graphrt.verify import check_replay, require_compared, require_other_example
+from graphrt.verify import (
+    check_replay,
+    require_compared,
+    require_other_example,
+    require_varied_for_memos,
+)
 
 Phase = Literal["warmup", "capture", "captured", "failed"]
 Gate = Callable[["CaptureJob", Phase], bool]
@@ -465,7 +470,8 @@ class _Run:
 
         def run_eager() -> Any:
             args, kwargs = self._inputs(job, seed=1)
-            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, job.key):
+            modes = self.library.device.modes_of_recording()
+            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, job.key), modes:
                 return fn(*args, **kwargs)
 
         def run_replay() -> Any:
@@ -474,9 +480,9 @@ class _Run:
                 return program(*args, **kwargs)
 
         subject = f"{job.name}, {job.mode.name}, {job.key}"
-        require_other_example(
-            subject, own_copy(self._inputs(job, seed=0)), self._inputs(job, seed=1)
-        )
+        captured = own_copy(self._inputs(job, seed=0))
+        checked = own_copy(self._inputs(job, seed=1))
+        require_other_example(subject, captured, checked)
         with _guarded(self.options.state):
             verification = check_replay(
                 mode=job.mode,
@@ -488,6 +494,7 @@ class _Run:
                 before_warmup=self._hosts.get(id(fn)),
                 observer=self.library.emit,
             )
+        require_varied_for_memos(subject, captured, checked, self._hosts.get(id(fn)))
         program.is_compared = require_compared(subject, verification)
 
 

@@ -260,11 +260,23 @@ def smaller_by_axis(
     return found
 
 
+def require_sizes(sizes: object, axes: Iterable[str]) -> None:
+    """Errors: ``BatchError`` for what is no mapping."""
+    if not isinstance(sizes, Mapping):
+        raise BatchError(
+            "sizes",
+            expected=f"a size for each of {', '.join(axes)}",
+            found=repr(sizes),
+            do="pass a dict axis -> real size",
+        )
+
+
 def in_order(limits: Mapping[str, int], sizes: Mapping[str, int], what: str) -> dict[str, int]:
     """``sizes`` in the order of the axes of ``limits``, one for each.
 
     Errors: ``BatchError`` for a missing or unknown axis, or a size beyond its limit.
     """
+    require_sizes(sizes, limits)
     for axis in dict.fromkeys([*limits, *sizes]):
         size, limit = sizes.get(axis), limits.get(axis)
         if limit is None or type(size) is not int or not 0 <= size <= limit:
@@ -342,6 +354,20 @@ def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
                 )
 
 
+def check_specs(specs: object) -> tuple[BufferSpec, ...]:
+    """``specs`` as a tuple. Errors: ``ConfigError`` for what is no sequence of specs."""
+    found = tuple(specs) if isinstance(specs, Iterable) else (specs,)
+    for spec in found:
+        if not isinstance(spec, BufferSpec):
+            raise ConfigError(
+                "inputs",
+                expected="a list of BufferSpec",
+                found=repr(spec),
+                do="declare one BufferSpec for each input",
+            )
+    return found
+
+
 def check_parameters(fn: Callable[..., Any], specs: Iterable[BufferSpec]) -> None:
     """Errors: ``ConfigError`` where ``fn`` certainly cannot be called with these inputs."""
     called: Callable[..., Any] = fn
@@ -406,6 +432,13 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
             found=repr(value),
             do="choose one of them",
         )
+
+
+def check_callable(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what cannot be called."""
+    if not callable(value):
+        found = type(value).__qualname__
+        raise ConfigError(name, expected="a callable", found=found, do="pass one")
 
 
 def check_count(name: str, value: object) -> None:

@@ -67,10 +67,12 @@ from graphrt.runner.keys import (
     NoDispatcher,
     RunnerKeys,
     batch_key,
+    check_callable,
     check_capacity,
     check_choice,
     check_count,
     check_modes,
+    check_specs,
     closed_error,
     dispatch_by_sizes,
     in_order,
@@ -79,6 +81,7 @@ from graphrt.runner.keys import (
     miss_error,
     no_examples_error,
     no_sizes_error,
+    require_sizes,
     sizes_of_key,
     smaller_by_axis,
     step_inside_step_error,
@@ -196,10 +199,14 @@ class CUDAGraphRunner:
         self._is_strict = on_miss == "strict"
         self._observer = observer
         self._modes = check_modes(modes)
+        check_callable("the callable of a runner", fn)
+        for which, given in (("examples", examples), ("observer", observer)):
+            if given is not None:
+                check_callable(which, given)
         has_keys = bool(sizes or capacity or dispatcher)
         if inputs is None:
             inputs = fixed_inputs(examples, _FIXED, has_keys=has_keys)
-        inputs = inputs if callable(inputs) else tuple(inputs)
+        inputs = inputs if callable(inputs) else check_specs(inputs)
         is_fixed = not (has_keys or callable(inputs) or any(spec.axes for spec in inputs))
         self._fixed = _FIXED if is_fixed else {}
         if is_fixed:
@@ -218,7 +225,10 @@ class CUDAGraphRunner:
         self._axis_sizes = axis_sizes or partial(sizes_of_key, self.capacity)
         self._options = CaptureOptions(
             state=state,
-            may_overwrite=tuple(may_overwrite),
+            # Of a mapping its keys; what is no list is told apart there.
+            may_overwrite=(
+                tuple(may_overwrite) if isinstance(may_overwrite, Mapping) else may_overwrite
+            ),
             keep_alive=keep_alive,
             resources=resources,
             warmups=warmups,
@@ -587,6 +597,8 @@ class CUDAGraphRunner:
             decision = self._keys.decide(key, sizes, is_exact=sizes == staged)
         elif sizes is None:
             sizes = self.real_sizes(values)
+        else:
+            require_sizes(sizes, self.axes)
         if decision is None:
             decision = self.decide(sizes)
             if decision.reason is Reason.NOT_CAPTURED_YET:

@@ -41,6 +41,7 @@ from graphrt.graphs import (
 )
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
+from graphrt.runner.keys import check_specs
 
 TOKENS = "tokens"
 REQUESTS = "requests"
@@ -141,7 +142,7 @@ class Runtime:
         _check_built(config, plan)
         self.plan = plan
         if not callable(inputs):
-            inputs = tuple(inputs)
+            inputs = check_specs(inputs)
             _check_axes(inputs)
         self._observer = observer
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
@@ -400,6 +401,10 @@ def _resolve(
 
     Errors: ``ConfigError``, in the words of whoever asked.
     """
+    for name, given, kind in (("config", config, RuntimeConfig), ("facts", facts, Facts)):
+        if not isinstance(given, kind | None):
+            found = type(given).__qualname__
+            raise ConfigError(name, expected=kind.__name__, found=found, do="pass one, or nothing")
     asked = {name: value for name, value in flat.items() if value is not None}
     if config is not None:
         if asked:

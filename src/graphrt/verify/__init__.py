@@ -21,6 +21,7 @@ from graphrt.verify.replay import (
     forward_hooks,
     require_compared,
     require_other_example,
+    require_varied_for_memos,
 )
 from graphrt.verify.run_state import RunState, WrittenRows
 
@@ -45,5 +46,6 @@ __all__ = [
     "poison",
     "require_compared",
     "require_other_example",
+    "require_varied_for_memos",
     "varied_padding",
 ]

@@ -21,7 +21,7 @@ from graphrt.events import Observer, Verified
 from graphrt.graphs.held import modules_of
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
-from graphrt.graphs.values import own_copy
+from graphrt.graphs.values import dotted, own_copy, walk
 from graphrt.verify.compare import Comparison, compare
 from graphrt.verify.run_state import RunState
 
@@ -150,6 +150,43 @@ def require_other_example(subject: str, captured: Any, checked: Any) -> None:
             do="draw the values of the example from a generator seeded with `seed`; of "
             "capture(like=...), give a batch whose rows differ, or examples",
         )
+
+
+def require_varied_for_memos(
+    subject: str,
+    captured: Any,
+    checked: Any,
+    before_warmup: HostSnapshot | None,
+    *,
+    is_strict: bool = False,
+) -> None:
+    """Warn of tensors that the callable keeps since its first warm-up, where some input is the
+    same in both examples: one made of it looks right in every check. Refuse it where ``is_strict``.
+
+    ``captured``, ``checked``: inputs of seeds 0 and 1.
+    Errors: ``VerificationError``. Warns: ``UnverifiedWarning``.
+    """
+    memos = before_warmup.changed(only_tensors=True) if before_warmup is not None else ()
+    if not memos:
+        return
+    earlier = {node.path: node.value for node in walk(captured) if node.kind == "tensor"}
+    same = [
+        dotted(node.path)
+        for node in walk(checked)
+        if node.path in earlier and compare(earlier[node.path], node.value).is_equal
+    ]
+    if not same:
+        return
+    subject = f"{subject}: {', '.join(memos)}, set by the first warm-up"
+    expected = "other values for each seed in every input that it may be made of"
+    found = f"the same {', '.join(same)} for seeds 0 and 1"
+    do = (
+        "give examples(sizes, seed) that vary them, or call the model once before the capture if "
+        "what it keeps depends on no input"
+    )
+    if is_strict:
+        raise VerificationError(subject, expected=expected, found=found, do=do)
+    warnings.warn(f"{subject}: expected {expected}, found {found}; {do}", UnverifiedWarning, 2)
 
 
 def require_compared(

@@ -249,6 +249,9 @@ class CUDADevice:
     def report_capturing(self) -> AbstractContextManager[None]:
         return report_capturing()
 
+    def modes_of_recording(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # A recording has none that such code asks for.
+
     @contextmanager
     def range(self, label: str) -> Iterator[None]:
         # Not nvtx.range, which would take braces in the label as places to fill.

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from graphrt.device.base import DeviceLimits, Mark, MemoryReading, Pool, Stream
 from graphrt.device.simulated.graph import Faults
@@ -33,6 +34,15 @@ from graphrt.errors import (
     LifetimeError,
 )
 from graphrt.source import caller_source
+
+
+class _PassingMode(TorchFunctionMode):
+    """Calls every function as it is."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class SimulatedDevice:
@@ -192,6 +202,9 @@ class SimulatedDevice:
 
     def report_capturing(self) -> AbstractContextManager[None]:
         return report_capturing()
+
+    def modes_of_recording(self) -> AbstractContextManager[Any]:
+        return _PassingMode()
 
     def range(self, label: str) -> AbstractContextManager[None]:
         """No profiler sees it: the latest labels are in ``ranges``."""

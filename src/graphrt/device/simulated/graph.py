@@ -90,9 +90,10 @@ class Call:
 
 
 def copy_results(targets: Sequence[torch.Tensor | None], results: Any) -> None:
-    """Copy nested results to ``targets``, by position; None: no new tensor."""
+    """Copy nested results to ``targets``, by position; None: no new tensor, or none in this run,
+    as of what ``mkldnn_rnn_layer`` keeps for training alone."""
     for target, value in zip(targets, leaves(results), strict=True):
-        if target is not None:
+        if target is not None and value is not None:
             target.copy_(value)
 
 
