@@ -1033,6 +1033,15 @@ class DeviceContract:
             with pytest.raises(ConfigError, match="stream"):
                 device.adopt_stream(wrong)
 
+    def test_range_and_modes_leave_results_and_errors_alone(self, bench: Bench) -> None:
+        device = bench.device
+        x = torch.ones(4, device=device.torch_device)
+        for around in (lambda: device.range("FULL {0}"), device.modes_of_recording):
+            with around():
+                assert torch.nn.functional.relu(x * 2).eq(2).all()
+            with pytest.raises(ZeroDivisionError), around():
+                raise ZeroDivisionError
+
     def test_forgotten_stream_frees_its_place(self, bench: Bench) -> None:
         """Libraries that are made and closed on one device, each with a stream, never run out."""
         device, kept = bench.device, bench.device.stream("kept")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class ForwardContext:
     """The mode and key of this step, and what attention needs. Entered once, with ``with``.
 
-    A context entered inside another inherits its ``capture_scope``, and its ``breaks=False``.
-    Compiled code never reads it.
+    A context entered inside another inherits its ``capture_scope``, its ``layers`` where it has
+    none, and its ``breaks=False``. Compiled code never reads it.
     """
 
     __slots__ = (
@@ -77,6 +77,8 @@ class ForwardContext:
         if outer is not None:
             if self.capture_scope is None:
                 self.capture_scope = outer.capture_scope
+            if self.layers is None:
+                self.layers = outer.layers
             if not outer.breaks:
                 self.breaks = False
         self._token: Token[ForwardContext | None] = _enter(self)

@@ -26,6 +26,14 @@
         StateAdvancedError                a callable writes what nobody guards or declared
         GraphMemoryError                  budget, graph count, out of memory
         TooManyFailuresError              three consecutive failures
+      CompileError                        level 3: a trace failed, or no longer fits
+        GraphBreakError                   code that cannot be traced, or depends on tensor values
+        ShapeGuardError                   a branch on a size that varies
+        SideEffectError                   traced code assigns what replays would not
+        SplittingOpError                  a splitting op that is unknown, or not in the graph
+        ContractError                     arguments or modes other than those traced
+        GuardAuditError                   something that the trace read has changed
+        RecompileError                    compiled code would be traced again, or run uncompiled
       ReplayError
         StaleInputError                   structure, address, shape, stride, dtype or bits changed
         UnkeyedValueError                 a host value changed that is not in the key
@@ -133,6 +141,10 @@ class VerificationError(GraphrtError, RuntimeError):
     """A replay and eager execution of the same inputs disagree."""
 
 
+class SideEffectWarning(UserWarning):
+    """Traced code changes a global, which eager runs do and replays do not."""
+
+
 class UnverifiedWarning(UserWarning):
     """A program serves although nothing could be compared with eager execution."""
 
@@ -238,6 +250,44 @@ class GraphMemoryError(CaptureError, MemoryError):
 
 class TooManyFailuresError(CaptureError):
     """Three consecutive captures failed; the others are not attempted."""
+
+
+class CompileError(GraphrtError, RuntimeError):
+    """A model could not be compiled, or its compiled form no longer fits. ``source``: the line."""
+
+    def __init__(self, subject: str = "", *, source: str = "", **parts: str) -> None:
+        super().__init__(subject, **parts)
+        self.source = source
+
+
+class GraphBreakError(CompileError):
+    """Code that cannot be traced as one graph, or whose sizes or branches depend on values."""
+
+
+class ShapeGuardError(CompileError):
+    """A branch on the size of an axis: one trace cannot serve every size."""
+
+
+class SideEffectError(CompileError):
+    """Traced code assigns an attribute or changes a container, which a replay would not do."""
+
+
+class SplittingOpError(CompileError, ConfigError):
+    """A name in ``splitting_ops`` is no operator, or none of them is in the traced graph."""
+
+    problems = ()
+
+
+class ContractError(CompileError):
+    """Compiled code was called with other arguments, or under other modes, than it was traced."""
+
+
+class GuardAuditError(CompileError):
+    """Something that the trace read, and holds as a constant, has changed since."""
+
+
+class RecompileError(CompileError):
+    """Compiled code would be traced a second time, or run uncompiled."""
 
 
 class ReplayError(GraphrtError, RuntimeError):

@@ -20,10 +20,14 @@ from graphrt import (
     Runtime,
     RuntimeConfig,
     make_device,
+    resolve,
 )
 from graphrt_llm.attention import (
+    ATTENTION_OP,
+    LAYER,
     AttentionBackend,
     AttentionChoice,
+    attention as attention_impl,
     choose_attention,
     make_attention,
 )
@@ -33,7 +37,7 @@ from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.model_config import ModelConfig
-from graphrt_llm.models import CausalLM
+from graphrt_llm.models import CausalLM, SplitLM
 from graphrt_llm.runner import NamedInputs
 from graphrt_llm.scheduler import Scheduler
 from graphrt_llm.weights import load_safetensors, random_weights
@@ -95,10 +99,15 @@ def assemble(
         attention = choose_attention(config.attention_backend, cache)
         backend = make_attention(attention.name, cache, limits)
         model.attention = backend
+        facts = Facts(
+            attention_groups={attention.name: backend.support}, attention_ops=(ATTENTION_OP,)
+        )
+        is_traced = resolve(config.runtime, facts).plan.level == 3
+        split = SplitLM(model, backend) if is_traced else None
         scheduler = Scheduler(limits)
         examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)
         runtime = Runtime(
-            NamedInputs(model),
+            NamedInputs(split or model),
             config=config.runtime,
             inputs=input_specs(limits),
             outputs=OutputSpec(
@@ -108,7 +117,10 @@ def assemble(
                 chosen_from={"tokens": "logits"},
             ),
             device=device,
-            facts=Facts(attention_groups={attention.name: backend.support}),
+            facts=facts,
+            layers=None if split is None else {LAYER: split.attention},
+            compile_part=None if split is None else split.traced,
+            op_impls={ATTENTION_OP: attention_impl},
             examples=examples,
             resources=[backend],
             # Verification need not restore the cache: examples use free blocks only.

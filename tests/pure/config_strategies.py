@@ -25,6 +25,7 @@ facts = st.builds(
     attention_support=supports,
     has_break_points=st.booleans(),
     splitting=st.sampled_from(["attention", "other", "none"]),
+    attention_ops=st.sampled_from([(), ("llm::attention",)]),
     piecewise_available=st.none() | st.booleans(),
     mode_limits=limits,
     compute_capability=st.sampled_from([None, (9, 0), (10, 3)]),

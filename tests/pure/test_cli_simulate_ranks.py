@@ -71,6 +71,17 @@ def test_two_ranks_simulated_count_as_worked_out(
     }
 
 
+def test_three_ranks_simulated_find_the_slow_and_the_eager_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, later = [(0, size, 1) for size in (8, 16, 16)], [(60_000, n, 1) for n in (600, 8, 8)]
+    trace = write_trace(tmp_path, *first, *later)
+    found = json.loads(run(capsys, "--ranks", 3, "--trace", trace, "--json")[1])
+    assert found["modes"] == {"NONE": 1, "PIECEWISE": 1, "FULL": 0}
+    assert (found["padding_by_slowest_rank"], found["eager_by_one_rank"]) == (8, 1)
+    assert found["eager_rank_steps_lowered"] == 2
+
+
 @pytest.mark.parametrize("ranks", [2, 5, 64])
 @pytest.mark.parametrize("speculative", [0, 2])
 def test_ranks_simulated_on_traffic_serve_all_of_it(

@@ -68,6 +68,7 @@ def test_compile_sizes_may_name_the_captured_ones(given: Any) -> None:
         (CompilationConfig, "cudagraph_mode", ["FULL_ONLY", 2]),
         (CompilationConfig, "cudagraph_capture_sizes", [8, "8"]),
         (CompilationConfig, "max_cudagraph_capture_size", [0, 8.0]),
+        (CompilationConfig, "splitting_ops", [["op"], ["a::b::c"], [""], ["a b.c"], "a::b"]),
         (CompilationConfig, "compile_sizes", [[0], [True], "sizes", 8]),
         (CompilationConfig, "cudagraph_specialize_lora", [1]),
         (CompilationConfig, "cudagraph_num_of_warmups", [-1]),

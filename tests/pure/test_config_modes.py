@@ -15,6 +15,7 @@ from graphrt.config import (
     CompilationConfig,
     Facts,
     ModeLimit,
+    Plan,
     RuntimeConfig,
     resolve,
 )
@@ -106,6 +107,36 @@ def test_one_compiled_piece_that_holds_attention_is_a_full_graph() -> None:
     assert effective(BOTH, level=0, splitting="none") is BOTH
     with pytest.raises(ConfigError):
         effective(PIECEWISE, level=3, splitting="none", attention_support=NEVER)
+
+
+def cut(asked: list[str] | None, known: tuple[str, ...], mode: CUDAGraphMode = BOTH) -> Plan:
+    compilation = CompilationConfig(level=3, splitting_ops=asked, cudagraph_mode=mode)  # type: ignore[arg-type]
+    return resolve(RuntimeConfig(compilation=compilation), Facts(attention_ops=known)).plan
+
+
+def test_splitting_ops_decide_which_graphs_level_3_has() -> None:
+    attention = ("llm::attention",)
+    for asked, known, names, mode in (
+        (None, attention, attention, BOTH),
+        (["llm::attention", "a.b", "a.b"], attention, ("llm::attention", "a.b"), BOTH),
+        (["a.b"], (), ("a.b",), BOTH),
+        (["a.b"], attention, ("a.b",), DECODE),
+        ([], attention, (), FULL),
+        (None, (), (), BOTH),
+    ):
+        plan = cut(asked, known)
+        assert (plan.splitting_ops, plan.cudagraph_mode) == (names, mode), (asked, known)
+
+
+def test_splitting_ops_ask_for_level_3() -> None:
+    def level(**asked: Any) -> int:
+        config = RuntimeConfig(compilation=CompilationConfig(splitting_ops=["a::b"], **asked))  # type: ignore[arg-type]
+        return resolve(config).plan.level
+
+    assert level() == 3
+    for lower in (0, 1, 2):
+        with pytest.raises(ConfigError, match="splitting_ops: level 3"):
+            level(level=lower)
 
 
 def limit(mode: CUDAGraphMode) -> ModeLimit:

@@ -30,6 +30,8 @@ CONFIG = {
 
 Run = Callable[..., Result]
 
+ALL_MODES = "NONE,PIECEWISE,FULL,FULL_DECODE_ONLY,FULL_AND_PIECEWISE"
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
@@ -75,7 +77,9 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "ties",
         "report",
         "modes",
+        "compiled",
     }
+    assert printed["compiled"] == {}
     assert printed["report"] == str(tmp_path / "here.html")
     assert list(printed["modes"]) == ["NONE", "FULL_AND_PIECEWISE"]
     assert set(printed["modes"]["NONE"]) == {
@@ -103,6 +107,24 @@ def test_no_report_is_written_where_none_is_asked(run: Run, tmp_path: Path) -> N
     printed = json.loads(run("--modes", "NONE", "--report", "none", "--json").stdout)
     assert printed["report"] is None
     assert os.listdir(tmp_path) == []
+
+
+def test_compiled_policies_equal_a_run_that_is_not(run: Run) -> None:
+    result = run("--json", "--level", "3", "--piecewise", "compile", "--modes", ALL_MODES)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert (printed["tokens_identical"], printed["ties"]) == (True, 0)
+    assert list(printed["modes"]) == ["UNCOMPILED", *ALL_MODES.split(",")]
+    assert list(printed["compiled"]) == ALL_MODES.split(",")
+    for compiled in printed["compiled"].values():
+        assert compiled.pop("compile_seconds") > 0
+        assert compiled == {"pieces": 5, "compiled_pieces": 3, "unique_pieces": 3}
+
+
+def test_lower_compile_levels_are_a_clear_error(run: Run) -> None:
+    result = run("--level", "2")
+    assert result.exit_code == 2
+    assert "compilation.level: level 0 or 3" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -195,6 +217,10 @@ def test_bad_input_is_one_clear_error(
         ["--modes", ""],
         ["--modes", "NONE,none"],
         ["--requests", "0"],
+        ["--level", "4"],
+        ["--level", "3", "--piecewise", "breaks"],
+        ["--piecewise", "compile"],
+        ["--level", "2", "--piecewise", "compile"],
         ["--device", "tpu"],
         ["--dtype", "int8"],
         ["--load-format", "gguf"],

@@ -152,7 +152,8 @@ def test_the_page_shows_plan_and_scaling(
     outcomes: dict[CUDAGraphMode, Outcome], prepared: Prepared
 ) -> None:
     page = as_page(prepared.setting, list(outcomes.values()))
-    plan, adjustments, failures, _ = page.tables
+    plan, pieces, adjustments, failures, _ = page.tables
+    assert not pieces.rows  # Level 0.
     assert [row.name for row in plan.rows] == [mode.name for mode in ALL]
     assert adjustments.rows == failures.rows == ()
     assert any("multiplied by" in finding for finding in page.findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -18,12 +19,15 @@ from graphrt import (
     Replayed,
     RuntimeMode,
     break_point,
+    get_forward_context,
     no_breaks,
 )
 from graphrt.errors import BatchError, ConfigError, InputMismatchError, MissError, StaleOutputError
+from graphrt.runner import CaptureJob
 from lab import (
     FULL,
     INPUTS,
+    KEY,
     MAX_REQS,
     MAX_TOKENS,
     NONE,
@@ -31,6 +35,7 @@ from lab import (
     PIECEWISE,
     POLICIES,
     WIDTH,
+    Lab,
     RuntimeLab,
     Toy,
     assert_equal,
@@ -500,3 +505,39 @@ def test_nvtx_not_asked_for_makes_no_range() -> None:
         lab.runtime.capture()
         lab.step(3, 1)
         assert not lab.device.ranges
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_of_the_runtime_are_in_every_context(policy):
+    layers = {"attention": object()}
+
+    class Reads(Toy):
+        @break_point
+        def middle(self, hidden):
+            self.eager_calls[0] += 1
+            assert get_forward_context().layers is layers
+            return hidden * 2
+
+    asked = {"verify_every": 2}
+    with RuntimeLab(policy, model=Reads(), layers=layers, asked=asked) as lab:
+        lab.runtime.capture()
+        for _ in range(4):
+            lab.step(3, 3, True)
+            lab.step(5, 2)
+        assert lab.model.num_eager_calls > 4
+
+
+def test_wrapper_compared_outside_a_step_finds_the_layers():
+    layers, calls = {"attention": object()}, array("q", [0])
+
+    def model(x):
+        calls[0] += 1
+        assert get_forward_context().layers is layers
+        return x + 1
+
+    x = torch.zeros(2)
+    with Lab() as lab:
+        wrapper = lab.wrap(model, FULL)
+        job = CaptureJob(wrapper, FULL, KEY, lambda seed: ((x.fill_(seed),), {}))
+        lab.capture_all(job, layers=layers)
+    assert calls[0] >= 3  # The warm-up, the capture, the eager side of the comparison.

@@ -25,6 +25,7 @@ COMPILATION_KEYS = (
     "cudagraph_capture_sizes",
     "max_cudagraph_capture_size",
     "compile_sizes",
+    "splitting_ops",
     "cudagraph_specialize_lora",
 )
 RUNTIME_KEYS = (
@@ -67,6 +68,8 @@ SAMPLE = """\
     "max_cudagraph_capture_size": null,
     // Sizes to compile with static shapes, at level 3.
     "compile_sizes": null,
+    // Operators, such as "graphrt_llm::attention", between which level 3 captures pieces.
+    "splitting_ops": null,
     // Whether batches without adapters get graphs of their own.
     "cudagraph_specialize_lora": true
   },

@@ -6,6 +6,7 @@ adjusted with a reason, or is an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from difflib import get_close_matches
@@ -156,6 +157,16 @@ def _as_compile_sizes(value: object) -> object:
     raise ValueError(f"integers from 1 to {MOST_TOKENS}, or {CAPTURE_SIZES!r}")
 
 
+_SPLITTING_OP = re.compile(r"\w+::\w+(\.\w+)?|\w+(\.\w+)+")
+
+
+def _check_splitting_ops(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not _SPLITTING_OP.fullmatch(name):
+            raise ValueError("ns::op, ns::op.overload, ns.op or package.callable")
+    return tuple(dict.fromkeys(names))
+
+
 def _as_tuple(value: object) -> object:
     if isinstance(value, list | tuple) and len(value) > MOST_SIZES:
         raise ValueError(f"at most {MOST_SIZES} entries")
@@ -191,6 +202,9 @@ class CompilationConfig:
       largest size.
     ``compile_sizes``: Sizes compiled with static shapes; "cudagraph_capture_sizes" means the
       captured ones.
+    ``splitting_ops``: Operators (``ns::op``, ``ns::op.overload``, ``ns.op``) or callables
+      (``package.callable``) between which level 3 captures pieces. None: the attention operators
+      of the facts; empty: no cut, so that only FULL graphs exist.
     ``cudagraph_specialize_lora``: Also capture graphs without adapters. False: such a batch uses
       the smallest LoRA graph.
     ``cudagraph_num_of_warmups``: Runs before each capture, with the same callable and on the same
@@ -206,6 +220,9 @@ class CompilationConfig:
     compile_sizes: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_compile_sizes)] = (
         None
     )
+    splitting_ops: (
+        Annotated[tuple[str, ...], _ListAsTuple, AfterValidator(_check_splitting_ops)] | None
+    ) = None
     cudagraph_specialize_lora: bool = True
     cudagraph_num_of_warmups: Annotated[int, Field(ge=0, le=MOST_WARMUPS)] = 1
 
@@ -350,7 +367,9 @@ class Facts:
       level 3.
     ``splitting``: What the compiler cuts at, at level 3: attention, only other ops, or nothing at
       all.
-    ``piecewise_available``: Whether piecewise graphs are possible. None: it follows from the two
+    ``attention_ops``: The operators that compute attention. Level 3 cuts at them unless
+      ``splitting_ops`` says where; ``splitting`` then follows from both.
+    ``piecewise_available``: Whether piecewise graphs are possible. None: it follows from the
       fields above.
     ``mode_limits``: Whatever else permits one mode only.
     ``compute_capability``: (major, minor) of the device; None where it has none.
@@ -365,6 +384,7 @@ class Facts:
     ] = field(default_factory=lambda: MappingProxyType({}))
     has_break_points: bool = True
     splitting: Literal["attention", "other", "none"] = "attention"
+    attention_ops: Annotated[tuple[str, ...], _ListAsTuple] = ()
     piecewise_available: bool | None = None
     mode_limits: Annotated[tuple[ModeLimit, ...], _ListAsTuple] = ()
     compute_capability: tuple[int, int] | None = None

@@ -59,6 +59,7 @@ class Plan:
     ``lora_padding_table``: ``lora_padding_table[n]``: the smallest captured count >= n, for n in
       0..max_loras.
     ``compile_sizes``: Sizes that are compiled for, in tokens.
+    ``splitting_ops``: Where level 3 cuts the traced graph; empty below it.
     ``capture_order``: Every key. PIECEWISE before FULL; within a mode most tokens first, then most
       adapters, then the split key before the unsplit one.
     ``ubatch``: How many micro-batches a split step has, and which batches are split.
@@ -77,6 +78,7 @@ class Plan:
     lora_counts: tuple[int, ...]
     lora_padding_table: tuple[int, ...]
     compile_sizes: tuple[int, ...]
+    splitting_ops: tuple[str, ...]
     capture_order: tuple[tuple[RuntimeMode, BatchDescriptor], ...]
     ubatch: UBatchConfig
 

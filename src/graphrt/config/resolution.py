@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import Literal
 
 from graphrt.batch import CUDAGraphMode, RuntimeMode
 from graphrt.config.options import (
@@ -40,6 +41,7 @@ MODE_FIELD = "cudagraph_mode"
 SIZES_FIELD = CAPTURE_SIZES
 MAXIMUM_FIELD = "max_cudagraph_capture_size"
 COMPILE_FIELD = "compile_sizes"
+SPLITTING_FIELD = "splitting_ops"
 DECODE_FIELD = "decode_capture_sizes"
 LORA_FIELD = "lora_capture"
 EVERY_FEW_USERS = range(1, 33)
@@ -58,6 +60,7 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
     options = config.compilation
     query_len = 1 + config.num_speculative_tokens
     level = _level(config)
+    facts, splitting_ops = _splitting(options.splitting_ops, level, facts)
     asked = options.cudagraph_mode or CUDAGraphMode.FULL_AND_PIECEWISE
     mode, adjustments = _mode(asked, level=level, query_len=query_len, facts=facts)
     capture_sizes, decode_capture_sizes, size_adjustments = _sizes(config, facts, mode, query_len)
@@ -101,6 +104,7 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
         lora_counts=lora_counts,
         lora_padding_table=padding_table(lora_counts),
         compile_sizes=_compile_sizes(config, capture_sizes, table),
+        splitting_ops=splitting_ops,
         capture_order=order,
         ubatch=config.ubatch,
     )
@@ -109,12 +113,36 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
 
 def _level(config: RuntimeConfig) -> CompilationLevel:
     """Level 3 if something was asked that only it has; else none: break points need no compiler."""
-    level, compile_sizes = config.compilation.level, config.compilation.compile_sizes
-    if level is None:
-        return CompilationLevel.PIECEWISE if compile_sizes else CompilationLevel.NO_COMPILATION
-    if compile_sizes and level is not CompilationLevel.PIECEWISE:
-        raise _problem(COMPILE_FIELD, f"{list(compile_sizes)} at level {int(level)}", "level 3")
-    return level
+    options = config.compilation
+    asked = {
+        name: list(value)
+        for name, value in (
+            (COMPILE_FIELD, options.compile_sizes),
+            (SPLITTING_FIELD, options.splitting_ops),
+        )
+        if value
+    }
+    if options.level is None:
+        return CompilationLevel.PIECEWISE if asked else CompilationLevel.NO_COMPILATION
+    if options.level is not CompilationLevel.PIECEWISE:
+        for name, values in asked.items():
+            raise _problem(name, f"{values} at level {int(options.level)}", "level 3")
+    return options.level
+
+
+def _splitting(
+    asked: tuple[str, ...] | None, level: CompilationLevel, facts: Facts
+) -> tuple[Facts, tuple[str, ...]]:
+    """The facts with what follows for ``splitting``, and where level 3 cuts."""
+    if level is not CompilationLevel.PIECEWISE:
+        return facts, ()
+    names = facts.attention_ops if asked is None else asked
+    if asked is None and not names:
+        return facts, ()
+    kind: Literal["attention", "other", "none"] = "none"
+    if names:
+        kind = "attention" if set(facts.attention_ops) <= set(names) else "other"
+    return replace(facts, splitting=kind), names
 
 
 def _mode(
@@ -241,11 +269,11 @@ def _why_decode_differs(
         return f"{batches}; no size up to {mixed[-1]} serves one, so that none has a full graph"
     if config.compilation.cudagraph_capture_sizes is None:
         return ""
-    others = [size for size in decode if size not in mixed]
+    others = sorted(set(decode) - set(mixed))
     if others:
-        return f"{batches}; sizes are rounded to {list(others)}"
+        return f"{batches}; sizes are rounded to {others}"
     if mode.mixed_mode() is RuntimeMode.NONE and decode != mixed:
-        unused = [size for size in mixed if size not in decode]
+        unused = sorted(set(mixed) - set(decode))
         return f"{batches}; {unused} would serve nothing"
     if decode[-1] < min(largest, mixed[-1]) // query_len * query_len:
         return f"{batches}; those above {decode[-1]} have no full graph"

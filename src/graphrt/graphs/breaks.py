@@ -139,6 +139,16 @@ def no_breaks() -> AbstractContextManager[ForwardContext]:
     return ForwardContext(breaks=False) if outer is None else outer.derive(breaks=False)
 
 
+@contextmanager
+def break_points_refused() -> Iterator[None]:
+    """While entered, a break point that Dynamo traces is an error of its trace."""
+    open_cuts.add(1)
+    try:
+        yield
+    finally:
+        open_cuts.add(-1)
+
+
 def forbid_in_capture(what: str) -> None:
     """Raise ``LateInitError`` while this thread records; call it where ``what`` happens.
 

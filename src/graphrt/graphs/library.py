@@ -302,7 +302,7 @@ class GraphLibrary:
             exits.callback(device.order, caller, stream)
             exits.enter_context(device.use(stream))
             device.trim()
-            exits.enter_context(ForwardContext(capture_scope=scope))
+            exits.enter_context(ForwardContext(layers=options.layers, capture_scope=scope))
             yield scope
 
     def _end_scope(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,6 +50,7 @@ class CaptureOptions:
       a static buffer declared ``written`` covers is refused, because warm-ups, eager segments and
       first replays advance it; and first replays are compared with eager. ``"none"``: neither, for
       engines that warm up and check by themselves.
+    ``layers``: What operators find as ``layers`` of the forward context, in captures and replays.
     ``weak_outputs``: True: later captures reuse the output's bytes, and the output is an alias
       that keeps nothing allocated. False: the owning tensor.
     ``resources``: Reserved, prepared and frozen around captures, see ``Resource``; workspaces are
@@ -71,6 +72,7 @@ class CaptureOptions:
     observe: Observe | None = None
     allow_escape: Sequence[str] = ()
     checks: Literal["all", "none"] = "all"
+    layers: Mapping[str, Any] | None = None
     weak_outputs: bool = True
 
     def __post_init__(self) -> None:

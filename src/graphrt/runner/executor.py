@@ -56,6 +56,8 @@ from graphrt.verify import (
     require_varied_for_memos,
 )
 
+Varying = Sequence[tuple[torch.Tensor, int, str]]
+"""Tensor, dimension, axis."""
 Inputs = Sequence[BufferSpec] | Callable[[BatchDescriptor], Sequence[BufferSpec]]
 
 
@@ -142,6 +144,7 @@ class Executor:
         self._capacity = capacity
         self.examples = examples
         self._options = options
+        self._layers = options.layers
         self._written_rows = written_rows
         self._smaller_sizes = smaller_sizes
         self._reads_padding = reads_padding
@@ -271,7 +274,7 @@ class Executor:
         if ready.check is not None:
             ready.check(step_info)
         if ready.has_eager:
-            with ForwardContext(ready.mode, ready.key, step_info):
+            with ForwardContext(ready.mode, ready.key, step_info, None, self._layers):
                 ready.program.replay()
         else:
             ready.program.replay()
@@ -301,11 +304,14 @@ class Executor:
             bound.stage(staged, values)
         for resource in self._resources:
             resource.prepare(key, step_info)
-        with torch.no_grad(), ForwardContext(RuntimeMode.NONE, key, attn_metadata=step_info):
+        with torch.no_grad(), self._context(RuntimeMode.NONE, key, step_info):
             outputs = self.fn(**bound.views)
         if self._hands_eager_out and staged is sizes:
             return outputs
         return self.outputs.bind(outputs).unpad(sizes)
+
+    def _context(self, mode: RuntimeMode, key: BatchDescriptor, step_info: Any) -> ForwardContext:
+        return ForwardContext(mode, key, step_info, None, self._layers)
 
     def _sizes_padded_to(self, values: Values, real: Sizes) -> Sizes | None:
         """The sizes of ``values`` if the caller has padded them from ``real`` to those of a key."""
@@ -345,7 +351,7 @@ class Executor:
         def run_eager() -> Any:
             with (
                 torch.no_grad(),
-                ForwardContext(RuntimeMode.NONE, key, attn_metadata=step_info),
+                self._context(RuntimeMode.NONE, key, step_info),
                 self._library.device.modes_of_recording(),
             ):
                 return self.outputs.bind(self.fn(**bound.views)).unpad(sizes)
@@ -395,7 +401,7 @@ class Executor:
                 resource.prepare(unpadded_key, step_info)
             with (
                 torch.no_grad(),
-                ForwardContext(RuntimeMode.NONE, unpadded_key, attn_metadata=step_info),
+                self._context(RuntimeMode.NONE, unpadded_key, step_info),
                 self._library.device.modes_of_recording(),
             ):
                 outputs = self.outputs.bind(self.fn(**unpadded.views)).unpad(sizes)
@@ -423,7 +429,7 @@ class Executor:
         )
 
     def _replay_compared(self, ready: ReadyGraph, sizes: Sizes, step_info: Any) -> Any:
-        with torch.no_grad(), ForwardContext(ready.mode, ready.key, attn_metadata=step_info):
+        with torch.no_grad(), self._context(ready.mode, ready.key, step_info):
             ready.program(**ready.bound.views)
         return ready.unpad(sizes)
 
@@ -535,6 +541,30 @@ class Executor:
         return f"{why}compared with {', '.join(compared)}{random}"
 
     # -- examples
+
+    def trace(self, sizes: Sizes, run: Callable[[Callable[[], Any], Varying], None]) -> None:
+        """Give ``run`` a call of ``fn`` on an example of ``sizes``, as in an eager step, and the
+        dimensions of its inputs that vary. State stays as it was."""
+        guarded = RunState(self._options.state, generators=self._generators)
+        before = guarded.save()
+        key, call = BatchDescriptor(next(iter(sizes.values()))), self._call(sizes, 0)
+        bound = self._unpadded(key, sizes)
+        bound.stage(sizes, call.values)
+        # Tensors of their own, because what they are marked with stays on them.
+        views = {name: view.view_as(view) for name, view in bound.views.items()}
+        varying = [
+            (view, dim, axis)
+            for name, view in views.items()
+            for dim, axis in enumerate(bound.specs[name].shape)
+            if isinstance(axis, str)
+        ]
+        try:
+            for resource in self._resources:
+                resource.prepare(key, call.step_info)
+            with torch.no_grad(), self._context(RuntimeMode.NONE, key, call.step_info):
+                run(partial(self.fn, **views), varying)
+        finally:
+            guarded.restore(before)
 
     def example_inputs(
         self, key: BatchDescriptor, seed: int

@@ -466,17 +466,17 @@ class _Run:
         """Compare the first replay with eager, on inputs other than those of the capture."""
         program = entry.staged or entry.valid_program
         assert program is not None, "only programs that exist are checked"
-        fn = self._callable_of(job)
+        fn, layers = self._callable_of(job), self.options.layers
 
         def run_eager() -> Any:
             args, kwargs = self._inputs(job, seed=1)
             modes = self.library.device.modes_of_recording()
-            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, job.key), modes:
+            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, job.key, layers=layers), modes:
                 return fn(*args, **kwargs)
 
         def run_replay() -> Any:
             args, kwargs = self._inputs(job, seed=1)
-            with torch.no_grad(), ForwardContext(job.mode, job.key):
+            with torch.no_grad(), ForwardContext(job.mode, job.key, layers=layers):
                 return program(*args, **kwargs)
 
         subject = f"{job.name}, {job.mode.name}, {job.key}"

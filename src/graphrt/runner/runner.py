@@ -60,6 +60,7 @@ from graphrt.runner.executor import (
     Inputs,
     ProfiledExecutor,
     ReadyGraph,
+    Varying,
 )
 from graphrt.runner.jobs import CaptureJob, capture_all
 from graphrt.runner.keys import (
@@ -143,6 +144,7 @@ class CUDAGraphRunner:
     the rest four places before each graph run; ``"always"``: everything before each; ``"off"``:
     only when ``check_externals`` asks. ``num_watched`` says how many places there are.
     ``nvtx``: put a range with mode and key around each graph or eager run, for Nsight Systems.
+    ``layers``: what operators and eager segments find in the forward context under that name.
     ``dispatcher``, ``axis_sizes``, ``smaller_sizes``: for an engine with keys of its own:
     ``dispatcher(unavailable=)`` makes what ``execute`` is given decisions of, ``axis_sizes(key)``
     says a key's padded sizes, ``smaller_sizes(mode, key)`` real sizes of batches padded to it.
@@ -178,6 +180,7 @@ class CUDAGraphRunner:
         observer: Observer | None = None,
         nvtx: bool = False,
         name: str | None = None,
+        layers: Mapping[str, Any] | None = None,
         dispatcher: Callable[..., Dispatcher] | None = None,
         axis_sizes: Callable[[BatchDescriptor], Sizes] | None = None,
         smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]] | None = None,
@@ -234,6 +237,7 @@ class CUDAGraphRunner:
             warmups=warmups,
             on_error=on_capture_error,
             observe=observe,
+            layers=layers,
         )
         self._owns_library = library is None
         self.library = library or GraphLibrary(device, observer=observer)
@@ -537,6 +541,24 @@ class CUDAGraphRunner:
             self._executor.check_first_replay(before_warmup, entry)
         finally:
             self._is_running = False
+
+    def trace(
+        self,
+        sizes: Sizes,
+        run: Callable[[Callable[[], Any], Varying], None],
+        like: Example | Values | None = None,
+    ) -> None:
+        """Give ``run`` one eager call of ``fn`` on an example of ``sizes``, before any other run.
+
+        ``run(call, varying)``: ``varying`` lists tensor, dimension and axis of the inputs.
+        Errors: ``ConfigError`` without examples and ``like``; what the call raises.
+        """
+        self._require_idle("trace")
+        if like is not None:
+            self._executor.use_examples_like(like)
+        if self._executor.examples is None:
+            raise no_examples_error()
+        self._executor.trace(sizes, run)
 
     # -- run
 

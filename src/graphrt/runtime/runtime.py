@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -26,7 +26,13 @@ from graphrt.config.options import config_error
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher, check_count
-from graphrt.errors import BatchError, ConfigError, InputMismatchError, StaticBufferError
+from graphrt.errors import (
+    BatchError,
+    ConfigError,
+    ConfigProblem,
+    InputMismatchError,
+    StaticBufferError,
+)
 from graphrt.events import Observer, RanEager, Replayed
 from graphrt.graphs import (
     BufferSpec,
@@ -38,10 +44,15 @@ from graphrt.graphs import (
     Resource,
     StaleCheck,
     StateGuard,
+    break_point,
 )
+from graphrt.graphs.breaks import break_points_refused
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
+
+if TYPE_CHECKING:
+    from graphrt.compile import Compiled, CompileReport, PieceInfo
 
 TOKENS = "tokens"
 REQUESTS = "requests"
@@ -67,9 +78,11 @@ class RuntimeReport(RunnerReport):
     ``print`` shows it as a table. Its other fields are those of ``graphrt.runner.RunnerReport``.
 
     ``resolved``: The plan, and each option that could not be used as asked.
+    ``compile``: What level 3 compiled; None below it, and before it did.
     """
 
     resolved: Resolved
+    compile: CompileReport | None = None
 
     def __str__(self) -> str:
         lines = [f"Policy {self.resolved.plan.cudagraph_mode}"]
@@ -100,13 +113,20 @@ class Runtime:
     ``state`` guards what a warm-up or verification would advance; ``may_overwrite``: tensors that
     both may overwrite where the examples point (a KV cache). Without a guard, a compared step runs
     the model twice on the same state. ``keep_alive``: tensors that kernels know by address alone.
+    ``layers``: objects by name that operators and eager segments find in the forward context.
+    ``compile_part``: the module inside ``model`` that level 3 traces; None: ``model``. Its
+    ``forward`` is replaced until ``close()``; what the model does around it stays plain Python.
+    ``op_impls``: Python functions to call in place of splitting ops, where the graph is cut: they
+    may be break points themselves. It is traced here, or by ``capture(like=...)`` without
+    ``examples``, in an eager run of the largest key's example.
     ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
     kernels that sum in another order inside a graph.
 
     A ``device`` given by name is made and closed by the runtime; one given as an object is not.
     Not thread-safe; two runtimes never share anything.
     Errors: ``ConfigError`` for what cannot be honoured, a wish beside ``config`` included;
-    ``StaticBufferError`` for an input over another axis.
+    ``StaticBufferError`` for an input over another axis; at level 3 ``CompileError`` and those
+    below it, and ``BreakError`` for a break point in what is traced.
     """
 
     def __init__(
@@ -130,6 +150,9 @@ class Runtime:
         observer: Observer | None = None,
         verify_tolerance: float | None = None,
         reads_padding: str = "",
+        layers: Mapping[str, Any] | None = None,
+        compile_part: torch.nn.Module | None = None,
+        op_impls: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         flat = {
             "mode": mode,
@@ -146,6 +169,11 @@ class Runtime:
             _check_axes(inputs)
         self._observer = observer
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
+        self._compiled: Compiled | None = None
+        self._compile_part = compile_part
+        if plan.level is CompilationLevel.PIECEWISE:
+            self._compiled = _compiled(plan, model, compile_part, op_impls)
+        fn = model if self._compiled is None or compile_part is not None else self._compiled
         self.library = GraphLibrary(
             device,
             budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
@@ -155,7 +183,7 @@ class Runtime:
         self.device = self.library.device
         try:
             self.runner = CUDAGraphRunner(
-                model,
+                fn,
                 inputs=inputs,
                 outputs=outputs,
                 capacity={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
@@ -170,6 +198,7 @@ class Runtime:
                 verify_every=config.verify_every,
                 verify_tolerance=verify_tolerance,
                 reads_padding=reads_padding,
+                layers=layers,
                 watch=config.watch,
                 on_miss=config.on_miss,
                 on_capture_error=config.on_capture_error,
@@ -181,7 +210,13 @@ class Runtime:
                 axis_sizes=partial(_axis_sizes, max_num_seqs=plan.max_num_seqs),
                 smaller_sizes=partial(_smaller_sizes, plan),
             )
+            if self._compiled is not None:
+                if compile_part is not None:
+                    compile_part.forward = self._compiled
+                if examples is not None:
+                    self._trace(self._compiled)
         except BaseException:
+            self._uncompile()
             self.library.close()
             raise
         self._execute = self.runner.execute
@@ -220,6 +255,9 @@ class Runtime:
         ``ConfigError`` for what is no key of the plan, without examples, and for ``like`` beside
         them; ``InputMismatchError`` for ``like`` that is no batch of the inputs.
         """
+        if self._compiled is not None and self._compiled.report is None and like is not None:
+            self._trace(self._compiled, like)
+        self._audit()
         self.runner.capture(keys, like=like, progress=progress)
         return self.report()
 
@@ -234,6 +272,7 @@ class Runtime:
 
         See ``CUDAGraphRunner.capture_next``; for ``first`` see ``key_for``.
         """
+        self._audit()
         return self.runner.capture_next(at_most, first=first, allow=allow)
 
     def key_for(
@@ -357,7 +396,9 @@ class Runtime:
 
         Programs that read one become invalid: their steps run eager (``INVALIDATED``) until
         ``capture()`` is called again.
+        Errors: ``GuardAuditError`` if what was replaced is a constant of the compiled code.
         """
+        self._audit()
         return self.runner.check_externals()
 
     def explain(self, subject: Subject | None = None) -> str:
@@ -371,7 +412,30 @@ class Runtime:
         """What is captured, what is not and why, and what it costs: ``print`` shows a table."""
         found = self.runner.report()
         known = {item.name: getattr(found, item.name) for item in fields(found)}
-        return RuntimeReport(resolved=self.resolved, **known)
+        compiled = None if self._compiled is None else self._compiled.report
+        return RuntimeReport(resolved=self.resolved, compile=compiled, **known)
+
+    def _trace(
+        self, compiled: Compiled, like: Example | Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Compile, in an eager run, before the first step and before what ``model`` remembers on
+        the host is noted: traces leave things there."""
+        plan = self.plan
+        sizes: Mapping[str, int] = {TOKENS: plan.max_num_seqs, REQUESTS: plan.max_num_seqs}
+        if plan.capture_order:
+            sizes = _axis_sizes(plan.capture_order[0][1], plan.max_num_seqs)
+        with break_points_refused():
+            self.runner.trace(sizes, compiled.trace, like)
+
+    def _audit(self) -> None:
+        """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
+        if self._compiled is not None:
+            self._compiled.audit(again=True)
+
+    def _uncompile(self) -> None:
+        part = self._compile_part
+        if part is not None and vars(part).get("forward") is self._compiled is not None:
+            del part.forward
 
     def close(self) -> None:
         """Retire every program, drop the buffers, release the device if this runtime made it.
@@ -381,6 +445,7 @@ class Runtime:
         """
         self.library.close()
         self.runner.close()
+        self._uncompile()
 
     def __enter__(self) -> Self:
         return self
@@ -432,13 +497,18 @@ def _resolve(
 
 def _check_built(config: RuntimeConfig, plan: Plan) -> None:
     """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
-    if plan.level is not CompilationLevel.NO_COMPILATION:
-        raise ConfigError(
-            f"compilation.level of {plan.level.name}, or compile_sizes, which ask for it",
-            expected="level 0, because a runtime compiles nothing: break points cut the model",
-            found=f"level {int(plan.level)}",
-            do="leave both out; compile the model yourself before it is given to the runtime",
-        )
+    problems = []
+    if plan.level not in (CompilationLevel.NO_COMPILATION, CompilationLevel.PIECEWISE):
+        problems.append(ConfigProblem("compilation.level", plan.level.name, "level 0 or 3"))
+    if plan.compile_sizes:
+        accepted = "none: one trace serves every size"
+        problems.append(ConfigProblem("compile_sizes", str(list(plan.compile_sizes)), accepted))
+    is_cut = any(mode is RuntimeMode.PIECEWISE for mode, _ in plan.capture_order)
+    if plan.level is CompilationLevel.PIECEWISE and is_cut and not plan.splitting_ops:
+        accepted = "names, or attention_ops in the facts: where PIECEWISE graphs end"
+        problems.append(ConfigProblem("compilation.splitting_ops", "None", accepted))
+    if problems:
+        raise config_error("Runtime", problems)
     if plan.ubatch.num_ubatches > 1:
         raise ConfigError(
             f"ubatch.num_ubatches = {plan.ubatch.num_ubatches}",
@@ -453,6 +523,37 @@ def _check_built(config: RuntimeConfig, plan: Plan) -> None:
             found=repr(config.ranks),
             do="leave it out",
         )
+
+
+def _compiled(
+    plan: Plan,
+    model: Callable[..., Any],
+    part: torch.nn.Module | None,
+    impls: Mapping[str, Callable[..., Any]] | None,
+) -> Compiled:
+    from graphrt.compile import Compiled  # Here, because it loads the compiler: seconds.
+
+    if part is not None and isinstance(part.forward, Compiled):
+        raise ConfigError(
+            "compile_part",
+            expected="a module that no other runtime compiles",
+            found="one that another runtime has compiled",
+            do="close that runtime first",
+        )
+    return Compiled(
+        model if part is None else part.forward,
+        splitting_ops=plan.splitting_ops,
+        sizes={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
+        impls=impls,
+        wrap=_as_segment,
+    )
+
+
+def _as_segment(piece: Callable[..., Any], info: PieceInfo) -> Callable[..., Any]:
+    """A splitting piece as a break point; a Python function given for its op cuts by itself."""
+    if info.kind == "captured" or info.is_plain:
+        return piece
+    return break_point(name=info.name)(piece)
 
 
 def _as_asked(field: str) -> str:

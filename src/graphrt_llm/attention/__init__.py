@@ -6,6 +6,13 @@ from graphrt_llm.attention.base import (
     AttentionMetadata,
     attend,
 )
+from graphrt_llm.attention.operator import (
+    ATTENTION_OP,
+    LAYER,
+    AttentionStep,
+    attention,
+    operator as attention_operator,
+)
 from graphrt_llm.attention.registry import (
     AttentionChoice,
     AttentionFactory,
@@ -16,13 +23,18 @@ from graphrt_llm.attention.registry import (
 )
 
 __all__ = [
+    "ATTENTION_OP",
+    "LAYER",
     "AttentionBackend",
     "AttentionChoice",
     "AttentionFactory",
     "AttentionInputs",
     "AttentionMetadata",
+    "AttentionStep",
     "attend",
+    "attention",
     "attention_backends",
+    "attention_operator",
     "choose_attention",
     "make_attention",
     "register_attention_backend",

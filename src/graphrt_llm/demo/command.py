@@ -50,6 +50,11 @@ class DTypeName(StrEnum):
     FLOAT16 = "float16"
 
 
+class Piecewise(StrEnum):
+    BREAKS = "breaks"
+    COMPILE = "compile"
+
+
 def demo(
     trace: Annotated[
         Path | None,
@@ -67,6 +72,16 @@ def demo(
     ] = LoadFormat.SAFETENSORS,
     requests: Annotated[int, typer.Option(min=1, help="First rows of the traffic.")] = 500,
     modes: Annotated[str, typer.Option(help="Policies to compare.")] = DEFAULT_MODES,
+    level: Annotated[
+        int,
+        typer.Option(
+            min=0, max=3, help="Compile level: 0, or 3, which also runs uncompiled to compare."
+        ),
+    ] = 0,
+    piecewise: Annotated[
+        Piecewise | None,
+        typer.Option(help="What cuts PIECEWISE graphs.", show_default="compile at level 3"),
+    ] = None,
     device: Annotated[
         DeviceName, typer.Option(help="auto: CUDA if present, else simulated.")
     ] = DeviceName.AUTO,
@@ -84,6 +99,12 @@ def demo(
 ) -> None:
     """Serve one traffic under several graph policies; compare tokens, graphs and times."""
     policies = parse_modes(modes)
+    if piecewise is not None and (piecewise is Piecewise.COMPILE) != (level == 3):
+        raise typer.BadParameter(
+            f"{piecewise} at level {level}: level 3 compiles and is cut at splitting ops, lower "
+            "levels are cut at break points; choose --level 3 --piecewise compile, or neither.",
+            param_hint="--piecewise",
+        )
     try:
         _require_libraries()
         # Imported here: the command line lists its commands without loading torch.
@@ -99,6 +120,7 @@ def demo(
             dtype=None if dtype is None else dtype.value,
             report=None if report == NO_REPORT else report,
             seed=seed,
+            level=level,
         )
         agreed = run(options, as_json=as_json)
     except GraphrtError as error:
@@ -154,6 +176,7 @@ def run(options: Options, *, as_json: bool) -> bool:
             prepared.load,
             tie_tolerance=prepared.tie_tolerance,
             phases=bars,
+            make_uncompiled=prepared.make_uncompiled,
         )
     report = prepared.report
     if report is not None:

@@ -24,6 +24,9 @@ TIE_TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.06, "bfloat16": 
 """By how much padding, which changes the order of sums, may change logits: some spacings of the
 dtype at the logits' size. In float64 no choice is that close in practice."""
 
+UNCOMPILED = "UNCOMPILED"
+"""The name of the run that compiled ones are compared with."""
+
 MakeEngine = Callable[[CUDAGraphMode, Observer], LLMEngine]
 
 
@@ -70,24 +73,31 @@ def compare_policies(
     *,
     tie_tolerance: float,
     phases: Phases,
+    make_uncompiled: MakeEngine | None = None,
 ) -> list[Outcome]:
     """Serve ``load`` under each of ``modes``; the first one's tokens are the reference.
+
+    ``make_uncompiled``: first serve it with such an engine, without graphs, as ``UNCOMPILED``.
 
     One engine exists at a time, so that memory holds one model and one cache.
     Errors: those of ``make_engine``, ``LLMEngine.capture`` and ``serve``.
     """
     outcomes: list[Outcome] = []
-    for mode in modes:
+    runs = [(mode.name, mode, make_engine) for mode in modes]
+    if make_uncompiled is not None:
+        runs.insert(0, (UNCOMPILED, CUDAGraphMode.NONE, make_uncompiled))
+    for name, mode, make in runs:
         metrics = StepMetrics()
-        with make_engine(mode, metrics) as engine:
+        with make(mode, metrics) as engine:
             reference = outcomes[0].tokens if outcomes else None
             outcomes.append(
-                _serve_policy(mode, engine, metrics, load, reference, tie_tolerance, phases)
+                _serve_policy(name, mode, engine, metrics, load, reference, tie_tolerance, phases)
             )
     return outcomes
 
 
 def _serve_policy(
+    name: str,
     mode: CUDAGraphMode,
     engine: LLMEngine,
     metrics: StepMetrics,
@@ -122,7 +132,7 @@ def _serve_policy(
 
     return Outcome(
         run=PolicyRun(
-            name=mode.name,
+            name=name,
             metrics=snapshot,
             capture_seconds=runtime.capture_seconds if snapshot.captures else 0.0,
             seconds=result.seconds,

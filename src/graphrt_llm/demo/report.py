@@ -40,6 +40,7 @@ def as_json(setting: Setting, outcomes: Sequence[Outcome], report: Path | None) 
         "ties": _ties(outcomes),
         "report": None if report is None else str(report),
         "modes": {name: summary.as_dict() for name, summary in summaries.items()},
+        "compiled": {o.run.name: _compiled(o.runtime.compile) for o in _compiled_ones(outcomes)},
     }
 
 
@@ -50,7 +51,13 @@ def as_page(setting: Setting, outcomes: Sequence[Outcome]) -> ReportPage:
         lead=lead(setting, outcomes),
         findings=findings(outcomes),
         runs=[outcome.run for outcome in outcomes],
-        tables=[_plans(outcomes), _adjustments(outcomes), _failures(outcomes), _settings(setting)],
+        tables=[
+            _plans(outcomes),
+            _pieces(outcomes),
+            _adjustments(outcomes),
+            _failures(outcomes),
+            _settings(setting),
+        ],
     )
 
 
@@ -77,6 +84,13 @@ def findings(outcomes: Sequence[Outcome]) -> list[str]:
         sentences.append(
             f"Prompt and output lengths were multiplied by {first.scale:.3g} to fit a context of "
             f"{first.max_request_tokens} tokens; {first.num_cut} requests were cut beyond that."
+        )
+    for outcome in _compiled_ones(outcomes)[:1]:
+        found = _compiled(outcome.runtime.compile)
+        sentences.append(
+            f"The model was traced once and cut into {found['pieces']} pieces, of which "
+            f"{found['compiled_pieces']} are compiled and {found['unique_pieces']} differ; this "
+            f"took {found['compile_seconds']:.2f} s under {outcome.run.name}."
         )
     if first.runtime.device == "simulated":
         sentences.append(
@@ -125,6 +139,32 @@ def _plans(outcomes: Sequence[Outcome]) -> TextTable:
         rows=tuple(rows),
         note="Sizes are tokens of a step. A batch is padded to the next size that has a graph.",
         is_numeric=False,
+    )
+
+
+def _compiled_ones(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.runtime.compile is not None]
+
+
+def _compiled(report: Any) -> dict[str, Any]:
+    return {
+        "pieces": len(report.pieces),
+        "compiled_pieces": report.num_compiled,
+        "unique_pieces": report.num_unique,
+        "compile_seconds": report.compilation_time,
+    }
+
+
+def _pieces(outcomes: Sequence[Outcome]) -> TextTable:
+    rows = []
+    for outcome in _compiled_ones(outcomes):
+        *counts, seconds = _compiled(outcome.runtime.compile).values()
+        rows.append(TextRow(outcome.run.name, (*map(str, counts), f"{seconds:.2f} s")))
+    return TextTable(
+        title="Compiled pieces",
+        columns=("pieces", "compiled", "unique", "compile time"),
+        rows=tuple(rows),
+        note="One trace serves every size. Pieces that are not compiled run eagerly: attention.",
     )
 
 

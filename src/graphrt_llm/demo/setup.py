@@ -6,6 +6,7 @@ Nothing is computed or written before all options are known to be good.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ class Options(NamedTuple):
     dtype: DType | None
     report: Path | None
     seed: int
+    level: int = 0
+    """Of compilation."""
 
 
 class Prepared(NamedTuple):
@@ -57,6 +60,8 @@ class Prepared(NamedTuple):
     setting: Setting
     load: Load
     make_engine: MakeEngine
+    make_uncompiled: MakeEngine | None
+    """What a compiled run is compared with."""
     tie_tolerance: float
     report: Path | None
 
@@ -96,12 +101,17 @@ def prepare(options: Options) -> Prepared:
         seed=options.seed,
     )
 
-    def make_engine(mode: CUDAGraphMode, observer: Observer) -> LLMEngine:
+    def make_engine(
+        mode: CUDAGraphMode, observer: Observer, level: int = options.level
+    ) -> LLMEngine:
         sizes: tuple[int, ...] | None = None if mode is CUDAGraphMode.NONE else CAPTURE_SIZES
         if mode is CUDAGraphMode.FULL_DECODE_ONLY:
             # Larger ones would serve nothing: such a batch has a token of each request.
             sizes = tuple(size for size in CAPTURE_SIZES if size <= MAX_NUM_SEQS)
-        compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=sizes)
+        wanted: Any = level
+        compilation = CompilationConfig(
+            level=wanted, cudagraph_mode=mode, cudagraph_capture_sizes=sizes
+        )
         asked = replace(config, runtime=replace(config.runtime, compilation=compilation))
         if options.model is None:
             return LLMEngine.tiny(asked, observer=observer)
@@ -111,6 +121,7 @@ def prepare(options: Options) -> Prepared:
         setting=Setting(trace, len(requests), model, dtype, options.seed, STEP_SECONDS),
         load=Load(requests, STEP_SECONDS, options.seed),
         make_engine=make_engine,
+        make_uncompiled=partial(make_engine, level=0) if options.level else None,
         tie_tolerance=TIE_TOLERANCE[dtype],
         report=report,
     )

@@ -7,11 +7,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """The product in ``out``, or in a new tensor."""
     if bias is None:
-        torch.mm(x, weight, out=out)
-    else:
-        torch.addmm(bias, x, weight, out=out)
+        return torch.mm(x, weight, out=out)
+    return torch.addmm(bias, x, weight, out=out)
 
 
 def norm_linear(
@@ -61,18 +61,18 @@ def rotate_and_store(
     num_rotated = num_heads - slots.shape[2]
     rotated = heads[:, :num_rotated]
     if qk_norm is None:
-        _rotate(rotated, rotation, out=rotated)
+        rotate(rotated, rotation, out=rotated)
     else:
         # The values are normalised too and dropped: a part alone would first be copied.
         normed = F.rms_norm(heads, (width,), None, eps)
-        _rotate(normed[:, :num_rotated].mul_(qk_norm), rotation, out=rotated)
+        rotate(normed[:, :num_rotated].mul_(qk_norm), rotation, out=rotated)
     kv = heads[:, num_rotated - slots.shape[2] :].view(num_tokens, 2, -1, width)
     slots.index_copy_(0, slot_mapping, kv)
 
 
-def _rotate(heads: Tensor, rotation: Tensor, out: Tensor) -> None:
-    """Write the rotated ``heads`` [tokens, num_heads, head_dim] to ``out``, perhaps the same."""
+def rotate(heads: Tensor, rotation: Tensor, out: Tensor | None = None) -> Tensor:
+    """The rotated ``heads`` [tokens, num_heads, head_dim] in ``out``, perhaps the same, or new."""
     cos, sin = rotation.unbind(1)
     half = heads.shape[-1] // 2
     swapped = torch.cat((heads[..., half:], heads[..., :half]), -1)
-    torch.mul(heads, cos, out=out).addcmul_(swapped, sin)
+    return torch.mul(heads, cos, out=out).addcmul_(swapped, sin)

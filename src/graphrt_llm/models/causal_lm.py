@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from graphrt_llm.attention import AttentionBackend, AttentionInputs, attend
+import graphrt_llm.kernels.eager as eager
+from graphrt_llm.attention import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionStep,
+    attend,
+    attention_operator,
+)
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kernels import Kernels, choose_kernels
 from graphrt_llm.model_config import ModelConfig
@@ -155,6 +162,32 @@ class DecoderLayer(nn.Module):
         kernels.norm_gate(residual, norm, self.eps, *self.gate_up.matrix, normed, gate_up, gated)
         kernels.add_linear(residual, gated, *self.down.matrix)
 
+    def functional(
+        self, residual: Tensor, rotation: Tensor, slots: Tensor, attn: AttentionInputs
+    ) -> Tensor:
+        """What ``forward`` computes, as a new tensor, for a compiler to trace.
+
+        It writes the cache's ``slots`` in place and calls attention as an operator. On a GPU in
+        half precision it differs from ``forward`` in rounding, because the kernels there do.
+        """
+        num_tokens, num_heads, width = residual.shape[0], self.num_heads, slots.shape[-1]
+        normed = F.rms_norm(residual, self.attention_norm.shape, self.attention_norm, self.eps)
+        heads = eager.linear(normed, *self.qkv.matrix).view(num_tokens, -1, width)
+        num_rotated = heads.shape[1] - slots.shape[2]
+        rotated = heads[:, :num_rotated]
+        if self.qk_norm is not None:
+            rotated = F.rms_norm(heads, (width,), None, self.eps)[:, :num_rotated] * self.qk_norm
+        heads = torch.cat((eager.rotate(rotated, rotation), heads[:, num_rotated:]), 1)
+        kv = heads[:, num_heads:].view(num_tokens, 2, -1, width)
+        slots.index_copy_(0, attn.slot_mapping, kv)
+        attended = heads.new_empty((num_tokens, num_heads, width))
+        attention_operator(heads, *attn, attended, self.index)
+        residual = _plus(residual, attended.flatten(1), *self.attention_out.matrix)
+
+        normed = F.rms_norm(residual, self.mlp_norm.shape, self.mlp_norm, self.eps)
+        gate, up = eager.linear(normed, *self.gate_up.matrix).chunk(2, -1)
+        return _plus(residual, F.silu(gate) * up, *self.down.matrix)
+
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         yield from self.qkv.checkpoint_tensors(*(f"{attn}.{part}_proj" for part in "qkv"))
@@ -250,6 +283,53 @@ class CausalLM(nn.Module):
             yield _whole("lm_head.weight", self.lm_head)
 
 
+class FunctionalLM(nn.Module):
+    """The formula of a ``CausalLM`` over one cache, which writes no tensor but the cache's.
+
+    Shares the model's parameters. What a compiler traces: once, for any number of tokens.
+    """
+
+    def __init__(self, model: CausalLM, slots: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.slots = slots
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attn: AttentionInputs, logits_indices: Tensor
+    ) -> Tensor:
+        """As ``CausalLM.forward``, inside a step that its attention has begun."""
+        model = self.model
+        residual = F.embedding(input_ids, model.embedding)
+        rotation = model.rotary.index_select(0, positions)
+        for layer, slots in zip(model.layers, self.slots, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            residual = layer.functional(residual, rotation, slots, attn)
+        last = residual.index_select(0, logits_indices)
+        normed = F.rms_norm(last, model.norm.shape, model.norm, model.config.rms_norm_eps)
+        return eager.linear(normed, model.lm_head.t(), None)
+
+
+class SplitLM(nn.Module):
+    """A ``CausalLM`` whose formula is traced, and cut at attention.
+
+    ``attention.begin`` reads the step's key and returns another structure for each kind of it, so
+    that it runs before ``traced``, in plain Python.
+    """
+
+    def __init__(self, model: CausalLM, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.attention = AttentionStep(backend)
+        self.traced = FunctionalLM(model, backend.cache.slots)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attn: AttentionInputs, logits_indices: Tensor
+    ) -> Tensor:
+        """As ``CausalLM.forward``. The forward context's ``layers`` have ``attention``."""
+        with self.attention.begun(positions, attn):
+            logits: Tensor = self.traced(input_ids, positions, attn, logits_indices)
+        return logits
+
+
 def rotary_table(config: ModelConfig) -> Tensor:
     """[max_position_embeddings, 2, 1, head_dim] float32 on the CPU: cosines, and signed sines.
 
@@ -286,6 +366,11 @@ def _matrix(
     """[in, out], of which each column is contiguous: a checkpoint's [out, in] is its transpose."""
     stored = torch.empty((out_features, in_features), dtype=dtype, device=device)
     return nn.Parameter(stored.t(), requires_grad=False)
+
+
+def _plus(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    total = torch.addmm(residual, x, weight)
+    return total if bias is None else total + bias
 
 
 def _whole(name: str, parameter: Tensor) -> CheckpointTensor:

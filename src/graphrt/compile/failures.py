@@ -1,0 +1,134 @@
+"""What Dynamo raises, and what it noticed, as errors that name the user's line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from traceback import FrameSummary
+from typing import Any
+
+from torch import fx
+from torch._dynamo import exc
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+from graphrt.compile.guards import _shown
+from graphrt.errors import (
+    BreakError,
+    CompileError,
+    GraphBreakError,
+    GraphrtError,
+    ShapeGuardError,
+    SideEffectError,
+    SideEffectWarning,
+)
+from graphrt.source import Source, is_user_file
+
+
+def translated(error: exc.TorchDynamoException) -> GraphrtError:
+    """The error to raise in place of Dynamo's."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, GraphrtError):
+        return inner
+    source = _user_line(getattr(error, "real_stack", None) or ())
+    at = f" at {source.with_text}" if source else ""
+    first, _, rest = str(error).partition("\n")
+    if "_refuse_to_cut" in rest:
+        stop = BreakError(
+            f"break point{at}",
+            expected="no break point in what level 3 compiles: it is cut at splitting ops",
+            found="one that the trace reached",
+            do="register the function as an operator and name it in splitting_ops, or use level 0",
+        )
+        stop.source = str(source)
+        return stop
+    if isinstance(error, exc.UserError) and "data-dependent expression" in first:
+        expression = first.partition("data-dependent expression ")[2].partition(" (")[0]
+        return ShapeGuardError(
+            f"branch on a size{at}",
+            expected="code that runs alike for every size, because one trace serves all of them",
+            found=f"a branch on {expression}, where u0, u1 ... are sizes that vary",
+            do="remove the branch, or put it into an operator named in splitting_ops",
+            source=str(source),
+        )
+    if isinstance(error, exc.Unsupported | exc.UserError):
+        return GraphBreakError(
+            f"graph break{at}",
+            expected="code that is traced as one graph",
+            found=first or type(error).__name__,
+            do="remove it, or put it into an operator named in splitting_ops",
+            source=str(source),
+        )
+    return CompileError(
+        f"trace{at}",
+        expected="a model that runs on the example",
+        found=f"{type(error).__name__}: {str(inner or error).strip().splitlines()[0]}",
+        do="run the model uncompiled (level 0) to see the error itself",
+        source=str(source),
+    )
+
+
+def refuse_values(nodes: Iterable[fx.Node]) -> None:
+    """Errors: ``GraphBreakError`` for a size or number that depends on the contents of a tensor,
+    because a graph that is captured would hold that of the capture."""
+    for node in nodes:
+        if node.op != "placeholder" and node.meta.get("unbacked_bindings"):
+            source = _line_of(node)
+            raise GraphBreakError(
+                f"{node.name} at {source}" if source else node.name,
+                expected="sizes and numbers that do not depend on what a tensor contains",
+                found=f"{node.target}, whose result does",
+                do="keep it on the device, or put it into an operator named in splitting_ops",
+                source=source,
+            )
+
+
+def refuse_side_effects() -> tuple[str, ...]:
+    """What the code that is traced now does beside its graph: globals that it changes are returned.
+
+    Errors: ``SideEffectError`` for everything else.
+    """
+    tracer: Any = InstructionTranslator.current_tx()
+    effects = tracer.output.side_effects
+    changed: list[str] = []
+    for variable in effects.id_to_variable.values():
+        source = getattr(variable, "source", None)
+        is_new = type(variable.mutation_type).__name__.endswith("New")
+        if source is None or is_new or not effects.is_modified(variable):
+            continue
+        name = source.name if isinstance(source.name, str) else source.name()
+        attributes = "".join(f".{a}" for a in effects.store_attr_mutations.get(variable, ()))
+        stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, ())
+        line = next(filter(None, map(_user_line, reversed(stacks))), Source())
+        at = f" at {line.with_text}" if line else ""
+        subject = f"{_shown(name)}{attributes}"
+        if name.startswith("G["):
+            changed.append(subject)
+            warnings.warn(
+                f"{subject} is changed{at}: this happens in eager runs, and in no replay",
+                SideEffectWarning,
+                stacklevel=2,
+            )
+            continue
+        raise SideEffectError(
+            f"{subject}{at}",
+            expected="compiled code that assigns no attribute and changes no container",
+            found="it does: a replay would not",
+            do="write in place, as self.buf.copy_(...), or do it before the compiled part",
+            source=str(line),
+        )
+    return tuple(changed)
+
+
+def _user_line(stack: Iterable[FrameSummary]) -> Source:
+    found = Source()
+    for frame in stack:
+        if is_user_file(frame.filename):
+            found = Source(frame.filename, frame.lineno or 0, frame.name)
+    return found
+
+
+def _line_of(node: fx.Node) -> str:
+    """The user's line in the stack that Dynamo keeps as text: its last frame."""
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    frames = [line.strip() for line in lines if line.strip().startswith("File ")]
+    return frames[-1].removeprefix("File ") if frames else ""

@@ -1,0 +1,210 @@
+"""What stands in for Dynamo's guards: checks of the arguments, and of what the trace read.
+
+Dynamo's own guards would be evaluated at every call, and are all dropped. Arguments and modes are
+compared at every call of the compiled code; what else the trace read, before each capture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphrt.errors import ContractError, GuardAuditError
+
+Axes = Mapping[int, Mapping[int, str]]
+"""By id of a tensor: its dimensions that vary, and their axes."""
+
+_HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+def environment(device_type: str) -> dict[str, object]:
+    """The modes that a trace holds as constants."""
+    autocast = torch.is_autocast_enabled(device_type)
+    return {
+        "autocast": torch.get_autocast_dtype(device_type) if autocast else None,
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+class _Tensor(NamedTuple):
+    """What an argument was when it was traced. ``sizes``: an axis where that varies."""
+
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[int | str, ...]
+    stride: tuple[int, ...] | None
+    """None: contiguous."""
+
+
+class Contract:
+    """The arguments of the traced call: every later call has to have the same but for sizes."""
+
+    def __init__(self, args: Any, kwargs: Any, axes: Axes, sizes: Mapping[str, int]) -> None:
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        paths = pytree.tree_flatten_with_path((args, kwargs))[0]
+        self._names = [_argument_name(path) for path, _ in paths]
+        self._most = dict(sizes)
+        self._leaves = [
+            _Tensor(
+                leaf.dtype,
+                leaf.device,
+                tuple(axes.get(id(leaf), {}).get(dim, n) for dim, n in enumerate(leaf.shape)),
+                None if leaf.is_contiguous() else leaf.stride(),
+            )
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._device_type = tensors[0].device.type if tensors else "cpu"
+        self._environment = environment(self._device_type)
+
+    def check(self, args: Any, kwargs: Any) -> None:
+        """Errors: ``ContractError`` with argument, expected and found."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if structure != self._structure:
+            raise _breach("arguments", str(self._structure), str(structure))
+        found: dict[str, tuple[int, str]] = {}
+        for name, expected, leaf in zip(self._names, self._leaves, leaves, strict=True):
+            if not isinstance(expected, _Tensor):
+                if leaf is not expected and not (
+                    isinstance(expected, _HOST)
+                    and type(leaf) is type(expected)
+                    and leaf == expected
+                ):
+                    raise _breach(name, repr(expected), repr(leaf))
+                continue
+            if not isinstance(leaf, torch.Tensor):
+                raise _breach(name, "a tensor", type(leaf).__name__)
+            self._check_tensor(name, expected, leaf, found)
+        now = environment(self._device_type)
+        if now != self._environment:
+            for mode, value in self._environment.items():
+                if now[mode] != value:
+                    raise _breach(mode, str(value), str(now[mode]))
+
+    def _check_tensor(
+        self, name: str, expected: _Tensor, leaf: torch.Tensor, found: dict[str, tuple[int, str]]
+    ) -> None:
+        for what, traced, now in (
+            ("dtype", expected.dtype, leaf.dtype),
+            ("device", expected.device, leaf.device),
+            ("rank", len(expected.sizes), leaf.dim()),
+        ):
+            if traced != now:
+                raise _breach(f"{what} of {name}", str(traced), str(now))
+        for dim, (wanted, size) in enumerate(zip(expected.sizes, leaf.shape, strict=True)):
+            place = f"dimension {dim} of {name}"
+            if isinstance(wanted, int):
+                if size != wanted:
+                    raise _breach(place, f"{wanted}, as it was traced", str(size))
+                continue
+            other, where = found.setdefault(wanted, (size, place))
+            if size != other:
+                raise _breach(place, f"{other} {wanted}, as dimension {where[10:]} has", str(size))
+            if not 1 <= size <= self._most[wanted]:
+                raise _breach(place, f"1 to {self._most[wanted]} {wanted}", str(size))
+        if expected.stride is None:
+            if not leaf.is_contiguous():
+                raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")
+        elif leaf.stride() != expected.stride:
+            raise _breach(f"strides of {name}", str(expected.stride), str(leaf.stride()))
+
+
+def _breach(what: str, expected: str, found: str) -> ContractError:
+    return ContractError(
+        what,
+        expected=expected,
+        found=found,
+        do="call it as it was traced, or make a runtime of its own for such calls",
+    )
+
+
+def _argument_name(path: Sequence[Any]) -> str:
+    (first, *rest) = path[1:]
+    name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key!r}"
+    return name + pytree.keystr(tuple(rest))
+
+
+class _Read(NamedTuple):
+    """One thing that the trace read."""
+
+    expression: str
+    told: tuple[str, object]
+    """How it is compared, and what it was."""
+
+
+class Audit:
+    """What the trace read besides its arguments, to be compared with what stands there now.
+
+    ``unchecked``: expressions that cannot be evaluated again, in the user's terms.
+    """
+
+    def __init__(self, guards: Iterable[Any], scope: Mapping[str, Any], globals_: Any) -> None:
+        self._scope = {**scope, "G": globals_}
+        reads = {
+            guard.name: _Read(guard.name, _told(guard.value))
+            for guard in guards
+            if guard.name and guard.has_value and not re.match(r"(args|kwargs)\b", guard.name)
+        }
+        self._reads = []
+        unchecked = []
+        for read in reads.values():
+            if self._now(read) == read.told:
+                self._reads.append((compile(read.expression, "<graphrt audit>", "eval"), read))
+            else:
+                unchecked.append(_shown(read.expression))
+        self.unchecked = tuple(unchecked)
+
+    @property
+    def num_checked(self) -> int:
+        return len(self._reads)
+
+    def check(self) -> None:
+        """Errors: ``GuardAuditError`` with the first thing that differs from the trace."""
+        for code, read in self._reads:
+            now = self._now(read, code)
+            if now != read.told:
+                raise GuardAuditError(
+                    _shown(read.expression),
+                    expected=f"{read.told[1]!r}, which the trace holds as a constant",
+                    found=repr(now[1]),
+                    do="put it back, or make another runtime, which traces the model as it is now",
+                )
+
+    def _now(self, read: _Read, code: Any = None) -> tuple[str, object]:
+        try:
+            return _told(eval(code or read.expression, self._scope))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it stands there no more
+            return "error", f"{type(error).__name__}: {error}"
+
+
+def _told(value: Any) -> tuple[str, object]:
+    if isinstance(value, _HOST):
+        return f"a {type(value).__name__}", value
+    if isinstance(value, torch.Tensor):
+        return "a tensor", (value.dtype, value.device, tuple(value.shape))
+    if isinstance(value, MethodType):
+        return "a method", (id(value.__self__), value.__func__)
+    if isinstance(value, _BY_IDENTITY):
+        return "an object", value
+    if isinstance(value, dict):
+        return type(value).__name__, tuple(map(str, value))
+    if isinstance(value, list | tuple | set | frozenset | torch.nn.ModuleList):
+        return type(value).__name__, len(value)
+    return "an object of", type(value)
+
+
+def _shown(expression: str) -> str:
+    """As the user writes it: ``model.layers.0.scale``."""
+    plain = re.sub(r"^L\['(\w+)'\]", r"\1", expression)
+    plain = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", plain)
+    return re.sub(r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", "."), plain)

@@ -1,0 +1,287 @@
+"""A traced graph, cut at splitting ops into pieces, and the function that calls them in order."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import FunctionType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+
+from graphrt.errors import SplittingOpError
+
+FIELD = "compilation.splitting_ops"
+
+# A part of these alone computes nothing that a graph would save: it joins the piece before it.
+_TRIVIAL = re.compile(
+    r"(new_|sym_)?(empty|size)(_like)?|view(_as)?|transpose|permute|(un)?squeeze|expand|select"
+    r"|narrow|chunk|split|unbind|getitem"
+)
+
+
+class PieceInfo(NamedTuple):
+    """One piece, in call order."""
+
+    number: int
+    name: str
+    """``piece 3``, or of a splitting piece the names of its ops."""
+    kind: Literal["captured", "splitting"]
+    """``splitting``: runs eagerly between graphs."""
+    is_plain: bool
+    """True if each splitting op of it is called as the Python function that was given for it."""
+    unique_id: str
+    """Equal for pieces that compute the same."""
+
+
+Wrap = Callable[[Callable[..., Any], PieceInfo], Callable[..., Any]]
+"""``wrap(piece, info)``: what is called in place of ``piece``, which takes and returns tuples."""
+
+
+class SplittingOps:
+    """The names of ``splitting_ops``, looked up. ``ns::op``, ``ns::op.overload``, ``ns.op``, or the
+    dotted path of a Python callable.
+
+    Errors: ``SplittingOpError`` for a name that stands for nothing.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._of_op: dict[tuple[str, str], str] = {}
+        self._of_function: dict[int, str] = {}
+        self._functions = []
+        for name in names:
+            op = _operator(name)
+            if op is not None:
+                self._of_op[op] = name
+            elif "::" in name:
+                raise _unknown(name, "no operator of that name is registered")
+            else:
+                function = _python_callable(name)
+                self._functions.append(function)  # Its id stays its own.
+                self._of_function[id(function)] = name
+
+    def find(self, node: fx.Node) -> str | None:
+        """The name that cuts the graph at ``node``; "" for one that torch says no graph can hold;
+        None if it is not cut."""
+        if node.op != "call_function":
+            return None
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return self._of_function.get(id(target))
+        namespace, op, *overload = str(target).split(".")
+        found = self._of_op.get((f"{namespace}::{op}", ""))
+        if found is None and overload:
+            found = self._of_op.get((f"{namespace}::{op}", overload[0]))
+        tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+        if found is None and tag is not None and tag in getattr(target, "tags", ()):
+            return ""
+        return found
+
+
+def _operator(name: str) -> tuple[str, str] | None:
+    """(``ns::op``, overload) of a registered operator. ``a.b`` may be a Python callable too."""
+    if "::" not in name and name.count(".") != 1:
+        return None
+    namespace, _, rest = name.replace("::", ".", 1).partition(".")
+    op, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    if packet is None or (overload and overload not in packet.overloads()):
+        return None
+    return f"{namespace}::{op}", overload
+
+
+def _python_callable(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _unknown(name, str(error)) from error
+    if not callable(found):
+        raise _unknown(name, f"a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _unknown(name: str, found: str) -> SplittingOpError:
+    return SplittingOpError(
+        f"{FIELD}: {name!r}",
+        expected="ns::op, ns::op.overload or ns.op of a registered operator, or package.callable",
+        found=found,
+        do="correct it, or import what registers it before the runtime is made",
+    )
+
+
+class Split(NamedTuple):
+    """The cut graph."""
+
+    pieces: tuple[PieceInfo, ...]
+    run: Callable[..., tuple[Any, ...]]
+    """The generated function: takes the graph's inputs and returns its outputs."""
+    source: str
+    """Its text."""
+    unmatched: tuple[str, ...]
+    """Splitting ops that the graph does not have."""
+
+
+def split(
+    graph: fx.GraphModule, ops: SplittingOps, impls: Mapping[str, Callable[..., Any]], wrap: Wrap
+) -> Split:
+    """Cut ``graph`` at every splitting op. ``impls``: Python functions to call in place of ops.
+
+    Order is kept; consecutive splitting ops are one piece; ``getitem`` stays with its producer.
+    Errors: ``SplittingOpError`` if there are ``ops`` and the graph has none of them.
+    """
+    parts, matched = _parts(graph, ops)
+    if ops.names and not matched:
+        raise SplittingOpError(
+            FIELD,
+            expected="at least one of them in the traced graph",
+            found=f"none of {', '.join(ops.names)}",
+            do="name the operators between which graphs are captured, or () for none",
+        )
+    part_of = {node: index for index, (_, nodes) in enumerate(parts) for node in nodes}
+    last_use = {
+        used: max(part_of.get(user, len(parts)) for user in used.users)
+        for used in graph.graph.nodes
+        if used.users
+    }
+    text = {node: f"v{index}" for index, node in enumerate(graph.graph.nodes)}
+    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    body, scope, infos = [], {}, []
+    for index, (kind, nodes) in enumerate(parts):
+        inside = set(nodes)
+        # By first use, so that alike pieces have them in one order.
+        used = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
+        inputs = [node for node in used if node not in inside]
+        outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+        names = [ops.find(node) for node in nodes]
+        module = _extract(graph, nodes, inputs, outputs, impls if kind == "splitting" else {}, ops)
+        info = PieceInfo(
+            index,
+            ", ".join(name for name in names if name) or f"piece {index}",
+            kind,
+            kind == "splitting" and all(n in impls for n in names if n is not None),
+            _structure(module, inputs),
+        )
+        infos.append(info)
+        scope[f"piece_{index}"] = wrap(module.forward, info)
+        made = "".join(f"{text[node]}, " for node in outputs)
+        call = f"piece_{index}({', '.join(text[node] for node in inputs)})"
+        body.append(f"({made}) = {call}" if outputs else call)
+        # Free what no later piece reads: an eager run then needs no more memory than uncompiled.
+        dead = [text[node] for node in inputs + outputs if last_use[node] == index]
+        body += [f"del {', '.join(dead)}"] if dead else []
+    [output] = [node for node in graph.graph.nodes if node.op == "output"]
+    results = [text[item] if isinstance(item, fx.Node) else repr(item) for item in output.args[0]]
+    body.append(f"return ({''.join(f'{result}, ' for result in results)})")
+    arguments = ", ".join(text[node] for node in given)
+    source = f"def stitched({arguments}):\n" + "".join(f"    {line}\n" for line in body)
+    unmatched = tuple(name for name in ops.names if name not in matched)
+    return Split(tuple(infos), _function(source, scope), source, unmatched)
+
+
+def _parts(
+    graph: fx.GraphModule, ops: SplittingOps
+) -> tuple[list[tuple[Literal["captured", "splitting"], list[fx.Node]]], set[str]]:
+    """The nodes of each piece in order, and the names that matched."""
+    parts: list[tuple[Literal["captured", "splitting"], list[fx.Node]]] = []
+    part_of: dict[fx.Node, list[fx.Node]] = {}
+    matched = set()
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        name = ops.find(node)
+        producer = part_of.get(node.args[0]) if node.target is operator.getitem else None
+        if producer is not None and isinstance(node.args[1], int):
+            part_of[node] = producer
+            producer.append(node)
+            continue
+        if name is not None:
+            matched.add(name)
+        kind: Literal["captured", "splitting"] = "captured" if name is None else "splitting"
+        if not parts or parts[-1][0] != kind:
+            if kind == "splitting" and len(parts) > 1 and _is_trivial(parts[-1][1]):
+                moved = parts.pop()[1]
+                parts[-1][1].extend(moved)
+                part_of.update(dict.fromkeys(moved, parts[-1][1]))
+            else:
+                parts.append((kind, []))
+        parts[-1][1].append(node)
+        part_of[node] = parts[-1][1]
+    return parts, matched
+
+
+def _is_trivial(nodes: Sequence[fx.Node]) -> bool:
+    names = (getattr(node.target, "__name__", str(node.target)) for node in nodes)
+    return all(_TRIVIAL.fullmatch(name.partition(".")[0]) for name in names)
+
+
+def _extract(
+    graph: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    impls: Mapping[str, Callable[..., Any]],
+    ops: SplittingOps,
+) -> fx.GraphModule:
+    """A module of ``nodes``, which always returns a tuple."""
+    piece = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = piece.placeholder(node.name)
+        copies[node].meta = node.meta
+    for node in nodes:
+        copies[node] = piece.node_copy(node, copies.__getitem__)
+        impl = impls.get(ops.find(node) or "")
+        if impl is not None:
+            copies[node].target = impl
+    piece.output(tuple(copies[node] for node in outputs))
+    return fx.GraphModule(graph, piece)
+
+
+def _structure(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> str:
+    """A hash of what a piece computes, without the names of its values and of symbols."""
+    symbols: dict[str, str] = {}
+    places: dict[fx.Node, str] = {}
+
+    def told(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return places[value]
+        if isinstance(value, torch.SymInt):
+            return symbols.setdefault(str(value), f"s{len(symbols)}")
+        if isinstance(value, torch.Tensor):
+            parts = (*map(told, value.shape), "|", *map(told, value.stride()))
+            return f"{value.dtype} {value.device} {' '.join(parts)}"
+        if isinstance(value, tuple | list):
+            return f"({', '.join(map(told, value))})"
+        if isinstance(value, dict):
+            return told(list(value.items()))
+        if isinstance(value, slice):
+            return f"slice{told((value.start, value.stop, value.step))}"
+        return f"{type(value).__name__} {value!r}"
+
+    lines = []
+    for index, node in enumerate(module.graph.nodes):
+        places[node] = f"%{index}"
+        target = node.target
+        if node.op == "placeholder":
+            line = told(node.meta.get("example_value"))
+        elif node.op == "get_attr":
+            constant = getattr(module, str(target))
+            line = f"{told(constant)} {constant.tolist() if constant.numel() < 1024 else target}"
+        else:
+            name = target if isinstance(target, str) else f"{target.__module__}.{target}"
+            line = f"{node.op} {name} {told(node.args)} {told(node.kwargs)}"
+        lines.append(line)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _function(source: str, scope: dict[str, Any]) -> FunctionType:
+    code = compile(source, "<graphrt stitched>", "exec")
+    exec(code, scope)
+    stitched: FunctionType = scope["stitched"]
+    return stitched

@@ -1,0 +1,460 @@
+"""Level 3 through a runtime: one trace for every size, cut at splitting ops; what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import re
+import weakref
+from array import array
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from graphrt import CompilationConfig, break_point
+from graphrt.compile import Compiled
+from graphrt.errors import (
+    BreakError,
+    CompileError,
+    ConfigError,
+    ContractError,
+    GraphBreakError,
+    GuardAuditError,
+    RecompileError,
+    ShapeGuardError,
+    SideEffectError,
+    SideEffectWarning,
+    SplittingOpError,
+)
+from graphrt_llm import LLMEngine
+from graphrt_llm.assembly import TINY_CONFIG
+from graphrt_llm.model_config import ModelConfig
+from lab import (
+    FULL,
+    MAX_REQS,
+    MAX_TOKENS,
+    PIECEWISE,
+    POLICIES,
+    WIDTH,
+    RuntimeLab,
+    assert_equal,
+    values,
+)
+
+LOG: list[int] = []
+
+
+class Formula(torch.nn.Module):
+    """One sigmoid between two products: cut at it, two compiled pieces."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.register_buffer("steps", torch.zeros(1))
+        self.scale = scale
+        self.calls = 0
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, *, x, ids, lens):
+        hidden = self.between(torch.tanh(x @ self.weight) * self.scale)
+        return {"rows": torch.sigmoid(hidden) @ self.weight + ids[:, None], "lens": lens * 2}
+
+    def between(self, hidden):
+        return hidden
+
+
+class Outer(torch.nn.Module):
+    """Python of its own around the part that is compiled."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.runs = array("q", [0])
+
+    def forward(self, **inputs):
+        self.runs[0] += 1
+        return self.part(**inputs)
+
+
+def compiled(mode: str = "PIECEWISE", model=None, ops=("torch.sigmoid",), **options) -> RuntimeLab:
+    asked = options.pop("asked", {})
+    asked["compilation"] = {"level": 3, "splitting_ops": ops, **asked.get("compilation", {})}
+    return RuntimeLab(mode, model=Formula() if model is None else model, asked=asked, **options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("has_part", [False, True])
+def test_compiled_steps_give_the_bits_of_eager_ones(policy, has_part):
+    part = Formula()
+    model, options = (Outer(part), {"compile_part": part}) if has_part else (part, {})
+    with compiled(policy, model, asked={"verify_every": 3}, **options) as lab:
+        report = lab.runtime.capture()
+        assert {entry.num_eager for entry in report.graphs if entry.mode is PIECEWISE} <= {1}
+        assert (report.compile.num_compiled, report.compile.num_unique) == (2, 2)
+        assert report.compile.unmatched_splitting_ops == ()
+        assert report.compile.compilation_time > 0
+        steps = [(n, r, False) for n in (1, 2, 3, 5, 8, 9, MAX_TOKENS) for r in (1, MAX_REQS)]
+        steps = [step for step in steps if step[1] <= step[0]]
+        outputs = []
+        for seed, step in enumerate([*steps, (3, 3, True), (4, 4, True)]):
+            mine = lab.step(*step, seed=seed)
+            outputs.append(
+                (step, seed, {k: v.clone() for k, v in mine.items()}, lab.runtime.last_decision)
+            )
+    # Closed, so that the model is its own again.
+    assert "forward" not in vars(part)
+    for (tokens, reqs, _), seed, found, decision in outputs:
+        lab.runtime = type("Ran", (), {"last_decision": decision})
+        assert_equal(found, lab.eager(tokens, reqs, seed))
+
+
+def test_engine_of_16_layers_has_33_pieces_and_3_differ():
+    config = replace(ModelConfig.tiny(), num_layers=16, architecture="Qwen3ForCausalLM")
+    compilation = CompilationConfig(
+        level=3, cudagraph_mode="FULL_AND_PIECEWISE", cudagraph_capture_sizes=[4, 8]
+    )
+    asked = replace(TINY_CONFIG, runtime=replace(TINY_CONFIG.runtime, compilation=compilation))
+    prompts = [[1, 2, 3, 4, 5], [9] * 20, [7]]
+    with LLMEngine.with_random_weights(config, asked) as engine:
+        report = engine.capture()
+        assert len(report.compile.pieces) == 33
+        assert (report.compile.num_compiled, report.compile.num_unique) == (17, 3)
+        assert report.compile.unaudited == ()
+        assert {(e.num_graphs, e.num_eager) for e in report.graphs if e.mode is PIECEWISE} == {
+            (17, 16)
+        }
+        assert {(e.num_graphs, e.num_eager) for e in report.graphs if e.mode is FULL} == {(1, 0)}
+        found = engine.generate(prompts)
+    plain = replace(
+        TINY_CONFIG,
+        runtime=replace(TINY_CONFIG.runtime, compilation=CompilationConfig(cudagraph_mode="NONE")),
+    )
+    with LLMEngine.with_random_weights(config, plain) as engine:
+        assert engine.generate(prompts) == found
+
+
+def test_runtimes_of_one_class_keep_their_own_constants():
+    found = []
+    for scale in (1.0, 2.0, 3.0):
+        lab = compiled("FULL", Formula(scale))
+        lab.runtime.capture()
+        found.append((lab, lab.step(8, 4)["rows"].clone()))
+    for lab, rows in found:
+        lab.runtime.close()
+        with torch.no_grad():
+            assert torch.equal(rows, lab.model(**values(8, 4))["rows"])
+    assert not torch.equal(found[0][1], found[1][1])
+
+
+def test_callables_beyond_dynamos_limit_are_compiled():
+    def add(number):
+        return lambda x: x + number
+
+    for number in range(10):
+        x = torch.zeros(3)
+        one = Compiled(add(number), splitting_ops=(), sizes={"tokens": 8})
+        one.trace(lambda: one(x), [(x, 0, "tokens")])  # noqa: B023  # It runs at once.
+        assert one(torch.ones(5)).tolist() == [1.0 + number] * 5
+        with pytest.raises(RecompileError):
+            one.trace(lambda: None, [])
+
+
+def test_closed_runtime_frees_what_it_compiled():
+    lab = compiled("PIECEWISE")
+    lab.runtime.capture()
+    lab.step(3, 2)
+    lab.runtime.close()
+    weight = weakref.ref(lab.model.weight)
+    del lab
+    gc.collect()
+    assert weight() is None
+
+
+def test_model_without_examples_is_compiled_by_its_real_batch():
+    with compiled("FULL", examples=None) as lab:
+        with pytest.raises(CompileError, match="before the first call"):
+            lab.step(3, 2)
+        report = lab.runtime.capture(like=values(5, 2))
+        assert report.compile.num_compiled == 2
+        lab.step(5, 2)
+        assert lab.runtime.last_decision.mode is FULL
+
+
+# -- what cannot be traced
+
+
+class AssignsBuffer(Formula):
+    def between(self, hidden):
+        self.steps = self.steps + 1  # the line
+        return hidden
+
+
+class CountsCalls(Formula):
+    def between(self, hidden):
+        self.calls += 1  # the line
+        return hidden
+
+
+class KeepsTensors(Formula):
+    def between(self, hidden):
+        self.kept.append(hidden)  # the line
+        return hidden
+
+
+class BranchesOnValues(Formula):
+    def between(self, hidden):
+        if hidden.sum() > 0:  # the line
+            return hidden
+        return -hidden
+
+
+class Prints(Formula):
+    def between(self, hidden):
+        print("here")  # the line
+        return hidden
+
+
+class ReadsValue(Formula):
+    def between(self, hidden):
+        return hidden * hidden.sum().item()  # the line
+
+
+class SelectsRows(Formula):
+    def between(self, hidden):
+        return hidden + hidden[hidden > 0].sum()  # the line
+
+
+class BranchesOnSize(Formula):
+    def between(self, hidden):
+        if hidden.shape[0] > 4:  # the line
+            return hidden
+        return -hidden
+
+
+class HasBreakPoint(Formula):
+    @break_point
+    def inside(self, hidden):
+        return hidden + 1
+
+    def between(self, hidden):
+        return self.inside(hidden)  # the line
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "told"),
+    [
+        (AssignsBuffer, SideEffectError, "steps"),
+        (CountsCalls, SideEffectError, "model.calls"),
+        (KeepsTensors, SideEffectError, "model.kept"),
+        (BranchesOnValues, GraphBreakError, "Data-dependent"),
+        (Prints, GraphBreakError, "print"),
+        (ReadsValue, GraphBreakError, "item"),
+        (SelectsRows, GraphBreakError, "contains"),
+        (BranchesOnSize, ShapeGuardError, "u0 > 4"),
+        (HasBreakPoint, BreakError, "splitting ops"),
+    ],
+)
+def test_code_that_no_trace_can_hold_names_its_line(kind, error, told):
+    model = kind()
+    with pytest.raises(error, match=told) as caught:
+        compiled(model=Outer(model), compile_part=model)
+    number = re.search(r"test_compile_runtime\.py(?::|\", line )(\d+)", caught.value.source)[1]
+    assert linecache.getline(__file__, int(number)).endswith("# the line\n")
+    assert "forward" not in vars(model)
+
+
+def test_changed_global_is_a_warning_and_in_the_report():
+    class Logs(Formula):
+        def between(self, hidden):
+            LOG.append(1)
+            return hidden
+
+    with pytest.warns(SideEffectWarning, match="LOG is changed at .*LOG.append"):
+        lab = compiled("NONE", Logs())
+    with lab:
+        assert [name.rpartition(".")[2] for name in lab.runtime.report().compile.side_effects] == [
+            "LOG"
+        ]
+
+
+def test_buffer_written_in_place_is_written_by_every_replay():
+    class Counts(Formula):
+        def between(self, hidden):
+            self.steps.add_(1)
+            return hidden
+
+    model = Counts()
+    with compiled("FULL", model, may_overwrite=[model.steps]) as lab:
+        lab.runtime.capture()
+        before = model.steps.item()
+        for _ in range(3):
+            lab.step(3, 2)
+        assert model.steps.item() == before + 3
+
+
+@pytest.mark.parametrize(
+    ("ops", "found"),
+    [
+        (["graphrt_no::such"], "no operator"),
+        (["aten::no_such"], "no operator"),
+        (["aten::add.NoSuch"], "no operator"),
+        (["torch.nn.no_such_function"], "no_such_function"),
+        (["no_module.at.all"], "no_module"),
+        (["torch.nn.functional"], "cannot be called"),
+        (["torch.cos", "aten::sin"], "none of torch.cos, aten::sin"),
+    ],
+)
+def test_splitting_op_that_is_unknown_is_named(ops, found):
+    with pytest.raises(SplittingOpError, match=found) as caught:
+        compiled(ops=ops)
+    assert "splitting_ops" in str(caught.value)
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_splitting_op_that_matches_nothing_is_reported():
+    with compiled(ops=["torch.sigmoid", "torch.cos"]) as lab:
+        assert lab.runtime.report().compile.unmatched_splitting_ops == ("torch.cos",)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_other_compile_levels_are_refused(level):
+    with pytest.raises(ConfigError, match=r"compilation\.level: level 0 or 3"):
+        RuntimeLab(asked={"compilation": {"level": level}})
+
+
+def test_options_of_later_compilers_are_refused():
+    with pytest.raises(ConfigError, match="compile_sizes: none"):
+        compiled("FULL", asked={"compilation": {"compile_sizes": [4]}})
+    with pytest.raises(ConfigError, match="where PIECEWISE graphs end"):
+        compiled(ops=None)
+    with compiled("PIECEWISE", ops=()) as lab:
+        assert lab.runtime.plan.cudagraph_mode.name == "FULL"
+
+
+# -- what stands in for guards
+
+
+def test_attribute_changed_after_the_trace_is_refused():
+    with compiled("FULL") as lab:
+        lab.runtime.capture()
+        lab.model.scale = 5.0
+        for call in (lab.runtime.capture, lab.runtime.capture_next, lab.runtime.check_externals):
+            with pytest.raises(GuardAuditError, match=r"model\.scale") as caught:
+                call()
+            assert "2.0" in caught.value.expected
+        lab.model.scale = 2.0
+        lab.runtime.check_externals()
+        lab.model.scale = 5.0
+        with pytest.raises(GuardAuditError):  # The first eager run after it.
+            lab.step(MAX_TOKENS, 2)
+
+
+@pytest.mark.parametrize("change", ["hook", "rebound", "length"])
+def test_structure_changed_after_the_trace_is_refused(change):
+    class Two(Formula):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.ReLU()])
+
+        def between(self, hidden):
+            for part in self.parts:
+                hidden = part(hidden)
+            return hidden
+
+    with compiled("NONE", Two()) as lab:
+        parts = lab.model.parts
+        if change == "hook":
+            parts[0].register_forward_hook(lambda module, args, out: out + 1)
+        elif change == "rebound":
+            parts[1] = torch.nn.Sigmoid()
+        else:
+            parts.append(torch.nn.Tanh())
+        with pytest.raises(GuardAuditError, match="parts"):
+            lab.runtime.check_externals()
+
+
+def test_call_other_than_the_traced_one_is_refused():
+    model = Formula()
+    with compiled("NONE", Outer(model), compile_part=model) as lab:
+        good = values(5, 2)
+        with torch.no_grad():
+            lab.model(**good)
+            for name, changed, told in (
+                ("x", good["x"].double(), "dtype of argument 'x'"),
+                ("x", good["x"][None], "rank of argument 'x'"),
+                ("x", good["x"][:, :2].contiguous(), "dimension 1 of argument 'x'"),
+                ("x", good["x"].t().contiguous().t(), "layout of argument 'x'"),
+                ("ids", good["ids"][:4], "dimension 0 of argument 'ids'"),
+                ("lens", torch.zeros(MAX_REQS + 1, dtype=torch.int64), "1 to 4 requests"),
+                ("lens", 3, "a tensor"),
+            ):
+                with pytest.raises(ContractError, match=told):
+                    lab.model(**{**good, name: changed})
+            with pytest.raises(ContractError, match="arguments"):
+                lab.model(**good, more=1)
+            with (
+                torch.autocast("cpu", torch.bfloat16),
+                pytest.raises(ContractError, match="autocast"),
+            ):
+                lab.model(**good)
+
+
+def test_code_left_uncompiled_is_refused():
+    model = Formula()
+    with compiled("NONE", Outer(model), compile_part=model) as lab, torch.no_grad():
+        with torch.compiler.set_stance("force_eager"), pytest.raises(RecompileError):
+            lab.model(**values(5, 2))
+        lab.model(**values(5, 2))
+
+
+def test_part_of_two_runtimes_is_refused():
+    part = Formula()
+    with (
+        compiled("NONE", Outer(part), compile_part=part),
+        pytest.raises(ConfigError, match="another runtime"),
+    ):
+        compiled("NONE", Outer(part), compile_part=part)
+    with pytest.raises(CompileError, match="compiled part"):
+        compiled("NONE", Formula(), compile_part=part)
+    assert "forward" not in vars(part)
+    with compiled("NONE", Outer(part), compile_part=part) as lab:
+        lab.step(3, 2)
+
+
+# -- the cut
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    ops=st.lists(
+        st.sampled_from(["tanh", "sigmoid", "cut", "view", "pair"]), min_size=1, max_size=9
+    )
+)
+def test_graph_cut_anywhere_computes_the_same(ops):
+    class Chain(Formula):
+        def between(self, hidden):
+            pair = hidden.unbind(1)
+            for op in ops:
+                if op == "view":
+                    hidden = hidden.view(-1, WIDTH)
+                elif op == "pair":
+                    pair = hidden.unbind(1)
+                elif op == "cut":
+                    hidden = torch.cos(hidden) + pair[-1][:, None]
+                else:
+                    hidden = getattr(torch, op)(hidden)
+            return hidden + pair[0][:, None]
+
+    with compiled("PIECEWISE", Chain(), ops=["torch.cos", "torch.sigmoid"]) as lab:
+        report = lab.runtime.capture()
+        kinds = [piece.kind for piece in report.compile.pieces]
+        assert all(a != b for a, b in pairwise(kinds))
+        found = {k: v.clone() for k, v in lab.step(8, 2).items()}
+    with torch.no_grad():
+        assert_equal(
+            found, {"rows": lab.model(**values(8, 2))["rows"], "lens": values(8, 2)["lens"] * 2}
+        )
