@@ -334,7 +334,7 @@ MUTANTS = [
     Mutant(
         "rounded decode sizes are not said",
         "graphrt/config/resolution.py",
-        "others = [size for size in decode if size not in mixed]",
+        "others = sorted(set(decode) - set(mixed))",
         "others: list[int] = []",
         "pure/test_plan_limits.py",
     ),

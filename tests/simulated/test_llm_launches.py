@@ -23,18 +23,19 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = LLMEngine.tiny(engine_config("NONE", overlap=True))
-        self.filled_by: dict[int, Any] = {}
+        self.filled_by: dict[int, tuple[Any, Any]] = {}
+        """By id, each memory and the batch that last filled it: held, so that no id comes again."""
         self.num_fills = self.num_waits = 0
         fill, stage = HostInputs.fill, Sampler._stage
         synchronize = self.engine._device.synchronize
 
         def watched_fill(inputs: HostInputs, batch: Any, table: Any) -> Any:
-            self.fills(id(inputs), batch)
+            self.fills(inputs, batch)
             self.batch = batch
             return fill(inputs, batch, table)
 
         def watched_stage(sampler: Sampler, *args: Any) -> Any:
-            self.fills(id(args[-1][0]), self.batch)
+            self.fills(args[-1][0], self.batch)
             return stage(sampler, *args)
 
         def watched_wait(*args: Any) -> None:
@@ -45,10 +46,11 @@ class Watched:
         monkeypatch.setattr(Sampler, "_stage", watched_stage)
         monkeypatch.setattr(self.engine._device, "synchronize", watched_wait)
 
-    def fills(self, memory: int, batch: Any) -> None:
-        pending = [id(step.batch) for step in self.engine._in_flight]
-        assert self.filled_by.get(memory) not in pending, "the device still reads it"
-        self.filled_by[memory] = id(batch)
+    def fills(self, memory: Any, batch: Any) -> None:
+        _, last = self.filled_by.get(id(memory), (None, None))
+        pending = [step.batch for step in self.engine._in_flight]
+        assert not any(last is batch for batch in pending), "the device still reads it"
+        self.filled_by[id(memory)] = memory, batch
         self.num_fills += 1
 
 
