@@ -12,7 +12,7 @@ from torch import nn
 VOCAB, WIDTH, LAYERS = 64, 32, 2
 BLOCK, MAX_BLOCKS = 4, 8  # tokens in a block, blocks of a sequence
 MAX_SEQS, MAX_TOKENS = 8, 64  # of one step
-NUM_BLOCKS = 1 + MAX_SEQS * MAX_BLOCKS  # block 0 is nobody's: padding is written there
+NUM_BLOCKS = 1 + MAX_SEQS * MAX_BLOCKS  # no request has block 0: padding is written there
 
 
 @dataclass

@@ -467,7 +467,9 @@ class _Run:
             missing = self.runner.missing()
             self.watch.status = {k: missing.get(k, Reason.HIT) for k in self.runner.keys}
             self.watch.problem = None
-            self.eager.hidden.copy_(self.model.hidden)  # Nobody said that captures advance it.
+            self.eager.hidden.copy_(
+                self.model.hidden
+            )  # Captures advance it, because it is neither guarded nor declared.
             # A later part of a capture may drop a memo that a run made; it is made again.
             self.eager.memo = copy.deepcopy(self.model.memo)
             return

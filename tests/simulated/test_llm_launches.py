@@ -24,7 +24,8 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = LLMEngine.tiny(engine_config("NONE", overlap=True))
         self.filled_by: dict[int, tuple[Any, Any]] = {}
-        """By id, each memory and the batch that last filled it: held, so that no id comes again."""
+        """By id, each memory and the batch that last filled it. Both are kept alive, because Python
+        gives the id of a freed object to another."""
         self.num_fills = self.num_waits = 0
         fill, stage = HostInputs.fill, Sampler._stage
         synchronize = self.engine._device.synchronize
