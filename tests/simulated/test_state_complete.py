@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -642,3 +643,40 @@ def test_what_others_change_between_runs_is_left_alone() -> None:
     with snapshot.restored():
         assert (model.plan, model.memo) == ("prepared", None)
     assert model.memo == "prepared"
+
+
+LIBRARY = """
+_WORKSPACES = {}
+
+def workspace(name):
+    return _WORKSPACES.setdefault(name, [0.0])
+
+class Kernel:
+    def __call__(self, x):
+        return x + workspace("sum")[0]
+"""
+
+
+def test_installed_object_set_later_keeps_its_package_foreign(tmp_path, monkeypatch) -> None:
+    """What a package keeps for itself is no memo of the model, whenever its object comes in."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(LIBRARY)
+    (tmp_path / "kernels-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    library = importlib.import_module("kernels")
+
+    class Model(torch.nn.Module):
+        kernel = None
+
+        def forward(self, x):
+            if self.kernel is None:
+                self.kernel = library.Kernel()
+                return x
+            return self.kernel(x)
+
+    model = Model()
+    host = HostSnapshot(model)
+    for _ in range(2):
+        with host.run(is_first=True):
+            model(torch.ones(2))
+    assert host.changed() == ("kernel",)

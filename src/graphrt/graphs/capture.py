@@ -29,6 +29,7 @@ from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_
 from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
 from graphrt.graphs.library import Generation, GraphLibrary
 from graphrt.graphs.program import GraphMemory, Program
+from graphrt.graphs.reachable import Place
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
@@ -151,7 +152,7 @@ def _make_program(
     options: CaptureOptions,
     before: tuple[set[Block], MemoryReading],
     reads: Reads,
-    frozen: Mapping[tuple[int, Any], Any],
+    frozen: Sequence[Place],
 ) -> Program:
     """Make the program of what was recorded, in no generation yet. Errors leave no graph."""
     device, pool = library.device, generation.pool

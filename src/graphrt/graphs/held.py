@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -108,11 +109,12 @@ class Reads:
     """
 
     __slots__ = (
+        "_boxes",
         "_later",
-        "_link_looks",
+        "_links_look",
         "_named",
-        "_probes",
         "_sizes",
+        "_tensors_look",
         "_touched",
         "breaks",
         "links",
@@ -164,11 +166,12 @@ class Reads:
             place for place in links if place.path in used or issubclass(type(place.value), _CODE)
         )
         """What leads to both: objects, containers, functions."""
-        self._link_looks = [probe for place in self.links for probe in probes_of(place)]
+        self._links_look = Looks(self.links)
         self.prepared = frozenset(prepared_names)
         """Names of what resources own."""
-        self._sizes = [(box, len(box)) for item in found.objects.values() for box in _boxes(item)]
-        self._probes = [probe for item in self.tensors for probe in probes_of(item)]
+        self._boxes = [box for item in found.objects.values() for box in _boxes(item)]
+        self._sizes = list(map(len, self._boxes))
+        self._tensors_look = Looks(self.tensors)
         self._touched: dict[tuple[int, bool], HeldTensor] = {}
         self._named = {_id_held(item) for item in tensors}
 
@@ -178,31 +181,35 @@ class Reads:
             self.target is target
             and self.breaks == breaks
             and self.has_same_links()
-            and all(len(box) == size for box, size in self._sizes)
-            and all(map(is_as_it_was, self._probes))
+            and list(map(len, self._boxes)) == self._sizes
+            and self._tensors_look.find_nothing_new()
         )
 
-    def read_values(self) -> dict[tuple[int, Any], Any]:
-        """The host values as they are now, by owner and name."""
-        return {(id(place.owner), place.name): place.read() for place in self.values}
+    def read_values(self) -> list[Place]:
+        """The host values as they are now."""
+        return [
+            place if (value := place.read()) is place.value else place._replace(value=value)
+            for place in self.values
+        ]
 
-    def values_since(self, before: Mapping[tuple[int, Any], Any]) -> list[Place]:
+    def values_since(self, before: Sequence[Place]) -> list[Place]:
         """The host values as they are now, of those that ``read_values`` saw alike.
 
         What a recording changes (a counter) or sets is none that its graph depends on.
         """
-        same = []
-        for place in self.values:
-            value = place.read()
-            known = before.get((id(place.owner), place.name), before)
-            now = place if value is place.value else place._replace(value=value)
-            if known is value or (known is not before and is_same_value(now, known)):
-                same.append(now)
-        return same
+        now = self.read_values()
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return now
+        known = {(id(place.owner), place.name): place.value for place in before}
+        return [
+            place
+            for place in now
+            if is_same_value(place, known.get((id(place.owner), place.name), known))
+        ]
 
     def has_same_links(self) -> bool:
         """True if every object that was followed still stands where it stood."""
-        return all(map(is_as_it_was, self._link_looks))
+        return self._links_look.find_nothing_new()
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
@@ -291,10 +298,36 @@ class Probe(NamedTuple):
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 
 
-def is_as_it_was(probe: Probe) -> bool:
-    """True only if the same object stands there, a tensor as it was."""
-    get, box, name, value, detail_of, detail, _ = probe
-    return get(box, name) is value and (detail_of is None or detail_of(value) == detail)
+class Looks:
+    """Looks at many places in one go, because a call for each would cost ten times as much."""
+
+    def __init__(self, items: Iterable[HeldTensor | Place]) -> None:
+        self._by_getter: dict[Any, tuple[list[Any], list[Any], list[Any]]] = {}
+        """Boxes, names and what stands there."""
+        self._by_detail: dict[Any, tuple[list[Any], list[Any]]] = {}
+        """Tensors, and what is told of each."""
+        for item in items:
+            last: Probe | None = None
+            for probe in probes_of(item):
+                if last is None or probe.get is not last.get or probe.box is not last.box:
+                    columns = self._by_getter.setdefault(probe.get, ([], [], []))
+                    for column, field in zip(columns, probe[1:4], strict=True):
+                        column.append(field)
+                if probe.detail_of is not None:
+                    tensors, details = self._by_detail.setdefault(probe.detail_of, ([], []))
+                    tensors.append(probe.value)
+                    details.append(probe.detail)
+                last = probe
+
+    def find_nothing_new(self) -> bool:
+        """True only if the same object stands at each place, a tensor as it was."""
+        return all(
+            all(map(is_, map(get, boxes, names), values))
+            for get, (boxes, names, values) in self._by_getter.items()
+        ) and all(
+            list(map(detail_of, tensors)) == details
+            for detail_of, (tensors, details) in self._by_detail.items()
+        )
 
 
 def probes_of(item: HeldTensor | Place) -> list[Probe]:

@@ -14,16 +14,25 @@ import functools
 import gc
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate, chain
-from operator import is_
+from itertools import accumulate, chain, compress, count
+from operator import is_, is_not
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal
 
 import torch
 
-from graphrt.graphs.reachable import MISSING, Place, attributes_of, is_host_scalar, reach
+from graphrt.graphs.reachable import (
+    MISSING,
+    Place,
+    attributes_of,
+    is_host_scalar,
+    reach,
+    read_attribute,
+    read_cell,
+    read_global,
+)
 from graphrt.graphs.values import tensors_of
 
 # The containers of a module that hold its parts; those of hooks are the caller's business.
@@ -42,7 +51,7 @@ Kind = Literal["object", "container", "cell", "global", "class", "slot"]
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("first", "keys", "kind", "name", "path", "target", "values")
+    __slots__ = ("first", "get", "keys", "kind", "name", "path", "target", "values")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
@@ -51,21 +60,15 @@ class _Held:
         self.kind: Kind = kind
         self.name = name
         """Of a single variable or attribute; other names in ``target`` are not looked at."""
+        self.get: Callable[[Any, Any], Any] | None = _GETTERS.get(kind)
+        """Reads the one under ``name``, or ``MISSING``."""
         self.keys, self.values = self.first = self.read()
 
     def read(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What it holds now: keys (or indices) and values."""
         target = self.target
-        if self.kind == "cell":
-            try:
-                return (self.name,), (target.cell_contents,)
-            except ValueError:  # a variable that is not assigned
-                return (), ()
-        if self.name is not None:
-            own = target if self.kind == "global" else attributes_of(target)
-            value = own.get(self.name, MISSING)
-            if self.kind == "slot":
-                value = Place("", target, self.name, "attribute", None).read()
+        if self.get is not None:
+            value = self.get(target, self.name)
             return ((), ()) if value is MISSING else ((self.name,), (value,))
         if isinstance(target, dict):
             methods = _dict_type(target)
@@ -76,7 +79,9 @@ class _Held:
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
         target, values = self.target, self.values
-        if type(target) is dict and self.name is None:
+        if self.get is not None:
+            return self.get(target, self.name) is (values[0] if values else MISSING)
+        if type(target) is dict:
             return (
                 len(target) == len(values)
                 and all(map(is_, target.values(), values))
@@ -143,6 +148,14 @@ class _Held:
         return f"{self.path}.{key}" if self.path else str(key)
 
 
+_GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
+    "cell": read_cell,
+    "global": read_global,
+    "slot": read_attribute,
+    "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
+}
+
+
 def _dict_type(target: dict[Any, Any]) -> Any:
     """The class whose methods read and write it, without those of a user's subclass."""
     return OrderedDict if isinstance(target, OrderedDict) else dict
@@ -207,15 +220,19 @@ class HostSnapshot:
     def __init__(self, runnable: object) -> None:
         self.runnable = runnable
         self._dicts: list[_Held] = []
+        self._named: list[_Held] = []
+        """Single variables and attributes."""
         self._others: list[_Held] = []
         self._empty: list[_Held] = []
         """Containers that have held nothing so far."""
         self._empty_targets: list[Any] = []
-        self._flat: tuple[list[Any], list[int], list[Any]] | None = None
-        """Targets, lengths and values of all ``_dicts``: compared in one go, which is fast."""
+        self._flat: tuple[list[Any], list[int], list[Any], list[Any]] | None = None
+        """Targets, lengths and values of all ``_dicts``, and how each single variable is read:
+        compared in one go, which is fast."""
         self._known: set[tuple[int, Any]] = set()
         self._entered: dict[int, Any] = {}
         """Objects that were walked, by id: what is set later mostly leads back to them."""
+        self._home: Collection[str] = ()
         self._caches: list[tuple[_Held, Any, Any, int]] = []
         """Holder and key of each ``functools`` cache, it, and its misses so far."""
         self._ran: set[tuple[int, Any]] | None = None
@@ -231,7 +248,8 @@ class HostSnapshot:
 
     def _adopt(self, path: str, value: Any) -> None:
         """Add everything that ``value`` reaches and that is not in it yet."""
-        reached = reach(value, known=self._entered)
+        reached = reach(value, known=self._entered, home=self._home)
+        self._home = reached.home
         prefix = f"{path}." if path else ""
         for name, found in reached.objects.items():
             joined = path + name if name.startswith("[") else prefix + name
@@ -304,7 +322,7 @@ class HostSnapshot:
 
     def _keep(self, held: _Held) -> None:
         is_plain = held.kind == "object" and type(held.target) is dict
-        (self._dicts if is_plain else self._others).append(held)
+        (self._named if held.get else self._dicts if is_plain else self._others).append(held)
         for key, value in zip(held.keys, held.values, strict=True):
             if type(value) is _CACHE:
                 self._caches.append((held, key, value, value.cache_info().misses))
@@ -320,22 +338,29 @@ class HostSnapshot:
             self._flat = None
             for held in filled:
                 self._keep(held)
-        touched = [held for held in self._others if not held.is_untouched()]
         if self._flat is None:
             self._flat = (
                 [held.target for held in self._dicts],
                 [len(held.values) for held in self._dicts],
                 [value for held in self._dicts for value in held.values],
+                [
+                    (held, held.get, held.target, held.name, (*held.values, MISSING)[0])
+                    for held in self._named
+                ],
             )
-        targets, lengths, values = self._flat
+        targets, lengths, values, named = self._flat
+        touched = [held for held in self._others if not held.is_untouched()]
+        touched += [
+            held for held, get, target, name, value in named if get(target, name) is not value
+        ]
         if list(map(len, targets)) != lengths:
             touched += [held for held in self._dicts if not held.is_untouched()]
             return touched
-        same = list(map(is_, chain.from_iterable(map(dict.values, targets)), values))
-        if not all(same):
-            # Few are: to ask each one would cost more than to find them.
+        now = chain.from_iterable(map(dict.values, targets))
+        places = list(compress(count(), map(is_not, now, values)))
+        if places:
+            # Few are: to ask each dict would cost more than to find those that hold them.
             ends = list(accumulate(lengths))
-            places = (place for place, is_same in enumerate(same) if not is_same)
             touched += [
                 self._dicts[n] for n in dict.fromkeys(bisect_right(ends, p) for p in places)
             ]
@@ -370,7 +395,7 @@ class HostSnapshot:
         """What differs from the snapshot, as of the last ``_sync``."""
         return [
             _Change(held, held.first, (held.keys, held.values))
-            for held in (*self._dicts, *self._others)
+            for held in (*self._dicts, *self._named, *self._others)
             if held.first[1] is not held.values
         ]
 
@@ -379,7 +404,8 @@ class HostSnapshot:
 
         ``only_tensors``: where tensors are now.
         """
-        self._note_between()
+        if self._ran is None:
+            self._sync()
         names = [
             change.held.name_of(key)
             for change in self._since_first()
@@ -469,17 +495,21 @@ class HostSnapshot:
         if not (self._advancing or memos):
             return
         self._note_between()
+        is_put_back = False
         for change in self._since_first():
             held = change.held
-            if _is_in(self._advancing, held, _ALL):
-                held.write(*held.first)
-                continue
-            change.put_back(
+            keys = [
                 key
                 for key in change.keys
                 if _is_in(self._advancing, held, key) or (memos and self._is_of_a_run(held, key))
-            )
-        self._sync()
+            ]
+            if is_whole := _is_in(self._advancing, held, _ALL):
+                held.write(*held.first)
+            else:
+                change.put_back(keys)
+            is_put_back = is_put_back or is_whole or bool(keys)
+        if is_put_back:
+            self._sync()
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ import dis
 import functools
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import (
@@ -104,21 +104,28 @@ class Reach(NamedTuple):
     """Every object that was entered, by path: modules, plain objects, containers, functions."""
     is_complete: bool
     """False: there were more than ``MAX_OBJECTS`` objects."""
+    home: Collection[str]
+    """Packages whose code is the callable's own: its own, and those of its modules."""
 
 
 def reach(
-    target: object, *, breaks: bool = True, known: Mapping[int, Any] = MappingProxyType({})
+    target: object,
+    *,
+    breaks: bool = True,
+    known: Mapping[int, Any] = MappingProxyType({}),
+    home: Collection[str] = (),
 ) -> Reach:
     """Walk everything ``target`` reaches. ``breaks`` False: not what break points alone reach.
-    ``known``: objects by id that are not entered.
+    ``known``: objects by id that are not entered. ``home``: of the walk that ``target`` continues,
+    because what a callable keeps of an installed package does not make that package its own.
 
     It costs about a microsecond for each place. The result keeps alive all that it names.
     """
     call: Any = target
     while isinstance(call, functools.partial):
         call = call.func
-    home = {_package_of(call), _package_of(type(getattr(call, "__self__", call)))}
-    walk = _Walk(breaks, home, known)
+    own = {_package_of(call), _package_of(type(getattr(call, "__self__", call)))}
+    walk = _Walk(breaks, set(home) or own, known)
     reached = walk.run(target)
     if walk.skipped & walk.home:  # A module of a package was found after other code of it.
         reached = _Walk(breaks, walk.home, known).run(target)
@@ -270,14 +277,14 @@ def _read_length(owner: Any, _: object) -> int:
     return len(entries_of(owner))
 
 
-def _read_cell(owner: CellType, _: str) -> Any:
+def read_cell(owner: CellType, _: str) -> Any:
     try:
         return owner.cell_contents
     except ValueError:  # a variable that is not assigned
         return MISSING
 
 
-def _read_global(owner: Mapping[str, Any], name: str) -> Any:
+def read_global(owner: Mapping[str, Any], name: str) -> Any:
     return owner.get(name, MISSING)
 
 
@@ -294,8 +301,8 @@ _READ = {
     "item": _read_item,
     "element": _read_element,
     "length": _read_length,
-    "cell": _read_cell,
-    "global": _read_global,
+    "cell": read_cell,
+    "global": read_global,
     "default": _read_default,
 }
 
@@ -501,7 +508,7 @@ class _Walk:
         for places in self._unnamed.values():
             self._places += [place for place in places if place.kind != "member"]
         self._add_asked()
-        return Reach(tuple(self._places), self._objects, is_complete=not self._stack)
+        return Reach(tuple(self._places), self._objects, not self._stack, self.home)
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -719,7 +726,7 @@ class _Walk:
             return
         if function.__closure__:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
-                self._add(Place(name, cell, name, "cell", _read_cell(cell, name)))
+                self._add(Place(name, cell, name, "cell", read_cell(cell, name)))
         if function.__defaults__ or function.__kwdefaults__:
             for name, value in _defaults_of(function):
                 self._add(Place(name, function, name, "default", value))
