@@ -119,6 +119,47 @@ def test_difference_of_nan_makes_the_largest_unknown() -> None:
         assert math.isnan(compare(expected, actual).max_abs_difference)
 
 
+SHORT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def logits(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(20, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@SHORT
+def test_compare_of_short_floats_forgives_single_elements(dtype: torch.dtype) -> None:
+    expected, tolerance = logits(dtype), {dtype: 0.1}
+    actual = expected.clone()
+    actual[7, 5] += 3
+    assert compare(expected, actual, tolerance=tolerance).is_equal
+    assert compare(expected, expected * 1.08, tolerance=tolerance).is_equal
+    assert not compare(expected, expected * 1.2, tolerance=tolerance).is_equal
+
+
+@SHORT
+@pytest.mark.parametrize("wrong", [0.0, NAN, math.inf, "another row"])
+def test_compare_of_short_floats_finds_one_wrong_row(dtype: torch.dtype, wrong: Any) -> None:
+    expected, tolerance = logits(dtype), {dtype: 0.1}
+    actual = expected.clone()
+    actual[7] = expected[6] if wrong == "another row" else wrong
+    (difference,) = compare(expected, actual, tolerance=tolerance).differences
+    assert difference.first_index is not None
+    assert difference.first_index[0] == 7
+    assert difference.num_differing <= 1000
+
+
+def test_compare_of_short_floats_takes_any_size_and_shape() -> None:
+    tolerance = {torch.bfloat16: 0.1}
+    huge = torch.full((3, 4), 1e30, dtype=torch.bfloat16)
+    assert compare(huge, huge * 1.05, tolerance=tolerance).is_equal
+    assert not compare(huge, huge * 1.5, tolerance=tolerance).is_equal
+    one = torch.tensor(1.0, dtype=torch.bfloat16)
+    assert compare(one, one * 1.05, tolerance=tolerance).is_equal
+    assert not compare(one, one * 1.5, tolerance=tolerance).is_equal
+    zero = torch.zeros(2, dtype=torch.bfloat16)
+    assert not compare(zero, zero + 1, tolerance=tolerance).is_equal
+
+
 def test_compare_of_host_values_wants_equal_type_and_value() -> None:
     assert compare((1, "a", None, NAN), (1, "a", None, NAN)).is_equal
     assert not compare(1, True).is_equal
