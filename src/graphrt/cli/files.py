@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.config import Facts, RuntimeConfig
-from graphrt.config.options import config_error, shown, unknown_key
+from graphrt.config.checked import config_error, shown, unknown_key
 from graphrt.dispatch import CUDAGraphDispatcher
 from graphrt.errors import BatchError, ConfigError, ConfigProblem
 from graphrt.files import open_regular, parse_json, read_at_most

@@ -22,7 +22,7 @@ from graphrt.config import (
     RuntimeConfig,
     resolve,
 )
-from graphrt.config.options import config_error
+from graphrt.config.checked import config_error
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher, check_count
