@@ -147,7 +147,7 @@ class CompilePlan:
 
         Those are callables without ``uuid()`` and without text of their own.
         """
-        return unhashable({**self.inductor_compile_config, **self.inductor_passes})
+        return unhashable(self.inductor_compile_config) + unhashable(self.inductor_passes)
 
     def compute_hash(self) -> str:
         """SHA-256 of what changes compiled code, the same in every process.
