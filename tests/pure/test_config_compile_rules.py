@@ -263,6 +263,9 @@ def test_sequence_parallelism_drops_sizes_that_ranks_cannot_share() -> None:
     assert found[-1] == ("cudagraph_capture_sizes", (1, 2, 4, 15), (2, 4))
     sizes = resolved(TWO, **asked).plan.capture_sizes
     assert sizes[:4] == (2, 4, 8, 16)
+    asked["cudagraph_mode"] = "FULL_DECODE_ONLY"
+    config = RuntimeConfig(compilation=CompilationConfig(**asked), num_speculative_tokens=2)
+    assert resolve(config, TWO).plan.decode_capture_sizes[:3] == (6, 12, 24)
     assert "cudagraph_capture_sizes" in problems_of(TWO, cudagraph_capture_sizes=[1, 3], **asked)
     assert "max_cudagraph_capture_size" in problems_of(TWO, max_cudagraph_capture_size=1, **asked)
 

@@ -29,6 +29,8 @@ class Double(CustomOp):
 
 @CustomOp.register("test_halve")
 class Halve(CustomOp):
+    optimized_for = ("cpu",)
+
     def forward_native(self, x):
         return x / 2
 
