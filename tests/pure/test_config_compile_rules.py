@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 
 from graphrt import CUDAGraphMode
 from graphrt.config import CompilationConfig, CompilePlan, Facts, Resolved, RuntimeConfig, resolve
+from graphrt.config.unbuilt import unbuilt
 from graphrt.errors import ConfigError, ConfigWarning
 
 Case = tuple[RuntimeConfig, Facts, Resolved]
@@ -423,3 +425,37 @@ def test_pass_without_text_of_its_own_is_not_hashable() -> None:
     hook = {"hook": bound, "option": [1]}
     found = plan(level=3, use_inductor=True, inductor_compile_config=hook).unhashable_passes
     assert found == ("hook",)
+
+
+# --- What a runtime refuses
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_refused"),
+    [
+        ({"level": 0}, False),
+        ({"level": 2}, False),
+        ({"level": 2, "backend": "inductor"}, True),
+        ({"level": 3, "backend": "inductor"}, False),
+        ({"level": 3, "backend": "inductor", "splitting_ops": []}, True),
+        ({"level": 3, "backend": "a.b", "splitting_ops": ["a::b"]}, True),
+        ({"level": 3, "splitting_ops": []}, False),
+        ({"level": 3, "pass_config": {"enable_attn_fusion": True}}, True),
+        ({"level": 3, "use_inductor_graph_partition": True}, True),
+    ],
+)
+def test_attention_inside_compiled_code_must_write_its_cache(
+    asked: dict[str, Any], is_refused: bool
+) -> None:
+    facts = Facts(attention_ops=ATTENTION, device="cuda")
+    if "backend" not in asked and "use_inductor_graph_partition" not in asked:
+        asked = {**asked, "backend": "eager"} if asked["level"] else asked
+
+    def refused(facts: Facts) -> bool:
+        found = resolved(facts, **asked)
+        problems = unbuilt(found.config.compilation, found.compile)
+        return any(item.field == "compilation.splitting_ops" for item in problems)
+
+    assert refused(facts) is is_refused
+    assert not refused(replace(facts, attention_writes_cache=True))
+    assert not refused(replace(facts, attention_ops=()))

@@ -226,6 +226,7 @@ def compile_plan(
         backend=settled.backend,
         splitting_ops=splitting_ops,
         attention_ops=facts.attention_ops,
+        attention_writes_cache=facts.attention_writes_cache,
         ranges=ranges,
         sizes=sizes,
         dynamic_shapes=options.dynamic_shapes,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
-from graphrt.config.compilation import CompilationLevel, PassConfig, hash_of, unhashable
+from graphrt.config.compilation import PASS_FLAGS, CompilationLevel, PassConfig, hash_of, unhashable
 from graphrt.config.options import RuntimeConfig, UBatchConfig
 
 # Checked before a table is built.
@@ -104,6 +104,7 @@ class CompilePlan:
       dotted path. Empty at level 0 only.
     ``splitting_ops``: Where level 3 cuts the traced graph; empty below it.
     ``attention_ops``: The operators that compute attention, as the facts name them.
+    ``attention_writes_cache``: Whether these write the cache that they read.
     ``ranges``: (first, last) size of each range that level 3 compiles for; last None: no limit.
       Ascending, without holes, the first from 1. Empty below level 3.
     ``sizes``: Sizes compiled with static shapes besides, ascending.
@@ -123,6 +124,7 @@ class CompilePlan:
     backend: str
     splitting_ops: tuple[str, ...]
     attention_ops: tuple[str, ...]
+    attention_writes_cache: bool
     ranges: tuple[tuple[int, int | None], ...]
     sizes: tuple[int, ...]
     dynamic_shapes: Literal["auto", "unbacked", "backed"]
@@ -140,6 +142,16 @@ class CompilePlan:
     def attention_is_split(self) -> bool:
         """Whether the cut leaves every attention operator outside the pieces."""
         return bool(self.attention_ops) and has_all(self.splitting_ops, self.attention_ops)
+
+    @property
+    def moves_writes(self) -> bool:
+        """Whether what compiles a graph may move what the graph writes to its end.
+
+        Everything may but the backend "eager", which does too where passes rewrite the graph.
+        """
+        passes = self.pass_config
+        has_passes = any(getattr(passes, name) for name in PASS_FLAGS) or bool(self.inductor_passes)
+        return self.level > 0 and (self.backend != "eager" or has_passes)
 
     @property
     def unhashable_passes(self) -> tuple[str, ...]:
