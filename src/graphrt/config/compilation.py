@@ -186,7 +186,7 @@ class PassConfig:
 
     def uuid(self) -> str:
         """SHA-256 of the fields that change what is compiled."""
-        return hash_of(_graph_fields(self))
+        return hash_of(graph_values(self, self))
 
     def _doubts(self) -> Iterator[tuple[type[Warning], str]]:
         for name in ("enable_fusion", "enable_attn_fusion", "enable_fi_allreduce_fusion"):
@@ -319,7 +319,7 @@ class CompilationConfig:
 
     def compute_hash(self) -> str:
         """SHA-256 of the options that change compiled code, the same in every process."""
-        return hash_of(_graph_fields(self))
+        return hash_of(graph_values(self, self))
 
     @staticmethod
     def _prepare(arguments: dict[str, Any]) -> Prepared:
@@ -404,11 +404,12 @@ def unhashable(values: Mapping[str, object]) -> tuple[str, ...]:
     )
 
 
-def _graph_fields(config: Any) -> dict[str, object]:
+def graph_values(config: Any, marked: Any) -> dict[str, object]:
+    """The values in ``config`` of the fields that ``marked`` says change compiled code."""
     return {
         item.name: getattr(config, item.name)
-        for item in fields(config)
-        if item.metadata["affects"] == "graph"
+        for item in fields(marked)
+        if item.metadata["affects"] == "graph" and hasattr(config, item.name)
     }
 
 

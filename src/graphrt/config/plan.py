@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
-from graphrt.config.compilation import PASS_FLAGS, CompilationLevel, PassConfig, hash_of, unhashable
+from graphrt.config.compilation import (
+    PASS_FLAGS,
+    CompilationConfig,
+    CompilationLevel,
+    PassConfig,
+    graph_values,
+    hash_of,
+    unhashable,
+)
 from graphrt.config.options import RuntimeConfig, UBatchConfig
 
 # Checked before a table is built.
@@ -166,11 +174,7 @@ class CompilePlan:
 
         Neither ranges and sizes, which each compiled piece has in its own key, nor paths are in it.
         """
-        names = (
-            *("level", "backend", "splitting_ops", "dynamic_shapes", "custom_ops", "pass_config"),
-            *("inductor_compile_config", "inductor_passes", "use_inductor_graph_partition"),
-        )
-        return hash_of({name: getattr(self, name) for name in names})
+        return hash_of(graph_values(self, CompilationConfig))
 
 
 @dataclass(frozen=True, slots=True)
