@@ -141,6 +141,10 @@ class VerificationError(GraphrtError, RuntimeError):
     """A replay and eager execution of the same inputs disagree."""
 
 
+class ConfigWarning(UserWarning):
+    """An option that can be honoured, and does not do what it seems to."""
+
+
 class SideEffectWarning(UserWarning):
     """Traced code changes a global, which eager runs do and replays do not."""
 

@@ -4,17 +4,16 @@ What a user asks (``RuntimeConfig``), what is true here (``Facts``) and what fol
 three types, all frozen.
 """
 
+from graphrt.config.compilation import CompilationConfig, CompilationLevel, PassConfig
 from graphrt.config.options import (
     AttentionSupport,
-    CompilationConfig,
-    CompilationLevel,
     Facts,
     ModeLimit,
     RankConfig,
     RuntimeConfig,
     UBatchConfig,
 )
-from graphrt.config.plan import Adjustment, Plan, Resolved
+from graphrt.config.plan import Adjustment, CompilePlan, Plan, Resolved
 from graphrt.config.resolution import resolve
 
 __all__ = [
@@ -22,8 +21,10 @@ __all__ = [
     "AttentionSupport",
     "CompilationConfig",
     "CompilationLevel",
+    "CompilePlan",
     "Facts",
     "ModeLimit",
+    "PassConfig",
     "Plan",
     "RankConfig",
     "Resolved",

@@ -1,4 +1,4 @@
-"""What a user may ask, and the facts that limit it: frozen, keyword-only, checked, one error.
+"""What a user may ask of a runtime, and the facts that limit it: frozen, keyword-only, checked.
 
 In an option ``None`` means "not asked: ``resolve`` decides". What is asked is used as asked, or is
 adjusted with a reason, or is an error.
@@ -6,225 +6,27 @@ adjusted with a reason, or is an error.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import field, fields
-from difflib import get_close_matches
-from enum import Enum, IntEnum
-from functools import wraps
-from reprlib import Repr
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Annotated, Literal
 
-import pydantic.dataclasses
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from graphrt.batch import CUDAGraphMode
-from graphrt.errors import ConfigError, ConfigProblem
+from graphrt.config.checked import (
+    MOST_TOKENS,
+    FrozenMapping,
+    ListAsTuple,
+    Positive,
+    Tokens,
+    by_name,
+    config_class,
+    from_mapping,
+)
+from graphrt.config.compilation import CompilationConfig
 
-T = TypeVar("T")
-
-_MOST_SHOWN = 50
-_LONGEST_SHOWN = 200
-_REPR = Repr()
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = _MOST_SHOWN
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _LONGEST_SHOWN
-
-CAPTURE_SIZES = "cudagraph_capture_sizes"
-"""In ``compile_sizes``: the sizes that are captured."""
-
-# Far above what any engine runs. Checked before a table is built, because tables have an entry for
-# every number of tokens and of adapters.
-MOST_TOKENS = 2**20
 MOST_ADAPTERS = 2**10
-MOST_WARMUPS = 1_000
-MOST_SIZES = 2**16
 MOST_UBATCHES = 64
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def config_class(cls: type[T]) -> type[T]:
-    """Make ``cls`` a strict, frozen value whose wrong construction is a ``ConfigError``.
-
-    pydantic wraps whatever a validator raises, so its ``ValidationError`` is translated here: all
-    problems of one construction, those of a nested config too, are in one error.
-    """
-    built: Any = pydantic.dataclasses.dataclass(
-        frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid", strict=True)
-    )(cls)
-    construct = built.__init__
-    known = tuple(field.name for field in fields(built))
-
-    @wraps(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        try:
-            construct(self, *args, **kwargs)
-        except ValidationError as error:
-            raise config_error(cls.__name__, _problems(error, known)) from error
-
-    built.__init__ = __init__
-    return built  # type: ignore[no-any-return]  # pydantic's decorator is typed for its own caller
-
-
-def config_error(subject: str, problems: Iterable[ConfigProblem]) -> ConfigError:
-    """One error that names every problem."""
-    listed = tuple(problems)
-    count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
-    shown, num_more = listed[:_MOST_SHOWN], len(listed) - _MOST_SHOWN
-    more = [f"and {num_more} more"] if num_more > 0 else []
-    # One line each, below one another under the label of their part.
-    next_line = "\n" + " " * len("  expected: ")
-    return ConfigError(
-        f"{subject}: {count}",
-        expected=next_line.join([*(f"{p.field}: {p.accepted}" for p in shown), *more]),
-        found=next_line.join([*(f"{p.field}: {p.found}" for p in shown), *more]),
-        do="correct what is named; nothing was built",
-        problems=listed,
-    )
-
-
-def shown(value: object) -> str:
-    """The ``repr`` of ``value``, cut where it is long or nested deep."""
-    try:
-        return _REPR.repr(value)
-    except ValueError:
-        return "an integer of thousands of digits"
-
-
-def unknown_key(name: str, known: Iterable[str], *, inside: str = "") -> ConfigProblem:
-    """The problem of an unknown name, with the nearest known one."""
-    name = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
-    names = sorted(known)
-    # A cutoff of 0 always finds a nearest name: a bad guess beside the full list does no harm.
-    nearest = get_close_matches(name, names, n=1, cutoff=0.0)
-    guess = f"nearest is {nearest[0]!r}; " if nearest else ""
-    return ConfigProblem(f"{inside}{name}", "an unknown key", f"{guess}known: {', '.join(names)}")
-
-
-def _problems(error: ValidationError, known: tuple[str, ...]) -> Iterable[ConfigProblem]:
-    for item in error.errors(include_url=False):
-        cause = item.get("ctx", {}).get("error")
-        # ("sizes", 2) -> sizes[2]; ("compilation", "level") -> compilation.level
-        first, *rest = item["loc"]
-        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
-        place = str(first) + "".join(parts)
-        if isinstance(cause, ConfigError):
-            for inner in cause.problems:
-                yield inner._replace(field=f"{place}.{inner.field}")
-        elif item["type"] == "unexpected_keyword_argument":
-            yield unknown_key(place, known)
-        elif item["type"] == "unexpected_positional_argument":
-            yield ConfigProblem(f"argument {place}", shown(item["input"]), "keywords only")
-        elif item["type"] == "missing":
-            yield ConfigProblem(place, "nothing", "a value; it has no default")
-        else:
-            accepted = str(cause) if cause is not None else item["msg"]
-            accepted = accepted.removeprefix("Input should be ")
-            yield ConfigProblem(place, shown(item["input"]), accepted)
-
-
-def _by_name(kind: type[Enum], *numbers: int) -> BeforeValidator:
-    """Accept the names of ``kind``, in any case, beside its members; and ``numbers`` as values."""
-    accepted = ", ".join([*map(str, numbers), *kind.__members__])
-
-    def member(value: object) -> object:
-        if isinstance(value, str) and value.strip().upper() in kind.__members__:
-            return kind[value.strip().upper()]
-        if type(value) is int and value in numbers:
-            return kind(value)
-        if value is None or isinstance(value, kind):
-            return value
-        raise ValueError(accepted)
-
-    return BeforeValidator(member)
-
-
-def _sorted_once(values: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(set(values)))
-
-
-def _as_compile_sizes(value: object) -> object:
-    if value is None:
-        return None
-    given = (value,) if isinstance(value, str) else _as_tuple(value)
-    if isinstance(given, tuple) and all(
-        item == CAPTURE_SIZES
-        if isinstance(item, str)
-        else type(item) is int and 1 <= item <= MOST_TOKENS
-        for item in given
-    ):
-        return tuple(dict.fromkeys(given))
-    raise ValueError(f"integers from 1 to {MOST_TOKENS}, or {CAPTURE_SIZES!r}")
-
-
-_SPLITTING_OP = re.compile(r"\w+::\w+(\.\w+)?|\w+(\.\w+)+")
-
-
-def _check_splitting_ops(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if not _SPLITTING_OP.fullmatch(name):
-            raise ValueError("ns::op, ns::op.overload, ns.op or package.callable")
-    return tuple(dict.fromkeys(names))
-
-
-def _as_tuple(value: object) -> object:
-    if isinstance(value, list | tuple) and len(value) > MOST_SIZES:
-        raise ValueError(f"at most {MOST_SIZES} entries")
-    return tuple(value) if isinstance(value, list) else value
-
-
-_ListAsTuple = BeforeValidator(_as_tuple)
-Positive = Annotated[int, Field(ge=1)]
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-
-
-class CompilationLevel(IntEnum):
-    """How much of the model is compiled. Graphs need none of it: break points cut plain Python."""
-
-    NO_COMPILATION = 0
-    DYNAMO_AS_IS = 1
-    DYNAMO_ONCE = 2
-    PIECEWISE = 3
-
-
-@config_class
-class CompilationConfig:
-    """Which graphs to capture, and at which sizes.
-
-    Units: sizes are tokens, at most 2**20. Modes and levels may be given by name, in any case;
-    lists are accepted where a tuple is stored. Sizes are stored sorted and once each. Raises
-    ``ConfigError`` with every problem of one construction.
-
-    ``level``: 0..3 or a name. None: 3 if something was asked that only it has, else 0.
-    ``cudagraph_mode``: None: FULL_AND_PIECEWISE, as far as the facts permit.
-    ``cudagraph_capture_sizes``: None: the default ladder.
-    ``max_cudagraph_capture_size``: Top of the default ladder; beside a list it must be the list's
-      largest size.
-    ``compile_sizes``: Sizes compiled with static shapes; "cudagraph_capture_sizes" means the
-      captured ones.
-    ``splitting_ops``: Operators (``ns::op``, ``ns::op.overload``, ``ns.op``) or callables
-      (``package.callable``) between which level 3 captures pieces. None: the attention operators
-      of the facts; empty: no cut, so that only FULL graphs exist.
-    ``cudagraph_specialize_lora``: Also capture graphs without adapters. False: such a batch uses
-      the smallest LoRA graph.
-    ``cudagraph_num_of_warmups``: Runs before each capture, with the same callable and on the same
-      stream.
-    """
-
-    level: Annotated[CompilationLevel | None, _by_name(CompilationLevel, 0, 1, 2, 3)] = None
-    cudagraph_mode: Annotated[CUDAGraphMode | None, _by_name(CUDAGraphMode)] = None
-    cudagraph_capture_sizes: (
-        Annotated[tuple[Tokens, ...], _ListAsTuple, AfterValidator(_sorted_once)] | None
-    ) = None
-    max_cudagraph_capture_size: Tokens | None = None
-    compile_sizes: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_compile_sizes)] = (
-        None
-    )
-    splitting_ops: (
-        Annotated[tuple[str, ...], _ListAsTuple, AfterValidator(_check_splitting_ops)] | None
-    ) = None
-    cudagraph_specialize_lora: bool = True
-    cudagraph_num_of_warmups: Annotated[int, Field(ge=0, le=MOST_WARMUPS)] = 1
 
 
 @config_class
@@ -265,11 +67,6 @@ class RankConfig:
     check_every: Positive = 256
 
 
-def _from_mapping(kind: type) -> BeforeValidator:
-    """Accept a mapping of the fields of ``kind`` beside its instances."""
-    return BeforeValidator(lambda value: kind(**value) if isinstance(value, Mapping) else value)
-
-
 @config_class
 class RuntimeConfig:
     """Everything a user may ask of one runtime. The configs in it may be given as mappings.
@@ -302,9 +99,7 @@ class RuntimeConfig:
     ``ranks``: How long ranks wait for one another.
     """
 
-    compilation: Annotated[CompilationConfig, _from_mapping(CompilationConfig)] = (
-        CompilationConfig()
-    )
+    compilation: Annotated[CompilationConfig, from_mapping(CompilationConfig)] = CompilationConfig()
     max_num_seqs: Tokens = 256
     max_num_batched_tokens: Tokens = 8192
     num_speculative_tokens: Annotated[int, Field(ge=0, lt=MOST_TOKENS)] = 0
@@ -320,8 +115,8 @@ class RuntimeConfig:
     on_capture_error: Literal["raise", "skip"] = "raise"
     max_graph_bytes: Positive | None = None
     max_graphs: Positive | None = None
-    ubatch: Annotated[UBatchConfig, _from_mapping(UBatchConfig)] = UBatchConfig()
-    ranks: Annotated[RankConfig, _from_mapping(RankConfig)] = RankConfig()
+    ubatch: Annotated[UBatchConfig, from_mapping(UBatchConfig)] = UBatchConfig()
+    ranks: Annotated[RankConfig, from_mapping(RankConfig)] = RankConfig()
 
 
 class AttentionSupport(IntEnum):
@@ -339,7 +134,7 @@ class AttentionSupport(IntEnum):
     ALWAYS = 3
 
 
-Support = Annotated[AttentionSupport, _by_name(AttentionSupport)]
+Support = Annotated[AttentionSupport, by_name(AttentionSupport)]
 
 
 @config_class
@@ -350,7 +145,7 @@ class ModeLimit:
     communication library that cannot be captured to NONE. ``reason`` is shown to the user.
     """
 
-    mode: Annotated[CUDAGraphMode, _by_name(CUDAGraphMode)]
+    mode: Annotated[CUDAGraphMode, by_name(CUDAGraphMode)]
     reason: Annotated[str, Field(min_length=1)]
 
 
@@ -369,6 +164,11 @@ class Facts:
       all.
     ``attention_ops``: The operators that compute attention. Level 3 cuts at them unless
       ``splitting_ops`` says where; ``splitting`` then follows from both.
+    ``attention_writes_cache``: Whether these operators write the cache that they read, as arguments
+      declared mutable. Only then compiled code may hold them: a compiler moves other writes to the
+      end of its graph, and attention would read the cache of the step before.
+    ``device``: "cuda", "cpu" or "simulated"; None: not known, taken as one without Inductor.
+    ``tp_size``: Ranks that share each layer by tensor parallelism.
     ``piecewise_available``: Whether piecewise graphs are possible. None: it follows from the
       fields above.
     ``mode_limits``: Whatever else permits one mode only.
@@ -380,13 +180,16 @@ class Facts:
     attention_groups: Annotated[
         Mapping[str, Support],
         BeforeValidator(lambda value: dict(value) if isinstance(value, Mapping) else value),
-        AfterValidator(MappingProxyType),
-    ] = field(default_factory=lambda: MappingProxyType({}))
+        AfterValidator(FrozenMapping),
+    ] = FrozenMapping({})
     has_break_points: bool = True
     splitting: Literal["attention", "other", "none"] = "attention"
-    attention_ops: Annotated[tuple[str, ...], _ListAsTuple] = ()
+    attention_ops: Annotated[tuple[str, ...], ListAsTuple] = ()
+    attention_writes_cache: bool = False
+    device: Literal["cuda", "cpu", "simulated"] | None = None
+    tp_size: Positive = 1
     piecewise_available: bool | None = None
-    mode_limits: Annotated[tuple[ModeLimit, ...], _ListAsTuple] = ()
+    mode_limits: Annotated[tuple[ModeLimit, ...], ListAsTuple] = ()
     compute_capability: tuple[int, int] | None = None
     num_sms: Positive | None = None
 
@@ -398,7 +201,12 @@ class Facts:
         return named[who], who
 
     def piecewise_at(self, level: int) -> bool:
-        """True if the model can be cut, with attention outside the pieces, at compile ``level``."""
+        """True if the model can be cut, with attention outside the pieces, at compile ``level``.
+
+        Level 3 cuts what it traced; levels 1 and 2 never do; level 0 has break points.
+        """
         if self.piecewise_available is not None:
             return self.piecewise_available
+        if level in (1, 2):
+            return False
         return self.splitting == "attention" if level == 3 else self.has_break_points

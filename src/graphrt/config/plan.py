@@ -9,10 +9,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
-from graphrt.config.options import CompilationLevel, RuntimeConfig, UBatchConfig
+from graphrt.config.compilation import (
+    PASS_FLAGS,
+    CompilationConfig,
+    CompilationLevel,
+    PassConfig,
+    graph_values,
+    hash_of,
+    unhashable,
+)
+from graphrt.config.options import RuntimeConfig, UBatchConfig
 
 # Checked before a table is built.
 MOST_KEYS = 2**16
@@ -91,9 +101,87 @@ class Plan:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompilePlan:
+    """How the model is compiled: what follows from the options and the facts.
+
+    Units: sizes are tokens. Equal inputs of ``resolve`` give equal plans.
+
+    ``level``: Of compilation.
+    ``backend``: What compiles: "eager", "inductor", the name of one registered with torch, or a
+      dotted path. Empty at level 0 only.
+    ``splitting_ops``: Where level 3 cuts the traced graph; empty below it.
+    ``attention_ops``: The operators that compute attention, as the facts name them.
+    ``attention_writes_cache``: Whether these write the cache that they read.
+    ``ranges``: (first, last) size of each range that level 3 compiles for; last None: no limit.
+      Ascending, without holes, the first from 1. Empty below level 3.
+    ``sizes``: Sizes compiled with static shapes besides, ascending.
+    ``dynamic_shapes``: How the size that varies is marked: auto, unbacked or backed.
+    ``guard_policy``: What notices a change of what was traced: audit or keep.
+    ``custom_ops``: Rules of which operators run their optimised form.
+    ``inductor_compile_config``: Options of Inductor for every piece.
+    ``inductor_passes``: Name -> a pass over the graph, or where to import one from.
+    ``pass_config``: Which passes rewrite the pieces.
+    ``use_inductor_graph_partition``: Whether Inductor cuts the graph.
+    ``cache_dir``: Root of the cache of compiled code; None where nothing is kept.
+    ``compile_cache``: Whether the cache is read and written.
+    ``debug_dump_path``: Where what was traced and compiled is written down; None: nowhere.
+    """
+
+    level: CompilationLevel
+    backend: str
+    splitting_ops: tuple[str, ...]
+    attention_ops: tuple[str, ...]
+    attention_writes_cache: bool
+    ranges: tuple[tuple[int, int | None], ...]
+    sizes: tuple[int, ...]
+    dynamic_shapes: Literal["auto", "unbacked", "backed"]
+    guard_policy: Literal["audit", "keep"]
+    custom_ops: tuple[str, ...]
+    inductor_compile_config: Mapping[str, Any]
+    inductor_passes: Mapping[str, Any]
+    pass_config: PassConfig
+    use_inductor_graph_partition: bool
+    cache_dir: Path | None
+    compile_cache: bool
+    debug_dump_path: Path | None
+
+    @property
+    def attention_is_split(self) -> bool:
+        """Whether the cut leaves every attention operator outside the pieces."""
+        return bool(self.attention_ops) and has_all(self.splitting_ops, self.attention_ops)
+
+    @property
+    def moves_writes(self) -> bool:
+        """Whether what compiles a graph may move what the graph writes to its end.
+
+        Everything may but the backend "eager", which does too where passes rewrite the graph.
+        """
+        passes = self.pass_config
+        has_passes = any(getattr(passes, name) for name in PASS_FLAGS) or bool(self.inductor_passes)
+        return self.level > 0 and (self.backend != "eager" or has_passes)
+
+    @property
+    def unhashable_passes(self) -> tuple[str, ...]:
+        """Passes and options that nothing tells apart in another process: then nothing is cached.
+
+        Those are callables without ``uuid()`` and without text of their own.
+        """
+        return unhashable(self.inductor_compile_config) + unhashable(self.inductor_passes)
+
+    def compute_hash(self) -> str:
+        """SHA-256 of what changes compiled code, the same in every process.
+
+        Neither ranges and sizes, which each compiled piece has in its own key, nor paths are in it.
+        """
+        return hash_of(graph_values(self, CompilationConfig))
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """The plan, every change to the options in order, and the config with these applied.
+
+    ``compile`` is the part of the plan that the compiler reads.
 
     Resolving ``config`` again, with the same facts, gives the same plan, and no adjustment but that
     of the decode sizes: they follow from ``cudagraph_capture_sizes``, which mixed batches use too.
@@ -102,6 +190,19 @@ class Resolved:
     plan: Plan
     adjustments: tuple[Adjustment, ...]
     config: RuntimeConfig
+    compile: CompilePlan
+
+
+def has_all(names: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether every operator of ``wanted`` is in ``names``, however it is spelled."""
+    return set(map(op_name, wanted)) <= set(map(op_name, names))
+
+
+def op_name(name: str) -> str:
+    """``ns::op`` for ``ns.op`` and for its default overload; other names as they are."""
+    if "::" not in name and name.count(".") == 1:
+        name = name.replace(".", "::")
+    return name.removesuffix(".default") if "::" in name else name
 
 
 def default_maximum(

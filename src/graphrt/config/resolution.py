@@ -12,15 +12,17 @@ from enum import Enum
 from typing import Literal
 
 from graphrt.batch import CUDAGraphMode, RuntimeMode
-from graphrt.config.options import (
-    CAPTURE_SIZES,
-    AttentionSupport,
-    CompilationLevel,
-    Facts,
-    RuntimeConfig,
-    UBatchConfig,
-    config_error,
+from graphrt.config.checked import config_error, replaced, warn_user
+from graphrt.config.compilation import CAPTURE_SIZES, CompilationLevel
+from graphrt.config.compile_rules import (
+    check_parallel_sizes,
+    compile_plan,
+    ranges_of,
+    settle,
+    with_value,
 )
+from graphrt.config.environment import read_environment
+from graphrt.config.options import AttentionSupport, Facts, RuntimeConfig, UBatchConfig
 from graphrt.config.plan import (
     MOST_DECISIONS,
     MOST_KEYS,
@@ -32,16 +34,18 @@ from graphrt.config.plan import (
     decode_sizes_of,
     default_decode_sizes,
     default_maximum,
+    has_all,
     ladder,
     padding_table,
 )
-from graphrt.errors import ConfigError, ConfigProblem
+from graphrt.errors import ConfigError, ConfigProblem, ConfigWarning
 
+LEVEL_FIELD = "level"
 MODE_FIELD = "cudagraph_mode"
 SIZES_FIELD = CAPTURE_SIZES
 MAXIMUM_FIELD = "max_cudagraph_capture_size"
 COMPILE_FIELD = "compile_sizes"
-SPLITTING_FIELD = "splitting_ops"
+COPY_FIELD = "cudagraph_copy_inputs"
 DECODE_FIELD = "decode_capture_sizes"
 LORA_FIELD = "lora_capture"
 EVERY_FEW_USERS = range(1, 33)
@@ -57,14 +61,28 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
     is an error that lists all such adjustments. Raises ``ConfigError`` for what is not possible.
     """
     facts = Facts() if facts is None else facts
-    options = config.compilation
+    environment = read_environment()
+    settled = settle(config.compilation, facts, environment)
+    options, level = settled.options, settled.level
+    adjustments = settled.adjustments
+    is_piecewise_level = level is CompilationLevel.PIECEWISE
     query_len = 1 + config.num_speculative_tokens
-    level = _level(config)
     facts, splitting_ops = _splitting(options.splitting_ops, level, facts)
     asked = options.cudagraph_mode or CUDAGraphMode.FULL_AND_PIECEWISE
-    mode, adjustments = _mode(asked, level=level, query_len=query_len, facts=facts)
-    capture_sizes, decode_capture_sizes, size_adjustments = _sizes(config, facts, mode, query_len)
+    mode, mode_adjustments = _mode(asked, level=level, query_len=query_len, facts=facts)
+    adjustments += mode_adjustments
+    if options.cudagraph_copy_inputs and not mode.has_piecewise_cudagraphs():
+        reason = f"only PIECEWISE graphs copy inputs, and mode {mode.name} has none"
+        adjustments.append(Adjustment(COPY_FIELD, True, False, reason))
+    multiple = facts.tp_size if options.pass_config.enable_sequence_parallelism else 1
+    capture_sizes, decode_capture_sizes, size_adjustments = _sizes(
+        config, facts, mode, query_len, multiple
+    )
     adjustments += size_adjustments
+    ranges: tuple[tuple[int, int], ...] = ()
+    if is_piecewise_level:
+        ranges, range_adjustments = ranges_of(options, config.max_num_batched_tokens)
+        adjustments += range_adjustments
     lora_counts = captured_lora_counts(
         config.max_loras,
         config.lora_capture,
@@ -90,6 +108,16 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
     if config.ubatch.num_ubatches > 1:
         is_split = any(key.num_ubatches > 1 for _, key in order)
         _check_ubatch(config.ubatch, facts, mode, has_split_keys=is_split)
+    compile_sizes = _compile_sizes(config, capture_sizes, table)
+    lacking = check_parallel_sizes(options, compile_sizes, facts)
+    if lacking is not None:
+        raise config_error("resolve", [lacking])
+    compiled = compile_plan(
+        settled, facts, environment, splitting_ops=splitting_ops, ranges=ranges, sizes=compile_sizes
+    )
+    if facts.device == "cuda" and order and options.cudagraph_num_of_warmups == 0:
+        text = "cudagraph_num_of_warmups=0: libraries then set up inside the capture, and may fail"
+        warn_user(ConfigWarning, text)
     plan = Plan(
         cudagraph_mode=mode,
         level=level,
@@ -103,31 +131,12 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
         max_loras=config.max_loras,
         lora_counts=lora_counts,
         lora_padding_table=padding_table(lora_counts),
-        compile_sizes=_compile_sizes(config, capture_sizes, table),
+        compile_sizes=compile_sizes,
         splitting_ops=splitting_ops,
         capture_order=order,
         ubatch=config.ubatch,
     )
-    return Resolved(plan, tuple(adjustments), _applied(config, adjustments))
-
-
-def _level(config: RuntimeConfig) -> CompilationLevel:
-    """Level 3 if something was asked that only it has; else none: break points need no compiler."""
-    options = config.compilation
-    asked = {
-        name: list(value)
-        for name, value in (
-            (COMPILE_FIELD, options.compile_sizes),
-            (SPLITTING_FIELD, options.splitting_ops),
-        )
-        if value
-    }
-    if options.level is None:
-        return CompilationLevel.PIECEWISE if asked else CompilationLevel.NO_COMPILATION
-    if options.level is not CompilationLevel.PIECEWISE:
-        for name, values in asked.items():
-            raise _problem(name, f"{values} at level {int(options.level)}", "level 3")
-    return options.level
+    return Resolved(plan, tuple(adjustments), _applied(config, adjustments), compiled)
 
 
 def _splitting(
@@ -141,7 +150,7 @@ def _splitting(
         return facts, ()
     kind: Literal["attention", "other", "none"] = "none"
     if names:
-        kind = "attention" if set(facts.attention_ops) <= set(names) else "other"
+        kind = "attention" if has_all(names, facts.attention_ops) else "other"
     return replace(facts, splitting=kind), names
 
 
@@ -201,9 +210,12 @@ def _mode(
 
 
 def _sizes(
-    config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: int
+    config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: int, multiple: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[Adjustment]]:
-    """Return the sizes of mixed batches, those of decode batches, and what was adjusted."""
+    """Return the sizes of mixed batches, those of decode batches, and what was adjusted.
+
+    All are multiples of ``multiple``.
+    """
     options = config.compilation
     asked, asked_maximum = options.cudagraph_capture_sizes, options.max_cudagraph_capture_size
     batch_limit = config.max_num_batched_tokens
@@ -223,7 +235,14 @@ def _sizes(
             raise _problem(SIZES_FIELD, found, "a size that a batch can have, or mode NONE")
         if mixed != asked:
             adjustments.append(Adjustment(SIZES_FIELD, asked, mixed, too_large))
-        maximum = mixed[-1]
+        shared = tuple(size for size in mixed if size % multiple == 0)
+        if not shared:
+            found = f"{list(mixed)}; sequence parallelism divides each among {multiple} ranks"
+            raise _problem(SIZES_FIELD, found, f"a multiple of {multiple}, or mode NONE")
+        if shared != mixed:
+            reason = f"sequence parallelism divides each among tp_size = {multiple} ranks"
+            adjustments.append(Adjustment(SIZES_FIELD, mixed, shared, reason))
+        mixed, maximum = shared, shared[-1]
         if asked_maximum not in (None, maximum):
             found = f"{asked_maximum}, while the largest usable size of the list is {maximum}"
             raise _problem(MAXIMUM_FIELD, found, f"{maximum}, or none beside a list")
@@ -239,8 +258,13 @@ def _sizes(
             extra.append(config.max_num_seqs)
         if config.interactivity:
             extra += EVERY_FEW_USERS
-        mixed = tuple(sorted({*ladder(maximum), *(size for size in extra if size <= maximum)}))
+        sizes = {*ladder(maximum), *(size for size in extra if size <= maximum)}
+        mixed = tuple(sorted(size for size in sizes if size % multiple == 0))
+        if not mixed:
+            found = f"{maximum}; sequence parallelism divides each size among {multiple} ranks"
+            raise _problem(MAXIMUM_FIELD, found, f"at least {multiple}, or mode NONE")
     decode = _decode_sizes(config, mode, query_len, mixed, maximum)
+    decode = tuple(size for size in decode if size % multiple == 0)
     reason = _why_decode_differs(config, mode, query_len, mixed, decode)
     if reason:
         adjustments.append(Adjustment(DECODE_FIELD, asked or asked_maximum, decode, reason))
@@ -369,18 +393,14 @@ def _compile_sizes(
 
 
 def _raise_if_adjusted(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> None:
-    options = config.compilation
-    explicit = {
-        MODE_FIELD: options.cudagraph_mode is not None,
-        SIZES_FIELD: options.cudagraph_capture_sizes is not None,
-        MAXIMUM_FIELD: options.max_cudagraph_capture_size is not None,
-        LORA_FIELD: True,
-        DECODE_FIELD: True,
+    # A default of these that is lowered was no wish; other defaults are None.
+    implicit = {
+        name for name in (LEVEL_FIELD, MODE_FIELD) if getattr(config.compilation, name) is None
     }
     problems = [
         ConfigProblem(field, f"{_shown(asked)} would become {_shown(effective)}", reason)
         for field, asked, effective, reason in adjustments
-        if explicit[field] and asked is not None
+        if field not in implicit and asked is not None
     ]
     if problems:
         raise config_error("resolve, strict", problems)
@@ -392,10 +412,14 @@ def _shown(value: object) -> object:
 
 def _applied(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> RuntimeConfig:
     """The config in which every adjusted option has its effective value. The last step wins."""
-    outer = {item.field: item.effective for item in adjustments if item.field != DECODE_FIELD}
-    inner = {name: outer.pop(name) for name in tuple(outer) if hasattr(config.compilation, name)}
-    compilation = replace(config.compilation, **inner)  # type: ignore[arg-type]  # names are data
-    return replace(config, compilation=compilation, **outer)  # type: ignore[arg-type]  # as above
+    outer: dict[str, object] = {}
+    compilation = config.compilation
+    for field, _, effective, _ in adjustments:
+        if hasattr(compilation, field.partition(".")[0]):
+            compilation = with_value(compilation, field, effective)
+        elif field != DECODE_FIELD:
+            outer[field] = effective
+    return replaced(config, compilation=compilation, **outer)
 
 
 def _problem(field: str, found: str, accepted: str) -> ConfigError:

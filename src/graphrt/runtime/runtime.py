@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -22,7 +23,8 @@ from graphrt.config import (
     RuntimeConfig,
     resolve,
 )
-from graphrt.config.options import config_error
+from graphrt.config.checked import config_error
+from graphrt.config.unbuilt import unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher, check_count
@@ -162,7 +164,11 @@ class Runtime:
         }
         self.config, self.resolved = _resolve(config, flat, facts)
         config, plan = self.config, self.resolved.plan
-        _check_built(config, plan)
+        _check_built(config, self.resolved)
+        if self.resolved.compile.custom_ops or "graphrt.compile.custom_ops" in sys.modules:
+            from graphrt.compile import check_custom_ops  # Here, because few models have any.
+
+            check_custom_ops(self.resolved.compile, model)
         self.plan = plan
         if not callable(inputs):
             inputs = check_specs(inputs)
@@ -495,14 +501,10 @@ def _resolve(
         raise config_error("Runtime", problems) from error
 
 
-def _check_built(config: RuntimeConfig, plan: Plan) -> None:
+def _check_built(config: RuntimeConfig, resolved: Resolved) -> None:
     """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
-    problems = []
-    if plan.level not in (CompilationLevel.NO_COMPILATION, CompilationLevel.PIECEWISE):
-        problems.append(ConfigProblem("compilation.level", plan.level.name, "level 0 or 3"))
-    if plan.compile_sizes:
-        accepted = "none: one trace serves every size"
-        problems.append(ConfigProblem("compile_sizes", str(list(plan.compile_sizes)), accepted))
+    plan = resolved.plan
+    problems = list(unbuilt(resolved.config.compilation, resolved.compile))
     is_cut = any(mode is RuntimeMode.PIECEWISE for mode, _ in plan.capture_order)
     if plan.level is CompilationLevel.PIECEWISE and is_cut and not plan.splitting_ops:
         accepted = "names, or attention_ops in the facts: where PIECEWISE graphs end"

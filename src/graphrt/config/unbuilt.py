@@ -1,0 +1,54 @@
+"""Plans that a runtime refuses: options that nothing reads yet, and attention that would be wrong.
+
+``resolve`` gives these plans, because they are sound as plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphrt.config.compilation import PASS_FLAGS, CompilationConfig, CompilationLevel
+from graphrt.config.plan import CompilePlan
+from graphrt.errors import ConfigProblem
+
+
+def unbuilt(options: CompilationConfig, plan: CompilePlan) -> Iterator[ConfigProblem]:
+    """What of ``plan``, which follows from ``options``, a runtime cannot do yet."""
+    if plan.level not in (CompilationLevel.NO_COMPILATION, CompilationLevel.PIECEWISE):
+        yield _problem("level", plan.level.name, "level 0 or 3")
+    if plan.level is CompilationLevel.PIECEWISE and plan.backend != "eager":
+        yield _problem("backend", plan.backend, "'eager'")
+    if plan.sizes:
+        yield _problem("compile_sizes", list(plan.sizes), "none: one trace serves every size")
+    if len(plan.ranges) > 1:
+        accepted = "no endpoints: one trace serves every size"
+        yield _problem("compile_ranges_endpoints", plan.ranges, accepted)
+    if plan.dynamic_shapes == "backed":
+        yield _problem("dynamic_shapes", "backed", "'auto' or 'unbacked'")
+    if plan.guard_policy == "keep":
+        yield _problem("guard_policy", "keep", "'audit'")
+    if plan.use_inductor_graph_partition:
+        yield _problem("use_inductor_graph_partition", True, "None or False")
+    for name in ("inductor_compile_config", "inductor_passes"):
+        if getattr(plan, name):
+            yield _problem(name, getattr(plan, name), "none")
+    for name in PASS_FLAGS:
+        if getattr(plan.pass_config, name):
+            yield _problem(f"pass_config.{name}", True, "False")
+    for name in ("cache_dir", "debug_dump_path"):
+        if getattr(options, name) is not None:
+            yield _problem(name, getattr(options, name), "None: nothing is kept or written yet")
+    # A partition is Inductor's own graph, whatever it is cut at.
+    is_inside = not plan.attention_is_split or plan.use_inductor_graph_partition
+    if plan.attention_ops and plan.moves_writes and is_inside and not plan.attention_writes_cache:
+        found = (
+            f"{list(plan.splitting_ops)} at level {int(plan.level)}, so that backend"
+            f" {plan.backend!r} compiles {', '.join(plan.attention_ops)}, which may then read the"
+            " cache before this step has written it"
+        )
+        accepted = "level 3, cut at these operators; or facts with attention_writes_cache=True"
+        yield _problem("splitting_ops", found, accepted)
+
+
+def _problem(name: str, found: object, accepted: str) -> ConfigProblem:
+    return ConfigProblem(f"compilation.{name}", str(found), accepted)
