@@ -59,6 +59,7 @@ from graphrt.device.simulated.streams import (
 )
 from graphrt.device.simulated.tensors import RecordedTensors
 from graphrt.device.torch_modes import (
+    OfRecording,
     enter,
     is_for_parts,
     leave,
@@ -431,7 +432,7 @@ class SimulatedRecording:
                 self._streams.access(stream, access)
 
 
-class _OperatorRecorder(TorchDispatchMode):
+class _OperatorRecorder(OfRecording, TorchDispatchMode):
     """Sees every operator of the thread it is entered in."""
 
     supports_higher_order_operators = True
@@ -460,7 +461,7 @@ def is_recording() -> bool:
     return any(isinstance(mode, _OperatorRecorder) for mode in _get_current_dispatch_mode_stack())
 
 
-class _FunctionRecorder(TorchFunctionMode):
+class _FunctionRecorder(OfRecording, TorchFunctionMode):
     """Sees the calls that Python answers without asking the dispatcher, such as ``tolist``."""
 
     def __init__(self, recording: SimulatedRecording) -> None:
