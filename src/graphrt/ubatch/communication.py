@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -145,33 +146,29 @@ class _Hook:
 
 
 class Communication:
-    """What ``with communication(...)`` enters."""
+    """What ``with communication(...)`` enters in a micro-batch."""
 
     __slots__ = ("_kept", "_tag", "_ubatch", "_works")
 
-    def __init__(self, tag: str, kept: tuple[Any, ...]) -> None:
+    def __init__(self, ubatch: MicroBatch, tag: str, kept: tuple[Any, ...]) -> None:
+        self._ubatch = ubatch
         self._tag = tag
         self._kept = kept
-        self._works: Any = None
-        self._ubatch: MicroBatch | None = None
+        self._works: list[Any] = []
 
     def wait_for(self, work: Any) -> None:
         """``work.wait()`` is called when the block has ended, and others have had their turn; for
         work that the host has to wait for (gloo). None is ignored."""
         if work is not None:
-            self._works = [work] if self._works is None else [*self._works, work]
+            self._works.append(work)
 
     def hand_to_compute(self, tensor: Any) -> None:
         """Compute goes on to use ``tensor``, which was allocated in this block."""
-        if self._ubatch is not None:
-            self._ubatch.device.record_use(tensor, self._ubatch.compute)
+        self._ubatch.device.record_use(tensor, self._ubatch.compute)
 
     def __enter__(self) -> Communication:
-        context = current_forward_context()
-        if context is not None and context.ubatch is not None:
-            self._ubatch = ubatch = context.ubatch
-            ubatch.tag = self._tag
-            ubatch.switch_after_mark(ubatch.comm, True)
+        self._ubatch.tag = self._tag
+        self._ubatch.switch_after_mark(self._ubatch.comm, True)
         return self
 
     def __exit__(
@@ -180,23 +177,55 @@ class Communication:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        ubatch, works = self._ubatch, self._works
-        if ubatch is not None:
-            if kind is not None:
-                ubatch.tag = None
-                ubatch.switch(ubatch.compute)
-                return
-            # The mark comes first: compute waits for this transfer, not for those of siblings.
-            ubatch.hand_over_and_switch(self._tag, ubatch.compute)
-        elif kind is not None:
+        ubatch = self._ubatch
+        if kind is not None:
+            ubatch.tag = None
+            ubatch.switch(ubatch.compute)
             return
-        if works is not None:
-            for work in works:
-                work.wait()
+        # The mark comes first: compute waits for this transfer, not for those of siblings.
+        ubatch.hand_over_and_switch(self._tag, ubatch.compute)
+        for work in self._works:
+            work.wait()
         self._kept = ()
 
 
-def communication(tag: str, *kept: Any) -> Communication:
+class Outside:
+    """What it enters where nothing is split: one object for all, because a model that is not split
+    shall not pay for an object in each layer."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self) -> None:
+        self._works: dict[int, list[Any]] = {}
+        """By thread: what its block waits for at the end."""
+
+    def wait_for(self, work: Any) -> None:
+        """See ``Communication``."""
+        if work is not None:
+            self._works.setdefault(get_ident(), []).append(work)
+
+    def hand_to_compute(self, tensor: Any) -> None:
+        """There is one stream."""
+
+    def __enter__(self) -> Outside:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._works:
+            for work in self._works.pop(get_ident(), ()):
+                if kind is None:
+                    work.wait()
+
+
+_OUTSIDE = Outside()
+
+
+def communication(tag: str, *kept: Any) -> Communication | Outside:
     """A block whose work goes to the communication stream; other micro-batches run at its end.
 
     ``with communication(f"{name}.dispatch", send) as c:``. The block begins with everything that
@@ -205,7 +234,10 @@ def communication(tag: str, *kept: Any) -> Communication:
     block; memory that is born in it needs ``c.hand_to_compute``. ``c.wait_for(work)``: what the
     host has to wait for. If the block raises, nothing is handed over.
     """
-    return Communication(tag, kept)
+    context = current_forward_context()
+    if context is None or context.ubatch is None:
+        return _OUTSIDE
+    return Communication(context.ubatch, tag, kept)
 
 
 def yield_(tag: str) -> None:
