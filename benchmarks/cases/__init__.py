@@ -15,6 +15,7 @@ from benchmarks.cases import (
     staging,
     step,
     tails,
+    ubatch,
     wrapper,
 )
 from benchmarks.harness import Case
@@ -23,6 +24,7 @@ MODULES = (
     dispatch,
     step,
     wrapper,
+    ubatch,
     program,
     replay,
     primitives,

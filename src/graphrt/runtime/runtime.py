@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.batch import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    Decision,
+    Reason,
+    RuntimeMode,
+    UBatchReason,
+    last_ubatch_is_empty,
+    ubatch_stride,
+)
 from graphrt.config import (
     CompilationConfig,
     CompilationLevel,
@@ -52,6 +61,14 @@ from graphrt.graphs.breaks import break_points_refused
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
+from graphrt.ubatch import (
+    InputAxes,
+    SMControl,
+    SplitCallable,
+    UBatchSlice,
+    make_slices,
+    wants_split,
+)
 
 if TYPE_CHECKING:
     from graphrt.compile import Compiled, CompileReport, PieceInfo
@@ -121,6 +138,8 @@ class Runtime:
     ``op_impls``: Python functions to call in place of splitting ops, where the graph is cut: they
     may be break points themselves. It is traced here, or by ``capture(like=...)`` without
     ``examples``, in an eager run of the largest key's example.
+    ``sm_control``: divides the multiprocessors of steps in micro-batches (``config.ubatch``), for
+    which ``BufferSpec.rebase`` has to be said; whose inputs then do not depend on the key.
     ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
     kernels that sum in another order inside a graph.
 
@@ -155,6 +174,7 @@ class Runtime:
         layers: Mapping[str, Any] | None = None,
         compile_part: torch.nn.Module | None = None,
         op_impls: Mapping[str, Callable[..., Any]] | None = None,
+        sm_control: SMControl | None = None,
     ) -> None:
         flat = {
             "mode": mode,
@@ -180,6 +200,7 @@ class Runtime:
         if plan.level is CompilationLevel.PIECEWISE:
             self._compiled = _compiled(plan, model, compile_part, op_impls)
         fn = model if self._compiled is None or compile_part is not None else self._compiled
+        self._split: SplitCallable | None = None
         self.library = GraphLibrary(
             device,
             budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
@@ -188,6 +209,16 @@ class Runtime:
         )
         self.device = self.library.device
         try:
+            if plan.ubatch.num_ubatches > 1:
+                axes, self._cuts_requests = _cut_axes(inputs, outputs)
+                fn = self._split = SplitCallable(
+                    fn,
+                    self.device,
+                    plan.ubatch,
+                    sm_control=sm_control,
+                    input_axes=axes,
+                    outputs=outputs,
+                )
             self.runner = CUDAGraphRunner(
                 fn,
                 inputs=inputs,
@@ -224,6 +255,7 @@ class Runtime:
         except BaseException:
             self._uncompile()
             self.library.close()
+            self._end_split()
             raise
         self._execute = self.runner.execute
 
@@ -305,6 +337,8 @@ class Runtime:
         num_active_loras: int = 0,
         exclude: frozenset[RuntimeMode] = _NONE,
         step_info: Any = None,
+        query_lens: Sequence[int] | None = None,
+        unsplit: UBatchReason | None = None,
     ) -> Any:
         """Run one batch through the graph that fits it, or eagerly with a counted reason.
 
@@ -312,6 +346,10 @@ class Runtime:
         over "requests" each row is a request, as far as ``max_num_seqs`` permits.
         ``uniform``: every request brings exactly ``query_len`` tokens. None: it follows from the
         sizes where that is 1, else it is False, because with speculation only the engine knows.
+        ``query_lens``: the tokens of each request, in order; without them, a batch that is not
+        uniform is not cut into micro-batches where inputs or outputs have a row for each request.
+        ``unsplit``: why the engine does not want it cut; None: it may be. A cut step's
+        ``step_info`` reaches the micro-batches as ``ForwardContext.of_micro_batch`` says.
 
         Shapes:   each value has the real size along its buffer's axes ("tokens": ``num_tokens``,
                   "requests": ``num_reqs``), or the padded size of the key that serves the step,
@@ -340,24 +378,98 @@ class Runtime:
                 do="pass uniform=True only where every request brings exactly that many tokens",
             )
         runner = self.runner
-        decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
+        slices = why = None
+        if self._split is None:
+            decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
+        else:
+            decision, slices, why = self._decide_split(
+                num_tokens, num_reqs, uniform, num_active_loras, exclude, query_lens, unsplit
+            )
         mode, key, reason = decision
         if reason is _NOT_CAPTURED_YET:
-            sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
-            runner.note_miss(num_tokens, uniform, num_active_loras, exclude, real_sizes=sizes)
-        outputs = self._execute(
-            decision, {TOKENS: num_tokens, REQUESTS: num_reqs}, values, step_info
-        )
+            self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, decision)
+        sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
+        if slices is None:
+            outputs = self._execute(decision, sizes, values, step_info)
+        else:
+            outputs = self._execute(decision, sizes, values, step_info, None, slices)
         if observer is not None:
             host_us = (perf_counter_ns() - started) / 1000
             # Other than decided, where the step found out that something had been replaced.
             mode, key, reason = runner.last_decision or decision
             observer(
-                RanEager(reason, num_tokens, num_reqs, uniform, host_us)
+                RanEager(reason, num_tokens, num_reqs, uniform, host_us, key.num_ubatches, why)
                 if mode is _EAGER
-                else Replayed(mode, reason, num_tokens, key.num_tokens, num_reqs, uniform, host_us)
+                else Replayed(
+                    mode,
+                    reason,
+                    num_tokens,
+                    key.num_tokens,
+                    num_reqs,
+                    uniform,
+                    host_us,
+                    key.num_ubatches,
+                    why,
+                )
             )
         return outputs
+
+    def _note_miss(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: bool,
+        num_active_loras: int,
+        exclude: frozenset[RuntimeMode],
+        missed: Decision,
+    ) -> None:
+        self.runner.note_miss(
+            num_tokens,
+            uniform,
+            num_active_loras,
+            exclude,
+            missed.descriptor.num_ubatches,
+            real_sizes={TOKENS: num_tokens, REQUESTS: num_reqs},
+        )
+
+    def _decide_split(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: bool,
+        num_active_loras: int,
+        exclude: frozenset[RuntimeMode],
+        query_lens: Sequence[int] | None,
+        unsplit: UBatchReason | None,
+    ) -> tuple[Decision, Sequence[UBatchSlice] | None, UBatchReason | None]:
+        """What a step runs, where an eager one is cut, and why it is not split."""
+        dispatch, config = self.runner.dispatcher.dispatch, self.plan.ubatch
+        query_len, num_ubatches = self._query_len if uniform else 1, config.num_ubatches
+        why = wants_split(num_tokens, uniform, config, unsplit)
+        if why is None and not ubatch_stride(num_tokens, query_len, num_ubatches):
+            why = UBatchReason.TOO_FEW_TOKENS
+        if why is None:
+            found = dispatch(num_tokens, uniform, num_active_loras, exclude, num_ubatches)
+            if found.mode is not _EAGER:
+                padded = found.descriptor.num_tokens
+                if not last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
+                    return found, None, None
+                why = UBatchReason.LAST_SLICE_EMPTY
+        if why is None:
+            why = UBatchReason.NO_FULL_GRAPH
+            if query_lens is None and uniform:
+                query_lens = [query_len] * num_reqs
+            elif query_lens is None and not self._cuts_requests:
+                query_lens = [num_tokens]
+            may_cut = config.allow_eager and self.config.on_miss == "eager"
+            is_large = num_tokens >= config.prefill_token_threshold
+            if may_cut and is_large and query_lens is not None:
+                _check_lens(query_lens, num_tokens, num_reqs)
+                slices = make_slices(query_lens, num_tokens, num_reqs, num_ubatches, query_len)
+                return found, slices, None
+            if found.reason is _NOT_CAPTURED_YET:
+                self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, found)
+        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why
 
     def _read(
         self,
@@ -452,6 +564,11 @@ class Runtime:
         self.library.close()
         self.runner.close()
         self._uncompile()
+        self._end_split()
+
+    def _end_split(self) -> None:
+        if self._split is not None:
+            self._split.close()
 
     def __enter__(self) -> Self:
         return self
@@ -511,13 +628,6 @@ def _check_built(config: RuntimeConfig, resolved: Resolved) -> None:
         problems.append(ConfigProblem("compilation.splitting_ops", "None", accepted))
     if problems:
         raise config_error("Runtime", problems)
-    if plan.ubatch.num_ubatches > 1:
-        raise ConfigError(
-            f"ubatch.num_ubatches = {plan.ubatch.num_ubatches}",
-            expected="1, because a runtime does not split its steps yet",
-            found=str(plan.ubatch.num_ubatches),
-            do="leave it out; resolve and dispatch take it already",
-        )
     if config.ranks != RankConfig():
         raise ConfigError(
             "ranks",
@@ -564,6 +674,40 @@ def _as_asked(field: str) -> str:
     return field
 
 
+def _cut_axes(inputs: Any, outputs: OutputSpec) -> tuple[dict[str, InputAxes], bool]:
+    """How inputs are cut into micro-batches, and whether anything has a row for each request.
+
+    Errors: ``ConfigError`` for inputs that depend on the key.
+    """
+    if callable(inputs):
+        raise ConfigError(
+            "inputs of a runtime that splits steps into micro-batches",
+            expected="one list of BufferSpecs for all keys",
+            found="a function of the key",
+            do="declare them for the largest key, or leave ubatch.num_ubatches at 1",
+        )
+
+    def place(spec: BufferSpec, axis: str) -> int | None:
+        return spec.shape.index(axis) if axis in spec.shape else None
+
+    axes = {
+        spec.name: InputAxes(place(spec, TOKENS), place(spec, REQUESTS), spec.rebase)
+        for spec in inputs
+    }
+    lengths = [length for dims in (outputs.axes or {}).values() for length in dims.values()]
+    return axes, REQUESTS in lengths or any(cut.requests is not None for cut in axes.values())
+
+
+def _check_lens(query_lens: Sequence[int], num_tokens: int, num_reqs: int) -> None:
+    if sum(query_lens) != num_tokens:
+        raise BatchError(
+            "query_lens",
+            expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
+            found=f"{len(query_lens)} that add up to {sum(query_lens)}",
+            do="pass the tokens of each request of this batch, in order",
+        )
+
+
 def _check_axes(inputs: Sequence[BufferSpec]) -> None:
     """Errors: ``StaticBufferError`` for an axis other than tokens and requests."""
     for spec in inputs:
@@ -602,14 +746,19 @@ def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:
 
 def _smaller_sizes(plan: Plan, mode: RuntimeMode, key: BatchDescriptor) -> list[Mapping[str, int]]:
     """The smallest batch that dispatch pads to a key; none if every batch fills it."""
-    kind = (mode, key.uniform, key.num_active_loras, key.num_ubatches)
+    # A split batch is padded as an unsplit one.
+    kind = (mode, key.uniform, key.num_active_loras)
     below = [
         other.num_tokens
         for at, other in plan.capture_order
-        if (at, other.uniform, other.num_active_loras, other.num_ubatches) == kind
-        and other.num_tokens < key.num_tokens
+        if (at, other.uniform, other.num_active_loras) == kind and other.num_tokens < key.num_tokens
     ]
     smallest = max(below, default=0) + 1
+    if key.num_ubatches > 1:
+        # Its last micro-batch is not empty, and it is large enough to be split.
+        stride = ubatch_stride(key.num_tokens, plan.query_len, key.num_ubatches)
+        least = stride * (key.num_ubatches - 1) + 1
+        smallest = max(smallest, least, plan.ubatch.decode_token_threshold)
     if key.uniform:
         num_reqs = -(-smallest // plan.query_len)
         return [{TOKENS: num_reqs * plan.query_len, REQUESTS: num_reqs}]
