@@ -38,6 +38,14 @@ def unbuilt(options: CompilationConfig, plan: CompilePlan) -> Iterator[ConfigPro
     for name in ("cache_dir", "debug_dump_path"):
         if getattr(options, name) is not None:
             yield _problem(name, getattr(options, name), "None: nothing is kept or written yet")
+
+
+def _problem(name: str, found: object, accepted: str) -> ConfigProblem:
+    return ConfigProblem(f"compilation.{name}", str(found), accepted)
+
+
+def misplaced_attention(plan: CompilePlan) -> Iterator[ConfigProblem]:
+    """Attention inside compiled code that may read its cache before this step has written it."""
     # A partition is Inductor's own graph, whatever it is cut at.
     is_inside = not plan.attention_is_split or plan.use_inductor_graph_partition
     if plan.attention_ops and plan.moves_writes and is_inside and not plan.attention_writes_cache:
@@ -48,7 +56,3 @@ def unbuilt(options: CompilationConfig, plan: CompilePlan) -> Iterator[ConfigPro
         )
         accepted = "level 3, cut at these operators; or facts with attention_writes_cache=True"
         yield _problem("splitting_ops", found, accepted)
-
-
-def _problem(name: str, found: object, accepted: str) -> ConfigProblem:
-    return ConfigProblem(f"compilation.{name}", str(found), accepted)
