@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from graphrt import CompilationConfig, break_point
+from graphrt import CompilationConfig, RuntimeConfig, break_point, resolve
 from graphrt.compile import Compiled
 from graphrt.errors import (
     BreakError,
@@ -45,6 +45,7 @@ from lab import (
 )
 
 LOG: list[int] = []
+PLAN = resolve(RuntimeConfig(compilation=CompilationConfig(level=3))).compile
 
 
 class Formula(torch.nn.Module):
@@ -156,7 +157,7 @@ def test_callables_beyond_dynamos_limit_are_compiled():
 
     for number in range(10):
         x = torch.zeros(3)
-        one = Compiled(add(number), splitting_ops=(), sizes={"tokens": 8})
+        one = Compiled(add(number), PLAN, limits={"tokens": 8})
         one.trace(lambda: one(x), [(x, 0, "tokens")])  # noqa: B023  # It runs at once.
         assert one(torch.ones(5)).tolist() == [1.0 + number] * 5
         with pytest.raises(RecompileError):

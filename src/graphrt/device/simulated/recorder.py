@@ -179,15 +179,25 @@ class SimulatedRecording:
         with self._shared.thread.join(self._streams), self._recording():
             yield
 
-    def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
+    def opaque(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        out_meta: Any = None,
+        written: Sequence[int] = (),
+    ) -> Any:
         try:
             with without_modes():
-                return self._record_opaque(fn, args, out_meta)
+                if callable(out_meta) and not isinstance(out_meta, torch.Tensor):
+                    out_meta, written = out_meta()
+                return self._record_opaque(fn, args, out_meta, written)
         except GraphrtError as error:
             self.fail(error)
             raise
 
-    def _record_opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any) -> Any:
+    def _record_opaque(
+        self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any, written: Sequence[int]
+    ) -> Any:
         source = caller_source()
         name = getattr(fn, "__name__", type(fn).__name__)
         if out_meta is None:
@@ -202,7 +212,7 @@ class SimulatedRecording:
         stream = self._issue(name, source)
         self._shared.faults.check_op(len(self._calls), name, source)
         results = self._tensors.allocated(out_meta, stream, source)
-        self._add_call(fn, name, args, {}, (), results, stream, source)
+        self._add_call(fn, name, args, {}, written, results, stream, source)
         return results
 
     def _build(self, allow_empty: bool) -> SimulatedGraph:
