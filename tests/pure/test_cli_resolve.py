@@ -74,6 +74,31 @@ def test_the_answer_of_an_empty_config(run: Run, write: Callable[[Any], Path]) -
     assert answer["limits"] == {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 
 
+def test_plan_of_compiling_is_told_where_something_compiles(
+    run: Run, write: Callable[[Any], Path]
+) -> None:
+    config = {
+        "compilation": {
+            "level": 3,
+            "compile_ranges_endpoints": [8],
+            "guard_policy": "keep",
+            "inductor_compile_config": {"max_autotune": True},
+        },
+        "attention_ops": ["llm::attention"],
+    }
+    answer = json.loads(run("resolve", write(config), "--json")[1])
+    assert len(answer["compile"].pop("hash")) == 64
+    assert answer["compile"] == {
+        "level": 3,
+        "backend": "eager",
+        "splitting_ops": ["llm::attention"],
+        "ranges": [[1, 8], [9, 8192]],
+        "sizes": [],
+    }
+    assert answer["adjustments"][0]["to"] == {}
+    assert "level 3, backend eager, cut at llm::attention" in run("resolve", write(config))[1]
+
+
 def test_json_lists_every_key_in_capture_order(run: Run, write: Callable[[Any], Path]) -> None:
     config = {"compilation": {"cudagraph_capture_sizes": [2, 8]}, "max_num_seqs": 4}
     answer = json.loads(run("resolve", write(config), "--json")[1])

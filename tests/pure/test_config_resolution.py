@@ -15,11 +15,14 @@ from graphrt.errors import ConfigError
 Case = tuple[RuntimeConfig, Facts, Resolved]
 
 
-@given(case=config_strategies.resolutions())
+cases = config_strategies.resolutions() | config_strategies.compile_resolutions()
+
+
+@given(case=cases)
 def test_resolving_a_resolved_config_changes_nothing(case: Case) -> None:
     config, facts, first = case
     again = resolve(first.config, facts)
-    assert again.plan == first.plan
+    assert (again.plan, again.compile) == (first.plan, first.compile)
     # Decode sizes follow from other options: no config contains them.
     decode = [item.effective for item in first.adjustments if item.field == "decode_capture_sizes"]
     assert [item.effective for item in again.adjustments] == decode
@@ -27,7 +30,7 @@ def test_resolving_a_resolved_config_changes_nothing(case: Case) -> None:
     assert resolve(config, facts) == first
 
 
-@given(case=config_strategies.resolutions())
+@given(case=cases)
 def test_strict_raises_exactly_if_an_asked_option_changes(case: Case) -> None:
     config, facts, resolved = case
     explicit = [
@@ -35,6 +38,7 @@ def test_strict_raises_exactly_if_an_asked_option_changes(case: Case) -> None:
         for item in resolved.adjustments
         if item.asked is not None
         and (item.field != "cudagraph_mode" or config.compilation.cudagraph_mode is not None)
+        and item.field != "level"
     ]
     if not explicit:
         assert resolve(config, facts, strict=True) == resolved

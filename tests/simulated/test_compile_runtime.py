@@ -321,15 +321,7 @@ def test_splitting_op_that_matches_nothing_is_reported():
         assert lab.runtime.report().compile.unmatched_splitting_ops == ("torch.cos",)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_other_compile_levels_are_refused(level):
-    with pytest.raises(ConfigError, match=r"compilation\.level: level 0 or 3"):
-        RuntimeLab(asked={"compilation": {"level": level}})
-
-
-def test_options_of_later_compilers_are_refused():
-    with pytest.raises(ConfigError, match="compile_sizes: none"):
-        compiled("FULL", asked={"compilation": {"compile_sizes": [4]}})
+def test_piecewise_graphs_without_splitting_ops_are_refused():
     with pytest.raises(ConfigError, match="where PIECEWISE graphs end"):
         compiled(ops=None)
     with compiled("PIECEWISE", ops=()) as lab:

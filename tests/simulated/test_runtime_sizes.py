@@ -295,11 +295,33 @@ def test_padding_of_the_engine_is_replaced_in_the_next_step():
             assert runtime.step({"ids": torch.tensor([3, 4])}).tolist() == [10, 11]
 
 
-@pytest.mark.parametrize("asked", [{"level": 1}, {"level": 3}, {"compile_sizes": [4]}])
-def test_compilation_that_a_runtime_lacks_is_refused(asked):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("level", 1),
+        ("backend", "inductor"),
+        ("backend", "somewhere.compile"),
+        ("splitting_ops", None),
+        ("compile_sizes", [4]),
+        ("compile_ranges_endpoints", [4]),
+        ("dynamic_shapes", "backed"),
+        ("guard_policy", "keep"),
+        ("inductor_passes", {"mine": "package.mine"}),
+        ("pass_config", {"enable_fusion": True}),
+        ("pass_config", {"enable_attn_fusion": True}),
+        ("cache_dir", "cache"),
+        ("debug_dump_path", "dump"),
+    ],
+)
+def test_compilation_that_a_runtime_lacks_is_refused(field, value):
+    asked = {"level": 3, "splitting_ops": ["aten::sin"], field: value}
+    if asked["level"] == 1 or value == {"enable_attn_fusion": True}:
+        del asked["splitting_ops"]
     config = RuntimeConfig(compilation=CompilationConfig(**asked), max_num_seqs=4)
-    with pytest.raises(ConfigError, match=r"level|compile_sizes|splitting_ops"):
+    with pytest.raises(ConfigError) as caught:
         make(lambda ids: ids, config=config)
+    [problem] = caught.value.problems
+    assert problem.field.startswith(f"compilation.{field}")
     assert resolve(config).plan.level  # As a plan it is sound.
 
 

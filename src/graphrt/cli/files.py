@@ -24,9 +24,23 @@ COMPILATION_KEYS = (
     "cudagraph_mode",
     "cudagraph_capture_sizes",
     "max_cudagraph_capture_size",
-    "compile_sizes",
-    "splitting_ops",
     "cudagraph_specialize_lora",
+    "cudagraph_copy_inputs",
+    "backend",
+    "use_inductor",
+    "splitting_ops",
+    "compile_sizes",
+    "compile_ranges_endpoints",
+    "dynamic_shapes",
+    "guard_policy",
+    "custom_ops",
+    "pass_config",
+    "inductor_passes",
+    "inductor_compile_config",
+    "use_inductor_graph_partition",
+    "cache_dir",
+    "compile_cache",
+    "debug_dump_path",
 )
 RUNTIME_KEYS = (
     "max_num_seqs",
@@ -36,7 +50,14 @@ RUNTIME_KEYS = (
     "lora_capture",
     "ubatch",
 )
-FACT_KEYS = ("attention_support", "piecewise_available", "num_sms")
+FACT_KEYS = (
+    "attention_support",
+    "piecewise_available",
+    "num_sms",
+    "device",
+    "attention_ops",
+    "tp_size",
+)
 BATCH_KEYS = ("num_tokens", "uniform", "num_active_loras", "exclude")
 STDIN = "-"
 MOST_CONFIG_BYTES = 4 * 2**20
@@ -58,7 +79,7 @@ SAMPLE = """\
 // begins with // is a comment. Sizes are tokens of one step.
 {
   "compilation": {
-    // How much is compiled: 0 to 3, null: 0, unless compile_sizes asks for 3.
+    // How much is compiled: 0 to 3. null: 3 if something is asked that only it has, else 0.
     "level": null,
     // NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE, which null is.
     "cudagraph_mode": null,
@@ -66,12 +87,40 @@ SAMPLE = """\
     "cudagraph_capture_sizes": null,
     // The largest size of that ladder. null: twice the largest decode batch, at most 512.
     "max_cudagraph_capture_size": null,
-    // Sizes to compile with static shapes, at level 3.
-    "compile_sizes": null,
+    // Whether batches without adapters get graphs of their own.
+    "cudagraph_specialize_lora": true,
+    // Whether inputs are copied into buffers of the runtime before PIECEWISE graphs.
+    "cudagraph_copy_inputs": false,
+    // What compiles: a name that torch knows, or package.module.function. Empty: as the next says.
+    "backend": "",
+    // Whether level 3 compiles with Inductor. null: on CUDA only.
+    "use_inductor": null,
     // Operators, such as "graphrt_llm::attention", between which level 3 captures pieces.
     "splitting_ops": null,
-    // Whether batches without adapters get graphs of their own.
-    "cudagraph_specialize_lora": true
+    // Sizes to compile with static shapes, at level 3.
+    "compile_sizes": null,
+    // The last size of each range that level 3 compiles for. null: one range.
+    "compile_ranges_endpoints": null,
+    // How the size that varies is marked: auto, unbacked or backed.
+    "dynamic_shapes": "auto",
+    // What notices a change of what was traced: audit or keep.
+    "guard_policy": "audit",
+    // Which operators run their optimised form: "none,+name", or a list.
+    "custom_ops": [],
+    // Which passes rewrite compiled pieces, such as {"enable_fusion": true}.
+    "pass_config": {},
+    // Passes of one's own: {"name": "package.module.function"}.
+    "inductor_passes": {},
+    // Options of Inductor for every piece.
+    "inductor_compile_config": {},
+    // Whether Inductor cuts the graph, rather than graphrt.
+    "use_inductor_graph_partition": null,
+    // Where compiled code is kept. null: GRAPHRT_CACHE_DIR, else the user's cache folder.
+    "cache_dir": null,
+    // Whether it is kept.
+    "compile_cache": true,
+    // Where what was traced and compiled is written down.
+    "debug_dump_path": null
   },
   // Most requests and most tokens of one step.
   "max_num_seqs": 256,
@@ -96,7 +145,13 @@ SAMPLE = """\
   // Whether the model can be cut at its break points.
   "piecewise_available": true,
   // Multiprocessors of the device, if it has any.
-  "num_sms": null
+  "num_sms": null,
+  // The device: cuda, cpu or simulated.
+  "device": null,
+  // The operators that compute attention.
+  "attention_ops": [],
+  // Ranks that share each layer.
+  "tp_size": 1
 }
 """
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 from graphrt.batch import BatchDescriptor, Decision, RuntimeMode
-from graphrt.config import Resolved
+from graphrt.config import CompilePlan, Resolved
 
 
 def of_resolved(resolved: Resolved) -> dict[str, Any]:
@@ -34,6 +35,18 @@ def of_resolved(resolved: Resolved) -> dict[str, Any]:
             "max_num_batched_tokens": plan.max_num_batched_tokens,
         },
         "capture_order": [_of_key(mode, key) for mode, key in plan.capture_order],
+        **({"compile": _of_compile(resolved.compile)} if plan.level else {}),
+    }
+
+
+def _of_compile(plan: CompilePlan) -> dict[str, Any]:
+    return {
+        "level": int(plan.level),
+        "backend": plan.backend,
+        "splitting_ops": list(plan.splitting_ops),
+        "ranges": [list(item) for item in plan.ranges],
+        "sizes": list(plan.sizes),
+        "hash": plan.compute_hash(),
     }
 
 
@@ -55,6 +68,8 @@ def _of_key(mode: RuntimeMode, key: BatchDescriptor) -> dict[str, Any]:
 
 def plain(value: object) -> object:
     """``value`` for JSON: enums by name, tuples as lists."""
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, Enum):
         return value.name
     return list(value) if isinstance(value, tuple) else value

@@ -35,6 +35,11 @@ def show_resolved(resolved: Resolved) -> None:
         ("limits", f"{plan.max_num_seqs} requests, {plan.max_num_batched_tokens} tokens a step"),
     ):
         table.add_row(name, Text(value))
+    if plan.level:
+        compiled = resolved.compile
+        told = f"level {int(plan.level)}, backend {compiled.backend}"
+        told += f", cut at {', '.join(compiled.splitting_ops)}" if compiled.splitting_ops else ""
+        table.add_row("compiled", Text(told))
     console = Console()
     console.print(table)
     if not resolved.adjustments:

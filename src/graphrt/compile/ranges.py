@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -120,7 +121,7 @@ class Symbols:
             about = self.axes.get(symbol)
             bounds = sizes if about and about.name == axis else None
             if bounds and bounds.is_static:
-                return bounds.start
+                return sympy.Integer(bounds.start)
             least, most = bounds[:2] if bounds else (1, about.most) if about else (0, None)
             if self._is_backed and about:
                 return _backed(env, str(symbol), max(least, 2), most or 2)

@@ -137,7 +137,18 @@ def _check_passes(passes: Mapping[str, Any]) -> FrozenMapping:
     return FrozenMapping(passes)
 
 
-_AsDict = BeforeValidator(lambda value: dict(value) if isinstance(value, Mapping) else value)
+def _copied(value: object) -> object:
+    """Mappings as dicts, tuples as the lists that JSON has, so that nothing is shared."""
+    if isinstance(value, Mapping):
+        return {name: _copied(item) for name, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _as_dict(value: object) -> object:
+    return _copied(value) if isinstance(value, Mapping) else value
+
+
+_AsDict = BeforeValidator(_as_dict)
 _Path = Annotated[Path | None, BeforeValidator(_as_path)]
 
 
@@ -339,6 +350,9 @@ class CompilationConfig:
             problems.append(ConfigProblem(asked[0][0], " with ".join(told), accepted))
         elif asked:
             given["cudagraph_mode"] = asked[0][1]
+        if given.get("backend") == "inductor" and given.get("use_inductor") is False:
+            found = "False, with backend='inductor'"
+            problems.append(ConfigProblem("use_inductor", found, "True or None, or a backend"))
         return Prepared(given, problems, warned)
 
 

@@ -23,6 +23,7 @@ from graphrt.config import (
     resolve,
 )
 from graphrt.config.checked import config_error
+from graphrt.config.unbuilt import unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher, check_count
@@ -162,7 +163,7 @@ class Runtime:
         }
         self.config, self.resolved = _resolve(config, flat, facts)
         config, plan = self.config, self.resolved.plan
-        _check_built(config, plan)
+        _check_built(config, self.resolved)
         self.plan = plan
         if not callable(inputs):
             inputs = check_specs(inputs)
@@ -501,11 +502,10 @@ def _resolve(
         raise config_error("Runtime", problems) from error
 
 
-def _check_built(config: RuntimeConfig, plan: Plan) -> None:
+def _check_built(config: RuntimeConfig, resolved: Resolved) -> None:
     """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
-    problems = []
-    if plan.level is CompilationLevel.DYNAMO_AS_IS:
-        problems.append(ConfigProblem("compilation.level", plan.level.name, "level 0, 2 or 3"))
+    plan = resolved.plan
+    problems = list(unbuilt(resolved.config.compilation, resolved.compile))
     is_cut = any(mode is RuntimeMode.PIECEWISE for mode, _ in plan.capture_order)
     if plan.level is CompilationLevel.PIECEWISE and is_cut and not plan.splitting_ops:
         accepted = "names, or attention_ops in the facts: where PIECEWISE graphs end"
