@@ -35,6 +35,9 @@ def bound(number: int) -> Callable[[Any], int]:
     return lambda graph: number
 
 
+DEEP: dict[str, Any] = {}
+DEEP["itself"] = DEEP
+
 # name -> default, (given, stored), what is wrong
 FIELDS: dict[str, tuple[Any, tuple[Any, Any], list[Any]]] = {
     "backend": ("", ("package.module.fn", "package.module.fn"), ["a b", "a.", "1a", None, 3]),
@@ -53,7 +56,7 @@ FIELDS: dict[str, tuple[Any, tuple[Any, Any], list[Any]]] = {
     "dynamic_shapes": ("auto", ("backed", "backed"), ["AUTO", None]),
     "guard_policy": ("audit", ("keep", "keep"), ["drop", None]),
     "use_inductor_graph_partition": (None, (False, False), ["no", 0]),
-    "inductor_compile_config": ({}, ({"a": (1, 2)}, {"a": [1, 2]}), [[("a", 1)], {1: 2}]),
+    "inductor_compile_config": ({}, ({"a": (1, 2)}, {"a": [1, 2]}), [[("a", 1)], {1: 2}, DEEP]),
     "inductor_passes": (
         {},
         ({"a": "package.rewrite"}, {"a": "package.rewrite"}),

@@ -36,6 +36,7 @@ from graphrt.files import parse_json
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """In ``compile_sizes``: the sizes that are captured."""
 MOST_WARMUPS = 1_000
+_DEEPEST = 16
 
 PASS_FLAGS = (
     "enable_fusion",
@@ -137,11 +138,15 @@ def _check_passes(passes: Mapping[str, Any]) -> FrozenMapping:
     return FrozenMapping(passes)
 
 
-def _copied(value: object) -> object:
+def _copied(value: object, depth: int = 0) -> object:
     """Mappings as dicts, tuples as the lists that JSON has, so that nothing is shared."""
+    if depth > _DEEPEST:
+        raise ValueError(f"a mapping, nested at most {_DEEPEST} deep")
     if isinstance(value, Mapping):
-        return {name: _copied(item) for name, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _copied(item, depth + 1) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(item, depth + 1) for item in value]
+    return value
 
 
 def _as_dict(value: object) -> object:

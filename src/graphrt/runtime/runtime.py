@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -164,6 +165,10 @@ class Runtime:
         self.config, self.resolved = _resolve(config, flat, facts)
         config, plan = self.config, self.resolved.plan
         _check_built(config, self.resolved)
+        if self.resolved.compile.custom_ops or "graphrt.compile.custom_ops" in sys.modules:
+            from graphrt.compile import check_custom_ops  # Here, because few models have any.
+
+            check_custom_ops(self.resolved.compile, model)
         self.plan = plan
         if not callable(inputs):
             inputs = check_specs(inputs)

@@ -1,0 +1,155 @@
+"""Operations in two forms: plain torch, which a compiler sees through, and an optimised one.
+
+Which form runs is decided once, where the operation is made, by the rules of the plan. The registry
+is filled by imports and holds classes only: what was decided is kept in each operation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from difflib import SequenceMatcher
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+
+from graphrt.config import CompilationLevel, CompilePlan
+from graphrt.config.checked import config_error
+from graphrt.errors import ConfigError, ConfigProblem
+
+Op = TypeVar("Op", bound="CustomOp")
+
+_REGISTERED: dict[str, type[CustomOp]] = {}
+
+
+class CustomOp(torch.nn.Module):
+    """An operation with a plain form and, for some devices, an optimised one.
+
+    A subclass has ``forward_native``, plain torch that is its definition and can be traced, and may
+    have ``forward_optimized``, for devices of the kinds in ``optimized_for``. What the optimised
+    form calls must itself be traceable: torch's operators, or one registered with a fake kernel.
+    Both take and return the same.
+
+    ``plan``: Whose rules decide, ``resolve(...).compile``. ``device``: the kind of the tensors it
+    will be called with. ``is_enabled``: whether the rules want the optimised form; without one for
+    the device, the plain form runs all the same, which ``is_optimized`` tells.
+    Errors: ``ConfigError`` for a class that is not registered.
+    """
+
+    name: ClassVar[str] = ""
+    optimized_for: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def __init__(self, plan: CompilePlan, device: str | torch.device) -> None:
+        super().__init__()
+        if _REGISTERED.get(self.name) is not type(self):
+            raise ConfigError(
+                f"{type(self).__qualname__}",
+                expected="a class that is registered by a name",
+                found="one that is not",
+                do="put @CustomOp.register(...) above it",
+            )
+        has_form = type(self).forward_optimized is not CustomOp.forward_optimized
+        self.is_enabled = self.enabled(plan)
+        self.is_optimized = (
+            self.is_enabled and has_form and torch.device(device).type in self.optimized_for
+        )
+
+    @staticmethod
+    def register(name: str) -> Callable[[type[Op]], type[Op]]:
+        """Give a subclass the name that rules use.
+
+        Errors: ``ConfigError`` for a name that another class has, or that no rule could say.
+        """
+
+        def register(kind: type[Op]) -> type[Op]:
+            before = _REGISTERED.get(name)
+            # The same class again: its module was loaded a second time.
+            is_new = before is None or _place(before) == _place(kind)
+            if not name.isidentifier() or not is_new:
+                found = repr(name) if before is None else f"that of {'.'.join(_place(before))}"
+                raise ConfigError(
+                    f"custom op {name!r}",
+                    expected="an identifier that no other operation has",
+                    found=found,
+                    do="choose another name",
+                )
+            kind.name = name
+            _REGISTERED[name] = kind
+            return kind
+
+        return register
+
+    @classmethod
+    def enabled(cls, plan: CompilePlan) -> bool:
+        """Whether the rules of ``plan`` want the optimised form.
+
+        A rule with its name decides, then ``all`` or ``none``; else it is wanted, except where
+        Inductor compiles the pieces, because it fuses plain forms by itself.
+        """
+        if f"+{cls.name}" in plan.custom_ops or f"-{cls.name}" in plan.custom_ops:
+            return f"+{cls.name}" in plan.custom_ops
+        if "all" in plan.custom_ops or "none" in plan.custom_ops:
+            return "all" in plan.custom_ops
+        return (plan.level, plan.backend) != (CompilationLevel.PIECEWISE, "inductor")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_optimized:
+            return self.forward_optimized(*args, **kwargs)
+        return self.forward_native(*args, **kwargs)
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation in plain torch."""
+        raise NotImplementedError(f"{type(self).__qualname__}.forward_native")
+
+    def forward_optimized(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, faster."""
+        raise NotImplementedError(f"{type(self).__qualname__}.forward_optimized")
+
+
+class CustomOpCounts(NamedTuple):
+    """How many operations of a model the rules switched on and off, by name."""
+
+    enabled: Counter[str]
+    disabled: Counter[str]
+
+
+def count_custom_ops(model: object) -> CustomOpCounts:
+    """The operations in ``model``, by name; none in what is no module."""
+    counts = CustomOpCounts(Counter(), Counter())
+    for op in _ops_in(model):
+        (counts.enabled if op.is_enabled else counts.disabled)[op.name] += 1
+    return counts
+
+
+def check_custom_ops(plan: CompilePlan, model: object = None) -> None:
+    """Compare the rules of ``plan`` with what is registered, and with the operations of ``model``.
+
+    Errors: ``ConfigError`` for a rule with a name that nothing has, and for an operation that was
+    made by other rules.
+    """
+    problems = []
+    for rule in plan.custom_ops:
+        if rule[0] in "+-" and rule[1:] not in _REGISTERED:
+            known = ", ".join(_nearest_first(rule[1:])) or "none: first import what registers it"
+            found = f"{rule!r}, an unknown name"
+            problems.append(ConfigProblem("compilation.custom_ops", found, known))
+    wrong = sorted({op.name for op in _ops_in(model) if op.is_enabled != op.enabled(plan)})
+    if wrong:
+        found = f"{list(plan.custom_ops)}, and operations made by other rules: {', '.join(wrong)}"
+        accepted = "the rules that the model was built with: make its operations with this plan"
+        problems.append(ConfigProblem("compilation.custom_ops", found, accepted))
+    if problems:
+        raise config_error("custom ops", problems)
+
+
+def _nearest_first(name: str) -> list[str]:
+    return sorted(_REGISTERED, key=lambda known: -SequenceMatcher(None, known, name).ratio())
+
+
+def _ops_in(model: object) -> list[CustomOp]:
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return [module for module in modules if isinstance(module, CustomOp)]
+
+
+def _place(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
