@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from graphrt.compile.failures import line_of
-from graphrt.compile.splitter import Described, Piece, SplittingOps
+from graphrt.compile.splitter import Piece, SplittingOps
 from graphrt.errors import CompileError
 
 
@@ -24,24 +24,31 @@ _WRITING_OPERATORS = frozenset(
 )
 
 
+class _Known(NamedTuple):
+    outputs: list[Callable[[Sequence[Any]], Any]]
+    written: tuple[int, ...]
+
+
 class Description:
     """Says of calls of a piece what they return and write, without making them."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
-        self._known: dict[Any, Described] = {}
+        self._known: dict[Any, _Known] = {}
 
-    def __call__(self, args: Sequence[Any]) -> Described:
+    def __call__(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """What a call with ``args`` returns, new tensors as ``meta`` ones; positions of what it
+        writes."""
         key = tuple(
             (arg.shape, arg.stride()) if isinstance(arg, torch.Tensor) else arg for arg in args
         )
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._describe(args)
-        return known
+        return tuple(output(args) for output in known.outputs), known.written
 
-    def _describe(self, args: Sequence[Any]) -> Described:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    def _describe(self, args: Sequence[Any]) -> _Known:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             fakes = [
                 torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
                 if isinstance(arg, torch.Tensor)
@@ -51,18 +58,31 @@ class Description:
             versions = [_version(fake) for fake in fakes]
             outputs = fx.Interpreter(self._module).run(*fakes)
             written = [at for at, fake in enumerate(fakes) if _version(fake) != versions[at]]
-        del mode
-        return Described(tuple(_meta(one) for one in outputs), tuple(written))
+        given = {
+            fake.untyped_storage()._cdata: at
+            for at, fake in enumerate(fakes)
+            if isinstance(fake, torch.Tensor)
+        }
+        return _Known([_output(one, given) for one in outputs], tuple(written))
 
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) else 0
 
 
-def _meta(value: Any) -> Any:
+def _output(value: Any, given: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
+    """How to get a result, or a tensor like it, from the arguments."""
     if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return lambda args: value
+    shape, stride, dtype = value.shape, value.stride(), value.dtype
+    at = given.get(value.untyped_storage()._cdata)
+    if at is None:
+        return lambda args: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    offset = value.storage_offset()
+    # A view of an argument: what is written through one of them is read through the other.
+    return lambda args: (
+        args[at].view(dtype).as_strided(shape, stride, args[at].storage_offset() + offset)
+    )
 
 
 def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
@@ -79,7 +99,7 @@ def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
                 raise CompileError(
                     f"{value.name}, which {piece.name} writes at {line_of(written_at(piece))}",
                     expected="memory of its own, which no other result of compiled code shares",
-                    found=f"a view that {name} returns beside its base or another view",
+                    found=f"one of several results of {name} over one memory",
                     do="clone it before it is written, or use backend='eager'",
                     source=line_of(written_at(piece)),
                 )
@@ -87,7 +107,7 @@ def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
             given = [_storage(node) for node in piece.inputs]
             made = [_storage(node) for node in piece.outputs]
             for storage in made:
-                if storage and (storage in given or made.count(storage) > 1):
+                if storage and storage not in given and made.count(storage) > 1:
                     shared[storage] = piece.name
 
 

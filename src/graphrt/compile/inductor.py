@@ -103,9 +103,7 @@ def _inductor_folder(cache: CompileCache) -> Iterator[None]:
     except OSError:  # Told when an entry is written.
         yield
         return
-    with environment_variable(
-        torch_api.INDUCTOR_CACHE_VARIABLE, str(cache.inductor_folder)
-    ):
+    with environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(cache.inductor_folder)):
         yield
 
 

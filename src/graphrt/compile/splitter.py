@@ -39,17 +39,9 @@ class PieceInfo(NamedTuple):
     """Equal for pieces that compute the same, and share compiled code."""
     is_opaque: bool = False
     """True if its kernels cannot be seen by a dispatch mode: see ``describe``."""
-    describe: Callable[[Sequence[Any]], Described] | None = None
-    """Of an opaque piece: what a call with these arguments returns, and which of them it writes."""
-
-
-class Described(NamedTuple):
-    """A call that was not made."""
-
-    outputs: tuple[Any, ...]
-    """``meta`` tensors of the shapes, strides and dtypes that it returns; numbers as they are."""
-    written: tuple[int, ...]
-    """Positions of arguments that it writes in place."""
+    describe: Callable[[Sequence[Any]], tuple[tuple[Any, ...], tuple[int, ...]]] | None = None
+    """Of an opaque piece: what a call with these arguments returns (``meta`` tensors, and views of
+    arguments), and the positions of those that it writes."""
 
 
 Wrap = Callable[[Callable[..., Any], PieceInfo], Callable[..., Any]]

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
-from torch._inductor import config as inductor_config, cpu_vec_isa
+from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.output_code import CompiledFxGraph
@@ -98,6 +99,7 @@ def inductor_option_names() -> Sequence[str]:
     return tuple(inductor_config.get_config_copy())
 
 
+@cache
 def versions() -> Mapping[str, str]:
     """What of torch and of Python compiled code depends on."""
     triton = sys.modules.get("triton")
@@ -109,11 +111,14 @@ def versions() -> Mapping[str, str]:
     }
 
 
+@cache
 def device_name(device: torch.device) -> str:
     """What compiled code for ``device`` depends on, in words."""
     if device.type == "cpu":
+        # Not Inductor's own question for the instruction set, which starts processes to try each.
         compiler = get_cpp_compiler()
-        return f"{cpu_vec_isa.pick_vec_isa()} {compiler} {get_compiler_version_info(compiler)}"
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{capability} {compiler} {get_compiler_version_info(compiler)}"
     return f"{CacheBase.get_system()['device']} {DeviceProperties.create(device)}"
 
 

@@ -140,7 +140,8 @@ class Recording(Protocol):
         """Record ``fn(*args)`` as one node, whatever it does inside.
 
         ``out_meta``: tensors (any device, ``meta`` too) giving shape, stride and dtype of each
-        result, in the result's structure; or a function that returns them, and ``written``.
+        result, in the result's structure; or a function that returns them, and ``written``. In a
+        tuple, one that lies in memory of an argument is returned itself, as a view of that.
         ``written``: positions of arguments that it writes. On CUDA this is a plain call.
         """
 

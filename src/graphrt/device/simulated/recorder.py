@@ -211,9 +211,17 @@ class SimulatedRecording:
             )
         stream = self._issue(name, source)
         self._shared.faults.check_op(len(self._calls), name, source)
+        taken = {one.untyped_storage()._cdata for one in tensors_in(args)}
+        views = {
+            at: one
+            for at, one in enumerate(out_meta if type(out_meta) is tuple else ())
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata in taken
+        }
+        if views:
+            out_meta = tuple(None if at in views else one for at, one in enumerate(out_meta))
         results = self._tensors.allocated(out_meta, stream, source)
         self._add_call(fn, name, args, {}, written, results, stream, source)
-        return results
+        return tuple(views.get(at, one) for at, one in enumerate(results)) if views else results
 
     def _build(self, allow_empty: bool) -> SimulatedGraph:
         """The graph. The modes are gone, the streams still belong to the recording."""
