@@ -13,6 +13,7 @@
       CaptureError                        a capture did not complete
         CaptureOutsideScopeError          new key, but no capture scope is open here
         CaptureInProgressError            second scope or recording; close with a scope open
+        CompileDuringCaptureError         level 1 would compile inside a recording
         EnvironmentMismatchError          warm-up and capture differ in stream, modes, flags
         ForbiddenOperationError           host read, data-dependent size, resize or rebind
         UnsupportedOperationError         simulated only: no fake kernel, out_meta or CPU version
@@ -26,10 +27,11 @@
         StateAdvancedError                a callable writes what nobody guards or declared
         GraphMemoryError                  budget, graph count, out of memory
         TooManyFailuresError              three consecutive failures
-      CompileError                        level 3: a trace failed, or no longer fits
+      CompileError                        levels 1 to 3: a trace failed, or no longer fits
         GraphBreakError                   code that cannot be traced, or depends on tensor values
         ShapeGuardError                   a branch on a size that varies
         SideEffectError                   traced code assigns what replays would not
+        BackendError                      what compiles a piece raised
         SplittingOpError                  a splitting op that is unknown, or not in the graph
         ContractError                     arguments or modes other than those traced
         GuardAuditError                   something that the trace read has changed
@@ -209,6 +211,10 @@ class CaptureInProgressError(CaptureError):
     """A capture scope or a recording is already open."""
 
 
+class CompileDuringCaptureError(CaptureError):
+    """Code would be compiled inside a recording: run each key once before it is captured."""
+
+
 class EnvironmentMismatchError(CaptureError):
     """Warm-up and capture ran with different streams, modes or flags."""
 
@@ -279,6 +285,10 @@ class ShapeGuardError(CompileError):
 
 class SideEffectError(CompileError):
     """Traced code assigns an attribute or changes a container, which a replay would not do."""
+
+
+class BackendError(CompileError):
+    """What compiles a piece, or the whole graph, raised: see ``__cause__``."""
 
 
 class SplittingOpError(CompileError, ConfigError):

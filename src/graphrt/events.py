@@ -6,6 +6,7 @@ Names and fields are public: a change goes into the changelog.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode, UBatchReason
@@ -94,6 +95,46 @@ class CaptureFailed(NamedTuple):
     key: BatchDescriptor
     error: str
     message: str
+
+
+class CacheMiss(StrEnum):
+    """Why compiled code did not come from the cache."""
+
+    ABSENT = "absent"
+    """There is no such entry."""
+    DISABLED = "disabled"
+    """The cache is switched off."""
+    CORRUPT = "corrupt"
+    """The file is cut short, or its checksum is another."""
+    FOREIGN_SCHEMA = "foreign_schema"
+    """Another version of graphrt wrote it, in another form."""
+    FOREIGN_TORCH = "foreign_torch"
+    """Another version of torch, Python or Triton wrote it."""
+    FOREIGN_DEVICE = "foreign_device"
+    """It was compiled for another device."""
+    LOAD_FAILED = "load_failed"
+    """It cannot be read, belongs to another user, or torch does not take it."""
+    UNHASHABLE_PASS = "unhashable_pass"  # noqa: S105
+    """A pass or an option has no text that tells it from others."""
+    UNCACHEABLE = "uncacheable"
+    """The backend's code cannot be kept."""
+
+
+class Compiled(NamedTuple):
+    """A piece of a traced model was compiled for some sizes, or loaded.
+
+    ``piece``: Its name.
+    ``start``: The smallest size, in tokens.
+    ``end``: The largest.
+    ``seconds``: What it took.
+    ``missed``: Why it did not come from the cache; None if it did.
+    """
+
+    piece: str
+    start: int
+    end: int
+    seconds: float
+    missed: CacheMiss | None
 
 
 class Verified(NamedTuple):
@@ -201,6 +242,7 @@ Event = (
     | KeysChanged
     | Captured
     | CaptureFailed
+    | Compiled
     | Verified
     | PaddingVerified
     | Invalidated

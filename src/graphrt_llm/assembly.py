@@ -100,9 +100,11 @@ def assemble(
         backend = make_attention(attention.name, cache, limits)
         model.attention = backend
         facts = Facts(
-            attention_groups={attention.name: backend.support}, attention_ops=(ATTENTION_OP,)
+            attention_groups={attention.name: backend.support},
+            attention_ops=(ATTENTION_OP,),
+            device="cuda" if device.name == "cuda" else "simulated",
         )
-        is_traced = resolve(config.runtime, facts).plan.level == 3
+        is_traced = resolve(config.runtime, facts).plan.level > 0
         split = SplitLM(model, backend) if is_traced else None
         scheduler = Scheduler(limits)
         examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from graphrt import CompilationConfig, break_point
+from graphrt import CompilationConfig, RuntimeConfig, break_point, resolve
 from graphrt.compile import Compiled
 from graphrt.errors import (
     BreakError,
@@ -45,6 +45,7 @@ from lab import (
 )
 
 LOG: list[int] = []
+PLAN = resolve(RuntimeConfig(compilation=CompilationConfig(level=3))).compile
 
 
 class Formula(torch.nn.Module):
@@ -156,7 +157,7 @@ def test_callables_beyond_dynamos_limit_are_compiled():
 
     for number in range(10):
         x = torch.zeros(3)
-        one = Compiled(add(number), splitting_ops=(), sizes={"tokens": 8})
+        one = Compiled(add(number), PLAN, limits={"tokens": 8})
         one.trace(lambda: one(x), [(x, 0, "tokens")])  # noqa: B023  # It runs at once.
         assert one(torch.ones(5)).tolist() == [1.0 + number] * 5
         with pytest.raises(RecompileError):
@@ -320,15 +321,7 @@ def test_splitting_op_that_matches_nothing_is_reported():
         assert lab.runtime.report().compile.unmatched_splitting_ops == ("torch.cos",)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_other_compile_levels_are_refused(level):
-    with pytest.raises(ConfigError, match=r"compilation\.level: level 0 or 3"):
-        RuntimeLab(asked={"compilation": {"level": level}})
-
-
-def test_options_of_later_compilers_are_refused():
-    with pytest.raises(ConfigError, match="compile_sizes: none"):
-        compiled("FULL", asked={"compilation": {"compile_sizes": [4]}})
+def test_piecewise_graphs_without_splitting_ops_are_refused():
     with pytest.raises(ConfigError, match="where PIECEWISE graphs end"):
         compiled(ops=None)
     with compiled("PIECEWISE", ops=()) as lab:

@@ -1,8 +1,8 @@
-"""Level 3: a callable traced once, cut at splitting ops, run as its pieces.
+"""Levels 1 to 3: a callable traced, at level 3 cut at splitting ops and run as compiled pieces.
 
-The only room that names ``torch.fx`` and Dynamo. It knows nothing of graphs: whoever captures says
-by ``wrap`` what becomes of each piece. Names are imported on first use, because the compiler takes
-seconds to load and a model needs custom operations only.
+The only room that names ``torch.fx``, Dynamo and Inductor. It knows nothing of graphs: whoever
+captures says by ``wrap`` what becomes of each piece. Names are imported on first use, because the
+compiler takes seconds to load, and a model needs custom operations only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphrt.compile.cache import CacheEntry, CompileCache
     from graphrt.compile.compiled import Compiled, CompileReport
     from graphrt.compile.custom_ops import (
         CustomOp,
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from graphrt.compile.splitter import PieceInfo
 
 __all__ = [
+    "CacheEntry",
+    "CompileCache",
     "CompileReport",
     "Compiled",
     "CustomOp",
@@ -31,6 +34,8 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "CacheEntry": "cache",
+    "CompileCache": "cache",
     "CompileReport": "compiled",
     "Compiled": "compiled",
     "PieceInfo": "splitter",

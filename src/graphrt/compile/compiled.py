@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from types import CodeType, FunctionType, MethodType
@@ -10,12 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._dynamo import exc
-from torch._dynamo.decorators import mark_unbacked
+from torch._guards import TracingContext, tracing
 
+from graphrt.compile import torch_api
+from graphrt.compile.backends import Compiler, Job, make_compiler
+from graphrt.compile.effects import Description, refuse_hidden_reads, refuse_shared_writes
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
-from graphrt.compile.splitter import PieceInfo, Split, SplittingOps, Wrap, split
+from graphrt.compile.ranges import Axis, Forms, Range, Symbols, ranges_of
+from graphrt.compile.splitter import Piece, PieceInfo, SplittingOps, Wrap, cut, stitch
+from graphrt.config import CompilePlan
 from graphrt.errors import CompileError, RecompileError
+from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
 
 Varying = Sequence[tuple[torch.Tensor, int, str]]
 """Tensor, dimension, axis."""
@@ -24,9 +31,18 @@ Varying = Sequence[tuple[torch.Tensor, int, str]]
 class CompileReport(NamedTuple):
     """What compiling did."""
 
+    backend: str
     pieces: tuple[PieceInfo, ...]
+    ranges: tuple[Range, ...]
+    """Sizes that each unique piece is compiled for."""
     seconds: Mapping[str, float]
-    """By phase: ``trace``, ``split``."""
+    """By phase: ``trace``, ``split``, ``compile``, ``load``."""
+    num_compiles: int
+    """Calls of the backend."""
+    misses: Mapping[CacheMiss, int]
+    """Why these were not loaded from the cache."""
+    num_loaded: int
+    """Compiled forms that came from the cache."""
     unmatched_splitting_ops: tuple[str, ...]
     """Those that the traced graph does not have."""
     side_effects: tuple[str, ...]
@@ -54,38 +70,53 @@ class CompileReport(NamedTuple):
 class Compiled:
     """``target``, as it was when it was traced: called with the same arguments, but for sizes.
 
-    ``trace`` comes first; a call before it is a ``CompileError``. ``splitting_ops``: where to cut.
-    ``impls``: Python functions to call in place of splitting ops. ``wrap``: what becomes of each
-    piece; called in order, when all are known. ``sizes``: axis -> the largest size.
+    ``trace`` comes first; a call before it is a ``CompileError``. ``impls``: Python functions to
+    call in place of splitting ops. ``wrap``: what becomes of each piece; called in order, when all
+    are compiled. ``limits``: axis -> the largest size; of the first, ``plan`` has ranges and sizes.
+    ``observer`` is told what was compiled.
 
     Dynamo's guards are dropped: each call compares its arguments with those traced, ``audit`` all
-    else that the trace read. Errors: ``SplittingOpError`` for an unknown splitting op.
+    else that the trace read. Errors: ``SplittingOpError`` for an unknown splitting op;
+    ``ConfigError`` for an unknown backend, and an unknown option of Inductor.
     """
 
     def __init__(
         self,
         target: Callable[..., Any],
+        plan: CompilePlan,
         *,
-        splitting_ops: Sequence[str],
-        sizes: Mapping[str, int],
+        limits: Mapping[str, int],
         impls: Mapping[str, Callable[..., Any]] | None = None,
         wrap: Wrap = lambda piece, info: piece,
+        observer: Observer | None = None,
     ) -> None:
         self.runnable = target
         """What walks of what it reaches follow."""
         self.report: CompileReport | None = None
         self.source = ""
         """The generated function that calls the pieces."""
-        self._ops = SplittingOps(splitting_ops)
+        self._ops = SplittingOps(plan.splitting_ops)
+        self._attention = SplittingOps(plan.attention_ops)
+        self._compiler = make_compiler(plan)
+        self._plan = plan
         self._impls = dict(impls or {})
         self._wrap = wrap
-        self._sizes = dict(sizes)
+        self._limits = dict(limits)
+        self._observer = observer
         self._varying: Varying | None = None
         """Set while it is traced."""
         self._entry: Callable[..., Any] | None = None
         self._contract: Contract | None = None
         self._audit: Audit | None = None
         self._is_audit_due = False
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether recorders that work by dispatch modes cannot see what its code launches."""
+        return self._compiler.is_opaque
+
+    refused = staticmethod(torch_api.compiled_code_refused)
+    """A context in which compiled code that no piece is, raises."""
 
     def trace(self, run: Callable[[], object], varying: Varying) -> None:
         """Trace it at the first call that ``run`` makes. ``varying``: dimensions of its tensors.
@@ -96,7 +127,7 @@ class Compiled:
         if self.report is not None:
             raise _again("a second call of trace")
         for tensor, dim, axis in varying:
-            mark_unbacked(tensor, dim, shape_id=axis)
+            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=False)
         self._varying = varying
         try:
             run()
@@ -140,17 +171,17 @@ class Compiled:
         axes: dict[int, dict[int, str]] = {}
         for tensor, dim, axis in self._varying:
             axes.setdefault(id(tensor), {})[dim] = axis
-        contract = Contract(args, kwargs, axes, self._sizes)
+        contract = Contract(args, kwargs, axes, self._limits)
         guards: list[Any] = []
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of these lists.
-        made: list[Any] = []
-        compilers = [self._cut]
+        made: list[_Compilation] = []
+        compilers = [_Compilation(self, axes)]
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if not compilers:
                 raise _again("Dynamo, for a call that it takes for another one")
-            made.append(compilers.pop()(graph))
-            return made[0][0].run  # type: ignore[no-any-return]
+            made.append(compilers.pop())
+            return made[0].run(graph, inputs)
 
         def drop_all(entries: Sequence[Any]) -> list[bool]:
             guards.extend(entries)
@@ -170,26 +201,120 @@ class Compiled:
             compilers.clear()
             results = tuple(made)
             made.clear()
-        [(found, effects, began, ended)] = results
+        [found] = results
         audit = Audit(guards, scope, root.__globals__)
         self.source = found.source
         self._contract, self._audit, self._entry = contract, audit, entry
         self.report = CompileReport(
-            found.pieces,
-            {"trace": began - started, "split": ended - began},
+            self._compiler.name,
+            found.infos,
+            found.ranges,
+            {"trace": found.began - started, **found.seconds},
+            sum(found.misses.values()),
+            found.misses,
+            found.num_loaded,
             found.unmatched,
-            effects,
+            found.side_effects,
             audit.num_checked,
             audit.unchecked,
         )
         return outputs
 
-    def _cut(self, graph: fx.GraphModule) -> tuple[Split, tuple[str, ...], float, float]:
-        """The pieces of a traced graph, globals that its code changes, and when it was cut."""
-        effects = refuse_side_effects()
-        began = perf_counter()
-        refuse_values(node for node in graph.graph.nodes if self._ops.find(node) is None)
-        return split(graph, self._ops, self._impls, self._wrap), effects, began, perf_counter()
+
+class _Compilation:
+    """One traced graph on its way to the function that calls its pieces."""
+
+    def __init__(self, owner: Compiled, axes: Mapping[int, Mapping[int, str]]) -> None:
+        self._axes = axes
+        self._owner = owner
+        self._limits: Mapping[str, int] = owner._limits
+        self._plan: CompilePlan = owner._plan
+        self._compiler: Compiler = owner._compiler
+        self.infos: tuple[PieceInfo, ...] = ()
+        self.misses: Counter[CacheMiss] = Counter()
+        self.num_loaded = 0
+        self.seconds = {"split": 0.0, "compile": 0.0, "load": 0.0}
+        self.source = ""
+        self.began = 0.0
+        self.unmatched: tuple[str, ...] = ()
+        self.side_effects: tuple[str, ...] = ()
+        self.axis = next(iter(self._limits), "")
+        """That of ranges and sizes."""
+        most = self._limits.get(self.axis, 1)
+        self.ranges = ranges_of(self._plan.ranges, self._plan.sizes, most)
+
+    def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The function that Dynamo is to call."""
+        owner = self._owner
+        self.side_effects = refuse_side_effects()
+        self.began = perf_counter()
+        refuse_values(node for node in graph.graph.nodes if owner._ops.find(node) is None)
+        symbols = self._symbols(graph, inputs)
+        names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
+        pieces, self.unmatched = cut(graph, owner._ops, owner._impls, names)
+        captured = [piece for piece in pieces if piece.kind == "captured"]
+        if self._compiler.is_opaque:
+            refuse_shared_writes(pieces)
+            for piece in captured:
+                refuse_hidden_reads(piece, owner._attention)
+        self.seconds["split"] = perf_counter() - self.began
+        forms: dict[str, tuple[Forms, Description]] = {}
+        for piece in captured:
+            if piece.structure not in forms:
+                compiled = self._compile(piece, symbols)
+                forms[piece.structure] = compiled, Description(piece.module)
+        calls, infos = [], []
+        for index, piece in enumerate(pieces):
+            info = PieceInfo(index, piece.name, piece.kind, piece.is_plain, piece.structure[:16])
+            call: Callable[..., Any] = piece.module.forward
+            if piece.kind == "captured":
+                call, described = forms[piece.structure]
+                call = call.only or call
+                if self._compiler.is_opaque:
+                    info = info._replace(is_opaque=True, describe=described)
+            calls.append(owner._wrap(call, info))
+            # A report is kept for long; what it needs of a piece is a few words.
+            infos.append(info._replace(describe=None))
+        self.infos = tuple(infos)
+        run, self.source = stitch(graph, pieces, calls)
+        return run
+
+    def _symbols(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
+        """Which symbol stands for which axis, by the tensors whose dimensions were marked."""
+        axes: dict[Any, Axis] = {}
+        given = (node for node in graph.graph.nodes if node.op == "placeholder")
+        for node, value in zip(given, inputs, strict=True):
+            for dim, name in self._axes.get(id(value), {}).items():
+                size = node.meta["example_value"].shape[dim]
+                if isinstance(size, torch.SymInt):
+                    axes[size.node.expr] = Axis(name, self._limits[name])
+        return Symbols(axes, is_backed=False)
+
+    def _compile(self, piece: Piece, symbols: Symbols) -> Forms:
+        """Every form of a piece, before any of them is used."""
+        place = symbols.place(piece.inputs, self.axis)
+        wanted = self.ranges
+        if place is None:  # Its size does not vary, or with another axis.
+            wanted = (Range(1, self._limits.get(self.axis, 1)),)
+        bounds = ", ".join(f"{name} 1-{most}" for name, most in self._limits.items())
+        forms = {}
+        for sizes in wanted:
+            began = perf_counter()
+            mode, inputs = symbols.inputs(piece.inputs, self.axis, sizes)
+            job = Job(piece.module, inputs, piece.name, piece.structure, sizes, bounds)
+            with tracing(TracingContext(mode)):
+                form = self._compiler.compile(job)
+            forms[sizes] = form.call
+            seconds = perf_counter() - began
+            self.seconds["compile" if form.missed else "load"] += seconds
+            if form.missed is None:
+                self.num_loaded += self._compiler.is_opaque
+            else:
+                self.misses[form.missed] += 1
+            if self._owner._observer is not None:
+                event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
+                self._owner._observer(event)
+        return Forms(forms, place, self.axis)
 
 
 def _own_root(target: Callable[..., Any]) -> tuple[FunctionType, dict[str, Any]]:

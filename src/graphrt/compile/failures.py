@@ -72,7 +72,7 @@ def refuse_values(nodes: Iterable[fx.Node]) -> None:
     because a graph that is captured would hold that of the capture."""
     for node in nodes:
         if node.op != "placeholder" and node.meta.get("unbacked_bindings"):
-            source = _line_of(node)
+            source = line_of(node)
             raise GraphBreakError(
                 f"{node.name} at {source}" if source else node.name,
                 expected="sizes and numbers that do not depend on what a tensor contains",
@@ -127,7 +127,7 @@ def _user_line(stack: Iterable[FrameSummary]) -> Source:
     return found
 
 
-def _line_of(node: fx.Node) -> str:
+def line_of(node: fx.Node) -> str:
     """The user's line in the stack that Dynamo keeps as text: its last frame."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     frames = [line.strip() for line in lines if line.strip().startswith("File ")]

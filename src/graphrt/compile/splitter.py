@@ -10,6 +10,7 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
+import sympy
 import torch
 from torch import fx
 
@@ -35,11 +36,31 @@ class PieceInfo(NamedTuple):
     is_plain: bool
     """True if each splitting op of it is called as the Python function that was given for it."""
     unique_id: str
-    """Equal for pieces that compute the same."""
+    """Equal for pieces that compute the same, and share compiled code."""
+    is_opaque: bool = False
+    """True if its kernels cannot be seen by a dispatch mode: see ``describe``."""
+    describe: Callable[[Sequence[Any]], tuple[tuple[Any, ...], tuple[int, ...]]] | None = None
+    """Of an opaque piece: what a call with these arguments returns (``meta`` tensors, and views of
+    arguments), and the positions of those that it writes."""
 
 
 Wrap = Callable[[Callable[..., Any], PieceInfo], Callable[..., Any]]
 """``wrap(piece, info)``: what is called in place of ``piece``, which takes and returns tuples."""
+
+
+class Piece(NamedTuple):
+    """A part of the traced graph."""
+
+    kind: Literal["captured", "splitting"]
+    name: str
+    is_plain: bool
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    module: fx.GraphModule
+    """Of ``nodes`` alone: takes ``inputs``, returns ``outputs`` as a tuple."""
+    structure: str
+    """A hash of what it computes, the same in every process."""
 
 
 class SplittingOps:
@@ -115,22 +136,22 @@ def _unknown(name: str, found: str) -> SplittingOpError:
     )
 
 
-class Split(NamedTuple):
+class Cut(NamedTuple):
     """The cut graph."""
 
-    pieces: tuple[PieceInfo, ...]
-    run: Callable[..., tuple[Any, ...]]
-    """The generated function: takes the graph's inputs and returns its outputs."""
-    source: str
-    """Its text."""
+    pieces: tuple[Piece, ...]
     unmatched: tuple[str, ...]
     """Splitting ops that the graph does not have."""
 
 
-def split(
-    graph: fx.GraphModule, ops: SplittingOps, impls: Mapping[str, Callable[..., Any]], wrap: Wrap
-) -> Split:
-    """Cut ``graph`` at every splitting op. ``impls``: Python functions to call in place of ops.
+def cut(
+    graph: fx.GraphModule,
+    ops: SplittingOps,
+    impls: Mapping[str, Callable[..., Any]],
+    axes: Mapping[Any, str],
+) -> Cut:
+    """Cut ``graph`` at every splitting op. ``impls``: Python functions to call in place of ops;
+    ``axes``: by symbol, the name of what varies.
 
     Order is kept; consecutive splitting ops are one piece; ``getitem`` stays with its producer.
     Errors: ``SplittingOpError`` if there are ``ops`` and the graph has none of them.
@@ -143,15 +164,7 @@ def split(
             found=f"none of {', '.join(ops.names)}",
             do="name the operators between which graphs are captured, or () for none",
         )
-    part_of = {node: index for index, (_, nodes) in enumerate(parts) for node in nodes}
-    last_use = {
-        used: max(part_of.get(user, len(parts)) for user in used.users)
-        for used in graph.graph.nodes
-        if used.users
-    }
-    text = {node: f"v{index}" for index, node in enumerate(graph.graph.nodes)}
-    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    body, scope, infos = [], {}, []
+    pieces = []
     for index, (kind, nodes) in enumerate(parts):
         inside = set(nodes)
         # By first use, so that alike pieces have them in one order.
@@ -159,29 +172,59 @@ def split(
         inputs = [node for node in used if node not in inside]
         outputs = [node for node in nodes if any(user not in inside for user in node.users)]
         names = [ops.find(node) for node in nodes]
-        module = _extract(graph, nodes, inputs, outputs, impls if kind == "splitting" else {}, ops)
-        info = PieceInfo(
-            index,
-            ", ".join(name for name in names if name) or f"piece {index}",
-            kind,
-            kind == "splitting" and all(n in impls for n in names if n is not None),
-            _structure(module, inputs),
+        module = extract(graph, nodes, inputs, outputs, impls if kind == "splitting" else {}, ops)
+        pieces.append(
+            Piece(
+                kind,
+                ", ".join(name for name in names if name) or f"piece {index}",
+                kind == "splitting" and all(n in impls for n in names if n is not None),
+                nodes,
+                inputs,
+                outputs,
+                module,
+                _structure(module, axes),
+            )
         )
-        infos.append(info)
-        scope[f"piece_{index}"] = wrap(module.forward, info)
-        made = "".join(f"{text[node]}, " for node in outputs)
-        call = f"piece_{index}({', '.join(text[node] for node in inputs)})"
-        body.append(f"({made}) = {call}" if outputs else call)
+    return Cut(tuple(pieces), tuple(name for name in ops.names if name not in matched))
+
+
+def stitch(
+    graph: fx.GraphModule, pieces: Sequence[Piece], calls: Sequence[Callable[..., Any]]
+) -> tuple[Callable[..., tuple[Any, ...]], str]:
+    """A function that takes the graph's inputs, calls ``calls`` in order, returns its outputs; and
+    its text."""
+    part_of = {node: index for index, piece in enumerate(pieces) for node in piece.nodes}
+    last_use = {
+        used: max(part_of.get(user, len(pieces)) for user in used.users)
+        for used in graph.graph.nodes
+        if used.users
+    }
+    text = {node: f"v{index}" for index, node in enumerate(graph.graph.nodes)}
+    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    body = []
+    for index, piece in enumerate(pieces):
+        made = "".join(f"{text[node]}, " for node in piece.outputs)
+        call = f"piece_{index}({', '.join(text[node] for node in piece.inputs)})"
+        body.append(f"({made}) = {call}" if piece.outputs else call)
         # Free what no later piece reads: an eager run then needs no more memory than uncompiled.
-        dead = [text[node] for node in inputs + outputs if last_use[node] == index]
+        dead = [text[node] for node in piece.inputs + piece.outputs if last_use[node] == index]
         body += [f"del {', '.join(dead)}"] if dead else []
     [output] = [node for node in graph.graph.nodes if node.op == "output"]
-    results = [text[item] if isinstance(item, fx.Node) else repr(item) for item in output.args[0]]
+    # Constants stand in a table, because not every value has a text that gives it back.
+    constants: dict[tuple[type, str], tuple[str, Any]] = {}
+
+    def result(item: Any) -> str:
+        if isinstance(item, fx.Node):
+            return text[item]
+        name = f"constant_{len(constants)}"
+        return constants.setdefault((type(item), repr(item)), (name, item))[0]
+
+    results = [result(item) for item in output.args[0]]
     body.append(f"return ({''.join(f'{result}, ' for result in results)})")
     arguments = ", ".join(text[node] for node in given)
     source = f"def stitched({arguments}):\n" + "".join(f"    {line}\n" for line in body)
-    unmatched = tuple(name for name in ops.names if name not in matched)
-    return Split(tuple(infos), _function(source, scope), source, unmatched)
+    scope = {f"piece_{index}": call for index, call in enumerate(calls)}
+    return _function(source, scope | dict(constants.values())), source
 
 
 def _parts(
@@ -220,7 +263,7 @@ def _is_trivial(nodes: Sequence[fx.Node]) -> bool:
     return all(_TRIVIAL.fullmatch(name.partition(".")[0]) for name in names)
 
 
-def _extract(
+def extract(
     graph: fx.GraphModule,
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
@@ -243,16 +286,20 @@ def _extract(
     return fx.GraphModule(graph, piece)
 
 
-def _structure(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> str:
+def _structure(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
     """A hash of what a piece computes, without the names of its values and of symbols."""
-    symbols: dict[str, str] = {}
+    # Symbols that are no axis are counted in order of their first use.
+    symbols: dict[Any, Any] = {symbol: sympy.Symbol(name) for symbol, name in axes.items()}
     places: dict[fx.Node, str] = {}
 
     def told(value: Any) -> str:
         if isinstance(value, fx.Node):
             return places[value]
         if isinstance(value, torch.SymInt):
-            return symbols.setdefault(str(value), f"s{len(symbols)}")
+            expression = value.node.expr
+            for symbol in sorted(expression.free_symbols, key=str):
+                symbols.setdefault(symbol, sympy.Symbol(f"s{len(symbols)}"))
+            return str(expression.xreplace(symbols))
         if isinstance(value, torch.Tensor):
             parts = (*map(told, value.shape), "|", *map(told, value.stride()))
             return f"{value.dtype} {value.device} {' '.join(parts)}"
@@ -271,13 +318,30 @@ def _structure(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> str:
         if node.op == "placeholder":
             line = told(node.meta.get("example_value"))
         elif node.op == "get_attr":
-            constant = getattr(module, str(target))
-            line = f"{told(constant)} {constant.tolist() if constant.numel() < 1024 else target}"
+            constant = operator.attrgetter(str(target))(module)
+            if isinstance(constant, fx.GraphModule):
+                line = _structure(constant, axes)
+            else:
+                line = f"{told(constant)} {_digest(constant)}"
         else:
-            name = target if isinstance(target, str) else f"{target.__module__}.{target}"
+            name = target if isinstance(target, str) else _named(target)
             line = f"{node.op} {name} {told(node.args)} {told(node.kwargs)}"
         lines.append(line)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _named(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target} {target._schema}"
+    return f"{target.__module__}.{getattr(target, '__qualname__', target)}"
+
+
+def _digest(constant: Any) -> str:
+    """Of the bytes of a tensor; of anything else its text."""
+    if not isinstance(constant, torch.Tensor):
+        return repr(constant)
+    flat = constant.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(bytes(flat.tolist())).hexdigest()
 
 
 def _function(source: str, scope: dict[str, Any]) -> FunctionType:

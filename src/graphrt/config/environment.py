@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,3 +34,17 @@ def _cache_dir() -> Path | None:
         return Path.home() / ".cache" / "graphrt"
     except RuntimeError:
         return None
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """While entered, ``name`` has ``value``, for a library that asks for it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

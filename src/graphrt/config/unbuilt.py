@@ -14,30 +14,21 @@ from graphrt.errors import ConfigProblem
 
 def unbuilt(options: CompilationConfig, plan: CompilePlan) -> Iterator[ConfigProblem]:
     """What of ``plan``, which follows from ``options``, a runtime cannot do yet."""
-    if plan.level not in (CompilationLevel.NO_COMPILATION, CompilationLevel.PIECEWISE):
-        yield _problem("level", plan.level.name, "level 0 or 3")
-    if plan.level is CompilationLevel.PIECEWISE and plan.backend != "eager":
-        yield _problem("backend", plan.backend, "'eager'")
-    if plan.sizes:
-        yield _problem("compile_sizes", list(plan.sizes), "none: one trace serves every size")
-    if len(plan.ranges) > 1:
-        accepted = "no endpoints: one trace serves every size"
-        yield _problem("compile_ranges_endpoints", plan.ranges, accepted)
+    if plan.level is CompilationLevel.DYNAMO_AS_IS:
+        yield _problem("level", plan.level.name, "level 0, 2 or 3")
     if plan.dynamic_shapes == "backed":
         yield _problem("dynamic_shapes", "backed", "'auto' or 'unbacked'")
     if plan.guard_policy == "keep":
         yield _problem("guard_policy", "keep", "'audit'")
     if plan.use_inductor_graph_partition:
         yield _problem("use_inductor_graph_partition", True, "None or False")
-    for name in ("inductor_compile_config", "inductor_passes"):
-        if getattr(plan, name):
-            yield _problem(name, getattr(plan, name), "none")
+    if plan.inductor_passes:
+        yield _problem("inductor_passes", plan.inductor_passes, "none")
     for name in PASS_FLAGS:
         if getattr(plan.pass_config, name):
             yield _problem(f"pass_config.{name}", True, "False")
-    for name in ("cache_dir", "debug_dump_path"):
-        if getattr(options, name) is not None:
-            yield _problem(name, getattr(options, name), "None: nothing is kept or written yet")
+    if options.debug_dump_path is not None:
+        yield _problem("debug_dump_path", options.debug_dump_path, "None: nothing is written yet")
 
 
 def _problem(name: str, found: object, accepted: str) -> ConfigProblem:

@@ -130,11 +130,19 @@ class Recording(Protocol):
     def join_thread(self) -> AbstractContextManager[None]:
         """A worker thread enters it to issue work for this recording."""
 
-    def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
+    def opaque(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        out_meta: Any = None,
+        written: Sequence[int] = (),
+    ) -> Any:
         """Record ``fn(*args)`` as one node, whatever it does inside.
 
         ``out_meta``: tensors (any device, ``meta`` too) giving shape, stride and dtype of each
-        result, in the result's structure. On CUDA this is a plain call.
+        result, in the result's structure; or a function that returns them, and ``written``. In a
+        tuple, one that lies in memory of an argument is returned itself, as a view of that.
+        ``written``: positions of arguments that it writes. On CUDA this is a plain call.
         """
 
 
@@ -226,6 +234,13 @@ class Device(Protocol):
 
     def is_capturing(self) -> bool:
         """Whether a recording is open on the calling thread, whoever has opened it."""
+
+    def guard_compiled_code(self, guard: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter ``guard()`` around each recording that could not see the kernels of compiled code.
+
+        It makes such code raise, because its replay would be wrong. On CUDA every kernel is
+        recorded, and nothing is entered.
+        """
 
     def report_capturing(self) -> AbstractContextManager[None]:
         """While entered, ``torch.cuda.is_current_stream_capturing()`` is true on this thread.

@@ -90,6 +90,23 @@ def break_call(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
     return result
 
 
+def opaque_call(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    describe: Callable[[], tuple[Any, Sequence[int]]],
+) -> Any:
+    """Call ``fn``, whose kernels no recorder sees; a recording takes the call as one node.
+
+    ``describe()``: what it returns (``meta`` tensors do), and the positions of what it writes.
+    """
+    context = current_forward_context()
+    scope = None if context is None else context.capture_scope
+    recorder: ProgramRecorder | None = None if scope is None else scope.recorder
+    if recorder is None or not recorder.records_here:
+        return fn(*args)
+    return recorder.opaque(fn, args, describe)
+
+
 @contextmanager
 def break_at(
     model: torch.nn.Module,

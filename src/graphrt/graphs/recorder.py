@@ -128,11 +128,7 @@ class ProgramRecorder:
     @property
     def cuts(self) -> bool:
         """True where a break point ends a segment: in a PIECEWISE recording of this thread."""
-        return (
-            self._cuts_at_all
-            and self._recording is not None
-            and self._thread == threading.get_ident()
-        )
+        return self._cuts_at_all and self.records_here
 
     def record(
         self,
@@ -268,6 +264,21 @@ class ProgramRecorder:
                 do="join it while the callable that is captured runs",
             )
         return self._recording.join_thread()
+
+    def opaque(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        describe: Callable[[], tuple[Any, Sequence[int]]],
+    ) -> Any:
+        """Record ``fn(*args)`` as one node. ``describe``: see ``Recording.opaque``."""
+        assert self._recording is not None, "asked for by open_recorder"
+        return self._recording.opaque(fn, args, describe)
+
+    @property
+    def records_here(self) -> bool:
+        """True while this thread's calls are recorded."""
+        return self._recording is not None and self._thread == threading.get_ident()
 
     def externals(
         self,

@@ -57,7 +57,7 @@ from graphrt.graphs import (
     StateGuard,
     break_point,
 )
-from graphrt.graphs.breaks import break_points_refused
+from graphrt.graphs.breaks import break_points_refused, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
@@ -197,8 +197,8 @@ class Runtime:
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
         self._compiled: Compiled | None = None
         self._compile_part = compile_part
-        if plan.level is CompilationLevel.PIECEWISE:
-            self._compiled = _compiled(plan, model, compile_part, op_impls)
+        if plan.level is not CompilationLevel.NO_COMPILATION:
+            self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer)
         fn = model if self._compiled is None or compile_part is not None else self._compiled
         self._split: SplitCallable | None = None
         self.library = GraphLibrary(
@@ -208,6 +208,11 @@ class Runtime:
             observer=observer,
         )
         self.device = self.library.device
+        # Its kernels run differently under the mode that observes, and are recorded without.
+        is_hidden = self._compiled is not None and self._compiled.is_opaque
+        is_unobserved = is_hidden and self.device.name == "cuda"
+        if self._compiled is not None:
+            self.device.guard_compiled_code(self._compiled.refused)
         try:
             if plan.ubatch.num_ubatches > 1:
                 axes, self._cuts_requests = _cut_axes(inputs, outputs)
@@ -237,6 +242,7 @@ class Runtime:
                 reads_padding=reads_padding,
                 layers=layers,
                 watch=config.watch,
+                observe="never" if is_unobserved else None,
                 on_miss=config.on_miss,
                 on_capture_error=config.on_capture_error,
                 warmups=config.compilation.cudagraph_num_of_warmups,
@@ -641,10 +647,11 @@ def _check_built(config: RuntimeConfig, resolved: Resolved) -> None:
 
 
 def _compiled(
-    plan: Plan,
+    resolved: Resolved,
     model: Callable[..., Any],
     part: torch.nn.Module | None,
     impls: Mapping[str, Callable[..., Any]] | None,
+    observer: Observer | None,
 ) -> Compiled:
     from graphrt.compile import Compiled  # Here, because it loads the compiler: seconds.
 
@@ -655,17 +662,25 @@ def _compiled(
             found="one that another runtime has compiled",
             do="close that runtime first",
         )
+    plan = resolved.plan
     return Compiled(
         model if part is None else part.forward,
-        splitting_ops=plan.splitting_ops,
-        sizes={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
+        resolved.compile,
+        limits={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
         impls=impls,
         wrap=_as_segment,
+        observer=observer,
     )
 
 
 def _as_segment(piece: Callable[..., Any], info: PieceInfo) -> Callable[..., Any]:
-    """A splitting piece as a break point; a Python function given for its op cuts by itself."""
+    """A splitting piece as a break point; a Python function given for its op cuts by itself.
+
+    A recording takes an opaque piece as one node.
+    """
+    describe = info.describe
+    if describe is not None:
+        return lambda *args: opaque_call(piece, args, partial(describe, args))
     if info.kind == "captured" or info.is_plain:
         return piece
     return break_point(name=info.name)(piece)

@@ -258,6 +258,9 @@ class CUDADevice:
         # torch's own graphs, or another device object of this index.
         return (recording is not None and recording.is_open) or private.is_stream_capturing()
 
+    def guard_compiled_code(self, guard: Callable[[], AbstractContextManager[Any]]) -> None:
+        pass
+
     def report_capturing(self) -> AbstractContextManager[None]:
         return report_capturing()
 

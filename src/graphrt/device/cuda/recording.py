@@ -271,7 +271,13 @@ class CUDARecording:
                     leave(observer)
                 current.reset(before)
 
-    def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
+    def opaque(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        out_meta: Any = None,
+        written: Sequence[int] = (),
+    ) -> Any:
         """A plain call: CUDA records whatever launches."""
         return fn(*args)
 

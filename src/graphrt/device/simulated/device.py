@@ -213,6 +213,9 @@ class SimulatedDevice:
     def is_capturing(self) -> bool:
         return self._thread.is_capturing() or is_recording()
 
+    def guard_compiled_code(self, guard: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.shared.compiled_code_guard = guard
+
     def report_capturing(self) -> AbstractContextManager[None]:
         return report_capturing()
 

@@ -176,15 +176,25 @@ class SimulatedRecording:
         with self._shared.thread.join(self._streams), self._recording():
             yield
 
-    def opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any = None) -> Any:
+    def opaque(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        out_meta: Any = None,
+        written: Sequence[int] = (),
+    ) -> Any:
         try:
             with without_modes():
-                return self._record_opaque(fn, args, out_meta)
+                if callable(out_meta) and not isinstance(out_meta, torch.Tensor):
+                    out_meta, written = out_meta()
+                return self._record_opaque(fn, args, out_meta, written)
         except GraphrtError as error:
             self.fail(error)
             raise
 
-    def _record_opaque(self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any) -> Any:
+    def _record_opaque(
+        self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any, written: Sequence[int]
+    ) -> Any:
         source = caller_source()
         name = getattr(fn, "__name__", type(fn).__name__)
         if out_meta is None:
@@ -198,9 +208,17 @@ class SimulatedRecording:
             )
         stream = self._issue(name, source)
         self._shared.faults.check_op(len(self._calls), name, source)
+        taken = {one.untyped_storage()._cdata for one in tensors_in(args)}
+        views = {
+            at: one
+            for at, one in enumerate(out_meta if type(out_meta) is tuple else ())
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata in taken
+        }
+        if views:
+            out_meta = tuple(None if at in views else one for at, one in enumerate(out_meta))
         results = self._tensors.allocated(out_meta, stream, source)
-        self._add_call(fn, name, args, {}, (), results, stream, source)
-        return results
+        self._add_call(fn, name, args, {}, written, results, stream, source)
+        return tuple(views.get(at, one) for at, one in enumerate(results)) if views else results
 
     def _build(self, allow_empty: bool) -> SimulatedGraph:
         """The graph. The modes are gone, the streams still belong to the recording."""

@@ -1,0 +1,150 @@
+"""What compiles a piece: nothing (eager), Inductor, or any backend that torch knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+from torch import fx
+from torch._dynamo.backends.registry import list_backends, lookup_backend
+
+from graphrt.compile import torch_api
+from graphrt.compile.ranges import Range
+from graphrt.config import CompilePlan
+from graphrt.config.checked import unknown_key
+from graphrt.errors import BackendError, ConfigError, GraphrtError
+from graphrt.events import CacheMiss
+
+FIELD = "compilation.backend"
+
+# They run the graph operator by operator, so that a recorder sees each.
+_SEEN_BY_RECORDERS = ("eager", "eager_noexcept")
+
+
+class Job(NamedTuple):
+    """One piece to compile, for some sizes."""
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+    """Fake, in the mode of the current tracing context."""
+    name: str
+    structure: str
+    sizes: Range
+    bounds: str
+    """Of the other axes."""
+
+
+class Form(NamedTuple):
+    """A piece, compiled for some sizes. ``missed``: why it did not come from the cache."""
+
+    call: Callable[..., Any]
+    missed: CacheMiss | None
+
+
+class Compiler(Protocol):
+    """Compiles pieces."""
+
+    name: str
+    is_opaque: bool
+    """Whether its code hides kernels from dispatch modes, and may move what the graph writes."""
+
+    def compile(self, job: Job) -> Form: ...
+
+
+def make_compiler(plan: CompilePlan) -> Compiler:
+    """That of ``plan.backend``. Errors: ``ConfigError`` for a name that torch does not know, or a
+    path that leads to no callable, and for options that Inductor does not have."""
+    if plan.backend == "inductor":
+        from graphrt.compile.inductor import Inductor
+
+        return Inductor(plan)
+    return BlackBox(plan.backend, find_backend(plan.backend))
+
+
+def find_backend(name: str) -> Callable[..., Any]:
+    """A backend of torch's registry, or the callable at a dotted path."""
+    if name in list_backends(exclude_tags=()):
+        return lookup_backend(name)  # type: ignore[no-any-return]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        known = list_backends(exclude_tags=())
+        nearest = get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"{FIELD}: {name!r}",
+            expected=f"{', '.join(known)}, or package.module.function",
+            found=f"no backend that is registered; nearest is {nearest[0]!r}",
+            do="correct it, or import what registers it before the runtime is made",
+        )
+    try:
+        found = getattr(import_module(module), attribute)
+        if not callable(found):
+            raise TypeError(f"a {type(found).__name__}, which cannot be called")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{FIELD}: {name!r}",
+            expected="package.module.function of a backend",
+            found=f"{type(error).__name__}: {error}",
+            do="correct it, or install the package",
+        ) from error
+    return found  # type: ignore[no-any-return]
+
+
+class BlackBox:
+    """Any backend, called as ``backend(graph, fake inputs)``. Nothing of it is cached."""
+
+    def __init__(self, name: str, backend: Callable[..., Any]) -> None:
+        self.name = name
+        self.is_opaque = name not in _SEEN_BY_RECORDERS
+        self._backend = backend
+
+    def compile(self, job: Job) -> Form:
+        if self.name == "eager":
+            return Form(job.module.forward, CacheMiss.UNCACHEABLE)
+        with compiling(self.name, job.name):
+            # A copy, because a backend may change its graph.
+            graph = fx.GraphModule(job.module, fx.Graph())
+            graph.graph.output(graph.graph.graph_copy(job.module.graph, {}))
+            graph.recompile()
+            return Form(self._backend(graph, list(job.inputs)), CacheMiss.UNCACHEABLE)
+
+
+class compiling:  # noqa: N801  # reads as what it is: with compiling(...)
+    """Turns what a backend raises into a ``BackendError``; our own errors stay."""
+
+    def __init__(self, backend: str, piece: str) -> None:
+        self._backend, self._piece = backend, piece
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, GraphrtError):
+            return
+        lines = str(error).strip().splitlines() or [""]
+        needs_compiler = "C++ compiler" in str(error)
+        raise BackendError(
+            f"{self._backend}, compiling {self._piece}",
+            expected="compiled code",
+            found=f"{type(error).__name__}: {lines[0]}",
+            do="install a C++ compiler (g++), or use backend='eager'"
+            if needs_compiler
+            else "use another backend; backend='eager' compiles nothing",
+        ) from error
+
+
+def check_options(options: Any) -> None:
+    """Errors: ``ConfigError`` for what is no option of Inductor."""
+    known = torch_api.inductor_option_names()
+    for name in options:
+        if name not in known:
+            problem = unknown_key(name, known, inside="compilation.inductor_compile_config.")
+            near = get_close_matches(name, known, n=3, cutoff=0.0)
+            raise ConfigError(
+                problem.field,
+                expected=f"an option of torch._inductor.config; nearest are {', '.join(near)}",
+                found=problem.found,
+                do="correct the name",
+                problems=[problem],
+            )

@@ -1,0 +1,192 @@
+"""Compiled code on disk: found by a key of everything that it depends on, checked before use.
+
+An entry is one file: a line of JSON, then what torch wrote. Writers put a whole file in place at
+once, so that several processes need no lock. An entry that cannot be used is a miss with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from graphrt.errors import ConfigWarning
+from graphrt.events import CacheMiss
+
+SCHEMA = 1
+_SUFFIX = ".bin"
+_LONGEST_HEADER = 2**16
+
+
+class CacheEntry(NamedTuple):
+    """One file.
+
+    ``path``: Where it is.
+    ``num_bytes``: Its size.
+    ``modified``: When it was written, in seconds of the epoch.
+    ``about``: What it was made of, as its header says; empty if that cannot be read.
+    """
+
+    path: Path
+    num_bytes: int
+    modified: float
+    about: Mapping[str, Any]
+
+
+class CompileCache:
+    """The entries below ``root``. Several processes may use one folder.
+
+    ``torch`` and ``device``: of this process, in words; entries made by others are not used.
+    """
+
+    def __init__(self, root: Path, torch: str = "", device: str = "") -> None:
+        self.root = root
+        self._folder = root / f"v{SCHEMA}"
+        self._torch = torch
+        self._device = device
+        self._is_read_only = False
+
+    @property
+    def inductor_folder(self) -> Path:
+        """Of Inductor's own caches: an entry that is loaded without them compiles its kernels."""
+        return self._folder / "inductor"
+
+    def read(self, key: str) -> bytes | CacheMiss:
+        """The payload of an entry, or why it cannot be used. Raises nothing."""
+        path = self._path(key)
+        try:
+            if not path.exists():
+                return CacheMiss.ABSENT
+            if self._is_foreign():
+                return CacheMiss.LOAD_FAILED
+            header, payload = _parts(path.read_bytes())
+        except OSError:
+            return CacheMiss.LOAD_FAILED
+        except ValueError:
+            return CacheMiss.CORRUPT
+        for name, expected, reason in (
+            ("schema", SCHEMA, CacheMiss.FOREIGN_SCHEMA),
+            ("torch", self._torch, CacheMiss.FOREIGN_TORCH),
+            ("device", self._device, CacheMiss.FOREIGN_DEVICE),
+        ):
+            if header.get(name) != expected:
+                return reason
+        return payload if _is_whole(header, payload) else CacheMiss.CORRUPT
+
+    def write(self, key: str, payload: bytes, about: Mapping[str, Any]) -> bool:
+        """Put an entry in place at once. False, with one warning, where the folder takes none."""
+        if self._is_read_only:
+            return False
+        header = {
+            "schema": SCHEMA,
+            "torch": self._torch,
+            "device": self._device,
+            "length": len(payload),
+            "sha256": sha256(payload).hexdigest(),
+            **about,
+        }
+        path = self._path(key)
+        try:
+            self.make()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(json.dumps(header).encode() + b"\n" + payload)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(unfinished, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(unfinished)
+                raise
+        except OSError as error:
+            self._is_read_only = True
+            warnings.warn(
+                f"compilation.cache_dir: nothing is written to {self.root}: {error}",
+                ConfigWarning,
+                stacklevel=2,
+            )
+            return False
+        return True
+
+    def make(self) -> None:
+        """Make the folder, for its owner alone: what it holds is run. Raises ``OSError``."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._is_foreign():
+            raise PermissionError(f"{self._folder} belongs to another user")
+
+    def entries(self) -> Iterator[CacheEntry]:
+        """Every entry, the newest first."""
+        found = []
+        for path in self.root.glob(f"v*/objects/*/*{_SUFFIX}"):
+            try:
+                state = path.stat()
+                with path.open("rb") as file:
+                    about = _header(file.readline(_LONGEST_HEADER))
+            except (OSError, ValueError):
+                about = {}
+            found.append(CacheEntry(path, state.st_size, state.st_mtime, about))
+        yield from sorted(found, key=lambda entry: -entry.modified)
+
+    @staticmethod
+    def is_good(entry: CacheEntry) -> bool:
+        """Whether it is all there, as it was written."""
+        try:
+            header, payload = _parts(entry.path.read_bytes())
+        except (OSError, ValueError):
+            return False
+        return _is_whole(header, payload)
+
+    def prune(
+        self, *, older_than: float | None = None, max_bytes: int | None = None
+    ) -> Sequence[CacheEntry]:
+        """Remove entries written more than ``older_than`` seconds ago; then the oldest, until the
+        rest has at most ``max_bytes``. Returns those removed. Raises ``OSError``."""
+        removed, kept = [], 0
+        for entry in self.entries():
+            kept += entry.num_bytes
+            is_old = older_than is not None and time.time() - entry.modified > older_than
+            if is_old or (max_bytes is not None and kept > max_bytes):
+                kept -= entry.num_bytes
+                entry.path.unlink(missing_ok=True)
+                removed.append(entry)
+        return removed
+
+    def _path(self, key: str) -> Path:
+        return self._folder / "objects" / key[:2] / f"{key}{_SUFFIX}"
+
+    def _is_foreign(self) -> bool:
+        return hasattr(os, "getuid") and self._folder.stat().st_uid != os.getuid()
+
+
+def key_of(factors: Mapping[str, object]) -> str:
+    """SHA-256 of the factors, by name."""
+    return sha256(json.dumps(factors, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+    line, found, payload = data.partition(b"\n")
+    if not found:
+        raise ValueError("no header")
+    return _header(line), payload
+
+
+def _header(line: bytes) -> dict[str, Any]:
+    header = json.loads(line)
+    if not isinstance(header, dict):
+        raise ValueError("no header")
+    return header
+
+
+def _is_whole(header: Mapping[str, Any], payload: bytes) -> bool:
+    return (
+        header.get("length") == len(payload) and header.get("sha256") == sha256(payload).hexdigest()
+    )

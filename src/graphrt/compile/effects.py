@@ -1,0 +1,163 @@
+"""What pieces write, and what goes wrong where a compiler may move or copy what is written."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from graphrt.compile.failures import line_of
+from graphrt.compile.splitter import Piece, SplittingOps
+from graphrt.errors import CompileError
+
+
+_WRITING_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        *("setitem", "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul"),
+        *("ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
+    )
+)
+
+
+class _Known(NamedTuple):
+    outputs: list[Callable[[Sequence[Any]], Any]]
+    written: tuple[int, ...]
+
+
+class Description:
+    """Says of calls of a piece what they return and write, without making them."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self._known: dict[Any, _Known] = {}
+
+    def __call__(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """What a call with ``args`` returns, new tensors as ``meta`` ones; positions of what it
+        writes."""
+        key = tuple(
+            (arg.shape, arg.stride()) if isinstance(arg, torch.Tensor) else arg for arg in args
+        )
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._describe(args)
+        return tuple(output(args) for output in known.outputs), known.written
+
+    def _describe(self, args: Sequence[Any]) -> _Known:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            fakes = [
+                torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+                if isinstance(arg, torch.Tensor)
+                else arg
+                for arg in args
+            ]
+            versions = [_version(fake) for fake in fakes]
+            outputs = fx.Interpreter(self._module).run(*fakes)
+            written = [at for at, fake in enumerate(fakes) if _version(fake) != versions[at]]
+        given = {
+            fake.untyped_storage()._cdata: at
+            for at, fake in enumerate(fakes)
+            if isinstance(fake, torch.Tensor)
+        }
+        return _Known([_output(one, given) for one in outputs], tuple(written))
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0
+
+
+def _output(value: Any, given: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
+    """How to get a result, or a tensor like it, from the arguments."""
+    if not isinstance(value, torch.Tensor):
+        return lambda args: value
+    shape, stride, dtype = value.shape, value.stride(), value.dtype
+    at = given.get(value.untyped_storage()._cdata)
+    if at is None:
+        return lambda args: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    offset = value.storage_offset()
+    # A view of an argument: what is written through one of them is read through the other.
+    return lambda args: (
+        args[at].view(dtype).as_strided(shape, stride, args[at].storage_offset() + offset)
+    )
+
+
+def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
+    """Errors: ``CompileError`` where a piece writes what two results of a compiled one share.
+
+    A compiler keeps what its code returns, not which of it lies in one memory.
+    """
+    shared: dict[int, str] = {}
+    for piece in pieces:
+        written = [value for node in piece.nodes for value in written_by(node)]
+        for value in written:
+            name = shared.get(_storage(value))
+            if name is not None:
+                raise CompileError(
+                    f"{value.name}, which {piece.name} writes at {line_of(written_at(piece))}",
+                    expected="memory of its own, which no other result of compiled code shares",
+                    found=f"one of several results of {name} over one memory",
+                    do="clone it before it is written, or use backend='eager'",
+                    source=line_of(written_at(piece)),
+                )
+        if piece.kind == "captured":
+            given = [_storage(node) for node in piece.inputs]
+            made = [_storage(node) for node in piece.outputs]
+            for storage in made:
+                if storage and storage not in given and made.count(storage) > 1:
+                    shared[storage] = piece.name
+
+
+def refuse_hidden_reads(piece: Piece, attention: SplittingOps) -> None:
+    """Errors: ``CompileError`` where attention inside a compiled piece reads what the piece writes,
+    and does not take it as an argument: a compiler moves the write behind it."""
+    written: dict[int, fx.Node] = {}
+    for node in piece.nodes:
+        if attention.find(node):
+            taken = {_storage(one) for one in node.all_input_nodes}
+            for storage, store in written.items():
+                if storage not in taken:
+                    raise CompileError(
+                        f"{attention.find(node)} at {line_of(node)}",
+                        expected="attention cut out of what is compiled, or an operator that takes "
+                        "each tensor that was written before it and that it reads",
+                        found=f"a store at {line_of(store)}, which a compiler moves behind it",
+                        do="name it in splitting_ops, or use backend='eager'",
+                        source=line_of(node),
+                    )
+        given = {_storage(one) for one in piece.inputs}
+        for value in written_by(node):
+            if _storage(value) in given:
+                written[_storage(value)] = node
+
+
+def written_at(piece: Piece) -> fx.Node:
+    return next((node for node in piece.nodes if written_by(node)), piece.nodes[0])
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """What a node writes in place: as the operator's schema says, else by the names of torch."""
+    target, found = node.target, []
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        for index, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[index] if index < len(node.args) else None
+                found.append(node.kwargs.get(argument.name, given))
+    else:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        ends_so = name.endswith("_") and not name.endswith("__")
+        if ends_so or target in _WRITING_OPERATORS or node.kwargs.get("inplace") is True:
+            found += node.args[:1]
+        found.append(node.kwargs.get("out"))
+    return [value for value in found if isinstance(value, fx.Node)]
+
+
+def _storage(node: fx.Node) -> int:
+    """Names the memory of a value in the trace; 0 for what is no tensor."""
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0

@@ -1,0 +1,112 @@
+"""Pieces compiled by Inductor, kept on disk between processes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from graphrt.compile import torch_api
+from graphrt.compile.backends import Form, Job, check_options, compiling
+from graphrt.compile.cache import CompileCache, key_of
+from graphrt.compile.guards import environment
+from graphrt.config import CompilePlan
+from graphrt.config.environment import environment_variable
+from graphrt.events import CacheMiss
+
+
+class Inductor:
+    """Compiles with ``torch._inductor.standalone_compile``."""
+
+    name = "inductor"
+    is_opaque = True
+
+    def __init__(self, plan: CompilePlan) -> None:
+        check_options(plan.inductor_compile_config)
+        self._plan = plan
+        self._cache: CompileCache | None = None
+        self.keys: list[Mapping[str, object]] = []
+        """What each entry that was asked for depends on."""
+        self.num_written = 0
+
+    def compile(self, job: Job) -> Form:
+        missed = self._why_uncached()
+        with compiling(self.name, job.name):
+            if missed is not None:
+                return Form(self._compiled(job), missed)
+            cache, key, factors = self._entry(job)
+            with _inductor_folder(cache):
+                found = cache.read(key)
+                if isinstance(found, bytes):
+                    with suppress(Exception):  # Whatever torch says of it, it is compiled anew.
+                        return Form(torch_api.from_bytes(found), None)
+                    found = CacheMiss.LOAD_FAILED
+                artifact = self._compiled(job)
+                payload = torch_api.to_bytes(artifact)
+                if payload is None:
+                    return Form(artifact, CacheMiss.UNCACHEABLE)
+                about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}
+                self.num_written += cache.write(key, payload, about)
+            return Form(artifact, found)
+
+    def _why_uncached(self) -> CacheMiss | None:
+        if not self._plan.compile_cache or self._plan.cache_dir is None:
+            return CacheMiss.DISABLED
+        return CacheMiss.UNHASHABLE_PASS if self._plan.unhashable_passes else None
+
+    def _compiled(self, job: Job) -> Any:
+        options = dict(self._plan.inductor_compile_config)
+        on_cpu = all(one.device.type == "cpu" for one in _tensors(job))
+        if job.sizes.is_static and not on_cpu:
+            options = {"max_autotune": True, "coordinate_descent_tuning": True, **options}
+        return torch_api.compile_by_inductor(job.module, job.inputs, options)
+
+    def _entry(self, job: Job) -> tuple[CompileCache, str, Mapping[str, object]]:
+        devices = {one.device for one in _tensors(job)}
+        factors = {
+            "graphrt": version("graphrt"),
+            "torch": torch_api.versions(),
+            "device": _device_of(devices),
+            "structure": job.structure,
+            "sizes": (*job.sizes, job.bounds),
+            "plan": self._plan.compute_hash(),
+            "inductor": torch_api.inductor_options(),
+            "modes": {
+                **environment(next(iter(devices)).type if devices else "cpu"),
+                "matmul precision": torch.get_float32_matmul_precision(),
+                "threads": torch.get_num_threads(),
+                "inference mode": torch.is_inference_mode_enabled(),
+            },
+        }
+        if self._cache is None:
+            assert self._plan.cache_dir is not None, "asked in _why_uncached"
+            torch_, device = key_of(torch_api.versions()), str(factors["device"])
+            self._cache = CompileCache(self._plan.cache_dir, torch_, device)
+        self.keys.append({"piece": job.name, "key": key_of(factors), **factors})
+        return self._cache, key_of(factors), factors
+
+
+def _tensors(job: Job) -> list[torch.Tensor]:
+    return [one for one in job.inputs if isinstance(one, torch.Tensor)]
+
+
+@contextmanager
+def _inductor_folder(cache: CompileCache) -> Iterator[None]:
+    """Inductor's own caches are kept beside the entries, which need them to load quickly."""
+    try:
+        cache.make()
+        cache.inductor_folder.mkdir(exist_ok=True)
+    except OSError:  # Told when an entry is written.
+        yield
+        return
+    with environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(cache.inductor_folder)):
+        yield
+
+
+def _device_of(devices: set[torch.device]) -> str:
+    """What compiled code is made for, in words."""
+    return ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)}))

@@ -1,0 +1,176 @@
+"""What torch's releases name differently, or do not promise: each such thing is said here only."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import fx
+from torch._dynamo.decorators import mark_dynamic, mark_unbacked
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CacheBase, torch_key
+from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime.hints import DeviceProperties
+
+from graphrt.errors import UnrecordedCodeError
+from graphrt.source import caller_source
+
+INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
+
+
+def mark(tensor: torch.Tensor, dim: int, axis: str, most: int, *, is_backed: bool) -> None:
+    """Let ``dim`` of ``tensor`` vary in the next trace, together with all dims of ``axis``."""
+    if is_backed:
+        mark_dynamic(tensor, dim, min=2, max=most)
+    elif _MARKS_BOUNDS:
+        mark_unbacked(tensor, dim, shape_id=axis, min=1, max=most)
+    else:
+        mark_unbacked(tensor, dim, shape_id=axis)
+
+
+def unmark(tensor: torch.Tensor) -> None:
+    """Undo ``mark``."""
+    for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:
+        delattr(tensor, name)
+
+
+def inner_error(error: TorchDynamoException) -> BaseException | None:
+    """What a backend raised, if ``error`` tells of that."""
+    inner: BaseException | None = getattr(error, "inner_exception", None)
+    return inner
+
+
+# -- Inductor
+
+
+def compile_by_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """An artifact that is called with what the piece takes. ``inputs``: fake; their mode is the
+    current tracing context's."""
+    return torch._inductor.standalone_compile(
+        module,
+        list(inputs),
+        dynamic_shapes="from_tracing_context",
+        options={"config_patches": dict(options)},
+    )
+
+
+def to_bytes(artifact: Any) -> bytes | None:
+    """What ``from_bytes`` makes an artifact of in another process; None if it cannot be saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "artifact")
+        try:
+            artifact.save(path=str(path), format="binary")
+        except (RuntimeError, AssertionError):
+            return None
+        return path.read_bytes()
+
+
+def from_bytes(payload: bytes) -> Callable[..., Any]:
+    """Raises whatever torch raises, about anything."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "artifact")
+        path.write_bytes(payload)
+        loaded: Callable[..., Any] = torch._inductor.CompiledArtifact.load(
+            path=str(path), format="binary"
+        )
+        return loaded
+
+
+def inductor_options() -> Mapping[str, Any]:
+    """Every option of Inductor that code depends on, as it is now."""
+    return inductor_config.save_config_portable()  # type: ignore[no-any-return]
+
+
+def inductor_option_names() -> Sequence[str]:
+    return tuple(inductor_config.get_config_copy())
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """What of torch and of Python compiled code depends on."""
+    triton = sys.modules.get("triton")
+    return {
+        "torch": torch.__version__,
+        "torch source": torch_key().hex(),
+        "python": sys.version,
+        "triton": str(getattr(triton, "__version__", None)),
+    }
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """What compiled code for ``device`` depends on, in words."""
+    if device.type == "cpu":
+        # Not Inductor's own question for the instruction set, which starts processes to try each.
+        compiler = get_cpp_compiler()
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{capability} {compiler} {get_compiler_version_info(compiler)}"
+    return f"{CacheBase.get_system()['device']} {DeviceProperties.create(device)}"
+
+
+# -- the alarm
+
+
+class _CompiledCodeAlarm:
+    """Makes Inductor's code raise on the threads that record, because no recorder sees it run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[int] = []
+        self._original: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._original = original = CompiledFxGraph.__call__
+
+                def call(graph: Any, inputs: Any) -> Any:
+                    if threading.get_ident() in self._threads:
+                        raise _unrecorded()
+                    return original(graph, inputs)
+
+                CompiledFxGraph.__call__ = call  # type: ignore[method-assign]
+            self._threads.append(threading.get_ident())
+
+    def leave(self) -> None:
+        with self._lock:
+            self._threads.remove(threading.get_ident())
+            if not self._threads:
+                CompiledFxGraph.__call__ = self._original  # type: ignore[method-assign]
+                self._original = None
+
+
+_alarm = _CompiledCodeAlarm()
+
+
+@contextmanager
+def compiled_code_refused() -> Iterator[None]:
+    """While entered, code of Inductor that this thread runs raises ``UnrecordedCodeError``."""
+    _alarm.enter()
+    try:
+        yield
+    finally:
+        _alarm.leave()
+
+
+def _unrecorded() -> UnrecordedCodeError:
+    return UnrecordedCodeError(
+        "compiled code in a recording",
+        expected="compiled pieces of the runtime, each recorded as one node",
+        found=f"code of Inductor that was called directly, at {caller_source().with_text}",
+        do="let the runtime compile it (level 3), or leave it uncompiled on the simulated device",
+    )

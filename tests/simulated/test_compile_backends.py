@@ -1,0 +1,263 @@
+"""What compiles the pieces: each unique one once for each range and size; which backend that is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from graphrt import CompilationConfig, Facts, RuntimeConfig, resolve
+from graphrt.compile import Compiled
+from graphrt.errors import BackendError, CompileError, ConfigError, ContractError
+from graphrt.events import Compiled as CompiledEvent
+from lab import MAX_REQS, MAX_TOKENS, WIDTH, RuntimeLab, assert_equal, values
+
+CALLS: list[object] = []
+"""Of the backend ``counting``: the first dimension of each first tensor."""
+RAN: list[int] = []
+"""Which of the things that ``spying`` returned ran."""
+
+CACHE = torch.zeros(64, WIDTH)
+
+
+def counting(graph, inputs):
+    """A backend that compiles nothing, and remembers what it was asked."""
+    CALLS.append(next((one.shape[0] for one in inputs if isinstance(one, torch.Tensor)), None))
+    return graph.forward
+
+
+def spying(graph, inputs):
+    number = len(CALLS)
+    CALLS.append(number)
+    return lambda *args: RAN.append(number) or graph.forward(*args)
+
+
+def failing(graph, inputs):
+    raise RuntimeError("no such luck")
+
+
+@torch.library.custom_op("graphrt_tests::hides", mutates_args=())
+def hides(x: torch.Tensor) -> torch.Tensor:
+    """Attention that finds the cache by itself."""
+    return x + CACHE[: x.shape[0]]
+
+
+@torch.library.custom_op("graphrt_tests::takes", mutates_args=())
+def takes(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    return x + cache[: x.shape[0]]
+
+
+@torch.library.custom_op("graphrt_tests::adds", mutates_args=("x",))
+def adds(x: torch.Tensor) -> None:
+    x.add_(1.0)
+
+
+adds.register_fake(lambda x: None)
+hides.register_fake(torch.empty_like)
+takes.register_fake(lambda x, cache: torch.empty_like(x))
+
+COUNTING = f"{__name__}.counting"
+
+
+class Layers(torch.nn.Module):
+    """Alike pieces between sigmoids, one for each layer."""
+
+    def __init__(self, num_layers: int = 4, constants=()) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weights = torch.nn.ParameterList(
+            torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH for _ in range(num_layers)
+        )
+        self.constants = list(constants) or [1.0] * num_layers
+
+    def forward(self, *, x, ids, lens):
+        for weight, constant in zip(self.weights, self.constants, strict=True):
+            x = torch.sigmoid(torch.tanh(x @ weight) * constant)
+        return {"rows": x * 3.0 + ids[:, None], "lens": lens * 2}
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    CALLS.clear()
+    RAN.clear()
+
+
+def compile_alone(model, num_rows=5, most=64, facts=None, **options):
+    """``Compiled`` by itself, traced at ``num_rows``; and its events."""
+    asked = {"level": 3, "splitting_ops": ["torch.sigmoid"], "backend": COUNTING, **options}
+    config = RuntimeConfig(
+        compilation=CompilationConfig(**asked), max_num_seqs=4, max_num_batched_tokens=most
+    )
+    events = []
+    plan = resolve(config, facts).compile
+    one = Compiled(model, plan, limits={"tokens": most}, observer=events.append)
+    x = torch.randn(num_rows, WIDTH)
+    with torch.no_grad():
+        one.trace(lambda: one(x), [(x, 0, "tokens")])
+    return one, events
+
+
+def chain(model):
+    return lambda x: model(x=x, ids=x[:, 0], lens=x[:, 1])["rows"]
+
+
+def test_unique_piece_is_compiled_once_for_each_range_and_size():
+    model = chain(Layers(6))
+    one, events = compile_alone(
+        model, most=8192, compile_ranges_endpoints=[8, 32], compile_sizes=[16, 64, 128]
+    )
+    assert (len(one.report.pieces), one.report.num_unique) == (13, 3)
+    assert len(CALLS) == one.report.num_compiles == 3 * 6
+    told = ["1-8", "9-32", "33-8192", "16", "64", "128"]
+    assert [str(sizes) for sizes in one.report.ranges] == told
+    ends = [(1, 8), (9, 32), (33, 8192), (16, 16), (64, 64), (128, 128)]
+    assert [(event.start, event.end) for event in events] == ends * 3
+    assert all(isinstance(event, CompiledEvent) for event in events)
+    assert [size for size in CALLS if type(size) is int] == [16, 64, 128] * 3
+    with torch.no_grad():
+        for rows in (1, 2, 8, 9, 16, 33, 64, 8192):
+            x = torch.randn(rows, WIDTH)
+            assert torch.equal(one(x), model(x))
+        with pytest.raises(ContractError, match="8192"):
+            one(torch.randn(8193, WIDTH))
+    assert len(CALLS) == 18
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    ends=st.lists(st.integers(1, 60), unique=True, max_size=4),
+    sizes=st.lists(st.integers(1, 64), unique=True, max_size=4),
+    rows=st.integers(1, 64),
+)
+def test_size_runs_its_exact_form_or_that_of_its_range(ends, sizes, rows):
+    CALLS.clear()
+    one, events = compile_alone(
+        lambda x: x * 2.0,
+        splitting_ops=[],
+        backend=f"{__name__}.spying",
+        compile_ranges_endpoints=ends,
+        compile_sizes=sizes,
+        cudagraph_mode="NONE",
+    )
+    RAN.clear()
+    one(torch.zeros(rows, WIDTH))
+    [number] = RAN
+    served = events[number]
+    if rows in sizes:
+        assert (served.start, served.end) == (rows, rows)
+    else:
+        assert served.start <= rows <= served.end
+        assert served.end == min([end for end in ends if end >= rows], default=64)
+
+
+def test_piece_with_another_constant_is_compiled_itself():
+    one, _ = compile_alone(chain(Layers(4, constants=[1.0, 2.0, 2.0, 3.0])))
+    assert (one.report.num_compiled, one.report.num_unique, len(CALLS)) == (5, 4, 4)
+
+
+def test_pieces_over_unlike_sizes_are_not_shared():
+    def model(x):
+        twice = torch.sigmoid(torch.cat((x, x)))
+        thrice = torch.sigmoid(torch.cat((x, x, x)))
+        return torch.sigmoid(twice + 1.0).sum() * torch.sigmoid(thrice + 1.0).sum()
+
+    one, _ = compile_alone(model)
+    captured = [piece.unique_id for piece in one.report.pieces if piece.kind == "captured"]
+    assert len(set(captured)) == len(captured)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", COUNTING])
+@pytest.mark.parametrize("level", [2, 3])
+def test_backend_runs_through_graphs_with_equal_outputs(backend, level):
+    compilation = {"level": level, "backend": backend}
+    compilation |= {"splitting_ops": ["torch.sigmoid"]} if level == 3 else {}
+    model = Layers(3)
+    mode = "FULL_AND_PIECEWISE" if level == 3 else "FULL"
+    with RuntimeLab(mode, model=model, asked={"compilation": compilation}) as lab:
+        report = lab.runtime.capture()
+        assert report.compile.backend == backend
+        assert len(report.compile.pieces) == (7 if level == 3 else 1)
+        assert len(CALLS) == ((3 if level == 3 else 1) if backend == COUNTING else 0)
+        assert {e.num_eager for e in report.graphs if e.mode.name == "PIECEWISE"} <= {3}
+        found = []
+        for sizes in ((1, 1), (3, 2), (8, 4), (MAX_TOKENS, MAX_REQS)):
+            outputs = {k: v.clone() for k, v in lab.step(*sizes).items()}
+            assert (lab.runtime.last_decision.mode.name == "NONE") is (sizes[0] == MAX_TOKENS)
+            found.append((sizes, outputs))
+    with torch.no_grad():
+        for sizes, outputs in found:
+            assert_equal(outputs, model(**values(*sizes)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        ("no_such", "nearest is"),
+        ("no_module_at_all.backend", "No module"),
+        (f"{__name__}.nothing", "nothing"),
+        (f"{__name__}.WIDTH", "cannot be called"),
+    ],
+)
+def test_backend_that_does_not_exist_is_named(backend, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        compile_alone(chain(Layers()), backend=backend)
+    assert "compilation.backend" in str(caught.value)
+
+
+def test_option_that_inductor_does_not_have_is_named():
+    with pytest.raises(ConfigError, match="max_autotune") as caught:
+        compile_alone(
+            chain(Layers()), backend="inductor", inductor_compile_config={"max_autotunes": True}
+        )
+    assert "inductor_compile_config" in str(caught.value)
+
+
+def test_backend_that_raises_is_named_with_piece_and_cause():
+    with pytest.raises(BackendError, match=r"failing, compiling piece 0(.|\n)*no such luck") as it:
+        compile_alone(chain(Layers()), backend=f"{__name__}.failing")
+    assert isinstance(it.value.__cause__.inner_exception.__cause__, RuntimeError)
+
+
+# -- what a compiler may move or copy
+
+
+@pytest.mark.parametrize(
+    ("attend", "backend", "is_right"),
+    [
+        (lambda x: hides(x), "aot_eager", False),
+        (lambda x: hides(x), "eager", True),
+        (lambda x: takes(x, CACHE), "aot_eager", True),
+    ],
+)
+def test_store_that_attention_reads_unseen_is_refused(attend, backend, is_right):
+    def model(x):
+        CACHE[: x.shape[0]].copy_(x)
+        return attend(x * 2.0)
+
+    facts = Facts(attention_ops=("graphrt_tests::hides", "graphrt_tests::takes"))
+    asked = {"facts": facts, "splitting_ops": [], "backend": backend, "cudagraph_mode": "FULL"}
+    if is_right:
+        one, _ = compile_alone(model, **asked)
+        x = torch.ones(3, WIDTH)
+        assert torch.equal(one(x), x * 3.0)
+        return
+    with pytest.raises(CompileError, match="moves behind it") as caught:
+        compile_alone(model, **asked)
+    assert "test_compile_backends" in caught.value.source
+
+
+@pytest.mark.parametrize("backend", ["eager", COUNTING])
+def test_write_to_memory_that_results_share_is_refused(backend):
+    def model(x):
+        both = x * 2.0
+        adds(both[:, :2])
+        return both * 1.0
+
+    asked = {"backend": backend, "splitting_ops": ["graphrt_tests::adds"]}
+    if backend == "eager":
+        one, _ = compile_alone(model, **asked)
+        assert one(torch.ones(3, WIDTH))[0].tolist() == [3.0, 3.0] + [2.0] * (WIDTH - 2)
+        return
+    with pytest.raises(CompileError, match="shares") as caught:
+        compile_alone(model, **asked)
+    assert "test_compile_backends" in caught.value.source

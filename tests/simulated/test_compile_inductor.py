@@ -1,0 +1,189 @@
+"""Pieces compiled by Inductor: recorded as one node each, kept on disk between processes.
+
+They need a C++ compiler, and take seconds each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt import CompilationConfig
+from graphrt.compile import Compiled
+from graphrt.errors import UnrecordedCodeError
+from graphrt.events import CacheMiss, Compiled as CompiledEvent
+from graphrt_llm import LLMEngine
+from graphrt_llm.assembly import TINY_CONFIG
+from lab import FULL, PIECEWISE, WIDTH, RuntimeLab, values
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    # Of torch's own modules, as they are imported.
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+
+
+class Store(torch.nn.Module):
+    """Layers that write a table which the splitting op reads, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.register_buffer("table", torch.zeros(64, WIDTH))
+
+    def forward(self, *, x, ids, lens):
+        for _ in range(3):
+            x = torch.tanh(x @ self.weight)
+            self.table.index_copy_(0, torch.arange(x.shape[0]), x)
+            x = torch.sigmoid(self.table.narrow(0, 0, x.shape[0]))
+        return {"rows": x * 2.0 + ids[:, None], "lens": lens * 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def lab_of(folder, mode="FULL_AND_PIECEWISE", **options):
+    compilation = {"level": 3, "backend": "inductor", "splitting_ops": ["torch.sigmoid"]}
+    compilation |= {"cache_dir": folder, **options}
+    model = Store()
+    return RuntimeLab(
+        mode, model=model, asked={"compilation": compilation}, may_overwrite=[model.table]
+    )
+
+
+def missed(lab):
+    return [event.missed for event in lab.events if isinstance(event, CompiledEvent)]
+
+
+def test_compiled_pieces_replay_what_eager_computes(folder):
+    with lab_of(folder, compile_sizes=[4]) as lab:
+        report = lab.runtime.capture()
+        assert (report.compile.num_compiled, report.compile.num_unique) == (4, 3)
+        assert [str(sizes) for sizes in report.compile.ranges] == ["1-16", "4"]
+        assert {(e.num_graphs, e.num_eager) for e in report.graphs if e.mode is PIECEWISE} == {
+            (4, 3)
+        }
+        assert {(e.num_graphs, e.num_eager) for e in report.graphs if e.mode is FULL} == {(1, 0)}
+        found = []
+        for seed, (tokens, reqs) in enumerate(
+            [(1, 1), (2, 2), (3, 3), (4, 4), (5, 2), (8, 3), (9, 2)]
+        ):
+            outputs = lab.step(tokens, reqs, uniform=tokens == reqs, seed=seed)
+            found.append((tokens, reqs, seed, {k: v.clone() for k, v in outputs.items()}))
+            found[-1][-1]["table"] = lab.model.table[:tokens].clone()
+        num_compiles = report.compile.num_compiles
+        assert lab.runtime.report().compile.num_compiles == num_compiles
+    model = Store()
+    with torch.no_grad():
+        for tokens, reqs, seed, outputs in found:
+            expected = model(**values(tokens, reqs, seed))
+            expected["table"] = model.table[:tokens]
+            for name, value in outputs.items():
+                torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
+
+
+def test_second_start_compiles_nothing(folder):
+    with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
+        report = lab.runtime.report().compile
+        assert (report.num_compiles, report.num_loaded) == (0, len(missed(lab)))
+        assert set(missed(lab)) == {None}
+        assert report.seconds["compile"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda data: data[:-100], CacheMiss.CORRUPT),
+        (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
+        (lambda data: data.replace(b'"schema": 1', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
+        (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
+    ],
+)
+def test_bad_entry_is_compiled_again_with_its_reason(folder, spoil, reason):
+    for path in folder.glob("v*/objects/*/*"):
+        path.write_bytes(spoil(path.read_bytes()))
+    for expected in (reason, None):
+        with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
+            lab.step(3, 2)
+            assert set(missed(lab)) == {expected}
+
+
+def test_cache_switched_off_is_neither_read_nor_written(tmp_path):
+    with lab_of(tmp_path, "NONE", compile_cache=False) as lab:
+        assert set(missed(lab)) == {CacheMiss.DISABLED}
+    assert not list(tmp_path.iterdir())
+
+
+def test_option_without_text_is_not_cached(tmp_path):
+    def made(width):
+        return lambda graph: width
+
+    options = {"post_grad_custom_post_pass": None, "joint_custom_pre_pass": made(3)}
+    with lab_of(tmp_path, "NONE", inductor_compile_config=options) as lab:
+        assert set(missed(lab)) == {CacheMiss.UNHASHABLE_PASS}
+
+
+def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
+    # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
+    shutil.copytree(folder / "v1" / "inductor", tmp_path / "v1" / "inductor")
+    program = textwrap.dedent(
+        f"""
+        import sys
+        sys.path[:0] = {sys.path!r}
+        import torch
+        from test_compile_inductor import lab_of, missed
+        from lab import values
+        with lab_of({str(tmp_path)!r}, "NONE") as lab:
+            found = lab.step(5, 2)["rows"]
+            print(len(missed(lab)), round(found.double().sum().item(), 3))
+        """
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [process.communicate()[0].strip() for process in running]
+    assert told[0] == told[1] != ""
+    assert len(list(tmp_path.glob("v*/objects/*/*"))) == 3
+
+
+def test_compiled_code_called_directly_in_a_recording_is_refused(folder):
+    with lab_of(folder, "NONE") as lab:
+        x = torch.ones(3, WIDTH)
+        plan = replace(lab.runtime.resolved.compile, splitting_ops=())
+        piece = Compiled(lambda x: x * 2.0, plan, limits={"tokens": 16})
+        piece.trace(lambda: piece(x), [(x, 0, "tokens")])
+
+        def model(*, x, ids, lens):
+            return {"rows": piece(x) + ids[:, None], "lens": lens * 2}
+
+        with (
+            RuntimeLab("FULL", model=model, device=lab.device) as other,
+            pytest.raises(UnrecordedCodeError, match="called directly"),
+        ):
+            other.runtime.capture()
+
+
+def test_engine_with_compiled_pieces_generates_the_same_tokens(folder):
+    prompts = [[1, 2, 3, 4, 5], [9] * 20, [7]]
+
+    def tokens(**options):
+        compilation = CompilationConfig(cudagraph_capture_sizes=[1, 2, 4, 8], **options)
+        asked = replace(TINY_CONFIG, runtime=replace(TINY_CONFIG.runtime, compilation=compilation))
+        with LLMEngine.tiny(asked) as engine:
+            engine.capture()
+            return engine.generate(prompts)
+
+    expected = tokens(cudagraph_mode="NONE", level=0)
+    found = tokens(level=3, backend="inductor", cache_dir=folder)
+    assert found == expected
