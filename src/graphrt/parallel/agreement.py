@@ -234,12 +234,7 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
     """
     tag, minus_tag, padded, fewest, lowest, kind, minus_kind, loras, objection, cannot = words
     if tag != -minus_tag:
-        raise RankDesyncError(
-            "an agreement among ranks",
-            expected="every rank in the same round",
-            found=f"one in {_tag_text(-minus_tag)}, one in {_tag_text(tag)}",
-            do="make every rank take part in each step and capture; an idle one votes idle",
-        )
+        check_round(words)
     uniform, variant = False, 0
     # A difference in variant makes the batch mixed: no variant but the first has graphs for all.
     if kind == -minus_kind:
@@ -274,6 +269,23 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
         unsplit,
         cannot & _RANK if cannot else None,
     )
+
+
+def check_round(words: Sequence[int]) -> None:
+    """Errors: ``RankDesyncError`` if the merged words are of several rounds."""
+    tag, minus_tag = words[0], words[1]
+    if tag != -minus_tag:
+        raise RankDesyncError(
+            "an agreement among ranks",
+            expected="every rank in the same round",
+            found=f"one in {_tag_text(-minus_tag)}, one in {_tag_text(tag)}",
+            do="make every rank take part in each step and capture; an idle one votes idle",
+        )
+
+
+def tokens_of(words: Sequence[int]) -> int:
+    """The unpadded tokens of a rank, read off its words of a step; 0 if it is idle."""
+    return -(words[3] >> 20)
 
 
 def settle(
