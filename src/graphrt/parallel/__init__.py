@@ -23,12 +23,14 @@ from graphrt.parallel.agreement import (
     settle,
 )
 from graphrt.parallel.exchange import Exchange, InProcessExchange, Pending, TorchExchange
+from graphrt.parallel.lockstep import Lockstep, agree_least
 
 __all__ = [
     "NUM_WORDS",
     "Agreement",
     "Exchange",
     "InProcessExchange",
+    "Lockstep",
     "Pending",
     "RankVote",
     "Round",
@@ -36,6 +38,7 @@ __all__ = [
     "SplitRules",
     "TorchExchange",
     "agree",
+    "agree_least",
     "check_plans",
     "decide",
     "make_tag",

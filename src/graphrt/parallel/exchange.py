@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, cast
 
 from graphrt.errors import (
     AgreementInFlightError,
@@ -281,7 +281,7 @@ class TorchExchange:
         number = names.add(f"opened by {self.rank}", 1)
         self._store: Any = c10d.PrefixStore(f"{number}", names)
         self._gathers = wire == "gather" or (wire == "auto" and self.world <= MOST_GATHERED)
-        self._max: Any = dist.AllreduceOptions()
+        self._max = cast("Any", dist.AllreduceOptions())
         self._max.reduceOp = dist.ReduceOp.MAX
         self._is_on_device = dist.get_backend(group) != "gloo"
         self._host_device = torch.device("cpu")

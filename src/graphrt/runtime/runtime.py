@@ -17,7 +17,6 @@ from graphrt.config import (
     CompilationLevel,
     Facts,
     Plan,
-    RankConfig,
     Resolved,
     RuntimeConfig,
     resolve,
@@ -47,9 +46,11 @@ from graphrt.graphs import (
     break_point,
 )
 from graphrt.graphs.breaks import break_points_refused
+from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
+from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
 
 if TYPE_CHECKING:
     from graphrt.compile import Compiled, CompileReport, PieceInfo
@@ -119,6 +120,11 @@ class Runtime:
     ``op_impls``: Python functions to call in place of splitting ops, where the graph is cut: they
     may be break points themselves. It is traced here, or by ``capture(like=...)`` without
     ``examples``, in an eager run of the largest key's example.
+    ``ranks``: the exchange with the other ranks of a data-parallel engine, each of which makes such
+    a runtime: they capture together and take one decision for each step, so that collectives inside
+    the model always meet. A rank without work calls ``step_idle``. ``ranks`` is the engine's to
+    close, after the runtime. The examples of all ranks have the same sizes; values that an engine
+    has padded by itself are refused where the ranks pad further.
     ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
     kernels that sum in another order inside a graph.
 
@@ -153,6 +159,7 @@ class Runtime:
         layers: Mapping[str, Any] | None = None,
         compile_part: torch.nn.Module | None = None,
         op_impls: Mapping[str, Callable[..., Any]] | None = None,
+        ranks: Exchange | None = None,
     ) -> None:
         flat = {
             "mode": mode,
@@ -161,8 +168,14 @@ class Runtime:
             "max_num_batched_tokens": max_num_batched_tokens,
         }
         self.config, self.resolved = _resolve(config, flat, facts)
-        config, plan = self.config, self.resolved.plan
-        _check_built(config, plan)
+        config = self.config
+        check_rank_config(config.ranks, ranks is not None)
+        if ranks is not None:
+            config, facts = agree_on_facts(ranks, config, facts)
+            self.config, self.resolved = config, resolve(config, facts)
+        lockstep = None if ranks is None else Lockstep(ranks, config.ranks)
+        plan = self.resolved.plan
+        _check_built(plan)
         self.plan = plan
         if not callable(inputs):
             inputs = check_specs(inputs)
@@ -209,7 +222,9 @@ class Runtime:
                 dispatcher=partial(CUDAGraphDispatcher, plan),
                 axis_sizes=partial(_axis_sizes, max_num_seqs=plan.max_num_seqs),
                 smaller_sizes=partial(_smaller_sizes, plan),
+                lockstep=lockstep,
             )
+            self._ranks = None if lockstep is None else RankedSteps(lockstep, self.runner, plan)
             if self._compiled is not None:
                 if compile_part is not None:
                     compile_part.forward = self._compiled
@@ -219,7 +234,10 @@ class Runtime:
             self._uncompile()
             self.library.close()
             raise
-        self._execute = self.runner.execute
+        self._execute, self._execute_padding = self.runner.execute, self.runner.execute_padding
+        if self._ranks is not None:
+            self._execute = self._ranks.noting_drops(self._execute)
+            self._execute_padding = self._ranks.noting_drops(self._execute_padding)
 
     @property
     def dispatcher(self) -> CUDAGraphDispatcher:
@@ -258,7 +276,11 @@ class Runtime:
         if self._compiled is not None and self._compiled.report is None and like is not None:
             self._trace(self._compiled, like)
         self._audit()
-        self.runner.capture(keys, like=like, progress=progress)
+        try:
+            self.runner.capture(keys, like=like, progress=progress)
+        finally:
+            if self._ranks is not None:
+                self._ranks.note_captured()
         return self.report()
 
     def capture_next(
@@ -334,7 +356,10 @@ class Runtime:
                 do="pass uniform=True only where every request brings exactly that many tokens",
             )
         runner = self.runner
-        decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
+        if self._ranks is None:
+            decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
+        else:
+            decision = self._ranks.decide(num_tokens, uniform, num_active_loras, exclude)
         mode, key, reason = decision
         if reason is _NOT_CAPTURED_YET:
             sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
@@ -352,6 +377,32 @@ class Runtime:
                 else Replayed(mode, reason, num_tokens, key.num_tokens, num_reqs, uniform, host_us)
             )
         return outputs
+
+    def step_idle(self, step_info: Any = None) -> bool:
+        """Take part in a step of the other ranks without a batch; False if no rank has one.
+
+        A rank of ``ranks`` calls it in place of ``step``. It replays padding alone, or runs one
+        token of padding eagerly, so that it is there in each collective. ``step_info``: what
+        resources are prepared with.
+
+        Errors: ``ConfigError`` without ranks, ``RankError``, those of ``step``.
+        """
+        if self._ranks is None:
+            raise ConfigError(
+                "step_idle",
+                expected="a runtime of several ranks: Runtime(ranks=...)",
+                found="one that decides alone",
+                do="step when there is a batch",
+            )
+        decision = self._ranks.decide_idle()
+        if decision is not None:
+            self._execute_padding(decision, step_info)
+        return decision is not None
+
+    @property
+    def last_settled(self) -> SettledStep | None:
+        """What the ranks' votes of the latest step came to; None without ranks, or if all idled."""
+        return None if self._ranks is None else self._ranks.last
 
     def _read(
         self,
@@ -495,7 +546,7 @@ def _resolve(
         raise config_error("Runtime", problems) from error
 
 
-def _check_built(config: RuntimeConfig, plan: Plan) -> None:
+def _check_built(plan: Plan) -> None:
     """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
     problems = []
     if plan.level not in (CompilationLevel.NO_COMPILATION, CompilationLevel.PIECEWISE):
@@ -515,13 +566,6 @@ def _check_built(config: RuntimeConfig, plan: Plan) -> None:
             expected="1, because a runtime does not split its steps yet",
             found=str(plan.ubatch.num_ubatches),
             do="leave it out; resolve and dispatch take it already",
-        )
-    if config.ranks != RankConfig():
-        raise ConfigError(
-            "ranks",
-            expected="the defaults, because a runtime does not exchange decisions with ranks yet",
-            found=repr(config.ranks),
-            do="leave it out",
         )
 
 
