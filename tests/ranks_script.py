@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,8 @@ from graphrt.parallel import (
     make_tag,
     pack,
 )
+from graphrt_llm import LLMEngine, SamplingParams
+from graphrt_llm.assembly import TINY_CONFIG
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 Said = dict[str, Any]
@@ -238,6 +241,27 @@ def interrupted() -> None:
     exchange.close()
 
 
+def engines() -> None:
+    """A data-parallel engine: rank 1 has less to do, then nothing; the tokens are those of one."""
+    prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8] * 40]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    own = prompts[:4] if RANK == 0 else prompts[4:]
+    with LLMEngine.tiny() as alone:
+        expected = [alone.generate(prompt, params) for prompt in own]
+    exchange = TorchExchange()
+    for overlap in (False, True):
+        with LLMEngine.tiny(replace(TINY_CONFIG, overlap=overlap), ranks=exchange) as engine:
+            engine.capture()
+            found = engine.generate(own, params)
+            only_first = engine.generate(own if RANK == 0 else [], params)
+            say(
+                overlap=overlap,
+                same=found == expected and only_first == (expected if RANK == 0 else []),
+                ranks=[engine.rank, engine.world],
+            )
+    exchange.close()
+
+
 def many() -> None:
     """Random steps of several ranks, after one capture: no rank is left behind."""
     import random
@@ -271,6 +295,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "dies": dies,
     "mismatch": mismatch,
     "interrupted": interrupted,
+    "engines": engines,
     "many": many,
 }
 

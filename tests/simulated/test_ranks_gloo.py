@@ -21,6 +21,7 @@ SCENARIOS = (
     "comparison fails and is raised",
     "interrupted",
     "mismatch",
+    "engines",
 )
 
 
@@ -109,6 +110,12 @@ def test_unequal_plans_name_the_first_line_that_differs() -> None:
         assert told["error"] == "PlanMismatchError"
         assert "(num_tokens=4) on rank 0;" in told["text"]
         assert "(num_tokens=2) on rank 1" in told["text"]
+
+
+def test_ranks_of_an_engine_give_the_tokens_of_one() -> None:
+    for rank, said in enumerate(said_in("engines")):
+        shared = {"same": True, "ranks": [rank, 2]}
+        assert said == [{"overlap": False, **shared}, {"overlap": True, **shared}]
 
 
 def said_at_the_end(ended: Ended) -> list[Any]:

@@ -15,6 +15,7 @@ from graphrt.config.options import (
     UBatchConfig,
 )
 from graphrt.config.plan import Adjustment, Plan, Resolved
+from graphrt.config.ranks import RankVariables, environment_of_rank, rank_variables
 from graphrt.config.resolution import resolve
 
 __all__ = [
@@ -26,8 +27,11 @@ __all__ = [
     "ModeLimit",
     "Plan",
     "RankConfig",
+    "RankVariables",
     "Resolved",
     "RuntimeConfig",
     "UBatchConfig",
+    "environment_of_rank",
+    "rank_variables",
     "resolve",
 ]

@@ -23,6 +23,7 @@ from graphrt.parallel.agreement import (
     settle,
 )
 from graphrt.parallel.exchange import Exchange, InProcessExchange, Pending, TorchExchange
+from graphrt.parallel.launch import launch_ranks
 from graphrt.parallel.lockstep import Lockstep, agree_least
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "agree_least",
     "check_plans",
     "decide",
+    "launch_ranks",
     "make_tag",
     "merge",
     "pack",

@@ -81,7 +81,7 @@ class Exchange(Protocol):
         ...
 
     def post(self, name: str, text: str) -> None:
-        """Leave a text for the other ranks."""
+        """Leave a text for the other ranks, which read it in any later round."""
         ...
 
     def read(self, name: str) -> str | None:
@@ -339,6 +339,8 @@ class TorchExchange:
     def post(self, name: str, text: str) -> None:
         try:
             self._store.set(f"text {name}", text)
+            # A store answers no set: only after this is it there for a rank that hears of it.
+            self._store.check([f"text {name}"])
         except RuntimeError as error:
             raise self._store_lost(f"posting {name}", error) from error
 
