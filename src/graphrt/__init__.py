@@ -23,7 +23,10 @@ if TYPE_CHECKING:
         CompilationConfig as CompilationConfig,
         Facts as Facts,
         Plan as Plan,
+        RankConfig as RankConfig,
+        RankVariables as RankVariables,
         RuntimeConfig as RuntimeConfig,
+        rank_variables as rank_variables,
         resolve as resolve,
     )
     from graphrt.context import (
@@ -87,6 +90,13 @@ if TYPE_CHECKING:
     from graphrt.interrupts import (
         interrupted_between_steps as interrupted_between_steps,
     )
+    from graphrt.parallel import (
+        Exchange as Exchange,
+        InProcessExchange as InProcessExchange,
+        TorchExchange as TorchExchange,
+        agree_least as agree_least,
+        launch_ranks as launch_ranks,
+    )
     from graphrt.planner import (
         TraceRequest as TraceRequest,
         generate_azure_like as generate_azure_like,
@@ -131,7 +141,8 @@ _NAMES_OF_ROOM = {
         BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode
     """,
     "config": """
-        Adjustment AttentionSupport CompilationConfig Facts Plan RuntimeConfig resolve
+        Adjustment AttentionSupport CompilationConfig Facts Plan RankConfig RankVariables
+        RuntimeConfig rank_variables resolve
     """,
     "context": """
         ForwardContext get_forward_context
@@ -163,6 +174,9 @@ _NAMES_OF_ROOM = {
     """,
     "interrupts": """
         interrupted_between_steps
+    """,
+    "parallel": """
+        Exchange InProcessExchange TorchExchange agree_least launch_ranks
     """,
     "planner": """
         TraceRequest generate_azure_like read_trace

@@ -27,6 +27,7 @@
         StateAdvancedError                a callable writes what nobody guards or declared
         GraphMemoryError                  budget, graph count, out of memory
         TooManyFailuresError              three consecutive failures
+        PeerFailedError                   the capture or the check failed on another rank
       CompileError                        levels 1 to 3: a trace failed, or no longer fits
         GraphBreakError                   code that cannot be traced, or depends on tensor values
         ShapeGuardError                   a branch on a size that varies
@@ -57,6 +58,9 @@
       RankError                           ranks that are to act as one do not
         RankDesyncError                   ranks are in different steps or captures
         PlanMismatchError                 ranks resolved different plans
+        RankTimeoutError                  a rank did not come in time
+        RankLostError                     a rank, or its connection, is gone
+        AgreementInFlightError            a message before the last one's result was taken
       ReportError                         a report that cannot be written
       MissingExtraError                   an optional library that is not installed
       CommandError                        a registered command that cannot be loaded
@@ -267,6 +271,10 @@ class TooManyFailuresError(CaptureError):
     """Three consecutive captures failed; the others are not attempted."""
 
 
+class PeerFailedError(CaptureError):
+    """The capture, or the check of a replay, failed on another rank: it is dropped on all."""
+
+
 class CompileError(GraphrtError, RuntimeError):
     """A model could not be compiled, or its compiled form no longer fits. ``source``: the line."""
 
@@ -411,6 +419,26 @@ class RankDesyncError(RankError):
 
 class PlanMismatchError(RankError):
     """Ranks resolved different plans: their graphs would not fit together."""
+
+
+class RankTimeoutError(RankError):
+    """A rank did not come in time. ``missing``: the ranks that answered no roll-call either."""
+
+    def __init__(self, subject: str = "", *, missing: Sequence[int] = (), **parts: str) -> None:
+        super().__init__(subject, **parts)
+        self.missing = tuple(missing)
+
+
+class RankLostError(RankError):
+    """A rank, or the connection to it, is gone. ``missing``: the ranks that are known to be."""
+
+    def __init__(self, subject: str = "", *, missing: Sequence[int] = (), **parts: str) -> None:
+        super().__init__(subject, **parts)
+        self.missing = tuple(missing)
+
+
+class AgreementInFlightError(RankError):
+    """A message was started before the result of the last one was taken."""
 
 
 class ReportError(GraphrtError, OSError):

@@ -6,6 +6,7 @@ first, then the cache in the remaining memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -14,12 +15,15 @@ import torch
 from graphrt import (
     CUDAGraphMode,
     Device,
+    Exchange,
     Facts,
     Observer,
     OutputSpec,
     Runtime,
     RuntimeConfig,
+    agree_least,
     make_device,
+    rank_variables,
     resolve,
 )
 from graphrt_llm.attention import (
@@ -71,6 +75,7 @@ class EngineParts(NamedTuple):
     seed: int
     overlap: bool
     captures_by_priority: bool
+    ranks: Exchange | None
 
 
 def assemble(
@@ -79,16 +84,28 @@ def assemble(
     *,
     model_dir: Path | None = None,
     observer: Observer | None = None,
+    ranks: Exchange | None = None,
 ) -> EngineParts:
     """Load the model and make a runtime for it. ``model_dir`` None: random weights.
+
+    ``ranks``: of a data-parallel engine, all of which have as many cache blocks as the least.
 
     Errors: ``EngineConfigError`` for limits beyond the model or the memory; those of the
     weight reader and of ``Runtime``.
     """
-    device = make_device(config.device)
+    if ranks is not None and config.capture == "by_priority":
+        raise EngineConfigError(
+            "EngineConfig.capture",
+            expected="before_serving, because ranks capture together",
+            found=config.capture,
+        )
+    started = rank_variables() if ranks is not None else None
+    device = make_device(config.device, None if started is None else started.local_rank)
     try:
         model = _load(model_config, config, model_dir, device)
         limits = _limits(model_config, config, model.dtype, device)
+        if ranks is not None:
+            limits = replace(limits, num_blocks=agree_least(ranks, [limits.num_blocks])[0])
         cache = KVCache(
             model_config,
             num_blocks=limits.num_blocks,
@@ -130,6 +147,7 @@ def assemble(
             # This package's kernels are launched by address, so torch does not see what they read.
             keep_alive=[cache.tensor, *backend.keep_alive],
             observer=observer,
+            ranks=ranks,
         )
     except BaseException:
         device.close()
@@ -146,6 +164,7 @@ def assemble(
         seed=config.seed,
         overlap=is_cuda if config.overlap is None else config.overlap,
         captures_by_priority=config.capture == "by_priority",
+        ranks=ranks,
     )
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from graphrt import (
     BatchDescriptor,
     Decision,
+    Exchange,
     Observer,
     Runtime,
     RuntimeReport,
@@ -55,6 +56,7 @@ class StepResult(NamedTuple):
     ``uniform``: Whether it was a uniform decode batch.
     ``decision``: What ran, and why.
     ``num_preempted``: Requests that had to give their cache blocks back.
+    ``all_idle``: Of an engine of several ranks: none of them had anything to compute.
     """
 
     outputs: tuple[RequestOutput, ...]
@@ -63,6 +65,7 @@ class StepResult(NamedTuple):
     uniform: bool
     decision: Decision | None
     num_preempted: int
+    all_idle: bool = False
 
 
 class LLMEngine:
@@ -70,6 +73,11 @@ class LLMEngine:
 
     Made by ``from_model_dir``, ``with_random_weights`` or ``tiny``; a context manager, which closes
     it. Not thread-safe.
+
+    ``ranks``, given where it is made, is the exchange with the other ranks of a data-parallel
+    engine, which the caller closes after it. Each rank has an engine with requests of its own. All
+    call ``capture`` together, and then ``step`` equally often, also without requests, until a step
+    says ``all_idle``: a step of one rank waits for those of the others.
 
     ``runtime`` is the ``graphrt.Runtime`` of its model, ``scheduler`` has the requests, ``limits``
     are the largest batch's, ``attention`` says which back end serves and why, ``overlap`` whether
@@ -90,6 +98,7 @@ class LLMEngine:
         self._examples = parts.examples
         self._eos_token_ids = frozenset(parts.model_config.eos_token_ids)
         self._seed = parts.seed
+        self._ranks = parts.ranks
         # Graphs that steps may still capture.
         planned = self.runtime.plan.capture_order
         self._num_missing = len(planned) if parts.captures_by_priority else 0
@@ -110,6 +119,16 @@ class LLMEngine:
         self._is_closed = False
 
     @property
+    def rank(self) -> int:
+        """Which of ``world`` ranks this is; 0 where there is one."""
+        return 0 if self._ranks is None else self._ranks.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks the engine has."""
+        return 1 if self._ranks is None else self._ranks.world
+
+    @property
     def max_request_tokens(self) -> int:
         """Most prompt and output tokens of one request: what fits the context, and the cache."""
         in_cache = (self.limits.num_blocks - 1) * self.limits.block_size
@@ -122,6 +141,7 @@ class LLMEngine:
         config: EngineConfig | None = None,
         *,
         observer: Observer | None = None,
+        ranks: Exchange | None = None,
     ) -> Self:
         """An engine for the model in ``model_dir``: a HF ``config.json`` and safetensors.
 
@@ -134,6 +154,7 @@ class LLMEngine:
             config or EngineConfig(),
             model_dir=directory,
             observer=observer,
+            ranks=ranks,
         )
         return cls(parts)
 
@@ -144,18 +165,26 @@ class LLMEngine:
         config: EngineConfig | None = None,
         *,
         observer: Observer | None = None,
+        ranks: Exchange | None = None,
     ) -> Self:
         """An engine for a model without a checkpoint; ``config.seed`` decides its weights.
 
         Errors: ``EngineConfigError``; graphrt's ``ConfigError``.
         """
-        parts = assemble(model_config, config or EngineConfig(), observer=observer)
+        parts = assemble(model_config, config or EngineConfig(), observer=observer, ranks=ranks)
         return cls(parts)
 
     @classmethod
-    def tiny(cls, config: EngineConfig | None = None, *, observer: Observer | None = None) -> Self:
+    def tiny(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        ranks: Exchange | None = None,
+    ) -> Self:
         """``with_random_weights`` of the built-in tiny model. Default: small limits, float64."""
-        return cls.with_random_weights(ModelConfig.tiny(), config or TINY_CONFIG, observer=observer)
+        config = config or TINY_CONFIG
+        return cls.with_random_weights(ModelConfig.tiny(), config, observer=observer, ranks=ranks)
 
     def capture(
         self, progress: Callable[[int, int, BatchDescriptor], None] | None = None
@@ -261,10 +290,11 @@ class LLMEngine:
             # After a capture none stays in flight: its tokens have waited long enough.
             while len(self._in_flight) > (batch is not None and not has_captured):
                 self._finish_oldest()
+        all_idle = batch is None and self._ranks is not None and not self.runtime.step_idle()
         outputs, self._unreturned = tuple(self._unreturned), []
         num_preempted, self._num_preempted = self._num_preempted, 0
         if batch is None:
-            return StepResult(outputs, 0, 0, False, None, num_preempted)
+            return StepResult(outputs, 0, 0, False, None, num_preempted, all_idle)
         return StepResult(
             outputs=outputs,
             num_tokens=batch.num_tokens,
@@ -371,10 +401,15 @@ class LLMEngine:
             for prompt, its_params in zip(prompts, each, strict=True):
                 tokens[self.add_request(cast("Sequence[int]", prompt), its_params)] = []
             with interrupted_between_steps() as check_interrupt:
-                while self.has_unfinished():
-                    for output in self.step().outputs:
+                # With other ranks until none of them has work.
+                goes_on = self._ranks is not None or self.has_unfinished()
+                while goes_on:
+                    result = self.step()
+                    for output in result.outputs:
                         tokens[output.request_id] += output.new_token_ids
                     check_interrupt()
+                    is_done = result.all_idle or self._ranks is None
+                    goes_on = not is_done or self.has_unfinished()
         finally:
             self.abort_all()
         served = list(tokens.values())
@@ -393,6 +428,12 @@ class LLMEngine:
         Errors: ``EngineStateError`` while requests are unfinished; those of ``add_request``.
         """
         self._require_idle("top2_margin")
+        if self._ranks is not None:
+            raise EngineStateError(
+                "top2_margin",
+                expected="an engine of one rank",
+                found="several, which would have to run it together",
+            )
         name = "top2-margin"
         once = SamplingParams(max_tokens=1)
         self.scheduler.add(Request(name, self._checked_prompt(name, token_ids), once, seed=0))

@@ -109,6 +109,9 @@ def serve(
     parameters; the default is greedy for exactly that many tokens. ``progress(done, total)``
     follows each step in which requests finished, ``on_step`` each step.
 
+    Of an engine with several ranks each is given all requests, and serves every ``world``-th of
+    them; ``progress`` counts these, and ``tokens`` are theirs. Idle ranks step with the others.
+
     An interrupt (Ctrl-C) takes effect between two steps; a second one, at once. If serving ends
     early for any reason, its requests are aborted and the engine can be used again or closed.
 
@@ -126,21 +129,24 @@ def serve(
         )
     params = _greedy_for if params is None else params
     fit = fit_to_context(requests, engine.max_request_tokens)
-    names = [f"trace-{index}" for index in range(len(requests))]
-    tokens: dict[str, list[int]] = {name: [] for name in names}
-    num_added = num_done = num_steps = 0
+    own = range(engine.rank, len(requests), engine.world)
+    names = {index: f"trace-{index}" for index in own}
+    tokens: dict[str, list[int]] = {name: [] for name in names.values()}
+    num_seen = num_done = num_steps = 0
     clock = seconds = 0.0
+    is_idle, goes_on = True, bool(requests)
     try:
         with interrupted_between_steps() as check_interrupt:
-            while num_done < len(requests):
+            while goes_on:
                 check_interrupt()
-                if not engine.has_unfinished():
-                    clock = max(clock, arrivals[num_added])
-                while num_added < len(requests) and arrivals[num_added] <= clock:
-                    num_prompt, num_output = fit.lengths[num_added]
-                    prompt = prompt_tokens(seed, num_added, num_prompt, engine.vocab_size)
-                    engine.add_request(prompt, params(num_added, num_output), names[num_added])
-                    num_added += 1
+                if is_idle and num_seen < len(requests):
+                    clock = max(clock, arrivals[num_seen])
+                while num_seen < len(requests) and arrivals[num_seen] <= clock:
+                    if num_seen in names:
+                        num_prompt, num_output = fit.lengths[num_seen]
+                        prompt = prompt_tokens(seed, num_seen, num_prompt, engine.vocab_size)
+                        engine.add_request(prompt, params(num_seen, num_output), names[num_seen])
+                    num_seen += 1
 
                 started = perf_counter()
                 result = engine.step()
@@ -150,16 +156,19 @@ def serve(
                 num_finished = sum(output.finish_reason is not None for output in result.outputs)
                 num_done += num_finished
                 if progress is not None and num_finished:
-                    progress(num_done, len(requests))
+                    progress(num_done, len(own))
                 if on_step is not None:
                     on_step(ServeStep(num_steps, clock, took, result))
                 num_steps += 1
                 seconds += took
                 clock += step_seconds
+                # Alone, a rank knows that the next step would be idle.
+                is_idle = result.all_idle if engine.world > 1 else not engine.has_unfinished()
+                goes_on = num_seen < len(requests) or not is_idle
             check_interrupt()
     finally:
         engine.abort_all()
-    by_number = {index: tuple(tokens[name]) for index, name in enumerate(names)}
+    by_number = {index: tuple(tokens[name]) for index, name in names.items()}
     return ServeResult(by_number, num_steps, seconds, fit.scale, fit.num_cut)
 
 

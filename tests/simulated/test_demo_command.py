@@ -74,6 +74,8 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "trace",
         "num_requests",
         "tokens_identical",
+        "tokens_digest",
+        "ranks",
         "ties",
         "report",
         "modes",

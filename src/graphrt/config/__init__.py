@@ -14,6 +14,7 @@ from graphrt.config.options import (
     UBatchConfig,
 )
 from graphrt.config.plan import Adjustment, CompilePlan, Plan, Resolved
+from graphrt.config.ranks import RankVariables, environment_of_rank, rank_variables
 from graphrt.config.resolution import resolve
 
 __all__ = [
@@ -27,8 +28,11 @@ __all__ = [
     "PassConfig",
     "Plan",
     "RankConfig",
+    "RankVariables",
     "Resolved",
     "RuntimeConfig",
     "UBatchConfig",
+    "environment_of_rank",
+    "rank_variables",
     "resolve",
 ]

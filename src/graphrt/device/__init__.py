@@ -14,8 +14,10 @@ DeviceName = Literal["auto", "cuda", "simulated"]
 __all__ = ["DeviceName", "make_device"]
 
 
-def make_device(name: DeviceName = "auto") -> Device:
+def make_device(name: DeviceName = "auto", index: int | None = None) -> Device:
     """A new device. ``"auto"``: CUDA where torch sees a GPU, else the simulated one.
+
+    ``index``: of the GPU, which becomes torch's current one; None: the current one.
 
     Errors: ``ConfigError`` for another name, and for ``"cuda"`` without a GPU.
     """
@@ -24,7 +26,7 @@ def make_device(name: DeviceName = "auto") -> Device:
         from graphrt.device.cuda import CUDADevice
 
         if name == "cuda" or CUDADevice.is_available():
-            return CUDADevice()
+            return CUDADevice() if index is None else CUDADevice.select(index)
         name = "simulated"
     if name == "simulated":
         from graphrt.device.simulated import SimulatedDevice

@@ -16,7 +16,8 @@ word content                                        largest one
 9    0: can capture, else 1 << 20 | rank            a rank that cannot
 ==== ============================================== ===========================================
 
-A rank without work is neutral: it lowers no mode and shares any variant.
+A rank without work is neutral: it shares any variant, and lowers no mode unless it says so, where
+it has no graph that the others could take.
 """
 
 from __future__ import annotations
@@ -63,15 +64,28 @@ class Round(IntEnum):
 
     FACTS = 1
     PLAN = 2
-    WARMUP = 3
     CAPTURE = 4
-    CAPTURED = 5
-    FIRST_REPLAY = 6
+    """Each round of a capture, and of the comparison of a replay with eager: see ``Phase``."""
     TIMING = 7
     STEP = 8
     CHECK = 9
     """Do ranks that decide without a message still decide alike?"""
     CLOSE = 10
+
+
+class Phase(IntEnum):
+    """Where in a capture a rank is."""
+
+    BEGIN = 1
+    WARMUP = 2
+    """Before the warm-up of a key."""
+    CAPTURE = 3
+    """Before the capture of a key."""
+    CAPTURED = 4
+    COMPARE = 5
+    """Before each run of a comparison."""
+    COMPARED = 6
+    END = 7
 
 
 def make_tag(kind: Round, generation: int, sequence: int) -> int:
@@ -199,21 +213,61 @@ def pack(vote: RankVote, tag: int = 0) -> tuple[int, ...]:
             do="vote for the batch that the rank has",
         )
     cannot = 0 if can_capture else 1 << 20 | rank
+    lowest = 0 if mode == 2 else (2 - mode) << 28 | reason << 20 | rank
     if not real:
         refused = UBatchReason.PEER_IDLE << 20 | rank
-        return (tag, -tag, 0, rank, 0, _SHARES_ANY, _SHARES_ANY, 0, refused, cannot)
+        return (tag, -tag, 0, rank, lowest, _SHARES_ANY, _SHARES_ANY, 0, refused, cannot)
     kind = uniform << 16 | variant
     return (
         tag,
         -tag,
         padded,
         -real << 20 | rank,
-        0 if mode == 2 else (2 - mode) << 28 | reason << 20 | rank,
+        lowest,
         kind,
         -kind,
         loras,
         0 if objection is None else objection << 20 | rank,
         cannot,
+    )
+
+
+def pack_capture(
+    rank: int, phase: Phase | None, subject: int, tag: int, *, failed: bool = False, left: int = 0
+) -> tuple[int, ...]:
+    """The ten words of a round of a capture.
+
+    ``phase``: where this rank is; None: it leaves the capture, wherever the others are, because of
+    an error (``left`` 1) or an interrupt (2). ``subject``: a hash of what it captures (< 2**62).
+    ``failed``: this rank could not capture or compare it.
+    """
+    if phase is None:
+        where: tuple[int, ...] = (_SHARES_ANY, _SHARES_ANY, _SHARES_ANY, _SHARES_ANY)
+    else:
+        where = (phase, -phase, subject, -subject)
+    told = (left << 20 | rank if left else 0, 0, 0, 1 << 20 | rank if failed else 0)
+    return (tag, -tag, *where, *told)
+
+
+class CaptureRound(NamedTuple):
+    """What the ranks told in a round of a capture."""
+
+    is_same: bool
+    """All that stay are in one phase of one key."""
+    failed: int | None
+    """A rank that could not capture or compare it."""
+    left: tuple[int, int] | None
+    """A rank that leaves: 1 for an error or 2 for an interrupt, and which rank."""
+
+
+def read_capture(words: Sequence[int]) -> CaptureRound:
+    """Errors: ``RankDesyncError`` if not all ranks capture."""
+    check_round(words)
+    _, _, phase, minus_phase, subject, minus_subject, left, _, _, failed = words
+    return CaptureRound(
+        phase in (-minus_phase, _SHARES_ANY) and subject in (-minus_subject, _SHARES_ANY),
+        failed & _RANK if failed else None,
+        (left >> 20, left & _RANK) if left else None,
     )
 
 
@@ -234,12 +288,7 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
     """
     tag, minus_tag, padded, fewest, lowest, kind, minus_kind, loras, objection, cannot = words
     if tag != -minus_tag:
-        raise RankDesyncError(
-            "an agreement among ranks",
-            expected="every rank in the same round",
-            found=f"one in {_tag_text(-minus_tag)}, one in {_tag_text(tag)}",
-            do="make every rank take part in each step and capture; an idle one votes idle",
-        )
+        check_round(words)
     uniform, variant = False, 0
     # A difference in variant makes the batch mixed: no variant but the first has graphs for all.
     if kind == -minus_kind:
@@ -276,6 +325,23 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
     )
 
 
+def check_round(words: Sequence[int]) -> None:
+    """Errors: ``RankDesyncError`` if the merged words are of several rounds."""
+    tag, minus_tag = words[0], words[1]
+    if tag != -minus_tag:
+        raise RankDesyncError(
+            "an agreement among ranks",
+            expected="every rank in the same round",
+            found=f"one in {_tag_text(-minus_tag)}, one in {_tag_text(tag)}",
+            do="make every rank take part in each step and capture; an idle one votes idle",
+        )
+
+
+def tokens_of(words: Sequence[int]) -> int:
+    """The unpadded tokens of a rank, read off its words of a step; 0 if it is idle."""
+    return -(words[3] >> 20)
+
+
 def settle(
     agreement: Agreement, vote: RankVote, dispatch: Dispatch, rules: SplitRules
 ) -> SettledStep | None:
@@ -297,7 +363,7 @@ def settle(
         size = found.descriptor.num_tokens
         is_full = found.mode == _FULL
         if is_full and not last_ubatch_is_empty(real, size, query_len, num_ubatches):
-            return SettledStep(found)
+            return SettledStep(_for(vote, found))
         if rules.allow_eager and real >= rules.prefill_token_threshold:
             # All pad to one size, because each slice communicates with its twin on other ranks.
             key = dispatch(padded, uniform, loras, _GRAPHS, num_ubatches).descriptor
@@ -311,11 +377,19 @@ def settle(
     if mode != _NONE:
         found = dispatch(padded, uniform, loras, _ABOVE[mode], 1)
         if found.mode != _NONE:
-            return SettledStep(found, None, because)
+            return SettledStep(_for(vote, found), None, because)
         culprit = found.reason, None if culprit is None else culprit[1]
     size = vote.num_tokens_unpadded or 1
     own = dispatch(size, vote.uniform, vote.num_active_loras, _GRAPHS, 1)
     return _eager(own, vote, culprit, because)
+
+
+def _for(vote: RankVote, found: Decision) -> Decision:
+    """A graph's decision with the reason of this rank, which may have less than was agreed."""
+    mode, key, _ = found
+    own = vote.num_tokens_unpadded, vote.num_active_loras
+    is_hit = own == (key.num_tokens, key.num_active_loras)
+    return Decision(mode, key, Reason.HIT if is_hit else Reason.PADDED)
 
 
 def _eager(
@@ -352,7 +426,7 @@ def plan_text(plan: Plan, also: Mapping[str, object] = MappingProxyType({})) -> 
 
 
 def plan_hash(text: str) -> int:
-    """62 bits of ``plan_text``, to be sent beside their negation."""
+    """62 bits of a text, to be sent beside their negation."""
     return int.from_bytes(sha256(text.encode()).digest()[:8]) >> 2
 
 

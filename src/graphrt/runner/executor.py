@@ -128,6 +128,7 @@ class Executor:
         smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]],
         reads_padding: str,
         is_strict: bool,
+        before_compared_run: Callable[[], None] | None = None,
     ) -> None:
         if outputs is None or outputs.axes is None:
             raise ConfigError(
@@ -151,6 +152,9 @@ class Executor:
         self._smaller_sizes = smaller_sizes
         self._reads_padding = reads_padding
         self._is_strict = is_strict
+        self._before_compared_run = before_compared_run
+        self.num_tokens_across_ranks: tuple[int, ...] | None = None
+        """What the forward context of an eager run says: each rank's own size."""
         self._device_kind = library.device.torch_device.type
         self._generators = (library.device.generator, *library.generators)
         self._has_step_info = False
@@ -304,15 +308,31 @@ class Executor:
             key, staged = batch_key(key, padded), padded
             bound = self._unpadded(key, staged)
             bound.stage(staged, values)
+        across, layers = self.num_tokens_across_ranks, self._layers
+        context = ForwardContext(RuntimeMode.NONE, key, step_info, None, layers, across)
+        context.ubatch_slices = slices
         for resource in self._resources:
             resource.prepare(key, step_info)
-        context = self._context(RuntimeMode.NONE, key, step_info)
-        context.ubatch_slices = slices
         with torch.no_grad(), context:
             outputs = self.fn(**bound.views)
         if self._hands_eager_out and staged is sizes:
             return outputs
         return self.outputs.bind(outputs).unpad(sizes)
+
+    def no_values(self, key: BatchDescriptor) -> dict[str, torch.Tensor]:
+        """Values of a batch without rows, for the buffers of ``key``."""
+        values = {}
+        for spec in self._specs(key):
+            if spec.policy.kind != "fill_once" and not spec.optional:
+                shape = [0 if isinstance(size, str) else size for size in spec.shape]
+                values[spec.name] = torch.empty(shape, dtype=spec.dtype)
+        return values
+
+    def padding_of(self, key: BatchDescriptor, sizes: Sizes) -> dict[str, torch.Tensor]:
+        """Rows of padding in place of a batch of ``sizes``."""
+        bound, values = self._unpadded(key, sizes), self.no_values(key)
+        bound.stage(dict.fromkeys(sizes, 0), values)
+        return {name: bound.views[name].clone() for name in values}
 
     def _context(self, mode: RuntimeMode, key: BatchDescriptor, step_info: Any) -> ForwardContext:
         return ForwardContext(mode, key, step_info, None, self._layers)
@@ -353,6 +373,7 @@ class Executor:
             resource.prepare(key, step_info)
 
         def run_eager() -> Any:
+            self._wait_for_ranks()
             with (
                 torch.no_grad(),
                 self._context(RuntimeMode.NONE, key, step_info),
@@ -399,6 +420,7 @@ class Executor:
                 resource.prepare(key, step_info)
 
         def run_unpadded() -> Any:
+            self._wait_for_ranks()
             unpadded = self._unpadded(unpadded_key, sizes)
             unpadded.stage(sizes, values)
             for resource in self._resources:
@@ -432,7 +454,12 @@ class Executor:
             observer=self._observer,
         )
 
+    def _wait_for_ranks(self) -> None:
+        if self._before_compared_run is not None:
+            self._before_compared_run()
+
     def _replay_compared(self, ready: ReadyGraph, sizes: Sizes, step_info: Any) -> Any:
+        self._wait_for_ranks()
         with torch.no_grad(), self._context(ready.mode, ready.key, step_info):
             ready.program(**ready.bound.views)
         return ready.unpad(sizes)

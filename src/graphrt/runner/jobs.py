@@ -16,7 +16,7 @@ import torch
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 from graphrt.context import ForwardContext
-from graphrt.errors import ConfigError, EmptyCaptureError
+from graphrt.errors import ConfigError, EmptyCaptureError, RankError
 from graphrt.graphs import (
     CaptureOptions,
     CaptureScope,
@@ -42,7 +42,9 @@ from graphrt.verify import (
 Phase = Literal["warmup", "capture", "captured", "failed"]
 Gate = Callable[["CaptureJob", Phase], bool]
 """Asked before each warm-up and capture (False skips the job) and after each capture (False drops
-its programs); told of each failure. Where ranks keep step."""
+its programs); told of each failure, while it is handled. Where ranks keep step: a job that failed
+in its warm-up is asked about before its capture all the same, because others wait for the answer.
+An error that it raises fails the job, and a ``RankError`` ends everything."""
 
 Progress = Callable[[int, int, "CaptureJob"], None]
 
@@ -152,9 +154,11 @@ def capture_all(
                 with run.attempt(job, "capture") as goes_on:
                     if goes_on:
                         run.capture(job, scope)
-    except Exception:
-        # What was captured serves all the same, and no check may hide the first failure.
-        run.check()
+    except Exception as error:
+        # What was captured serves all the same, and no check may hide the first failure. Without
+        # the other ranks nothing can be checked.
+        if not isinstance(error, RankError):
+            run.check()
         raise
     else:
         failure = run.check()
@@ -225,15 +229,19 @@ class _Run:
         entry = self._entry(job)
         if entry.error is not None and self.options.on_error == "skip":
             self._failures[job] = entry
-        if job in self._failures or job in self._skipped or self._is_captured(job):
+        has_failed = job in self._failures
+        if job in self._skipped or self._is_captured(job) or (has_failed and self._gate is None):
             yield False
             return
         started = perf_counter()
         goes_on = False
         try:
-            self._catalog.require_untried(job.name, job.mode, job.key)
+            if not has_failed:
+                self._catalog.require_untried(job.name, job.mode, job.key)
             goes_on = self._gate is None or self._gate(job, phase)
-            if not goes_on:
+            if has_failed:
+                goes_on = False
+            elif not goes_on:
                 self._skipped.append(job)
         except Exception as error:  # noqa: BLE001  Raised again, unless failures are skipped.
             self._fail(job, error)
@@ -251,6 +259,8 @@ class _Run:
 
     def _fail(self, job: CaptureJob, error: Exception) -> None:
         """Record a failure; raise it again unless failures are skipped."""
+        if isinstance(error, RankError):
+            raise error
         self._failures[job] = self._catalog.mark_failed(job.name, job.mode, job.key, error)
         if self._gate is not None:
             self._gate(job, "failed")
@@ -331,7 +341,12 @@ class _Run:
         except BaseException:
             self._drop(scope, before)
             raise
-        if self._gate is None or self._gate(job, "captured"):
+        try:
+            is_kept = self._gate is None or self._gate(job, "captured")
+        except BaseException:
+            self._drop(scope, before)
+            raise
+        if is_kept:
             self._captured[job] = scope.programs[before:]
             if self._checker(job) is not None:
                 self._catalog.mark_unchecked(self._entry(job))
@@ -364,6 +379,8 @@ class _Run:
                     self.restore_hosts()
                     check(entry)
                     self._catalog.mark_ready(entry)
+            except RankError:
+                raise
             except Exception as error:  # noqa: BLE001  The caller raises the first one.
                 if entry.staged is not None:
                     entry.staged.invalidate()

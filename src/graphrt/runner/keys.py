@@ -67,6 +67,20 @@ class NoDispatcher:
         raise self._error()
 
 
+def missing_text(missing: Mapping[Key, Reason]) -> str:
+    """Which keys have no graph, alike on ranks where these are the same."""
+    return "; ".join(f"{mode.name} {key!r}: {why.name}" for (mode, key), why in missing.items())
+
+
+def one_rank_error(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} of one rank among several",
+        expected="captures that all ranks make together: each has missed other keys",
+        found=f"a call of {what}",
+        do="call capture() on every rank",
+    )
+
+
 def no_sizes_error() -> ConfigError:
     return ConfigError(
         "dispatch by sizes",

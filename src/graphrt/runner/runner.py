@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -22,6 +22,7 @@ from graphrt.dispatch import BucketKey
 from graphrt.errors import (
     BatchError,
     CaptureInProgressError,
+    PeerFailedError,
     VerificationError,
 )
 from graphrt.events import (
@@ -52,6 +53,7 @@ from graphrt.graphs import (
 from graphrt.graphs.held import bytes_of
 from graphrt.graphs.values import own_copy
 from graphrt.interrupts import interrupted_between_steps
+from graphrt.parallel import Lockstep
 from graphrt.report import StepMetrics
 from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inputs
 from graphrt.runner.executor import (
@@ -80,8 +82,10 @@ from graphrt.runner.keys import (
     like_beside_examples_error,
     make_key,
     miss_error,
+    missing_text,
     no_examples_error,
     no_sizes_error,
+    one_rank_error,
     require_sizes,
     sizes_of_key,
     smaller_by_axis,
@@ -105,6 +109,13 @@ from graphrt.verify import explain
 _EAGER = RuntimeMode.NONE
 
 _NONE: frozenset[RuntimeMode] = frozenset()
+
+
+def _seen() -> bool:
+    """In place of a look, where one was taken before the decision."""
+    return True
+
+
 _FIXED = {"calls": 1}
 """The size along an axis that no input has: where all calls have the same shapes."""
 
@@ -148,6 +159,7 @@ class CUDAGraphRunner:
     ``dispatcher``, ``axis_sizes``, ``smaller_sizes``: for an engine with keys of its own:
     ``dispatcher(unavailable=)`` makes what ``execute`` is given decisions of, ``axis_sizes(key)``
     says a key's padded sizes, ``smaller_sizes(mode, key)`` real sizes of batches padded to it.
+    ``lockstep``: captures and compares together with other ranks, whose engine decides with them.
 
     Not thread-safe. Errors: ``ConfigError`` for what cannot be honoured.
     """
@@ -184,6 +196,7 @@ class CUDAGraphRunner:
         dispatcher: Callable[..., Dispatcher] | None = None,
         axis_sizes: Callable[[BatchDescriptor], Sizes] | None = None,
         smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]] | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         check_choice("verify", verify, ("first", "off"))
         check_choice("on_miss", on_miss, ("eager", "strict"))
@@ -200,6 +213,7 @@ class CUDAGraphRunner:
         self._compares_padding = False
         self._is_running = False
         self._is_strict = on_miss == "strict"
+        self._lockstep = lockstep
         self._observer = observer
         self._modes = check_modes(modes)
         check_callable("the callable of a runner", fn)
@@ -260,6 +274,7 @@ class CUDAGraphRunner:
                 smaller_sizes=smaller_sizes or partial(smaller_by_axis, sizes, self._axis_sizes),
                 reads_padding=reads_padding,
                 is_strict=self._is_strict,
+                before_compared_run=None if lockstep is None else lockstep.before_run,
             )
             self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
             """The owner of the programs in the library."""
@@ -365,6 +380,7 @@ class CUDAGraphRunner:
         with self._capturing() as capture, shown(progress, self.name) as tell:
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
             self._ask()
+            self._invalidate_with_others()
             generation, chosen = self._choose(wanted)
             self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
             capture(chosen, replace(self._options, generation=generation), tell)
@@ -393,6 +409,8 @@ class CUDAGraphRunner:
         Errors: as ``capture()``; ``ConfigError`` for an ``at_most`` below 1.
         """
         self._require_idle("capture_next")
+        if self._lockstep is not None:
+            raise one_rank_error("capture_next")
         check_count("at_most", at_most)
         wanted = self._keys.select([first]) if first is not None else []
         order = [entry for entry in wanted if entry.reason is Reason.NOT_CAPTURED_YET]
@@ -412,6 +430,16 @@ class CUDAGraphRunner:
                         self.library.catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
                     self._refresh()
         return len(self._keys.pending())
+
+    def _invalidate_with_others(self) -> None:
+        """Invalidate the programs that another rank has none of: all capture the same keys."""
+        if self._lockstep is None:
+            return
+        entries = tuple(self._entries.values())
+        serves = self._lockstep.served_by_all([e.reason is Reason.HIT for e in entries])
+        for entry, is_everywhere in zip(entries, serves, strict=True):
+            if entry.reason is Reason.HIT and not is_everywhere and entry.program is not None:
+                self.library.catalog.invalidate(entry.program, ("something on another rank",))
 
     def _invalidate_unchecked(self, entries: Sequence[Entry]) -> None:
         """Invalidate programs that an interrupt left unchecked, where what they read has moved."""
@@ -467,7 +495,10 @@ class CUDAGraphRunner:
         else:
             self._host.rebase()
         try:
-            with interrupted_between_steps() as check_interrupt, torch.no_grad():
+            together: AbstractContextManager[None] = nullcontext()
+            if self._lockstep is not None:
+                together = self._lockstep.capturing(lambda: missing_text(self.missing()))
+            with interrupted_between_steps() as check_interrupt, torch.no_grad(), together:
                 yield partial(self._capture, self._host, check_interrupt)
             first = self._memory[0] if self._memory else before
             self._memory = first, DeviceMemory.read(self.library)
@@ -499,7 +530,7 @@ class CUDAGraphRunner:
         def gate(job: CaptureJob, phase: str) -> bool:
             if phase == "warmup":
                 check_interrupt()
-            return True
+            return self._lockstep is None or self._lockstep.gate(job, phase)
 
         before_warmup = None if self._verify == "off" else host
         jobs = [
@@ -538,9 +569,13 @@ class CUDAGraphRunner:
         """Check a first replay: a run, so that nothing may call the runner inside it."""
         self._is_running = True
         try:
-            self._executor.check_first_replay(before_warmup, entry)
+            with self._comparing(entry):
+                self._executor.check_first_replay(before_warmup, entry)
         finally:
             self._is_running = False
+
+    def _comparing(self, entry: Entry) -> AbstractContextManager[None]:
+        return nullcontext() if self._lockstep is None else self._lockstep.comparing(entry)
 
     def trace(
         self,
@@ -692,6 +727,32 @@ class CUDAGraphRunner:
             if has_grad:
                 set_grad_enabled(True)
 
+    def look_before_deciding(self) -> Callable[[], None]:
+        """From here on, look at what graphs read when the returned function is called, in place of
+        before each graph run: ranks decide together, so that no rank may change its mind later."""
+        look, self._look = self._look, _seen
+
+        def refresh() -> None:
+            if not look():
+                self._ask()
+                self._refresh()
+
+        return refresh
+
+    def tell_ranks(self, num_tokens_across_ranks: tuple[int, ...] | None) -> None:
+        """What the forward context of the next eager run says of the ranks' sizes."""
+        self._executor.num_tokens_across_ranks = num_tokens_across_ranks
+
+    def execute_padding(self, decision: Decision, step_info: Any = None) -> None:
+        """Run what was decided without a batch, in padding alone: one row of it if eager."""
+        one = dict.fromkeys(self.axes, 1)
+        if decision.mode is _EAGER:
+            values = self._executor.padding_of(decision.descriptor, one)
+            self.execute(decision, one, values, step_info)
+        else:
+            values = self._executor.no_values(decision.descriptor)
+            self.execute(decision, dict.fromkeys(self.axes, 0), values, step_info)
+
     def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
         """Look at everything; ``decision``, or an eager one where its program is invalid now."""
         self._require_open()
@@ -712,17 +773,19 @@ class CUDAGraphRunner:
         staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
         call = call._replace(values=own_copy(dict(call.values)), staged=staged)
         pads = self._compares_padding and call.sizes != ready.bound.sizes
-        self._compares_padding = not self._compares_padding
+        # Unpadded, ranks have sizes of their own, and runs that meet in collectives none in common.
+        self._compares_padding = not self._compares_padding and self._lockstep is None
         try:
-            if not pads:
-                return self._executor.compare(ready, call).outputs
-            try:
-                return self._executor.compare_padding(ready, call)
-            except VerificationError:
-                # Padding is not to blame where the graph itself is wrong, which this raises.
-                self._executor.compare(ready, call)
-                raise
-        except VerificationError as error:
+            with self._comparing(ready.entry):
+                if not pads:
+                    return self._executor.compare(ready, call).outputs
+                try:
+                    return self._executor.compare_padding(ready, call)
+                except VerificationError:
+                    # Padding is not to blame where the graph itself is wrong, which this raises.
+                    self._executor.compare(ready, call)
+                    raise
+        except (VerificationError, PeerFailedError) as error:
             self.library.catalog.mark_wrong(self._entries[ready.mode, ready.key], error)
             self._refresh()
             # The next graph run asks whether anything has moved.

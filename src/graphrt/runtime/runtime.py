@@ -27,7 +27,6 @@ from graphrt.config import (
     CompilationLevel,
     Facts,
     Plan,
-    RankConfig,
     Resolved,
     RuntimeConfig,
     resolve,
@@ -58,9 +57,11 @@ from graphrt.graphs import (
     break_point,
 )
 from graphrt.graphs.breaks import break_points_refused, opaque_call
+from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
+from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
 from graphrt.ubatch import (
     InputAxes,
     SMControl,
@@ -140,6 +141,11 @@ class Runtime:
     ``examples``, in an eager run of the largest key's example.
     ``sm_control``: divides the multiprocessors of steps in micro-batches (``config.ubatch``), for
     which ``BufferSpec.rebase`` has to be said; whose inputs then do not depend on the key.
+    ``ranks``: the exchange with the other ranks of a data-parallel engine, each of which makes such
+    a runtime: they capture together and take one decision for each step, so that collectives inside
+    the model always meet. A rank without work calls ``step_idle``. ``ranks`` is the engine's to
+    close, after the runtime. The examples of all ranks have the same sizes; values that an engine
+    has padded by itself are refused where the ranks pad further.
     ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
     kernels that sum in another order inside a graph.
 
@@ -175,6 +181,7 @@ class Runtime:
         compile_part: torch.nn.Module | None = None,
         op_impls: Mapping[str, Callable[..., Any]] | None = None,
         sm_control: SMControl | None = None,
+        ranks: Exchange | None = None,
     ) -> None:
         flat = {
             "mode": mode,
@@ -183,8 +190,14 @@ class Runtime:
             "max_num_batched_tokens": max_num_batched_tokens,
         }
         self.config, self.resolved = _resolve(config, flat, facts)
-        config, plan = self.config, self.resolved.plan
-        _check_built(config, self.resolved)
+        config = self.config
+        check_rank_config(config.ranks, ranks is not None)
+        if ranks is not None:
+            config, facts = agree_on_facts(ranks, config, facts)
+            self.config, self.resolved = config, resolve(config, facts)
+        lockstep = None if ranks is None else Lockstep(ranks, config.ranks)
+        plan = self.resolved.plan
+        _check_built(self.resolved)
         if self.resolved.compile.custom_ops or "graphrt.compile.custom_ops" in sys.modules:
             from graphrt.compile import check_custom_ops  # Here, because few models have any.
 
@@ -252,7 +265,9 @@ class Runtime:
                 dispatcher=partial(CUDAGraphDispatcher, plan),
                 axis_sizes=partial(_axis_sizes, max_num_seqs=plan.max_num_seqs),
                 smaller_sizes=partial(_smaller_sizes, plan),
+                lockstep=lockstep,
             )
+            self._ranks = None if lockstep is None else RankedSteps(lockstep, self.runner, plan)
             if self._compiled is not None:
                 if compile_part is not None:
                     compile_part.forward = self._compiled
@@ -263,7 +278,10 @@ class Runtime:
             self.library.close()
             self._end_split()
             raise
-        self._execute = self.runner.execute
+        self._execute, self._execute_padding = self.runner.execute, self.runner.execute_padding
+        if self._ranks is not None:
+            self._execute = self._ranks.noting_drops(self._execute)
+            self._execute_padding = self._ranks.noting_drops(self._execute_padding)
 
     @property
     def dispatcher(self) -> CUDAGraphDispatcher:
@@ -302,7 +320,11 @@ class Runtime:
         if self._compiled is not None and self._compiled.report is None and like is not None:
             self._trace(self._compiled, like)
         self._audit()
-        self.runner.capture(keys, like=like, progress=progress)
+        try:
+            self.runner.capture(keys, like=like, progress=progress)
+        finally:
+            if self._ranks is not None:
+                self._ranks.note_captured()
         return self.report()
 
     def capture_next(
@@ -385,7 +407,9 @@ class Runtime:
             )
         runner = self.runner
         slices = why = None
-        if self._split is None:
+        if self._ranks is not None:
+            decision = self._ranks.decide(num_tokens, uniform, num_active_loras, exclude)
+        elif self._split is None:
             decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
         else:
             decision, slices, why = self._decide_split(
@@ -476,6 +500,31 @@ class Runtime:
             if found.reason is _NOT_CAPTURED_YET:
                 self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, found)
         return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why
+    def step_idle(self, step_info: Any = None) -> bool:
+        """Take part in a step of the other ranks without a batch; False if no rank has one.
+
+        A rank of ``ranks`` calls it in place of ``step``. It replays padding alone, or runs one
+        token of padding eagerly, so that it is there in each collective. ``step_info``: what
+        resources are prepared with.
+
+        Errors: ``ConfigError`` without ranks, ``RankError``, those of ``step``.
+        """
+        if self._ranks is None:
+            raise ConfigError(
+                "step_idle",
+                expected="a runtime of several ranks: Runtime(ranks=...)",
+                found="one that decides alone",
+                do="step when there is a batch",
+            )
+        decision = self._ranks.decide_idle()
+        if decision is not None:
+            self._execute_padding(decision, step_info)
+        return decision is not None
+
+    @property
+    def last_settled(self) -> SettledStep | None:
+        """What the ranks' votes of the latest step came to; None without ranks, or if all idled."""
+        return None if self._ranks is None else self._ranks.last
 
     def _read(
         self,
@@ -624,7 +673,7 @@ def _resolve(
         raise config_error("Runtime", problems) from error
 
 
-def _check_built(config: RuntimeConfig, resolved: Resolved) -> None:
+def _check_built(resolved: Resolved) -> None:
     """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
     plan = resolved.plan
     problems = [
@@ -637,13 +686,6 @@ def _check_built(config: RuntimeConfig, resolved: Resolved) -> None:
         problems.append(ConfigProblem("compilation.splitting_ops", "None", accepted))
     if problems:
         raise config_error("Runtime", problems)
-    if config.ranks != RankConfig():
-        raise ConfigError(
-            "ranks",
-            expected="the defaults, because a runtime does not exchange decisions with ranks yet",
-            found=repr(config.ranks),
-            do="leave it out",
-        )
 
 
 def _compiled(

@@ -7,17 +7,27 @@ tokens, or a capture or replay failed; 2 for bad input; 130 for an interrupt.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from graphrt import CUDAGraphMode, GraphrtError, errors
+from graphrt import (
+    CUDAGraphMode,
+    Exchange,
+    GraphrtError,
+    RankVariables,
+    TorchExchange,
+    errors,
+    launch_ranks,
+    rank_variables,
+)
 
 if TYPE_CHECKING:
     from graphrt_llm.demo.compare import Outcome
@@ -92,13 +102,26 @@ def demo(
     report: Annotated[
         Path, typer.Option(help="Where the HTML report goes; none: no report.")
     ] = DEFAULT_REPORT,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes that share the traffic, on this machine.")
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts, generated traffic.")] = 0,
 ) -> None:
-    """Serve one traffic under several graph policies; compare tokens, graphs and times."""
+    """Serve one traffic under several graph policies; compare tokens, graphs and times.
+
+    Also under torchrun, whose processes share the traffic; --ranks starts these by itself.
+    """
     policies = parse_modes(modes)
+    started = rank_variables()
+    if started is None and ranks > 1:
+        raise typer.Exit(launch_ranks(ranks, ["-m", "graphrt", *sys.argv[1:]]))
+    if started is not None and ranks not in (1, started.world):
+        raise typer.BadParameter(
+            f"{ranks}, and torchrun has started {started.world}", param_hint="--ranks"
+        )
     if piecewise is not None and (piecewise is Piecewise.COMPILE) != (level == 3):
         raise typer.BadParameter(
             f"{piecewise} at level {level}: level 3 compiles and is cut at splitting ops, lower "
@@ -122,7 +145,8 @@ def demo(
             seed=seed,
             level=level,
         )
-        agreed = run(options, as_json=as_json)
+        with _exchange(started) as exchange:
+            agreed = run(options, as_json=as_json, ranks=exchange)
     except GraphrtError as error:
         Console(stderr=True).print(Text(f"{type(error).__name__}: {error}"))
         if as_json:
@@ -160,16 +184,37 @@ def parse_modes(text: str) -> tuple[CUDAGraphMode, ...]:
     return policies
 
 
-def run(options: Options, *, as_json: bool) -> bool:
-    """Compare, write the report if asked, print the results; True if the tokens are the same."""
+@contextmanager
+def _exchange(started: RankVariables | None) -> Iterator[Exchange | None]:
+    """The exchange with the other ranks that were started; None if this is the only one."""
+    if started is None or started.world == 1:
+        yield None
+        return
+    exchange = TorchExchange()
+    try:
+        yield exchange
+    except BaseException:
+        exchange.close(together=False)  # The others find out, wherever they are.
+        raise
+    exchange.close()
+
+
+def run(options: Options, *, as_json: bool, ranks: Exchange | None = None) -> bool:
+    """Compare, write the report if asked, print the results; True if the tokens are the same.
+
+    Of several ranks the first one writes and prints, and has what the others found.
+    """
     from graphrt import write_report
     from graphrt_llm.demo.compare import compare_policies
     from graphrt_llm.demo.progress import Bars
-    from graphrt_llm.demo.report import are_identical, as_json as as_object, as_page
+    from graphrt_llm.demo.ranks import all_identical, are_identical, gather, of_rank
+    from graphrt_llm.demo.report import as_json as as_object, as_page
     from graphrt_llm.demo.setup import prepare
 
-    prepared = prepare(options)
-    with Bars(Console(stderr=True)) as bars, _threads(1 if options.model is None else None):
+    prepared = prepare(options, ranks)
+    is_first = ranks is None or ranks.rank == 0
+    num_threads = 1 if options.model is None else None
+    with Bars(Console(stderr=True, quiet=not is_first)) as bars, _threads(num_threads):
         outcomes = compare_policies(
             options.modes,
             prepared.make_engine,
@@ -178,14 +223,19 @@ def run(options: Options, *, as_json: bool) -> bool:
             phases=bars,
             make_uncompiled=prepared.make_uncompiled,
         )
+    parts = None if ranks is None else gather(ranks, of_rank(ranks.rank, outcomes))
+    agreed = are_identical(outcomes) if parts is None else all_identical(parts)
+    if not is_first:
+        return agreed
     report = prepared.report
     if report is not None:
         report = write_report(report, as_page(prepared.setting, outcomes))
     if as_json:
-        typer.echo(json.dumps(as_object(prepared.setting, outcomes, report), allow_nan=False))
+        found = as_object(prepared.setting, outcomes, report, parts)
+        typer.echo(json.dumps(found, allow_nan=False))
     else:
-        _print(prepared, outcomes, report)
-    return are_identical(outcomes)
+        _print(prepared, outcomes, report, parts)
+    return agreed
 
 
 @contextmanager
@@ -204,14 +254,22 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path | None) -> None:
+def _print(
+    prepared: Prepared,
+    outcomes: Sequence[Outcome],
+    report: Path | None,
+    parts: Sequence[Mapping[str, Any]] | None,
+) -> None:
     from graphrt import capture_table, comparison_table, miss_table
+    from graphrt_llm.demo.ranks import in_words
     from graphrt_llm.demo.report import findings, lead
 
     console = Console()
     runs = [outcome.run for outcome in outcomes]
     console.print(Text(lead(prepared.setting, outcomes)))
     for sentence in findings(outcomes):
+        console.print(Text(sentence))
+    for sentence in () if parts is None else in_words(parts):
         console.print(Text(sentence))
     console.print()
     for table in (comparison_table(runs), miss_table(runs), capture_table(runs)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +127,8 @@ def _serve_policy(
     expected = result.tokens if reference is None else reference
 
     def margin(request: int, position: int) -> float:
+        if engine.world > 1:
+            return math.inf  # Nobody computes it: ranks run together only.
         length = fit.lengths[request][0]
         prompt = prompt_tokens(load.seed, request, length, engine.vocab_size)
         return engine.top2_margin([*prompt, *expected[request][:position]])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphrt import ReportPage, RuntimeMode, TextRow, TextTable, summarize_runs
 from graphrt_llm.demo.compare import Outcome
+from graphrt_llm.demo.ranks import all_identical, are_identical, of_rank, tokens_digest
 
 DEVICES = {"simulated": "the simulated device (CPU replay)", "cuda": "a CUDA device"}
 
@@ -24,19 +25,25 @@ class Setting(NamedTuple):
     step_seconds: float
 
 
-def are_identical(outcomes: Sequence[Outcome]) -> bool:
-    """True if every policy produced the tokens of the first, except for ties."""
-    return all(outcome.comparison.identical for outcome in outcomes)
+def as_json(
+    setting: Setting,
+    outcomes: Sequence[Outcome],
+    report: Path | None,
+    ranks: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The object that ``--json`` prints: a public contract, to which fields may be added.
 
-
-def as_json(setting: Setting, outcomes: Sequence[Outcome], report: Path | None) -> dict[str, Any]:
-    """The object that ``--json`` prints: a public contract, to which fields may be added."""
+    ``ranks``: what each rank found, where several share the traffic; all else is of the first.
+    """
     summaries = summarize_runs([outcome.run for outcome in outcomes])
+    parts = [of_rank(0, outcomes)] if ranks is None else ranks
     return {
         "device": outcomes[0].runtime.device,
         "trace": setting.trace,
         "num_requests": setting.num_requests,
-        "tokens_identical": are_identical(outcomes),
+        "tokens_identical": all_identical(parts),
+        "tokens_digest": tokens_digest(parts),
+        "ranks": [{k: v for k, v in part.items() if k != "tokens"} for part in ranks or ()],
         "ties": _ties(outcomes),
         "report": None if report is None else str(report),
         "modes": {name: summary.as_dict() for name, summary in summaries.items()},

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from graphrt import (
     CompilationConfig,
     CUDAGraphMode,
+    Exchange,
     Observer,
     RuntimeConfig,
     check_report_path,
@@ -66,8 +67,10 @@ class Prepared(NamedTuple):
     report: Path | None
 
 
-def prepare(options: Options) -> Prepared:
+def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
     """Read the trace and the model's description, and check where a report goes.
+
+    ``ranks``: for engines that share the traffic.
 
     Errors: ``TraceError``, ``ModelConfigError``, ``ReportError``, ``MissingExtraError``.
     """
@@ -114,8 +117,8 @@ def prepare(options: Options) -> Prepared:
         )
         asked = replace(config, runtime=replace(config.runtime, compilation=compilation))
         if options.model is None:
-            return LLMEngine.tiny(asked, observer=observer)
-        return LLMEngine.from_model_dir(options.model, asked, observer=observer)
+            return LLMEngine.tiny(asked, observer=observer, ranks=ranks)
+        return LLMEngine.from_model_dir(options.model, asked, observer=observer, ranks=ranks)
 
     return Prepared(
         setting=Setting(trace, len(requests), model, dtype, options.seed, STEP_SECONDS),

@@ -145,6 +145,13 @@ class CUDADevice:
         self._captures = CaptureState(index, debug, self.pools)
         self._is_closed = False
 
+    @classmethod
+    def select(cls, index: int) -> CUDADevice:
+        """The device of one GPU, which becomes torch's current one."""
+        device = cls(index)
+        torch.cuda.set_device(index)
+        return device
+
     @staticmethod
     def is_available() -> bool:
         """Whether torch sees a GPU."""

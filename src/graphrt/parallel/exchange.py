@@ -1,0 +1,523 @@
+"""Carries the messages of ranks: over torch.distributed, or between ranks of one process.
+
+A message is a few integers; what comes back is the largest of each over all ranks. One message is
+under way at a time. An exchange that failed is dead: it repeats its error, and nothing is retried,
+because nobody knows what the other ranks have seen.
+
+Healthy rounds are one collective and nothing else. Who is missing is asked only after a failure, by
+a roll-call through the store that also brought the group up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, cast
+
+from graphrt.errors import (
+    AgreementInFlightError,
+    ConfigError,
+    RankError,
+    RankLostError,
+    RankTimeoutError,
+)
+from graphrt.parallel.agreement import (
+    NUM_WORDS,
+    Round,
+    check_round,
+    make_tag,
+    merge,
+    tokens_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Wire = Literal["auto", "reduce", "gather"]
+MOST_GATHERED = 16
+"""Up to so many ranks ``auto`` gathers: one hop, where a reduction takes several."""
+ROLL_CALL_S = 2.0
+"""How long ranks that give up wait for the others to answer."""
+LOOK_S = 1.0
+"""How often a waiting rank looks whether another one has given up."""
+TIMEOUT_S = 30.0
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def result(self) -> Sequence[int]:
+        """Wait for all ranks; the largest of each word. Errors: ``RankError``."""
+        ...
+
+    @property
+    def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
+        """Of a step's message, once there is a result: the unpadded tokens of each rank, 0 for an
+        idle one. None where only the largest of each word is known."""
+        ...
+
+
+class Exchange(Protocol):
+    """What brings the messages of ``world`` ranks together; this is rank ``rank``.
+
+    ``num_rounds``: messages started so far, which is the same on every rank.
+    """
+
+    rank: int
+    world: int
+    num_rounds: int
+
+    def start(
+        self, words: Sequence[int], *, timeout_s: float = TIMEOUT_S, about: str = ""
+    ) -> Pending:
+        """Send this rank's words, as many as every rank sends, each of 64 bits.
+
+        ``about``: what the round is about, for messages of errors.
+        Errors: ``AgreementInFlightError`` before the result of the last message was taken; the
+                error that ended the exchange, again.
+        """
+        ...
+
+    def post(self, name: str, text: str) -> None:
+        """Leave a text for the other ranks, which read it in any later round."""
+        ...
+
+    def read(self, name: str) -> str | None:
+        """A text that a rank left; None: nobody did yet."""
+        ...
+
+    def close(self) -> None:
+        """Leave together with all ranks, and drop what was made for the exchange. Idempotent."""
+        ...
+
+
+class _Known(NamedTuple):
+    """A message whose result is there already."""
+
+    words: Sequence[int]
+    num_tokens_across_ranks: tuple[int, ...] | None = None
+
+    def result(self) -> Sequence[int]:
+        return self.words
+
+
+def _in_flight(rank: int) -> AgreementInFlightError:
+    return AgreementInFlightError(
+        f"rank {rank}",
+        expected="one message under way",
+        found="another one, whose result was not taken",
+        do="take the result of each message before the next one starts",
+    )
+
+
+def _missing_text(missing: Sequence[int]) -> str:
+    if not missing:
+        return "all ranks, but too late"
+    return f"nothing from rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+
+
+def _timeout(missing: tuple[int, ...], rank: int, about: str, timeout_s: float) -> RankTimeoutError:
+    return RankTimeoutError(
+        f"rank {rank}, {about or 'a round'}",
+        missing=missing,
+        expected=f"every rank within {timeout_s:g} s",
+        found=_missing_text(missing),
+        do="see what those ranks did last; a rank without work has to take part too. Start all "
+        "ranks again: this exchange has ended",
+    )
+
+
+def _lost(missing: tuple[int, ...], rank: int, about: str, found: str) -> RankLostError:
+    return RankLostError(
+        f"rank {rank}, {about or 'a round'}",
+        missing=missing,
+        expected="a connection to every rank",
+        found=f"{_missing_text(missing)} ({found})" if missing else found,
+        do="look for the error that ended that rank, and start all ranks again",
+    )
+
+
+# -- ranks of one process
+
+
+class InProcessExchange:
+    """``world`` ranks in one process and one thread, without torch: all start, then all take.
+
+    ``ranks`` has the ``Exchange`` of each. A rank that takes a result before all have started is
+    told at once who is missing: time is virtual.
+    """
+
+    def __init__(self, world: int) -> None:
+        if world < 1:
+            raise ConfigError(
+                "InProcessExchange", expected="at least 1 rank", found=str(world), do="pass a world"
+            )
+        self.texts: dict[str, str] = {}
+        self.rounds: dict[int, list[Sequence[int] | None]] = {}
+        """By number: the message of each rank that has started it."""
+        self.merged: dict[int, Sequence[int]] = {}
+        self.ranks = tuple(_InProcessRank(self, rank, world) for rank in range(world))
+
+
+class _InProcessRank:
+    def __init__(self, shared: InProcessExchange, rank: int, world: int) -> None:
+        self.rank, self.world, self.num_rounds = rank, world, 0
+        self._shared = shared
+        self._is_waiting = False
+        self._error: RankError | None = None
+
+    def start(
+        self, words: Sequence[int], *, timeout_s: float = TIMEOUT_S, about: str = ""
+    ) -> Pending:
+        if self._error is not None:
+            raise self._error
+        if self._is_waiting:
+            raise _in_flight(self.rank)
+        number, rounds = self.num_rounds, self._shared.rounds
+        self.num_rounds += 1
+        self._is_waiting = True
+        messages = rounds.setdefault(number, [None] * self.world)
+        messages[self.rank] = tuple(words)
+        if self.world == 1:
+            rounds.pop(number)
+        return _InProcessPending(self, number, messages, timeout_s, about)
+
+    def post(self, name: str, text: str) -> None:
+        self._shared.texts[name] = text
+
+    def read(self, name: str) -> str | None:
+        return self._shared.texts.get(name)
+
+    def close(self) -> None:
+        self._error = self._error or _lost((), self.rank, "a round", "a closed exchange")
+
+
+class _InProcessPending:
+    def __init__(
+        self,
+        of: _InProcessRank,
+        number: int,
+        messages: list[Sequence[int] | None],
+        timeout_s: float,
+        about: str,
+    ) -> None:
+        self._of, self._number, self._messages = of, number, messages
+        self._told = timeout_s, about
+
+    def result(self) -> Sequence[int]:
+        of, number = self._of, self._number
+        if of._error is not None:
+            raise of._error
+        missing = tuple(rank for rank, words in enumerate(self._messages) if words is None)
+        if missing:
+            timeout_s, about = self._told
+            of._error = _timeout(missing, of.rank, about, timeout_s)
+            raise of._error
+        of._is_waiting = False
+        shared = of._shared
+        merged = shared.merged.get(number)
+        if merged is None:
+            merged = shared.merged[number] = merge([m for m in self._messages if m is not None])
+            shared.rounds.pop(number, None)
+            shared.merged.pop(number - 2, None)  # Every rank has taken it, or is dead.
+        return merged
+
+    @property
+    def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
+        return tuple(tokens_of(words) for words in self._messages if words is not None)
+
+
+# -- over torch.distributed
+
+
+class TorchExchange:
+    """The ranks of a process group of torch.distributed.
+
+    ``group`` None: a gloo group of its own, on GPU machines too, because the host would wait for a
+    message on the device. It is made of the default group; without one, of the variables that
+    torchrun sets. A group that is given is not destroyed.
+    ``wire``: how the largest words are found: ``reduce`` on the way, ``gather`` here, which also
+    tells every rank's token count; ``auto`` gathers up to 16 ranks.
+    ``most_s``: most seconds that any round of a group of its own may take.
+
+    Errors: ``RankLostError`` where no group can be made, ``ConfigError``.
+    """
+
+    def __init__(self, group: Any = None, wire: Wire = "auto", *, most_s: float = 600.0) -> None:
+        if wire not in ("auto", "reduce", "gather"):
+            raise ConfigError(
+                "wire", expected="auto, reduce or gather", found=repr(wire), do="pass one of them"
+            )
+        # Here, because deciding alone needs no torch.
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        self._made: Any = None
+        if group is None:
+            limit = timedelta(seconds=most_s)
+            try:
+                if dist.is_initialized():
+                    group = dist.new_group(backend="gloo", timeout=limit)
+                else:
+                    dist.init_process_group("gloo", timeout=limit)
+                    group = dist.group.WORLD
+            except (RuntimeError, ValueError) as error:
+                raise RankLostError(
+                    "a group of all ranks",
+                    expected="every rank, found by the variables that torchrun sets",
+                    found=str(error),
+                    do="start with torchrun, or call torch.distributed.init_process_group first",
+                ) from error
+            self._made = group
+        self._group = group
+        self.rank: int = group.rank()
+        self.world: int = group.size()
+        self.num_rounds = 0
+        names = c10d.PrefixStore(f"graphrt/{group.group_name}", c10d._get_default_store())
+        # Each rank opens its exchanges over a group in the same order.
+        number = names.add(f"opened by {self.rank}", 1)
+        self._store: Any = c10d.PrefixStore(f"{number}", names)
+        self._gathers = wire == "gather" or (wire == "auto" and self.world <= MOST_GATHERED)
+        self._max = cast("Any", dist.AllreduceOptions())
+        self._max.reduceOp = dist.ReduceOp.MAX
+        self._is_on_device = dist.get_backend(group) != "gloo"
+        self._host_device = torch.device("cpu")
+        self._timeout_s = 0.0
+        self._storages: dict[int, _Storage] = {}
+        self._is_waiting = False
+        self._error: RankError | None = None
+        self._assumes_equal = False
+
+    def start(
+        self, words: Sequence[int], *, timeout_s: float = TIMEOUT_S, about: str = ""
+    ) -> Pending:
+        if self._error is not None:
+            raise self._error
+        if self._is_waiting:
+            raise _in_flight(self.rank)
+        if self._assumes_equal:
+            return _Known(words, (tokens_of(words),) * self.world)
+        storage = self._storages.get(len(words))
+        if storage is None:
+            storage = _Storage(len(words), self.world if self._gathers else 1, self._is_on_device)
+            self._storages[len(words)] = storage
+        if timeout_s != self._timeout_s:
+            self._limit(timeout_s)
+        self.num_rounds += 1
+        self._is_waiting = True
+        storage.fill(words)
+        try:
+            if self._gathers:
+                work = self._group._allgather_base(storage.received, storage.sent)
+            else:
+                work = self._group.allreduce([storage.sent], self._max)
+        except RuntimeError as error:
+            self._fail(about, timeout_s, error)
+        return _TorchPending(self, storage, work, timeout_s, about)
+
+    def _limit(self, timeout_s: float) -> None:
+        """Let operations of gloo end by themselves, if later than this side gives up: a group
+        cannot be destroyed before they do."""
+        self._timeout_s = timeout_s
+        if self._made is not None:
+            backend = self._made._get_backend(self._host_device)
+            backend._set_default_timeout(timedelta(seconds=timeout_s + ROLL_CALL_S + 1))
+
+    @contextmanager
+    def assume_equal(self) -> Iterator[None]:
+        """Inside, the words of this rank stand for those of all, and nothing is sent: for profiling
+        one rank alone."""
+        before, self._assumes_equal = self._assumes_equal, True
+        try:
+            yield
+        finally:
+            self._assumes_equal = before
+
+    def post(self, name: str, text: str) -> None:
+        try:
+            self._store.set(f"text {name}", text)
+            # A store answers no set: only after this is it there for a rank that hears of it.
+            self._store.check([f"text {name}"])
+        except RuntimeError as error:
+            raise self._store_lost(f"posting {name}", error) from error
+
+    def read(self, name: str) -> str | None:
+        try:
+            if not self._store.check([f"text {name}"]):
+                return None
+            text: str = self._store.get(f"text {name}").decode()
+        except RuntimeError as error:
+            raise self._store_lost(f"reading {name}", error) from error
+        return text
+
+    def close(self, *, together: bool = True) -> None:
+        """Leave together with all ranks, and drop the group that was made here. Idempotent.
+
+        ``together`` False: leave at once, because of an error here. The others then find the
+        connection broken.
+        Errors: ``RankError`` where the others do not leave; the group is dropped all the same.
+        """
+        try:
+            if together and self._error is None and not self._is_waiting:
+                tag = make_tag(Round.CLOSE, 0, self.num_rounds)
+                rest = [0] * (NUM_WORDS - 2)
+                check_round(self.start([tag, -tag, *rest], about="closing").result())
+        finally:
+            self._error = self._error or _lost((), self.rank, "a round", "a closed exchange")
+            made, self._made, self._group, self._store = self._made, None, None, None
+            self._storages.clear()
+            if made is not None:
+                import torch.distributed as dist
+
+                # A process that exits while its gloo threads live, or anything refers to the
+                # group, may abort.
+                dist.destroy_process_group(None if made is dist.group.WORLD else made)
+
+    # -- when a rank is missing
+
+    def _take(self, work: Any, storage: _Storage, timeout_s: float, about: str) -> None:
+        """Wait until the words are here, looking now and then whether somebody has given up."""
+        deadline = monotonic() + timeout_s
+        while True:
+            left = deadline - monotonic()
+            try:
+                if storage.wait(work, max(0.0, min(left, LOOK_S))):
+                    self._is_waiting = False
+                    return
+            except RuntimeError as error:
+                self._fail(about, timeout_s, error)
+            if left <= LOOK_S or self._has_given_up():
+                self._fail(about, timeout_s, None)
+
+    def _has_given_up(self) -> bool:
+        try:
+            return bool(self._store.check(["roll-call"]))
+        except RuntimeError:
+            return True  # The roll-call says it.
+
+    def _fail(self, about: str, timeout_s: float, broken: RuntimeError | None) -> NoReturn:
+        """Ask who is still there; end the exchange. ``broken``: the connection that failed."""
+        about = about or f"round {self.num_rounds}"
+        try:
+            if broken is not None:
+                self._store.set("a connection broke", "1")
+            self._store.set(f"rank {self.rank} waits", about)
+            self._store.set("roll-call", "1")
+            until = monotonic() + ROLL_CALL_S
+            missing = self._not_waiting()
+            while missing and monotonic() < until:
+                sleep(0.05)
+                missing = self._not_waiting()
+            is_broken = broken is not None or self._store.check(["a connection broke"])
+        except RuntimeError as error:
+            self._error = self._store_lost(about, error)
+        else:
+            if is_broken:
+                found = str(broken) if broken is not None else "another rank lost its connection"
+                self._error = _lost(missing, self.rank, about, found)
+            else:
+                self._error = _timeout(missing, self.rank, about, timeout_s)
+        raise self._error from broken
+
+    def _not_waiting(self) -> tuple[int, ...]:
+        there = self._store.check
+        return tuple(rank for rank in range(self.world) if not there([f"rank {rank} waits"]))
+
+    def _store_lost(self, about: str, error: RuntimeError) -> RankLostError:
+        # torchrun's own process has the store, or else rank 0.
+        return _lost((0,), self.rank, about, f"the store that brought the ranks together: {error}")
+
+
+class _Storage:
+    """Where messages of one length lie: nothing is allocated in a round.
+
+    On a GPU the words go through pinned memory, and one event says that they are back.
+    """
+
+    def __init__(self, num_words: int, num_messages: int, is_on_device: bool) -> None:
+        import torch
+
+        def zeros(count: int) -> Any:
+            return torch.zeros(count, dtype=torch.int64, pin_memory=is_on_device)
+
+        self._host, self._back = zeros(num_words), zeros(num_messages * num_words)
+        device = torch.device("cuda" if is_on_device else "cpu")
+        self.sent = self._host.to(device)
+        self.received = self._back.to(device) if num_messages > 1 else self.sent
+        """What comes back, flat: the gathered messages, or the reduced one in place."""
+        self._messages = (self._back if is_on_device else self.received).view(-1, num_words)
+        self._event = torch.Event(device) if is_on_device else None
+        self._of: Any = None
+        """The work whose copy back is under way."""
+        self._tensor = torch.tensor
+
+    def fill(self, words: Sequence[int]) -> None:
+        self._host.copy_(self._tensor(words))
+        if self._event is not None:
+            self.sent.copy_(self._host, non_blocking=True)
+
+    def wait(self, work: Any, seconds: float) -> bool:
+        """True once the messages are on the host. Errors: ``RuntimeError`` of a lost connection."""
+        if self._event is None:
+            try:
+                work.wait(_duration(seconds))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                return False
+            return True
+        return self._wait_for_device(work, seconds)
+
+    def _wait_for_device(self, work: Any, seconds: float) -> bool:
+        event = self._event
+        assert event is not None
+        if self._of is not work:
+            self._of = work
+            work.wait()  # The stream waits for it, the host does not.
+            self._back.copy_(self.received, non_blocking=True)
+            event.record()
+        until = monotonic() + seconds
+        while not event.query():
+            if monotonic() > until:
+                return False
+        self._of = None
+        return True
+
+    def read(self) -> list[list[int]]:
+        messages: list[list[int]] = self._messages.tolist()
+        return messages
+
+
+class _TorchPending:
+    def __init__(
+        self, of: TorchExchange, storage: _Storage, work: Any, timeout_s: float, about: str
+    ) -> None:
+        self._of, self._storage, self._work = of, storage, work
+        self._told = timeout_s, about
+        self._messages: list[list[int]] | None = None
+
+    def result(self) -> Sequence[int]:
+        if self._messages is None:
+            of = self._of
+            if of._error is not None:
+                raise of._error
+            of._take(self._work, self._storage, *self._told)
+            self._messages = self._storage.read()
+            self._work = None  # It holds the group.
+        return merge(self._messages)
+
+    @property
+    def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
+        if self._messages is None or len(self._messages) < self._of.world:
+            return None
+        return tuple(map(tokens_of, self._messages))
+
+
+_LOOK = timedelta(seconds=LOOK_S)
+
+
+def _duration(seconds: float) -> timedelta:
+    return _LOOK if seconds == LOOK_S else timedelta(seconds=seconds)

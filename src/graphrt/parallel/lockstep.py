@@ -1,0 +1,281 @@
+"""Keeps the ranks of one runtime in step: facts and plan at its start, captures, steps.
+
+Every round is one message of ``NUM_WORDS`` words, so that a rank that serves beside one that
+captures is told apart by its tag, whatever the wire.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
+
+from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.config import RankConfig
+from graphrt.errors import PeerFailedError, RankDesyncError, RankError, RankLostError
+from graphrt.parallel.agreement import (
+    NUM_WORDS,
+    Agreement,
+    Phase,
+    RankVote,
+    Round,
+    SplitRules,
+    check_plans,
+    check_round,
+    decide,
+    make_tag,
+    pack,
+    pack_capture,
+    plan_hash,
+    read_capture,
+)
+from graphrt.parallel.exchange import TIMEOUT_S, Exchange
+
+_ROOM = NUM_WORDS - 2
+"""Words of a message beside its tag."""
+_LEFT_BY_ERROR, _LEFT_BY_INTERRUPT = 1, 2
+
+
+class Captured(Protocol):
+    """What is captured: a ``CaptureJob``, or the entry of its program."""
+
+    @property
+    def mode(self) -> RuntimeMode: ...
+    @property
+    def key(self) -> BatchDescriptor: ...
+
+
+def _send(
+    exchange: Exchange, kind: Round, numbers: Sequence[int], timeout_s: float, about: str
+) -> Sequence[int]:
+    """One message of up to ``_ROOM`` numbers beside a tag; the largest of each."""
+    tag = make_tag(kind, 0, exchange.num_rounds)
+    rest = [0] * (_ROOM - len(numbers))
+    words = exchange.start([tag, -tag, *numbers, *rest], timeout_s=timeout_s, about=about).result()
+    check_round(words)
+    return words[2 : 2 + len(numbers)]
+
+
+def agree_least(
+    exchange: Exchange, numbers: Sequence[int], timeout_s: float = TIMEOUT_S
+) -> list[int]:
+    """The least of each number over all ranks, for what follows from each rank's own device.
+
+    ``numbers``: at most 8 between -2**62 and 2**62, equally many on every rank. Errors:
+    ``RankError``.
+    """
+    negated = [-number for number in numbers]
+    return [-word for word in _send(exchange, Round.FACTS, negated, timeout_s, "the facts round")]
+
+
+class Lockstep:
+    """The rounds of one runtime over one exchange, with the time-outs of ``config``.
+
+    A round that fails raises ``RankError`` on every rank that waits in it.
+    """
+
+    def __init__(self, exchange: Exchange, config: RankConfig) -> None:
+        self.exchange = exchange
+        self.rank, self.world = exchange.rank, exchange.world
+        self.num_tokens_across_ranks: tuple[int, ...] | None = None
+        """In the last step, 0 for an idle rank; None where the wire does not tell."""
+        self._config = config
+        self._generation = 0
+        """Of captures: ranks that have captured unequally often are told apart."""
+        self._failed: set[str] = set()
+        """What failed on this rank in a warm-up: told at its capture."""
+        self._recording = ""
+        """What was let pass to its capture, whose outcome all ranks wait for."""
+        self._compared = ""
+        """What is compared now."""
+        self._is_told = False
+        """The error that is being raised came from a round: the others know it."""
+
+    # -- start
+
+    def require_same_plan(self, text: str) -> None:
+        """Errors: ``PlanMismatchError`` with the first line of ``plan_text`` that differs."""
+        exchange, about = self.exchange, "the plan round"
+        found = plan_hash(text)
+        timeout_s = self._config.capture_timeout_s
+        largest, minus_least = _send(exchange, Round.PLAN, [found, -found], timeout_s, about)
+        if largest == -minus_least:
+            return
+        name = f"plan {exchange.num_rounds}"
+        exchange.post(f"{name} of {self.rank}", text)
+        _send(exchange, Round.PLAN, [], timeout_s, about)  # All have posted theirs.
+        check_plans([exchange.read(f"{name} of {rank}") or "" for rank in range(self.world)])
+
+    # -- a step
+
+    def agree(self, vote: RankVote, rules: SplitRules) -> Agreement:
+        """What all ranks' votes for this step come to."""
+        exchange = self.exchange
+        tag = make_tag(Round.STEP, self._generation, exchange.num_rounds)
+        pending = exchange.start(
+            pack(vote, tag), timeout_s=self._config.step_timeout_s, about="a step"
+        )
+        agreement = decide(pending.result(), rules)
+        self.num_tokens_across_ranks = pending.num_tokens_across_ranks
+        return agreement
+
+    # -- a capture
+
+    @contextmanager
+    def capturing(self, outcome: Callable[[], str]) -> Iterator[None]:
+        """Around a capture, which all ranks begin and end together.
+
+        ``outcome()``: what is captured then, in words, alike on every rank. A rank that leaves with
+        an error ends the capture of the others with ``RankLostError``; one that is interrupted
+        interrupts them too.
+        """
+        self._generation = (self._generation + 1) & 0xFFFF
+        self._failed.clear()
+        self._recording, self._is_told = "", False
+        self._capture_round(Phase.BEGIN, "begin")
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_told:
+                self._leave(error)
+            raise
+        self._capture_round(Phase.END, outcome())
+
+    def gate(self, job: Captured, phase: str) -> bool:
+        """Asked before each warm-up and capture and after each capture, and told of each failure:
+        the gate of ``capture_all``.
+
+        Errors: ``PeerFailedError`` for what another rank could not capture; then no rank has it.
+        """
+        about = f"{job.mode.name}, {job.key}"
+        if phase == "failed":
+            self._tell_failure(about)
+        elif phase == "warmup":
+            self._capture_round(Phase.WARMUP, about)
+        elif phase == "capture":
+            is_mine = about in self._failed
+            self._capture_round(Phase.CAPTURE, about, failed=is_mine)
+            self._recording = "" if is_mine else about
+        else:
+            self._recording = ""
+            self._capture_round(Phase.CAPTURED, about)
+        return True
+
+    def _tell_failure(self, about: str) -> None:
+        if self._is_told:
+            self._is_told = False
+        elif self._recording == about:
+            self._recording = ""
+            self._post_error(about)
+            self._capture_round(Phase.CAPTURED, about, failed=True)
+        else:
+            self._post_error(about)
+            self._failed.add(about)
+
+    @contextmanager
+    def comparing(self, captured: Captured) -> Iterator[None]:
+        """Around the comparison of a replay with eager: it fails on all ranks or on none.
+
+        Errors: ``PeerFailedError`` if another rank's comparison failed.
+        """
+        about = self._compared = f"{captured.mode.name}, {captured.key}"
+        self._is_told = False
+        try:
+            yield
+        except Exception:
+            if not self._is_told:
+                self._post_error(about)
+                self._capture_round(Phase.COMPARED, about, failed=True)
+            self._is_told = False
+            raise
+        finally:
+            self._compared = ""
+        self._capture_round(Phase.COMPARED, about)
+
+    def before_run(self) -> None:
+        """Wait for all ranks before each run of a comparison, because runs meet in collectives.
+
+        Errors: ``PeerFailedError`` if another rank does not run it, because its comparison failed.
+        """
+        if self._compared:
+            self._capture_round(Phase.COMPARE, self._compared)
+
+    def served_by_all(self, serves: Sequence[bool]) -> list[bool]:
+        """Which of the plan's keys have a graph on every rank."""
+        missing: list[int] = []
+        for start in range(0, len(serves), _ROOM):
+            own = [not each for each in serves[start : start + _ROOM]]
+            timeout_s, about = self._config.capture_timeout_s, "what is captured"
+            missing += _send(self.exchange, Round.CAPTURE, own, timeout_s, about)
+        return [not each for each in missing]
+
+    def _capture_round(self, phase: Phase, about: str, *, failed: bool = False) -> None:
+        exchange = self.exchange
+        tag = make_tag(Round.CAPTURE, self._generation, exchange.num_rounds)
+        words = pack_capture(self.rank, phase, plan_hash(about), tag, failed=failed)
+        where = f"{phase.name} of {about}"
+        try:
+            pending = exchange.start(words, timeout_s=self._config.capture_timeout_s, about=where)
+            is_same, failed_rank, left = read_capture(pending.result())
+        except RankError:
+            self._is_told = True
+            raise
+        if left is not None:
+            self._end_with(*left)
+        if failed:
+            return  # The others know, and this rank raises its own error.
+        if failed_rank is not None:
+            self._is_told = True
+            raise PeerFailedError(
+                about,
+                expected="a capture, and replays equal to eager, on every rank",
+                found=f"a failure on rank {failed_rank}: {self._error_of(failed_rank, about)}",
+                do="see that rank's error; no rank serves this key, because a graph on some ranks "
+                "only would leave the others waiting in its collectives",
+            )
+        if not is_same:
+            self._is_told = True
+            raise RankDesyncError(
+                f"rank {self.rank}, {where}",
+                expected="every rank at the same key of its capture",
+                found="another rank at another one, or in another phase of it",
+                do="capture the same keys in the same order on every rank",
+            )
+
+    def _leave(self, error: BaseException) -> None:
+        left = _LEFT_BY_ERROR if isinstance(error, Exception) else _LEFT_BY_INTERRUPT
+        exchange = self.exchange
+        tag = make_tag(Round.CAPTURE, self._generation, exchange.num_rounds)
+        words = pack_capture(self.rank, None, 0, tag, left=left)
+        try:
+            exchange.post(f"left {self._generation} by {self.rank}", _told(error))
+            timeout_s = self._config.capture_timeout_s
+            exchange.start(words, timeout_s=timeout_s, about="leaving a capture").result()
+        except RankError as later:
+            error.add_note(f"and the other ranks could not be told: {later}")
+
+    def _end_with(self, left: int, rank: int) -> NoReturn:
+        self._is_told = True
+        if left == _LEFT_BY_INTERRUPT:
+            raise KeyboardInterrupt(f"rank {rank} was interrupted")
+        text = self.exchange.read(f"left {self._generation} by {rank}")
+        raise RankLostError(
+            f"rank {self.rank}, a capture",
+            missing=(rank,),
+            expected="every rank until the end of the capture",
+            found=f"that rank {rank} left it: {text}",
+            do="see that rank's error",
+        )
+
+    def _post_error(self, about: str) -> None:
+        error = sys.exception()  # Gates are told of a failure while it is handled.
+        text = "" if error is None else _told(error)
+        self.exchange.post(f"error {self._generation} of {self.rank}: {about}", text)
+
+    def _error_of(self, rank: int, about: str) -> str:
+        return self.exchange.read(f"error {self._generation} of {rank}: {about}") or "no text"
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:4000]

@@ -1,0 +1,175 @@
+"""Steps of a runtime that decides together with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from graphrt.batch import Decision, Reason, RuntimeMode, UBatchReason
+from graphrt.config import AttentionSupport, Facts, Plan, RankConfig, RuntimeConfig
+from graphrt.errors import ConfigError, PeerFailedError, VerificationError
+from graphrt.graphs import Key
+from graphrt.parallel import (
+    Exchange,
+    Lockstep,
+    RankVote,
+    SettledStep,
+    SplitRules,
+    agree_least,
+    plan_text,
+    settle,
+)
+from graphrt.runner import CUDAGraphRunner
+
+_NO_LIMIT = 2**61
+_NO_MODES: frozenset[RuntimeMode] = frozenset()
+
+
+def agree_on_facts(
+    exchange: Exchange, config: RuntimeConfig, facts: Facts | None
+) -> tuple[RuntimeConfig, Facts]:
+    """Config and facts with what may differ between ranks reduced to the least of all: the
+    support of attention inside a graph, and the room for graphs."""
+    facts = facts or Facts()
+    own = [
+        facts.least_support()[0],
+        config.max_graph_bytes or _NO_LIMIT,
+        config.max_graphs or _NO_LIMIT,
+    ]
+    timeout_s = config.ranks.capture_timeout_s
+    support, num_bytes, num_graphs = agree_least(exchange, own, timeout_s)
+    if support < own[0]:
+        groups = {**facts.attention_groups, "of another rank": AttentionSupport(support)}
+        facts = replace(facts, attention_groups=groups)
+    return (
+        replace(
+            config,
+            max_graph_bytes=num_bytes if num_bytes < _NO_LIMIT else None,
+            max_graphs=num_graphs if num_graphs < _NO_LIMIT else None,
+        ),
+        facts,
+    )
+
+
+def check_rank_config(config: RankConfig, has_ranks: bool) -> None:
+    """Errors: ``ConfigError`` for what would have no effect."""
+    checked = config.check_every != RankConfig().check_every
+    if checked or (not has_ranks and config != RankConfig()):
+        raise ConfigError(
+            "ranks.check_every" if checked else "config.ranks",
+            expected="its default, because every rank takes part in every decision"
+            if checked
+            else "an exchange as well: Runtime(ranks=...)",
+            found=repr(config),
+            do="leave it out" if checked else "pass ranks=, or leave it out",
+        )
+
+
+class RankedSteps:
+    """What each step of one rank is, decided with all others.
+
+    A rank whose graphs are other than those after the last capture, because something that they
+    read was replaced, votes eager until all capture again: ranks that dispatch alike must have the
+    same graphs.
+    """
+
+    def __init__(self, lockstep: Lockstep, runner: CUDAGraphRunner, plan: Plan) -> None:
+        if plan.ubatch.num_ubatches > 1:
+            raise ConfigError(
+                f"ubatch.num_ubatches = {plan.ubatch.num_ubatches} with ranks",
+                expected="1, because ranks do not split their steps yet",
+                found=str(plan.ubatch.num_ubatches),
+                do="leave one of them out",
+            )
+        lockstep.require_same_plan(plan_text(plan, {"torch": torch.__version__}))
+        self._lockstep = lockstep
+        self._runner = runner
+        self._rules = SplitRules.of(plan)
+        self._look = runner.look_before_deciding()
+        self._dispatcher = runner.dispatcher
+        self._agreed = runner.missing()
+        """What had no graph when all ranks last had the same ones."""
+        self._differs: Reason | None = None
+        self.last: SettledStep | None = None
+
+    def note_captured(self) -> None:
+        """The ranks have the same graphs: after a capture, or a comparison that failed on all."""
+        self._agreed = self._runner.missing()
+        self._dispatcher, self._differs = self._runner.dispatcher, None
+
+    def noting_drops(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, after which a program that all ranks found wrong together is no difference."""
+
+        def noted(*args: Any) -> Any:
+            agreed = self.has_agreed_graphs
+            try:
+                return run(*args)
+            except (VerificationError, PeerFailedError):
+                if agreed:
+                    self.note_captured()
+                raise
+
+        return noted
+
+    @property
+    def has_agreed_graphs(self) -> bool:
+        if self._dispatcher is not self._runner.dispatcher:
+            self._dispatcher = self._runner.dispatcher
+            self._differs = _first_difference(self._agreed, self._runner.missing())
+        return self._differs is None
+
+    def decide(
+        self, num_tokens: int, uniform: bool, num_active_loras: int, exclude: frozenset[RuntimeMode]
+    ) -> Decision:
+        """What all ranks run in this step, with the batch of this one."""
+        self._look()
+        local = self._runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
+        mode, key, reason = local
+        if not self.has_agreed_graphs and mode is not RuntimeMode.NONE:
+            assert self._differs is not None
+            mode, reason = RuntimeMode.NONE, self._differs
+        vote = RankVote(
+            self._lockstep.rank,
+            num_tokens,
+            num_tokens if mode is RuntimeMode.NONE else key.num_tokens,
+            mode,
+            uniform,
+            0,
+            num_active_loras,
+            reason,
+            UBatchReason.DISABLED,
+        )
+        settled = self._settle(vote)
+        assert settled is not None, "this rank has work"
+        return settled.decision
+
+    def decide_idle(self) -> Decision | None:
+        """The same without a batch; None if no rank has one."""
+        self._look()
+        vote = RankVote.idle(self._lockstep.rank)
+        if not self.has_agreed_graphs:
+            assert self._differs is not None
+            vote = vote._replace(runtime_mode=RuntimeMode.NONE, miss_reason=self._differs)
+        settled = self._settle(vote)
+        return None if settled is None else settled.decision
+
+    def _settle(self, vote: RankVote) -> SettledStep | None:
+        lockstep, rules = self._lockstep, self._rules
+        agreement = lockstep.agree(vote, rules)
+        self.last = settle(agreement, vote, self._runner.dispatcher.dispatch, rules)
+        across = lockstep.num_tokens_across_ranks
+        # An idle rank brings one token of padding to an eager step.
+        self._runner.tell_ranks(
+            None if across is None else tuple(max(1, tokens) for tokens in across)
+        )
+        return self.last
+
+
+def _first_difference(agreed: Mapping[Key, Reason], now: Mapping[Key, Reason]) -> Reason | None:
+    for key, reason in now.items():
+        if agreed.get(key) is not reason:
+            return reason
+    return Reason.NOT_CAPTURED_YET if len(agreed) != len(now) else None

@@ -1,0 +1,316 @@
+"""What one rank does: ``python tests/ranks_script.py SCENARIO,SCENARIO``, as torchrun starts it.
+
+The model multiplies by a weight and adds up over all ranks in a break point, so that a rank that
+runs other graphs than the others, or none, leaves them waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.lab import INPUTS, OUTPUTS, WIDTH, config, example, values
+
+from graphrt import OutputSpec, Reason, Runtime, RuntimeMode, SimulatedDevice, break_point
+from graphrt.errors import GraphrtError
+from graphrt.graphs import frozen_heap
+from graphrt.parallel import (
+    RankVote,
+    Round,
+    SplitRules,
+    TorchExchange,
+    agree,
+    decide,
+    make_tag,
+    pack,
+)
+from graphrt_llm import LLMEngine, SamplingParams
+from graphrt_llm.assembly import TINY_CONFIG
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+Said = dict[str, Any]
+
+
+def say(**said: Any) -> None:
+    print(json.dumps(said), flush=True)
+
+
+class Meeting(torch.nn.Module):
+    """A toy whose break point meets the other ranks: each gets the sum of all first rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(WIDTH) * 2)
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+        self.fails_at = self.is_wrong_at = 0
+        self.memo: Any = None
+
+    def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
+        if x.shape[0] == self.is_wrong_at:
+            # Made of the inputs of the first run, and frozen in the graph.
+            self.memo = x[0, 0].clone() if self.memo is None else self.memo
+            x = x * self.memo
+        rows = self.meet(x @ self.weight)
+        if x.shape[0] == self.fails_at:
+            raise ValueError("this rank cannot run so many tokens")
+        return {"rows": rows + ids[:, None], "lens": lens * 2}
+
+    @break_point
+    def meet(self, rows: Any) -> Any:
+        total = rows[:1].clone()
+        self.group.allreduce([total]).wait()
+        return rows + 0 * total
+
+
+def runtime(
+    exchange: TorchExchange, model: Meeting, mode: str = "PIECEWISE", **asked: Any
+) -> Runtime:
+    return Runtime(
+        model,
+        inputs=INPUTS,
+        outputs=OutputSpec(OUTPUTS),
+        examples=example,
+        config=config(mode, **asked),
+        device=SimulatedDevice(),
+        ranks=exchange,
+    )
+
+
+def step(made: Runtime, num_tokens: int, num_reqs: int) -> Said:
+    if num_tokens:
+        out = made.step(values(num_tokens, num_reqs), num_tokens=num_tokens, num_reqs=num_reqs)
+        assert out["rows"].shape[0] == num_tokens
+        expected = values(num_tokens, num_reqs)
+        torch.testing.assert_close(out["rows"], expected["x"] * 2 + expected["ids"][:, None])
+    elif not made.step_idle():
+        return {"idle": True}
+    mode, key, reason = made.last_decision  # type: ignore[misc]
+    because = made.last_settled.eager_because if made.last_settled else None
+    return {
+        "mode": mode.name,
+        "tokens": key.num_tokens,
+        "reason": reason.name,
+        "because": because and [because[0].name, because[1]],
+        "across": made.runner._executor.num_tokens_across_ranks,
+    }
+
+
+def wires() -> None:
+    """Both forms of a message, over the same votes, are what the pure function says."""
+    exchanges = {"gather": TorchExchange(wire="gather")}
+    exchanges["reduce"] = TorchExchange(wire="reduce")
+    rules = SplitRules(2)
+    for number in range(100):
+        votes = [
+            RankVote.idle(rank)
+            if (number + rank) % 5 == 0
+            else RankVote(
+                rank, 1 + (number * 7 + rank * 3) % 64, 64, RuntimeMode(1 + number % 2),
+                bool((number + rank) % 3), miss_reason=Reason.ABOVE_MAX,
+            )
+            for rank in range(WORLD)
+        ]  # fmt: skip
+        tag = make_tag(Round.STEP, 0, number)
+        for name, exchange in exchanges.items():
+            pending = exchange.start(pack(votes[RANK], tag))
+            assert decide(pending.result(), rules) == agree(votes, rules, tag), name
+            tokens = tuple(vote.num_tokens_unpadded for vote in votes)
+            assert pending.num_tokens_across_ranks == (tokens if name == "gather" else None)
+    with exchanges["gather"].assume_equal():
+        assert exchanges["gather"].start([1] * 10).result() == [1] * 10
+    if RANK == 1:
+        time.sleep(0.5)  # Late, and in time.
+    exchanges["gather"].start([0] * 10, timeout_s=20).result()
+    exchanges["reduce"].close()
+    exchanges["gather"].close()
+    say(ok=True)
+
+
+BATCHES = {
+    # Of ranks 0 and 1: tokens and requests.
+    "padded to the larger": ((8, 3), (5, 3)),
+    "one alone would be smaller": ((2, 2), (7, 3)),
+    "rank 1 idle": ((4, 4), (0, 0)),
+    "too large on rank 0": ((12, 4), (3, 3)),
+    "eager beside an idle one": ((0, 0), (9, 2)),
+    "all idle": ((0, 0), (0, 0)),
+}
+
+
+def steps() -> None:
+    exchange = TorchExchange()
+    with runtime(exchange, Meeting(), verify_every=3) as made:
+        made.capture()
+        for name, batches in BATCHES.items():
+            say(name=name, **step(made, *batches[RANK]))
+        # What one rank alone finds replaced makes all eager, until all capture again.
+        if RANK == 1:
+            made.runner.fn.weight = torch.nn.Parameter(torch.eye(WIDTH) * 2)
+        say(name="replaced", **step(made, 4, 3))
+        made.capture()
+        say(name="captured again", **step(made, 4, 3))
+    exchange.close()
+
+
+def capture_fails(phase: str, on_error: str) -> None:
+    exchange = TorchExchange()
+    model = Meeting()
+    if RANK == 1:
+        setattr(model, "fails_at" if phase == "warmup" else "is_wrong_at", 4)
+    with runtime(exchange, model, on_capture_error=on_error) as made:
+        try:
+            made.capture()
+        except GraphrtError as error:
+            say(error=type(error).__name__, text=str(error))
+        except ValueError as error:
+            say(error=type(error).__name__, text=str(error))
+        report = made.report()
+        say(
+            missing={f"{key.num_tokens}": why.name for (_, key), why in report.missing.items()},
+            failures={f"{key.num_tokens}": text for (_, key), text in report.failures.items()},
+        )
+        if on_error == "skip":
+            say(**step(made, 3, 3))
+            say(**step(made, 8, 3))
+    exchange.close()
+
+
+def late() -> None:
+    exchange = TorchExchange()
+    exchange.start([0] * 10).result()
+    if RANK == 1:
+        time.sleep(6)
+    try:
+        exchange.start([0] * 10, timeout_s=1).result()
+        exchange.start([0] * 10, timeout_s=1).result()
+    except GraphrtError as error:
+        say(error=type(error).__name__, missing=error.missing, text=str(error))  # type: ignore[attr-defined]
+    exchange.close()
+
+
+def dies() -> None:
+    exchange = TorchExchange()
+    exchange.start([0] * 10).result()
+    if RANK == 1:
+        os._exit(3)
+    started = time.monotonic()
+    try:
+        exchange.start([0] * 10).result()
+    except GraphrtError as error:
+        say(error=type(error).__name__, missing=error.missing, s=time.monotonic() - started)  # type: ignore[attr-defined]
+    try:
+        exchange.start([0] * 10)
+    except GraphrtError as error:
+        say(again=type(error).__name__)
+    exchange.close()
+
+
+def mismatch() -> None:
+    exchange = TorchExchange()
+    sizes = [2, 4, 8] if RANK == 0 else [2, 8]
+    try:
+        runtime(exchange, Meeting(), compilation={"cudagraph_capture_sizes": sizes})
+    except GraphrtError as error:
+        say(error=type(error).__name__, text=str(error))
+    exchange.close()
+
+
+def interrupted() -> None:
+    exchange = TorchExchange()
+    with runtime(exchange, Meeting()) as made:
+
+        def progress(done: int, total: int, key: object) -> None:
+            if RANK == 1 and done == 2:
+                raise KeyboardInterrupt
+
+        try:
+            made.capture(progress)
+        except KeyboardInterrupt as error:
+            say(error="KeyboardInterrupt", text=str(error))
+        say(num_missing=len(made.report().missing))
+        made.capture()
+        say(num_missing=len(made.report().missing), **step(made, 4, 3))
+    exchange.close()
+
+
+def engines() -> None:
+    """A data-parallel engine: rank 1 has less to do, then nothing; the tokens are those of one."""
+    prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8] * 40]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    own = prompts[:4] if RANK == 0 else prompts[4:]
+    with LLMEngine.tiny() as alone:
+        expected = [alone.generate(prompt, params) for prompt in own]
+    exchange = TorchExchange()
+    for overlap in (False, True):
+        with LLMEngine.tiny(replace(TINY_CONFIG, overlap=overlap), ranks=exchange) as engine:
+            engine.capture()
+            found = engine.generate(own, params)
+            only_first = engine.generate(own if RANK == 0 else [], params)
+            say(
+                overlap=overlap,
+                same=found == expected and only_first == (expected if RANK == 0 else []),
+                ranks=[engine.rank, engine.world],
+            )
+    exchange.close()
+
+
+def many() -> None:
+    """Random steps of several ranks, after one capture: no rank is left behind."""
+    import random
+
+    exchange = TorchExchange()
+    source = random.Random(RANK)
+    with runtime(exchange, Meeting(), "FULL_AND_PIECEWISE") as made:
+        made.capture()
+        modes: dict[str, int] = {}
+        for _ in range(500):
+            num_tokens = source.choice(
+                [0, 1, 2, 3, 4, 5, 7, 8, 12] if source.random() < 0.9 else [0]
+            )
+            found = step(made, num_tokens, min(num_tokens, 4) or 0)
+            key = (
+                f"{found.get('mode')} {found.get('tokens') if found.get('mode') != 'NONE' else ''}"
+            )
+            modes[key] = modes.get(key, 0) + 1
+    exchange.close()
+    say(modes=modes)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "wires": wires,
+    "steps": steps,
+    "warm-up fails and is skipped": lambda: capture_fails("warmup", "skip"),
+    "warm-up fails and is raised": lambda: capture_fails("warmup", "raise"),
+    "comparison fails and is skipped": lambda: capture_fails("comparison", "skip"),
+    "comparison fails and is raised": lambda: capture_fails("comparison", "raise"),
+    "late": late,
+    "dies": dies,
+    "mismatch": mismatch,
+    "interrupted": interrupted,
+    "engines": engines,
+    "many": many,
+}
+
+ENDING = {"late", "dies"}
+"""Scenarios after which a rank is gone: a launch of their own, in the group that torchrun's
+variables bring up."""
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    names = sys.argv[1].split(",")
+    with frozen_heap():
+        if names[0] not in ENDING:
+            dist.init_process_group("gloo")
+        for name in names:
+            print(json.dumps({"scenario": name}), flush=True)
+            SCENARIOS[name]()
+        if names[0] not in ENDING:
+            dist.destroy_process_group()

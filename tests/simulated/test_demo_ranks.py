@@ -1,0 +1,39 @@
+"""``graphrt demo --ranks 2``: two processes share one traffic, and the tokens are those of one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+
+ASKED = ("--requests", "12", "--modes", "NONE,FULL_DECODE_ONLY", "--report", "none", "--json")
+
+
+def demo(*asked: str) -> Any:
+    command = [sys.executable, "-W", "error", "-m", "graphrt", "demo", *ASKED, *asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_two_ranks_give_the_tokens_of_one() -> None:
+    alone, shared = demo(), demo("--ranks", "2")
+    assert shared["tokens_identical"]
+    assert shared["tokens_digest"] == alone["tokens_digest"]
+    assert alone["ranks"] == []
+    assert [part["num_requests"] for part in shared["ranks"]] == [6, 6]
+    assert [list(part["modes"]) for part in shared["ranks"]] == [["NONE", "FULL_DECODE_ONLY"]] * 2
+    assert shared["modes"] == shared["ranks"][0]["modes"]
+
+
+def test_bad_input_of_all_ranks_ends_with_its_status() -> None:
+    command = [sys.executable, "-m", "graphrt", "demo", "--ranks", "2", "--trace", "no-such.csv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "TraceError" in done.stderr

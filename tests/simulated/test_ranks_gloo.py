@@ -1,0 +1,148 @@
+"""Several ranks, one process each over gloo: they capture, decide, fail and leave together."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.ranks_lab import Ended, all_said, launch
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+
+SCRIPT = "tests/ranks_script.py"
+SCENARIOS = (
+    "wires",
+    "steps",
+    "warm-up fails and is skipped",
+    "comparison fails and is skipped",
+    "warm-up fails and is raised",
+    "comparison fails and is raised",
+    "interrupted",
+    "mismatch",
+    "engines",
+)
+
+
+@cache
+def healthy() -> list[list[Any]]:
+    """One launch of two ranks for all scenarios after which they live; both end with status 0."""
+    return all_said(launch(SCRIPT, ",".join(SCENARIOS)))
+
+
+def said_in(scenario: str) -> list[list[dict[str, Any]]]:
+    """What each rank said in one scenario."""
+    found = []
+    for said in healthy():
+        starts = [n for n, line in enumerate(said) if "scenario" in line] + [len(said)]
+        number = next(n for n in starts if said[n] == {"scenario": scenario})
+        found.append(said[number + 1 : starts[starts.index(number) + 1]])
+    return found
+
+
+def steps(name: str) -> list[tuple[Any, ...]]:
+    """Mode, size and reason of one step on each rank."""
+    lines = [next(line for line in said if line["name"] == name) for said in said_in("steps")]
+    return [(line["mode"], line["tokens"], line["reason"]) for line in lines]
+
+
+def test_both_wires_and_a_rank_late_in_time_agree() -> None:
+    assert said_in("wires") == [[{"ok": True}], [{"ok": True}]]
+
+
+def test_unequal_batches_take_one_graph() -> None:
+    both = [("PIECEWISE", 8, "HIT"), ("PIECEWISE", 8, "PADDED")]
+    assert steps("padded to the larger") == both
+    assert steps("one alone would be smaller") == [("PIECEWISE", 8, "PADDED")] * 2
+
+
+def test_idle_rank_is_there_in_every_collective() -> None:
+    assert steps("rank 1 idle") == [("PIECEWISE", 4, "HIT"), ("PIECEWISE", 4, "PADDED")]
+    beside = steps("eager beside an idle one")
+    assert beside == [("NONE", 1, "RANKS_DISAGREE"), ("NONE", 9, "ABOVE_MAX")]
+    assert [said[5] for said in said_in("steps")] == [{"name": "all idle", "idle": True}] * 2
+
+
+def test_eager_step_has_each_ranks_own_size() -> None:
+    found = steps("too large on rank 0")
+    assert found == [("NONE", 12, "ABOVE_MAX"), ("NONE", 3, "RANKS_DISAGREE")]
+    first, second = (said[3] for said in said_in("steps"))
+    assert first["across"] == second["across"] == [12, 3]
+    assert second["because"] == ["ABOVE_MAX", 0]
+
+
+def test_replaced_weight_of_one_rank_makes_all_eager() -> None:
+    found = steps("replaced")
+    assert found == [("NONE", 4, "RANKS_DISAGREE"), ("NONE", 4, "INVALIDATED")]
+    assert steps("captured again") == [("PIECEWISE", 4, "HIT")] * 2
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "comparison"])
+def test_failure_of_one_rank_drops_the_key_on_all(phase: str) -> None:
+    for rank, said in enumerate(said_in(f"{phase} fails and is skipped")):
+        told, missed, served = said
+        assert told["missing"] == {"4": "CAPTURE_FAILED"}
+        error = "ValueError" if phase == "warm-up" else "VerificationError"
+        assert (f"a failure on rank 1: {error}" in told["failures"]["4"]) is (rank == 0)
+        assert (missed["mode"], missed["reason"]) == ("NONE", "CAPTURE_FAILED")
+        assert (served["mode"], served["tokens"]) == ("PIECEWISE", 8)
+
+
+def test_failure_that_is_raised_ends_the_capture_of_all() -> None:
+    first, second = said_in("warm-up fails and is raised")
+    assert (first[0]["error"], second[0]["error"]) == ("RankLostError", "ValueError")
+    assert "rank 1 left it: ValueError: this rank cannot" in first[0]["text"]
+    first, second = said_in("comparison fails and is raised")
+    assert (first[0]["error"], second[0]["error"]) == ("PeerFailedError", "VerificationError")
+    assert first[1]["missing"] == second[1]["missing"] == {"4": "CAPTURE_FAILED"}
+
+
+def test_interrupt_of_one_rank_interrupts_all() -> None:
+    for stopped, kept, done in said_in("interrupted"):
+        assert stopped["error"] == "KeyboardInterrupt"
+        assert kept["num_missing"] == 3
+        assert (done["num_missing"], done["mode"], done["tokens"]) == (0, "PIECEWISE", 4)
+
+
+def test_unequal_plans_name_the_first_line_that_differs() -> None:
+    for (told,) in said_in("mismatch"):
+        assert told["error"] == "PlanMismatchError"
+        assert "(num_tokens=4) on rank 0;" in told["text"]
+        assert "(num_tokens=2) on rank 1" in told["text"]
+
+
+def test_ranks_of_an_engine_give_the_tokens_of_one() -> None:
+    for rank, said in enumerate(said_in("engines")):
+        shared = {"same": True, "ranks": [rank, 2]}
+        assert said == [{"overlap": False, **shared}, {"overlap": True, **shared}]
+
+
+def said_at_the_end(ended: Ended) -> list[Any]:
+    assert ended.status == 0, ended.stderr
+    return ended.said[1:]
+
+
+def test_rank_that_comes_too_late_is_named() -> None:
+    first, second = launch(SCRIPT, "late")
+    (told,) = said_at_the_end(first)
+    assert (told["error"], told["missing"]) == ("RankTimeoutError", [1])
+    (told,) = said_at_the_end(second)
+    assert told["error"] == "RankLostError"
+
+
+def test_rank_that_dies_is_named_within_five_seconds() -> None:
+    first, second = launch(SCRIPT, "dies")
+    assert second.status == 3
+    told, again = said_at_the_end(first)
+    assert (told["error"], told["missing"]) == ("RankLostError", [1])
+    assert told["s"] < 5
+    assert again == {"again": "RankLostError"}
+
+
+def test_four_ranks_take_500_random_steps_together() -> None:
+    found = [said[1]["modes"] for said in all_said(launch(SCRIPT, "many", world=4))]
+    assert [sum(modes.values()) for modes in found] == [500] * 4
+    graphs = [{k: n for k, n in modes.items() if k[:4] in ("FULL", "PIEC")} for modes in found]
+    assert graphs == [graphs[0]] * 4
+    assert {"PIECEWISE 8", "FULL 4"} <= set(graphs[0])

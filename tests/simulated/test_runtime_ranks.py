@@ -1,0 +1,56 @@
+"""A runtime with ranks, alone: what it refuses, and steps of a world of one."""
+
+from __future__ import annotations
+
+import pytest
+from tests.lab import FULL, NONE, RuntimeLab, assert_equal
+
+from graphrt import Reason
+from graphrt.errors import ConfigError
+from graphrt.parallel import InProcessExchange
+
+
+def alone() -> RuntimeLab:
+    return RuntimeLab(ranks=InProcessExchange(1).ranks[0])
+
+
+def test_rank_alone_serves_as_a_runtime_without_ranks() -> None:
+    with alone() as lab, RuntimeLab() as other:
+        for each in (lab, other):
+            each.runtime.capture()
+        for num_tokens, num_reqs in ((3, 3), (8, 2), (12, 4)):
+            assert_equal(lab.step(num_tokens, num_reqs), other.step(num_tokens, num_reqs))
+            assert lab.runtime.last_decision == other.runtime.last_decision
+        lab.step(3, 3, uniform=True)
+        assert lab.runtime.last_decision.mode is FULL
+        assert lab.runtime.last_settled.decision == lab.runtime.last_decision
+
+
+def test_rank_alone_without_a_batch_does_not_run() -> None:
+    with alone() as lab:
+        lab.runtime.capture()
+        calls = lab.model.num_calls
+        assert lab.runtime.step_idle() is False
+        assert lab.model.num_calls == calls
+        assert lab.runtime.last_settled is None
+
+
+def test_replaced_weight_is_noticed_before_the_decision() -> None:
+    with alone() as lab:
+        lab.runtime.capture()
+        lab.model.weight = type(lab.model.weight)(lab.model.weight.detach() + 1)
+        lab.step(3, 3)
+        assert lab.runtime.last_decision[::2] == (NONE, Reason.INVALIDATED)
+        lab.runtime.capture()
+        lab.step(3, 3)
+        assert lab.runtime.last_decision.mode is not NONE
+
+
+def test_what_one_rank_may_not_do_is_refused() -> None:
+    with alone() as lab, pytest.raises(ConfigError, match="one rank among several"):
+        lab.runtime.capture_next()
+    with RuntimeLab() as lab, pytest.raises(ConfigError, match="step_idle"):
+        lab.runtime.step_idle()
+    for asked in ({"ranks": {"step_timeout_s": 5}}, {"ranks": {"check_every": 5}}):
+        with pytest.raises(ConfigError, match="ranks"):
+            RuntimeLab(asked=asked)
