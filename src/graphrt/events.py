@@ -162,6 +162,8 @@ class Replayed(NamedTuple):
     ``num_padded_tokens``: The captured size that served it.
     ``num_reqs``: Real requests; 0 where the batch has no such axis.
     ``uniform``: Whether it was a uniform decode batch.
+    ``num_active_loras``: Distinct adapters of the batch.
+    ``num_captured_loras``: The captured count that served it, at least as many.
     """
 
     mode: RuntimeMode
@@ -171,6 +173,8 @@ class Replayed(NamedTuple):
     num_reqs: int
     uniform: bool
     host_us: float
+    num_active_loras: int = 0
+    num_captured_loras: int = 0
 
 
 class RanEager(NamedTuple):
@@ -179,6 +183,7 @@ class RanEager(NamedTuple):
     ``num_tokens``: Real tokens, without padding.
     ``num_reqs``: Real requests; 0 where the batch has no such axis.
     ``uniform``: Whether it was a uniform decode batch.
+    ``num_active_loras``: Distinct adapters of the batch.
     """
 
     reason: Reason
@@ -186,6 +191,7 @@ class RanEager(NamedTuple):
     num_reqs: int
     uniform: bool
     host_us: float
+    num_active_loras: int = 0
 
 
 Event = (

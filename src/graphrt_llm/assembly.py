@@ -36,6 +36,7 @@ from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
 from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.lora import LoRAWeights
 from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.models import CausalLM, SplitLM
 from graphrt_llm.runner import NamedInputs
@@ -71,6 +72,7 @@ class EngineParts(NamedTuple):
     seed: int
     overlap: bool
     captures_by_priority: bool
+    lora: LoRAWeights | None
 
 
 def assemble(
@@ -88,6 +90,15 @@ def assemble(
     device = make_device(config.device)
     try:
         model = _load(model_config, config, model_dir, device)
+        if config.runtime.max_loras:
+            # Before the cache, which gets the memory that is left.
+            model.lora = LoRAWeights(
+                model_config,
+                max_loras=config.runtime.max_loras,
+                max_rank=config.max_lora_rank,
+                dtype=model.dtype,
+                device=device.torch_device,
+            )
         limits = _limits(model_config, config, model.dtype, device)
         cache = KVCache(
             model_config,
@@ -103,6 +114,13 @@ def assemble(
             attention_groups={attention.name: backend.support}, attention_ops=(ATTENTION_OP,)
         )
         is_traced = resolve(config.runtime, facts).plan.level == 3
+        if is_traced and model.lora is not None:
+            raise EngineConfigError(
+                "RuntimeConfig.max_loras",
+                expected="0 at level 3: the one trace has no adapters",
+                found=str(config.runtime.max_loras),
+                do="use level 0, which cuts at break points.",
+            )
         split = SplitLM(model, backend) if is_traced else None
         scheduler = Scheduler(limits)
         examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)
@@ -144,6 +162,7 @@ def assemble(
         seed=config.seed,
         overlap=is_cuda if config.overlap is None else config.overlap,
         captures_by_priority=config.capture == "by_priority",
+        lora=model.lora,
     )
 
 
@@ -178,13 +197,12 @@ def _limits(
             expected=f"at most the model's context of {longest} tokens",
             found=str(max_model_len),
         )
-    for name in ("num_speculative_tokens", "max_loras"):
-        if getattr(config.runtime, name):
-            raise EngineConfigError(
-                f"RuntimeConfig.{name}",
-                expected="0: this engine has neither speculative decoding nor adapters",
-                found=str(getattr(config.runtime, name)),
-            )
+    if config.runtime.num_speculative_tokens:
+        raise EngineConfigError(
+            "RuntimeConfig.num_speculative_tokens",
+            expected="0: this engine has no speculative decoding",
+            found=str(config.runtime.num_speculative_tokens),
+        )
     num_blocks = config.num_blocks
     if num_blocks is None:
         block_bytes = KVCache.bytes_per_block(model_config, config.block_size, dtype)
@@ -195,6 +213,7 @@ def _limits(
         max_model_len=max_model_len,
         block_size=config.block_size,
         num_blocks=num_blocks,
+        max_loras=config.runtime.max_loras,
     )
 
 

@@ -25,6 +25,7 @@ CaptureWhen = Literal["before_serving", "by_priority"]
 MOST_MODEL_LEN = 2**28
 MOST_BLOCK_SIZE = 2**16
 MOST_BLOCKS = 2**22
+MOST_LORA_RANK = 2**10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,8 @@ class EngineConfig:
     ``dtype``: What to compute in; a checkpoint of another floating dtype is cast while it is
       loaded. None: the checkpoint's; float32 if it names none.
     ``load_format``: ``dummy``: random weights, drawn on the device and seeded by ``seed``.
+    ``max_lora_rank``: Largest rank of an adapter: with ``RuntimeConfig.max_loras`` it decides the
+      memory of adapters, which is allocated once.
     """
 
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -72,6 +75,7 @@ class EngineConfig:
     capture: CaptureWhen = "before_serving"
     device: DeviceName = "auto"
     seed: int = 0
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         def check(is_met: bool, name: str, expected: str) -> None:
@@ -84,9 +88,10 @@ class EngineConfig:
             ("max_model_len", MOST_MODEL_LEN),
             ("block_size", MOST_BLOCK_SIZE),
             ("num_blocks", MOST_BLOCKS),
+            ("max_lora_rank", MOST_LORA_RANK),
         ):
             value = getattr(self, name)
-            is_default = value is None and name != "block_size"
+            is_default = value is None and name not in ("block_size", "max_lora_rank")
             is_met = is_default or (type(value) is int and 1 <= value <= most)
             check(is_met, name, f"an integer >= 1, at most {most}")
         check(type(self.seed) is int and 0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
@@ -110,6 +115,7 @@ class Limits:
     ``max_model_len``: Most tokens of one request, prompt and output together.
     ``block_size``: Tokens in a block.
     ``num_blocks``: Blocks of the cache.
+    ``max_loras``: Most distinct adapters of running requests.
     """
 
     max_num_seqs: int
@@ -117,6 +123,7 @@ class Limits:
     max_model_len: int
     block_size: int
     num_blocks: int
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_seqs > self.max_num_batched_tokens:

@@ -34,7 +34,15 @@ from graphrt import (
 from graphrt_llm.assembly import TINY_CONFIG, EngineParts, assemble
 from graphrt_llm.attention import AttentionBackend
 from graphrt_llm.config import EngineConfig
-from graphrt_llm.errors import EngineStateError, RequestError
+from graphrt_llm.errors import (
+    AdapterError,
+    AdapterInUseError,
+    EngineStateError,
+    RequestError,
+    UnknownAdapterError,
+)
+from graphrt_llm.lora import LoRAAdapter, random_lora
+from graphrt_llm.lora_files import load_lora
 from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.request import Request, RequestOutput, SamplingParams
 from graphrt_llm.runner import EVERY_GRAPH, LaunchedStep, Runner
@@ -90,6 +98,11 @@ class LLMEngine:
         self._examples = parts.examples
         self._eos_token_ids = frozenset(parts.model_config.eos_token_ids)
         self._seed = parts.seed
+        self._model_config = parts.model_config
+        self._lora = parts.lora
+        self._adapters: dict[str, LoRAAdapter] = {}
+        # What stands in each slot on the device; None also while it is written.
+        self._loaded: list[object] = [None] * limits.max_loras
         # Graphs that steps may still capture.
         planned = self.runtime.plan.capture_order
         self._num_missing = len(planned) if parts.captures_by_priority else 0
@@ -174,11 +187,14 @@ class LLMEngine:
         prompt_token_ids: Sequence[int] | NDArray[np.int64],
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        lora: str | None = None,
     ) -> str:
         """Queue a request and return its id.
 
+        ``lora``: the name of its adapter; None: the model as it is. It waits until fewer than
+        ``max_loras`` other adapters are in use.
         Errors: ``RequestError`` for an empty prompt, a token that the model does not have, or an id
-        in use; ``PromptTooLongError`` if it could never be served.
+        in use; ``PromptTooLongError`` if it could never be served; ``UnknownAdapterError``.
         """
         self._require_open()
         params = SamplingParams() if params is None else params
@@ -195,6 +211,7 @@ class LLMEngine:
             params,
             seed=derive_seed(self._seed, index) if params.seed is None else params.seed,
             stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
+            adapter=None if lora is None else self._adapter(lora),
         )
         if any(output.request_id == request_id for output in self._unreturned):
             raise RequestError(
@@ -205,6 +222,77 @@ class LLMEngine:
             )
         self.scheduler.add(request)
         return request_id
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may name, in the order they were added."""
+        return tuple(self._adapters)
+
+    def add_lora(
+        self, name: str, directory: str | Path | None = None, *, seed: int = 0, rank: int = 8
+    ) -> None:
+        """Let requests name an adapter: that of ``directory`` in PEFT's format, or a random one.
+
+        It is read, and checked, now; any number may be added. An adapter is copied to the device
+        when a request with it starts, into memory that graphs know already: no graph changes.
+        ``seed`` and ``rank`` are those of a random one.
+
+        Errors: ``AdapterError`` and those below it, and ``WeightsError``; nothing is added then.
+        """
+        self._require_open()
+        weights = self._lora
+        if weights is None:
+            raise AdapterError(
+                f"adapter {name!r}",
+                expected="an engine with RuntimeConfig.max_loras above 0",
+                found="one without adapters",
+            )
+        if not isinstance(name, str) or name in self._adapters:
+            raise AdapterError(
+                f"adapter {name!r}",
+                expected="a name that no other adapter has",
+                found=f"{', '.join(map(repr, self._adapters)) or 'a ' + type(name).__name__}",
+                do="remove_lora(name) first, or choose another name.",
+            )
+        if directory is not None:
+            adapter = load_lora(directory, self._model_config, max_rank=weights.max_rank)
+        elif 1 <= rank <= weights.max_rank:
+            adapter = random_lora(self._model_config, rank=rank, seed=seed)
+        else:
+            raise AdapterError(
+                f"adapter {name!r}: rank",
+                expected=f"1 to EngineConfig.max_lora_rank = {weights.max_rank}",
+                found=str(rank),
+            )
+        self._adapters[name] = adapter
+
+    def remove_lora(self, name: str) -> None:
+        """Forget an adapter; its name may be given to another.
+
+        Errors: ``UnknownAdapterError``; ``AdapterInUseError`` while unfinished requests use it.
+        """
+        self._require_open()
+        adapter = self._adapter(name)
+        users = self.scheduler.users_of(adapter)
+        if users:
+            raise AdapterInUseError(
+                f"adapter {name!r}",
+                expected="no unfinished request that uses it",
+                found=f"{len(users)}: {', '.join(users[:4])}",
+                do="let them finish, or abort them, first.",
+            )
+        self.scheduler.adapter_slots.forget(adapter)
+        del self._adapters[name]
+
+    def _adapter(self, name: str) -> LoRAAdapter:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise UnknownAdapterError(
+                f"adapter {name!r}",
+                expected="one that add_lora has added",
+                found=", ".join(map(repr, self._adapters)) or "none was added",
+            )
+        return adapter
 
     def has_unfinished(self) -> bool:
         """True if ``step`` has tokens to compute, or to return because a failed step did not."""
@@ -281,7 +369,11 @@ class LLMEngine:
         """
         wanted = None
         if batch is not None:
-            wanted = self.runtime.key_for(batch.num_tokens, uniform=batch.uniform)
+            wanted = self.runtime.key_for(
+                batch.num_tokens,
+                uniform=batch.uniform,
+                num_active_loras=len(batch.active_loras),
+            )
         is_tried = False
 
         def allow(key: BatchDescriptor) -> bool:
@@ -301,6 +393,8 @@ class LLMEngine:
         """Run and sample ``batch`` without waiting for the device."""
         previous = self._in_flight[-1] if self._in_flight else None
         storage = self._free_storage()
+        if batch.active_loras:
+            self._load_adapters()
         logits, greedy = self._runner.run(
             batch, self.scheduler.input_batch, previous=previous, storage=storage
         )
@@ -313,6 +407,15 @@ class LLMEngine:
             logits, batch.requests, greedy=greedy, indices=indices, storage=storage
         )
         return LaunchedStep(batch, tokens, storage)
+
+    def _load_adapters(self) -> None:
+        """Copy adapters that the scheduler has given a slot to it."""
+        assert self._lora is not None, "without adapters no batch has any"
+        for place, adapter in enumerate(self.scheduler.adapter_slots.adapters):
+            if isinstance(adapter, LoRAAdapter) and adapter is not self._loaded[place]:
+                self._loaded[place] = None
+                self._lora.load(place, adapter)
+                self._loaded[place] = adapter
 
     def _free_storage(self) -> int:
         """The host storage that the device does not read; the caller ends ``_is_launching``."""
@@ -330,7 +433,10 @@ class LLMEngine:
 
     @overload
     def generate(
-        self, prompts: Sequence[int], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[int],
+        params: SamplingParams | None = None,
+        loras: str | None = None,
     ) -> list[int]: ...
 
     @overload
@@ -338,19 +444,22 @@ class LLMEngine:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        loras: str | Sequence[str | None] | None = None,
     ) -> list[list[int]]: ...
 
     def generate(
         self,
         prompts: Sequence[int] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        loras: str | Sequence[str | None] | None = None,
     ) -> list[int] | list[list[int]]:
         """Serve one prompt, or several at a time, to their ends; returns their output tokens.
 
         ``prompts``: the token ids of one prompt (``[1, 2, 3]`` gives a list of tokens), or several
         prompts (``[[1, 2, 3]]`` gives a list of such lists, in their order). Arrays of 1 or 2
-        dimensions will do. ``params``: one for all, or one for each. If anything fails, all of them
-        are aborted; an interrupt (Ctrl-C) takes effect between two steps.
+        dimensions will do. ``params``: one for all, or one for each. ``loras``: the name of the
+        adapter of all, or of each. If anything fails, all of them are aborted; an interrupt
+        (Ctrl-C) takes effect between two steps.
 
         Errors: ``RequestError`` for what is neither; ``EngineStateError`` while other requests are
         unfinished; those of ``add_request`` and ``step``.
@@ -360,16 +469,19 @@ class LLMEngine:
         if is_single:
             prompts = cast("list[Sequence[int]]", [prompts])
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(
-                "generate",
-                expected=f"sampling parameters for {len(prompts)} prompts",
-                found=f"{len(each)}",
-            )
+        names = [loras] * len(prompts) if loras is None or isinstance(loras, str) else loras
+        for what, given in (("sampling parameters", each), ("names of adapters", names)):
+            if len(given) != len(prompts):
+                raise RequestError(
+                    "generate",
+                    expected=f"{what} for {len(prompts)} prompts",
+                    found=f"{len(given)}",
+                )
         tokens: dict[str, list[int]] = {}
         try:
-            for prompt, its_params in zip(prompts, each, strict=True):
-                tokens[self.add_request(cast("Sequence[int]", prompt), its_params)] = []
+            for prompt, its_params, lora in zip(prompts, each, names, strict=True):
+                ids = cast("Sequence[int]", prompt)
+                tokens[self.add_request(ids, its_params, lora=lora)] = []
             with interrupted_between_steps() as check_interrupt:
                 while self.has_unfinished():
                     for output in self.step().outputs:
@@ -432,6 +544,7 @@ class LLMEngine:
         self._device.close()
         # What refers to weights and cache: ``__getattr__`` answers for it from now on.
         del self.runtime, self.attention_backend, self._runner
+        self._lora = None
         self._device.trim()
 
     def __getattr__(self, name: str) -> Any:

@@ -22,7 +22,8 @@ class InputBatch:
     ``num_tokens``, ``num_computed`` [max_num_seqs] int64: tokens known, and those whose keys and
     values are in the cache. ``max_num_tokens`` [max_num_seqs] int64: at which a request ends.
     ``block_tables`` [max_num_seqs, max_blocks] int64: the blocks, in order of position; the null
-    block beyond ``num_blocks`` [max_num_seqs].
+    block beyond ``num_blocks`` [max_num_seqs]. ``lora_slots`` [max_num_seqs] int64: where each
+    request's adapter stands, -1 without one.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -35,6 +36,7 @@ class InputBatch:
         self.num_computed: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.max_num_tokens: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_blocks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.lora_slots: NDArray[np.int64] = np.full(num_rows, -1)
         self.block_tables: NDArray[np.int64] = np.zeros((num_rows, limits.max_blocks), np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -47,7 +49,7 @@ class InputBatch:
         needed = blocks_for(num_tokens, self.block_size)
         return bool(self._free_rows) and needed <= self.allocator.num_free
 
-    def add(self, *parts: Sequence[int], max_num_tokens: int) -> int:
+    def add(self, *parts: Sequence[int], max_num_tokens: int, lora_slot: int = -1) -> int:
         """Give a request a row; its tokens are ``parts``, one after the other, none computed yet.
 
         Errors: ``OutOfBlocksError``; nothing is taken then.
@@ -62,6 +64,7 @@ class InputBatch:
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = 0
         self.max_num_tokens[row] = max_num_tokens
+        self.lora_slots[row] = lora_slot
         self.block_tables[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
         return row

@@ -23,14 +23,25 @@ from graphrt_llm.scheduler import ScheduledBatch
 
 Ints = NDArray[np.int64]
 
+NO_ADAPTER = -1
+
 EXAMPLE_CONTEXT = 256
 """Most cached tokens before the new ones of an example's request: several blocks, still cheap."""
 
 
 def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
-    """The static inputs, all int64."""
+    """The static inputs, all int64. Those of adapters exist where ``max_loras`` permits some:
+
+    ``lora_slots``: [tokens] where a token's adapter stands, -1 without one. ``active_loras``:
+    [max_loras] the slots that they name, each once, then ``max_loras``.
+    """
     null = Padding.fill(0)
     any_token = Padding.fill(0, arbitrary=True)
+    most = limits.max_loras
+    adapters = (
+        BufferSpec("lora_slots", ("tokens",), torch.int64, Padding.fill(NO_ADAPTER)),
+        BufferSpec("active_loras", (most,), torch.int64, Padding.fill(most)),
+    )
     return (
         BufferSpec("input_ids", ("tokens",), torch.int64, any_token),
         BufferSpec("positions", ("tokens",), torch.int64, any_token),
@@ -41,6 +52,7 @@ def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
         ),
         BufferSpec("seq_lens", ("requests",), torch.int64, null),
         BufferSpec("logits_indices", ("requests",), torch.int64, null),
+        *(adapters if most else ()),
     )
 
 
@@ -54,6 +66,7 @@ class HostInputs:
     def __init__(self, limits: Limits, *, pinned: bool) -> None:
         capacity = {"tokens": limits.max_num_batched_tokens, "requests": limits.max_num_seqs}
         self._block_size = limits.block_size
+        self._max_loras = limits.max_loras
         self._tensors: dict[str, Tensor] = {}
         self._arrays: dict[str, Ints] = {}
         self._axis: dict[str, str] = {}
@@ -62,7 +75,7 @@ class HostInputs:
             tensor = torch.zeros(shape, dtype=spec.dtype, pin_memory=pinned)
             self._tensors[spec.name] = tensor
             self._arrays[spec.name] = tensor.numpy()
-            self._axis[spec.name] = spec.axes[0]
+            self._axis[spec.name] = next(iter(spec.axes), "")
         self._sources = torch.zeros(
             limits.max_num_batched_tokens, dtype=torch.int64, pin_memory=pinned
         )
@@ -81,6 +94,11 @@ class HostInputs:
             table.block_tables[batch.rows],
             self._block_size,
         )
+        if self._max_loras:
+            active = batch.active_loras
+            values["lora_slots"] = batch.lora_slots[owners]
+            unused = [self._max_loras] * (self._max_loras - len(active))
+            values["active_loras"] = np.array([*active, *unused])
         for name, array in values.items():
             self._arrays[name][: len(array)] = array
         if not batch.uniform:
@@ -98,7 +116,7 @@ class HostInputs:
         return sources
 
     def _views(self, num_tokens: int, num_reqs: int) -> Mapping[str, Tensor]:
-        size = {"tokens": num_tokens, "requests": num_reqs}
+        size = {"tokens": num_tokens, "requests": num_reqs, "": self._max_loras}
         return {name: t[: size[self._axis[name]]] for name, t in self._tensors.items()}
 
 
@@ -204,6 +222,10 @@ class Examples:
         owners, positions = expand(starts, query_lens)
         input_ids = rng.integers(0, self._vocab_size, num_tokens)
         values = _values(query_lens, ends, owners, positions, input_ids, tables, size)
+        if limits.max_loras:
+            # All adapters at once: a graph of fewer takes the first of them, in any order.
+            values["active_loras"] = rng.permutation(limits.max_loras)
+            values["lora_slots"] = rng.integers(NO_ADAPTER, limits.max_loras, num_reqs)[owners]
         return Example(
             {name: torch.from_numpy(array) for name, array in values.items()},
             step_info=AttentionMetadata(query_lens, ends, tables),

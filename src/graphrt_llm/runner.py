@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphrt import Runtime, RuntimeMode
+from graphrt import Runtime, RuntimeMode, get_forward_context
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
 from graphrt_llm.config import Limits
 from graphrt_llm.input_batch import InputBatch
@@ -78,10 +78,26 @@ class NamedInputs(nn.Module):
         block_tables: Tensor,
         seq_lens: Tensor,
         logits_indices: Tensor,
+        lora_slots: Tensor | None = None,
+        active_loras: Tensor | None = None,
     ) -> StepOutputs:
         attention = AttentionInputs(slot_mapping, token_requests, block_tables, seq_lens)
-        logits: Tensor = self.model(input_ids, positions, attention, logits_indices)
+        inputs = (input_ids, positions, attention, logits_indices)
+        logits: Tensor
+        if lora_slots is None or active_loras is None or not (count := _num_adapters()):
+            logits = self.model(*inputs)
+        else:
+            weights: Any = self.model.lora
+            adapters = weights.begin(lora_slots, active_loras[:count])
+            logits = self.model(*inputs, adapters)
         return StepOutputs(logits, logits.argmax(-1))
+
+
+def _num_adapters() -> int:
+    """How many adapters the key of this step has."""
+    context = get_forward_context()
+    key = None if context is None else context.batch_descriptor
+    return 0 if key is None else key.num_active_loras
 
 
 class Runner:
@@ -118,6 +134,7 @@ class Runner:
             num_tokens=batch.num_tokens,
             num_reqs=batch.num_reqs,
             uniform=batch.uniform,
+            num_active_loras=len(batch.active_loras),
             exclude=exclude,
             step_info=AttentionMetadata(
                 batch.query_lens,

@@ -53,6 +53,10 @@ class ScheduledBatch:
     num_tokens: int
     preempted: tuple[str, ...]
     """Requests that lost their blocks before this step."""
+    lora_slots: NDArray[np.int64]
+    """Where each request's adapter stands; -1 without one."""
+    active_loras: tuple[int, ...] = ()
+    """The slots of its distinct adapters."""
 
     @property
     def num_reqs(self) -> int:
@@ -62,6 +66,54 @@ class ScheduledBatch:
     def uniform(self) -> bool:
         """True if every request has exactly one new token."""
         return self.num_tokens == self.num_reqs
+
+
+class AdapterSlots:
+    """Which adapter stands in which slot, and how many running requests use it.
+
+    An adapter that no running request uses stays until another one needs its slot: the one that was
+    given back first.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.adapters: list[object] = [None] * count
+        """What each slot is to hold; None: nothing."""
+        self._users = [0] * count
+        self._idle = list(range(count))
+
+    def has_room(self, adapter: object) -> bool:
+        """True if a request with ``adapter`` could start now."""
+        return adapter is None or adapter in self.adapters or bool(self._idle)
+
+    def take(self, adapter: object) -> int:
+        """The slot of ``adapter``, one user more; -1 for None."""
+        if adapter is None:
+            return -1
+        if adapter in self.adapters:
+            place = self.adapters.index(adapter)
+        else:
+            place = self._idle[0]
+            self.adapters[place] = adapter
+        if not self._users[place]:
+            self._idle.remove(place)
+        self._users[place] += 1
+        return place
+
+    def give_back(self, place: int) -> None:
+        """One user less; -1 is nobody's."""
+        if place >= 0:
+            self._users[place] -= 1
+            if not self._users[place]:
+                self._idle.append(place)
+
+    def forget(self, adapter: object) -> None:
+        """Empty the slot of an adapter without users, if it has one."""
+        if adapter in self.adapters:
+            place = self.adapters.index(adapter)
+            assert place in self._idle, "refused while a request uses it"
+            self.adapters[place] = None
+            self._idle.remove(place)
+            self._idle.insert(0, place)
 
 
 class Scheduler:
@@ -74,12 +126,17 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.input_batch = InputBatch(limits)
+        self.adapter_slots = AdapterSlots(limits.max_loras)
         self._unfinished: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
+
+    def users_of(self, adapter: object) -> list[str]:
+        """The unfinished requests with this adapter."""
+        return [name for name, r in self._unfinished.items() if r.adapter is adapter]
 
     @property
     def running(self) -> Sequence[Request]:
@@ -170,6 +227,10 @@ class Scheduler:
         count = int(np.count_nonzero(query_lens > 0))
         order, query_lens = order[:count], query_lens[:count]
         rows = rows[order]
+        lora_slots = table.lora_slots[rows]
+        active_loras: tuple[int, ...] = ()
+        if self.limits.max_loras:
+            active_loras = tuple(np.unique(lora_slots[lora_slots >= 0]).tolist())
         return ScheduledBatch(
             requests=tuple([self._running[i] for i in order.tolist()]),
             rows=rows,
@@ -178,6 +239,8 @@ class Scheduler:
             completes=query_lens == asked[:count],
             num_tokens=int(query_lens.sum()),
             preempted=tuple(preempted),
+            lora_slots=lora_slots,
+            active_loras=active_loras,
         )
 
     def would_preempt(self) -> bool:
@@ -263,7 +326,8 @@ class Scheduler:
         return request.request_id
 
     def _start_waiting(self) -> None:
-        """Start waiting requests while the step has tokens left for them, and the cache room."""
+        """Start waiting requests while the step has tokens left for them, the cache room, and
+        their adapter a slot. In order: no later request overtakes one that waits for a slot."""
         if not self._waiting:
             return
         table, rows = self.input_batch, self._running_rows()
@@ -272,16 +336,23 @@ class Scheduler:
             self._waiting
             and asked < self.limits.max_num_batched_tokens
             and table.fits(self._waiting[0].num_tokens)
+            and self.adapter_slots.has_room(self._waiting[0].adapter)
         ):
             request = self._waiting[0]
             prompt = request.prompt_token_ids
             longest = len(prompt) + request.params.max_tokens
-            request.row = table.add(prompt, request.output_token_ids, max_num_tokens=longest)
+            request.row = table.add(
+                prompt,
+                request.output_token_ids,
+                max_num_tokens=longest,
+                lora_slot=self.adapter_slots.take(request.adapter),
+            )
             self._running.append(self._waiting.popleft())
             asked += request.num_tokens
 
     def _release_row(self, request: Request) -> None:
         assert request.row is not None, "only a running request has a row"
+        self.adapter_slots.give_back(int(self.input_batch.lora_slots[request.row]))
         self.input_batch.remove(request.row)
         request.row = None
 

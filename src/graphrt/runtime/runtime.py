@@ -346,10 +346,13 @@ class Runtime:
             host_us = (perf_counter_ns() - started) / 1000
             # Other than decided, where the step found out that something had been replaced.
             mode, key, reason = runner.last_decision or decision
+            shape = (num_reqs, uniform, host_us, num_active_loras)
             observer(
-                RanEager(reason, num_tokens, num_reqs, uniform, host_us)
+                RanEager(reason, num_tokens, *shape)
                 if mode is _EAGER
-                else Replayed(mode, reason, num_tokens, key.num_tokens, num_reqs, uniform, host_us)
+                else Replayed(
+                    mode, reason, num_tokens, key.num_tokens, *shape, key.num_active_loras
+                )
             )
         return outputs
 

@@ -205,7 +205,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path | None) -> None:
-    from graphrt import capture_table, comparison_table, miss_table
+    from graphrt import capture_table, comparison_table, lora_table, miss_table
     from graphrt_llm.demo.report import findings, lead
 
     console = Console()
@@ -214,7 +214,8 @@ def _print(prepared: Prepared, outcomes: Sequence[Outcome], report: Path | None)
     for sentence in findings(outcomes):
         console.print(Text(sentence))
     console.print()
-    for table in (comparison_table(runs), miss_table(runs), capture_table(runs)):
+    for make_table in (comparison_table, miss_table, lora_table, capture_table):
+        table = make_table(runs)
         if table.rows:
             console.print(table)
     if report is not None:
