@@ -160,7 +160,7 @@ def assemble(
         attention,
         backend,
         seed=config.seed,
-        overlap=is_cuda if config.overlap is None else config.overlap,
+        overlap=is_cuda and limits.query_len == 1 if config.overlap is None else config.overlap,
         captures_by_priority=config.capture == "by_priority",
         lora=model.lora,
     )
@@ -197,16 +197,23 @@ def _limits(
             expected=f"at most the model's context of {longest} tokens",
             found=str(max_model_len),
         )
-    if config.runtime.num_speculative_tokens:
+    num_drafts = config.runtime.num_speculative_tokens
+    if num_drafts and config.overlap:
+        raise EngineConfigError(
+            "EngineConfig.overlap",
+            expected="None or False with speculative decoding: drafts depend on accepted tokens",
+            found=f"True, and num_speculative_tokens = {num_drafts}",
+        )
+    if num_drafts >= max_model_len:
         raise EngineConfigError(
             "RuntimeConfig.num_speculative_tokens",
-            expected="0: this engine has no speculative decoding",
-            found=str(config.runtime.num_speculative_tokens),
+            expected=f"fewer than the context of {max_model_len} tokens",
+            found=str(num_drafts),
         )
     num_blocks = config.num_blocks
     if num_blocks is None:
         block_bytes = KVCache.bytes_per_block(model_config, config.block_size, dtype)
-        num_blocks = _num_blocks(config, max_model_len, block_bytes, device)
+        num_blocks = _num_blocks(config, max_model_len + num_drafts, block_bytes, device)
     return Limits(
         max_num_seqs=config.runtime.max_num_seqs,
         max_num_batched_tokens=config.runtime.max_num_batched_tokens,
@@ -214,6 +221,7 @@ def _limits(
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_loras=config.runtime.max_loras,
+        query_len=1 + num_drafts,
     )
 
 

@@ -44,7 +44,7 @@ class EngineConfig:
       ``attention`` says which was chosen, and why.
     ``overlap``: Prepare a step while the device runs the previous one: a step's tokens are then
       returned by the next call, and a request that stops at a token runs one step too many. None:
-      on a GPU.
+      on a GPU. Never with speculative decoding, because drafts depend on the tokens before them.
     ``capture``: ``before_serving``: only ``LLMEngine.capture`` captures. ``by_priority``: every
       step first captures at most one missing graph, that of its own batch before others, until
       none is missing; a batch without a graph runs eager. The tokens are the same.
@@ -116,6 +116,7 @@ class Limits:
     ``block_size``: Tokens in a block.
     ``num_blocks``: Blocks of the cache.
     ``max_loras``: Most distinct adapters of running requests.
+    ``query_len``: Tokens of a decoding request in a step: one, and those that are drafted.
     """
 
     max_num_seqs: int
@@ -124,16 +125,22 @@ class Limits:
     block_size: int
     num_blocks: int
     max_loras: int = 0
+    query_len: int = 1
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs > self.max_num_batched_tokens:
+        q = self.query_len
+        if self.max_num_seqs * q > self.max_num_batched_tokens:
+            each = "one token" if q == 1 else f"{q} tokens, {q - 1} of them drafts"
             raise EngineConfigError(
                 "max_num_batched_tokens",
-                expected=f"at least max_num_seqs = {self.max_num_seqs}: each may decode one token",
+                expected=f"at least {self.max_num_seqs * q}: each of max_num_seqs ="
+                f" {self.max_num_seqs} requests may decode {each}",
                 found=str(self.max_num_batched_tokens),
+                do="raise it, or lower max_num_seqs or num_speculative_tokens.",
             )
         largest = self.largest_batch()
-        if self.max_num_seqs > self.num_blocks - 1 or self.max_num_batched_tokens > largest:
+        fewest = self.room(self.max_num_seqs).min()
+        if fewest < q or self.max_num_batched_tokens > largest:
             raise EngineConfigError(
                 "engine limits",
                 expected="a cache and a context that can hold the largest batch",
@@ -145,8 +152,8 @@ class Limits:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest request."""
-        return blocks_for(self.max_model_len, self.block_size)
+        """Blocks of the longest request, drafts after its last token included."""
+        return blocks_for(self.max_model_len + self.query_len - 1, self.block_size)
 
     def room(self, num_reqs: int, num_blocks: int | None = None) -> NDArray[np.int64]:
         """New tokens that each of ``num_reqs`` requests has room for if they share blocks evenly.

@@ -63,6 +63,8 @@ class StepResult(NamedTuple):
     ``uniform``: Whether it was a uniform decode batch.
     ``decision``: What ran, and why.
     ``num_preempted``: Requests that had to give their cache blocks back.
+    ``num_drafts``: Drafts that the step verified.
+    ``num_accepted``: Those accepted; each has saved its request a step.
     """
 
     outputs: tuple[RequestOutput, ...]
@@ -71,6 +73,8 @@ class StepResult(NamedTuple):
     uniform: bool
     decision: Decision | None
     num_preempted: int
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class LLMEngine:
@@ -109,7 +113,8 @@ class LLMEngine:
         self._device = parts.device
         place = parts.device.torch_device
         self._runner = Runner(self.runtime, limits, pinned=place.type == "cuda")
-        self._sampler = Sampler(max_num_seqs=limits.max_num_seqs, device=place)
+        most_rows = limits.max_num_seqs * limits.query_len
+        self._sampler = Sampler(max_rows=most_rows, device=place)
         self._num_added = itertools.count()
         # Launched, oldest first, their tokens not read: at most one between two calls of step, two
         # where a step failed to read the first one's.
@@ -126,6 +131,7 @@ class LLMEngine:
     def max_request_tokens(self) -> int:
         """Most prompt and output tokens of one request: what fits the context, and the cache."""
         in_cache = (self.limits.num_blocks - 1) * self.limits.block_size
+        in_cache -= self.limits.query_len - 1
         return min(self.limits.max_model_len, in_cache)
 
     @classmethod
@@ -322,6 +328,7 @@ class LLMEngine:
         one graph. The requests are then as they were.
         """
         self._require_open()
+        verified = self.scheduler.num_drafted, self.scheduler.num_accepted
         # There are two host storages: of two steps in flight one must end before the next begins.
         while len(self._in_flight) > 1 or (self._in_flight and self.scheduler.would_preempt()):
             self._finish_oldest()
@@ -360,6 +367,8 @@ class LLMEngine:
             uniform=batch.uniform,
             decision=self.runtime.last_decision,
             num_preempted=num_preempted,
+            num_drafts=self.scheduler.num_drafted - verified[0],
+            num_accepted=self.scheduler.num_accepted - verified[1],
         )
 
     def _capture_next(self, batch: ScheduledBatch | None) -> bool:
@@ -398,13 +407,19 @@ class LLMEngine:
         logits, greedy = self._runner.run(
             batch, self.scheduler.input_batch, previous=previous, storage=storage
         )
+        q, requests = batch.query_len, batch.requests
         ends = (batch.starts + batch.query_lens).tolist()
         indices = [
-            end - len(request.prompt_token_ids)
-            for request, end in zip(batch.requests, ends, strict=True)
+            end - len(request.prompt_token_ids) for request, end in zip(requests, ends, strict=True)
         ]
+        if q > 1:
+            # Each position is sampled as if all before it were accepted: its draw is then the one
+            # that decoding token by token makes there.
+            requests = tuple([request for request in requests for _ in range(q)])
+            indices = [index + place for index in indices for place in range(1 - q, 1)]
+            logits, greedy = logits.flatten(0, 1), greedy.flatten()
         tokens = self._sampler.sample(
-            logits, batch.requests, greedy=greedy, indices=indices, storage=storage
+            logits, requests, greedy=greedy, indices=indices, storage=storage
         )
         return LaunchedStep(batch, tokens, storage)
 
@@ -519,10 +534,13 @@ class LLMEngine:
                     storage=self._free_storage(),
                 )
                 # Reading the tokens also waits until the host inputs may be filled again.
-                token_ids = greedy.tolist()
+                token_ids = greedy.flatten().tolist()
                 self._is_launching = False
                 if batch.completes.all():
-                    first, second = logits[0].topk(2).values.double().tolist()
+                    # The next token follows the last one of a prompt, or the one before drafts.
+                    is_prompt = batch.num_drafts is None or batch.num_drafts[0] < 0
+                    row = logits.view(-1, self.vocab_size)[-1 if is_prompt else 0]
+                    first, second = row.topk(2).values.double().tolist()
                     return float(first - second)
                 self.scheduler.update(batch, token_ids)
         finally:

@@ -54,7 +54,7 @@ def load_lora(directory: str | Path, config: ModelConfig, *, max_rank: int = 64)
     with ExitStack() as files:
         stored = dict(open_safetensors(path, files))
 
-        def take(name: str, shape: tuple[int, int]) -> Tensor:
+        def read(name: str, shape: tuple[int, int]) -> Tensor:
             if name not in stored:
                 raise MissingTensorError(
                     f"{path}, tensor {name!r}",
@@ -84,8 +84,8 @@ def load_lora(directory: str | Path, config: ModelConfig, *, max_rank: int = 64)
                 if part.rpartition(".")[2] in targets:
                     name = f"{_PREFIX}model.layers.{layer}.{part}"
                     factors[layer, part] = (
-                        take(f"{name}.lora_A.weight", (rank, in_features)),
-                        take(f"{name}.lora_B.weight", (out, rank)),
+                        read(f"{name}.lora_A.weight", (rank, in_features)),
+                        read(f"{name}.lora_B.weight", (out, rank)),
                     )
         if stored:
             raise AdapterModelError(

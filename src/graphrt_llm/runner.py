@@ -20,7 +20,10 @@ EVERY_GRAPH = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
 
 class StepOutputs(NamedTuple):
-    """The model's result for each request's last token; the next step overwrites it."""
+    """The model's result for each request's last token; the next step overwrites it.
+
+    With speculative decoding, for its last ``query_len`` tokens: a dimension behind the first.
+    """
 
     logits: Tensor
     """[requests, vocab_size]"""

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from graphrt_llm.blocks import blocks_for
 from graphrt_llm.config import Limits
+from graphrt_llm.drafts import ngram_drafts
 from graphrt_llm.errors import (
     OutOfBlocksError,
     PromptTooLongError,
@@ -57,6 +58,10 @@ class ScheduledBatch:
     """Where each request's adapter stands; -1 without one."""
     active_loras: tuple[int, ...] = ()
     """The slots of its distinct adapters."""
+    query_len: int = 1
+    """Tokens of a decoding request: one, then drafts, then padding."""
+    num_drafts: NDArray[np.int64] | None = None
+    """With speculative decoding: the drafts of each request; -1 where it computes a prompt."""
 
     @property
     def num_reqs(self) -> int:
@@ -64,8 +69,10 @@ class ScheduledBatch:
 
     @property
     def uniform(self) -> bool:
-        """True if every request has exactly one new token."""
-        return self.num_tokens == self.num_reqs
+        """True if every request has exactly ``query_len`` new tokens."""
+        if self.query_len == 1:
+            return self.num_tokens == self.num_reqs
+        return bool((self.query_lens == self.query_len).all())
 
 
 class AdapterSlots:
@@ -85,7 +92,7 @@ class AdapterSlots:
         """True if a request with ``adapter`` could start now."""
         return adapter is None or adapter in self.adapters or bool(self._idle)
 
-    def take(self, adapter: object) -> int:
+    def assign(self, adapter: object) -> int:
         """The slot of ``adapter``, one user more; -1 for None."""
         if adapter is None:
             return -1
@@ -119,6 +126,9 @@ class AdapterSlots:
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
 
+    With ``limits.query_len`` above 1 a decoding request also computes drafts, and padding where it
+    has fewer: all of them have blocks, and the tokens that are rejected are overwritten later.
+
     ``schedule`` may be called again without a step in between and then gives the same batch, so a
     step that fails between ``schedule`` and ``update`` is simply repeated.
     """
@@ -127,6 +137,11 @@ class Scheduler:
         self.limits = limits
         self.input_batch = InputBatch(limits)
         self.adapter_slots = AdapterSlots(limits.max_loras)
+        self._num_drafts = limits.query_len - 1
+        self.num_drafted = 0
+        """Drafts that were verified so far."""
+        self.num_accepted = 0
+        """Those that were accepted: each has saved its request a step."""
         self._unfinished: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -177,7 +192,8 @@ class Scheduler:
         # The last token is returned, never fed back, so it needs no room in the cache.
         table = self.input_batch
         num_usable = table.allocator.num_usable
-        if blocks_for(num_prompt + max_tokens - 1, table.block_size) > num_usable:
+        most = num_prompt + max_tokens - 1 + self._num_drafts
+        if blocks_for(most, table.block_size) > num_usable:
             raise PromptTooLongError(
                 f"request {request.request_id!r}",
                 expected=f"prompt and output within the cache of {num_usable} blocks"
@@ -221,7 +237,8 @@ class Scheduler:
         order = order[remaining[order] > 0]
         if not order.size:
             return None
-        asked = remaining[order]
+        decodes = remaining[order] == 1
+        asked = np.where(decodes, self.limits.query_len, remaining[order])
         asked_before = np.cumsum(asked) - asked
         query_lens = np.minimum(asked, self.limits.max_num_batched_tokens - asked_before)
         count = int(np.count_nonzero(query_lens > 0))
@@ -241,6 +258,8 @@ class Scheduler:
             preempted=tuple(preempted),
             lora_slots=lora_slots,
             active_loras=active_loras,
+            query_len=self.limits.query_len,
+            num_drafts=self._draft(rows, decodes[:count]) if self._num_drafts else None,
         )
 
     def would_preempt(self) -> bool:
@@ -251,9 +270,72 @@ class Scheduler:
         return int(np.count_nonzero(self._is_short())) > self.input_batch.allocator.num_free
 
     def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestOutput]:
-        """``advance``, then ``resolve``."""
+        """Store the tokens that a step sampled: one output for each request that got some.
+
+        ``token_ids``: [num_reqs], or [num_reqs * query_len] with speculative decoding: what follows
+        each of the last ``query_len`` new tokens of a request.
+        """
+        if batch.num_drafts is not None:
+            return self._accept(batch, token_ids, batch.num_drafts)
         self.advance(batch)
         return self.resolve(batch, token_ids)
+
+    def _draft(self, rows: NDArray[np.int64], decodes: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Write drafts, then padding, behind the tokens of decoding requests; count the drafts."""
+        table, counts = self.input_batch, np.full(len(rows), -1)
+        for place in np.flatnonzero(decodes).tolist():
+            row = rows[place]
+            known = table.num_tokens[row]
+            # With as many tokens accepted a request has all that it asked for.
+            most = min(self._num_drafts, table.max_num_tokens[row] - known - 1)
+            drafts = ngram_drafts(table.tokens[row, :known], most)
+            behind = table.tokens[row, known : known + self._num_drafts]
+            behind[: len(drafts)] = drafts
+            behind[len(drafts) :] = table.tokens[row, known - 1]
+            counts[place] = len(drafts)
+        return counts
+
+    def _accept(
+        self, batch: ScheduledBatch, token_ids: Sequence[int], num_drafts: NDArray[np.int64]
+    ) -> list[RequestOutput]:
+        """Keep the drafts that equal what was sampled in their place, and the token after them.
+
+        A draft is a single token, so this is rejection sampling: it is accepted with its
+        probability, and otherwise the sample is a draw from what is left of the distribution.
+        """
+        table, q, outputs = self.input_batch, batch.query_len, []
+        for place, request in enumerate(batch.requests):
+            row, count = batch.rows[place], int(num_drafts[place])
+            if self._unfinished.get(request.request_id) is not request:
+                continue
+            if not batch.completes[place]:
+                table.num_computed[row] += batch.query_lens[place]
+                continue
+            sampled = token_ids[place * q : (place + 1) * q]
+            known = int(table.num_tokens[row])
+            if count < 0:
+                new, sampled = 1, sampled[-1:]
+            else:
+                drafts = table.tokens[row, known : known + count].tolist()
+                new = 1 + next((i for i in range(count) if drafts[i] != sampled[i]), count)
+            tokens, reason = [], None
+            for token in sampled[:new]:
+                tokens.append(token)
+                request.output_token_ids.append(token)
+                reason = request.finish_reason()
+                if reason is not None:
+                    break
+            if count >= 0:
+                self.num_drafted += count
+                self.num_accepted += len(tokens) - 1
+            table.num_computed[row] = known + len(tokens) - 1
+            table.tokens[row, known : known + len(tokens)] = tokens
+            table.num_tokens[row] = known + len(tokens)
+            if reason is not None:
+                self._running.remove(request)
+                self._end(request)
+            outputs.append(RequestOutput(request.request_id, tuple(tokens), reason))
+        return outputs
 
     def advance(self, batch: ScheduledBatch) -> None:
         """Count the step's tokens as computed, and make room for those that it samples."""
@@ -296,19 +378,18 @@ class Scheduler:
 
     def _is_short(self) -> NDArray[np.bool_]:
         """Which running requests have no room for their newest token."""
-        table, rows = self.input_batch, self._running_rows()
-        rooms = table.num_blocks[rows] * table.block_size
-        is_short: NDArray[np.bool_] = rooms < table.num_tokens[rows]
-        return is_short
+        return self.input_batch.is_short(self._running_rows())
 
     def _give_blocks(self) -> list[str]:
         """Give every running request room for its newest token, the earliest first."""
         preempted: list[str] = []
         for request in [self._running[i] for i in np.flatnonzero(self._is_short())]:
-            while request.row is not None and not self.input_batch.allocator.num_free:
-                preempted.append(self._preempt_last())
-            if request.row is not None:
-                self.input_batch.add_block(request.row)
+            # Several blocks where several tokens were accepted.
+            while request.row is not None and self.input_batch.is_short(np.array([request.row])):
+                if self.input_batch.allocator.num_free:
+                    self.input_batch.add_block(request.row)
+                else:
+                    preempted.append(self._preempt_last())
         return preempted
 
     def _preempt_last(self) -> str:
@@ -331,7 +412,8 @@ class Scheduler:
         if not self._waiting:
             return
         table, rows = self.input_batch, self._running_rows()
-        asked = int((table.num_tokens[rows] - table.num_computed[rows]).sum())
+        remaining = table.num_tokens[rows] - table.num_computed[rows]
+        asked = int(np.where(remaining == 1, self.limits.query_len, remaining).sum())
         while (
             self._waiting
             and asked < self.limits.max_num_batched_tokens
@@ -345,10 +427,10 @@ class Scheduler:
                 prompt,
                 request.output_token_ids,
                 max_num_tokens=longest,
-                lora_slot=self.adapter_slots.take(request.adapter),
+                lora_slot=self.adapter_slots.assign(request.adapter),
             )
             self._running.append(self._waiting.popleft())
-            asked += request.num_tokens
+            asked += request.num_tokens if request.num_tokens > 1 else self.limits.query_len
 
     def _release_row(self, request: Request) -> None:
         assert request.row is not None, "only a running request has a row"

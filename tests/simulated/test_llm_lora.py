@@ -253,7 +253,7 @@ def test_slots_taken_and_given_back_keep_what_is_used(count, actions):
     slots, users = AdapterSlots(count), []
     for takes, number in actions:
         if takes and slots.has_room(number):
-            users.append((number, slots.take(number)))
+            users.append((number, slots.assign(number)))
         elif takes:
             assert len({name for name, _ in users}) == count
             assert number not in slots.adapters

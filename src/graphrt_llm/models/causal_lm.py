@@ -266,10 +266,10 @@ class CausalLM(nn.Module):
         logits_indices: Tensor,
         lora: LoRAStep | None = None,
     ) -> Tensor:
-        """Logits of the tokens at ``logits_indices``, the last new one of each request.
+        """Logits of the tokens at ``logits_indices``, the last new one of each request, or several.
 
-        Shapes:  ``input_ids``, ``positions`` [tokens] int64; ``logits_indices`` [requests] int64;
-                 result [requests, vocab_size].
+        Shapes:  ``input_ids``, ``positions`` [tokens] int64; ``logits_indices`` [requests] or
+                 [requests, query_len] int64; result [..., vocab_size].
         Dtypes:  the model's, logits too: widening them would cost a pass over the vocabulary.
         ``lora``: the adapters of this step, from ``self.lora.begin``; None: no token has one.
         Effects: keys and values of all tokens are stored in the attention backend's cache.
@@ -289,11 +289,11 @@ class CausalLM(nn.Module):
         scratch = Scratch.like(residual, self.config)
         for layer in self.layers:
             layer(residual, rotation, backend, attn, shared, scratch, lora)
-        last = residual.index_select(0, logits_indices)
+        last = residual.index_select(0, logits_indices.flatten())
         eps, normed = self.config.rms_norm_eps, torch.empty_like(last)
         logits = last.new_empty((last.shape[0], self.config.vocab_size))
         self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None, normed, logits)
-        return logits
+        return logits if logits_indices.dim() == 1 else logits.view(*logits_indices.shape, -1)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the model under its name in a HF checkpoint, tied ones once."""
@@ -327,9 +327,10 @@ class FunctionalLM(nn.Module):
         for layer, slots in zip(model.layers, self.slots, strict=True):
             assert isinstance(layer, DecoderLayer)
             residual = layer.functional(residual, rotation, slots, attn)
-        last = residual.index_select(0, logits_indices)
+        last = residual.index_select(0, logits_indices.flatten())
         normed = F.rms_norm(last, model.norm.shape, model.norm, model.config.rms_norm_eps)
-        return eager.linear(normed, model.lm_head.t(), None)
+        logits = eager.linear(normed, model.lm_head.t(), None)
+        return logits if logits_indices.dim() == 1 else logits.view(*logits_indices.shape, -1)
 
 
 class SplitLM(nn.Module):
