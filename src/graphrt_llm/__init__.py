@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         RequestOutput as RequestOutput,
         SamplingParams as SamplingParams,
     )
+    from graphrt_llm.scheduler import DraftCounts as DraftCounts
     from graphrt_llm.serving import (
         ServeResult as ServeResult,
         ServeStep as ServeStep,
@@ -64,6 +65,7 @@ _NAMES_OF_FILE = {
     "model_config": "Llama3Scaling ModelConfig",
     "models": "CausalLM",
     "request": "FinishReason RequestOutput SamplingParams",
+    "scheduler": "DraftCounts",
     "serving": "ServeResult ServeStep fit_to_context serve",
     "weights": "load_safetensors random_weights",
 }

@@ -47,7 +47,7 @@ from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.request import Request, RequestOutput, SamplingParams
 from graphrt_llm.runner import EVERY_GRAPH, LaunchedStep, Runner
 from graphrt_llm.sampling import Sampler, derive_seed
-from graphrt_llm.scheduler import ScheduledBatch
+from graphrt_llm.scheduler import DraftCounts, ScheduledBatch
 
 
 class StepResult(NamedTuple):
@@ -63,8 +63,6 @@ class StepResult(NamedTuple):
     ``uniform``: Whether it was a uniform decode batch.
     ``decision``: What ran, and why.
     ``num_preempted``: Requests that had to give their cache blocks back.
-    ``num_drafts``: Drafts that the step verified.
-    ``num_accepted``: Those accepted; each has saved its request a step.
     """
 
     outputs: tuple[RequestOutput, ...]
@@ -73,8 +71,6 @@ class StepResult(NamedTuple):
     uniform: bool
     decision: Decision | None
     num_preempted: int
-    num_drafts: int = 0
-    num_accepted: int = 0
 
 
 class LLMEngine:
@@ -230,6 +226,11 @@ class LLMEngine:
         return request_id
 
     @property
+    def drafts(self) -> DraftCounts:
+        """What speculative decoding has drafted and accepted so far; zeros without it."""
+        return self.scheduler.drafts
+
+    @property
     def loras(self) -> tuple[str, ...]:
         """The names of the adapters that requests may name, in the order they were added."""
         return tuple(self._adapters)
@@ -328,7 +329,6 @@ class LLMEngine:
         one graph. The requests are then as they were.
         """
         self._require_open()
-        verified = self.scheduler.num_drafted, self.scheduler.num_accepted
         # There are two host storages: of two steps in flight one must end before the next begins.
         while len(self._in_flight) > 1 or (self._in_flight and self.scheduler.would_preempt()):
             self._finish_oldest()
@@ -367,8 +367,6 @@ class LLMEngine:
             uniform=batch.uniform,
             decision=self.runtime.last_decision,
             num_preempted=num_preempted,
-            num_drafts=self.scheduler.num_drafted - verified[0],
-            num_accepted=self.scheduler.num_accepted - verified[1],
         )
 
     def _capture_next(self, batch: ScheduledBatch | None) -> bool:
@@ -402,8 +400,7 @@ class LLMEngine:
         """Run and sample ``batch`` without waiting for the device."""
         previous = self._in_flight[-1] if self._in_flight else None
         storage = self._free_storage()
-        if batch.active_loras:
-            self._load_adapters()
+        self._load_adapters()
         logits, greedy = self._runner.run(
             batch, self.scheduler.input_batch, previous=previous, storage=storage
         )
@@ -425,9 +422,9 @@ class LLMEngine:
 
     def _load_adapters(self) -> None:
         """Copy adapters that the scheduler has given a slot to it."""
-        assert self._lora is not None, "without adapters no batch has any"
         for place, adapter in enumerate(self.scheduler.adapter_slots.adapters):
             if isinstance(adapter, LoRAAdapter) and adapter is not self._loaded[place]:
+                assert self._lora is not None, "without adapters there are no slots"
                 self._loaded[place] = None
                 self._lora.load(place, adapter)
                 self._loaded[place] = adapter
@@ -514,19 +511,23 @@ class LLMEngine:
         self._unreturned = []
         self._num_preempted = 0
 
-    def top2_margin(self, token_ids: Sequence[int]) -> float:
+    def top2_margin(self, token_ids: Sequence[int], lora: str | None = None) -> float:
         """The difference of the two largest logits after ``token_ids``, computed without graphs.
 
-        Errors: ``EngineStateError`` while requests are unfinished; those of ``add_request``.
+        ``lora``: the name of an adapter. Errors: ``EngineStateError`` while requests are
+        unfinished; those of ``add_request``.
         """
         self._require_idle("top2_margin")
         name = "top2-margin"
         once = SamplingParams(max_tokens=1)
-        self.scheduler.add(Request(name, self._checked_prompt(name, token_ids), once, seed=0))
+        adapter = None if lora is None else self._adapter(lora)
+        prompt = self._checked_prompt(name, token_ids)
+        self.scheduler.add(Request(name, prompt, once, seed=0, adapter=adapter))
         try:
             while True:
                 batch = self.scheduler.schedule()
                 assert batch is not None, "the request that was just added is unfinished"
+                self._load_adapters()
                 logits, greedy = self._runner.run(
                     batch,
                     self.scheduler.input_batch,

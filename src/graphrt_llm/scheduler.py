@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,24 @@ class ScheduledBatch:
         if self.query_len == 1:
             return self.num_tokens == self.num_reqs
         return bool((self.query_lens == self.query_len).all())
+
+
+class DraftCounts(NamedTuple):
+    """Sums over the decode steps of requests, with speculative decoding.
+
+    ``places``: Drafts that would have fitted; where there are fewer, a step computes padding.
+    ``drafted``: Drafts that were verified.
+    ``accepted``: Those accepted: each has saved its request a step.
+    """
+
+    places: int
+    drafted: int
+    accepted: int
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted ones per draft; None without drafts."""
+        return self.accepted / self.drafted if self.drafted else None
 
 
 class AdapterSlots:
@@ -138,10 +157,7 @@ class Scheduler:
         self.input_batch = InputBatch(limits)
         self.adapter_slots = AdapterSlots(limits.max_loras)
         self._num_drafts = limits.query_len - 1
-        self.num_drafted = 0
-        """Drafts that were verified so far."""
-        self.num_accepted = 0
-        """Those that were accepted: each has saved its request a step."""
+        self.drafts = DraftCounts(0, 0, 0)
         self._unfinished: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -326,8 +342,10 @@ class Scheduler:
                 if reason is not None:
                     break
             if count >= 0:
-                self.num_drafted += count
-                self.num_accepted += len(tokens) - 1
+                places, drafted, accepted = self.drafts
+                self.drafts = DraftCounts(
+                    places + q - 1, drafted + count, accepted + len(tokens) - 1
+                )
             table.num_computed[row] = known + len(tokens) - 1
             table.tokens[row, known : known + len(tokens)] = tokens
             table.num_tokens[row] = known + len(tokens)

@@ -99,6 +99,7 @@ def serve(
     step_seconds: float,
     seed: int = 0,
     params: Callable[[int, int], SamplingParams] | None = None,
+    lora_of: Callable[[int], str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[ServeStep], None] | None = None,
 ) -> ServeResult:
@@ -106,8 +107,9 @@ def serve(
 
     ``step_seconds`` is the virtual time of a step; where the engine has nothing to do, the clock
     jumps to the next arrival. ``params(index, num_output_tokens)`` gives a request's sampling
-    parameters; the default is greedy for exactly that many tokens. ``progress(done, total)``
-    follows each step in which requests finished, ``on_step`` each step.
+    parameters; the default is greedy for exactly that many tokens. ``lora_of(index)`` names its
+    adapter; the default is none. ``progress(done, total)`` follows each step in which requests
+    finished, ``on_step`` each step.
 
     An interrupt (Ctrl-C) takes effect between two steps; a second one, at once. If serving ends
     early for any reason, its requests are aborted and the engine can be used again or closed.
@@ -139,7 +141,12 @@ def serve(
                 while num_added < len(requests) and arrivals[num_added] <= clock:
                     num_prompt, num_output = fit.lengths[num_added]
                     prompt = prompt_tokens(seed, num_added, num_prompt, engine.vocab_size)
-                    engine.add_request(prompt, params(num_added, num_output), names[num_added])
+                    engine.add_request(
+                        prompt,
+                        params(num_added, num_output),
+                        names[num_added],
+                        lora=None if lora_of is None else lora_of(num_added),
+                    )
                     num_added += 1
 
                 started = perf_counter()

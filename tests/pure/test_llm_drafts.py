@@ -98,7 +98,7 @@ def test_drafts_verified_give_the_tokens_of_plain_decoding(
         num_steps += 1
         assert num_steps < 400
     assert served == expected
-    assert scheduler.num_accepted <= scheduler.num_drafted
+    assert scheduler.drafts.accepted <= scheduler.drafts.drafted <= scheduler.drafts.places
     assert table.allocator.num_free == table.allocator.num_usable
 
 
@@ -121,7 +121,7 @@ def test_drafts_accepted_save_steps():
         num_steps += 1
         assert start < end
     # One token after the prompt; then the three tokens since the latest place, and one more.
-    assert (num_steps, scheduler.num_drafted, scheduler.num_accepted) == (1 + 5, 15, 15)
+    assert (num_steps, *scheduler.drafts) == (1 + 5, 20, 15, 15)
 
 
 def test_drafts_of_all_requests_must_fit_a_step():

@@ -221,7 +221,7 @@ def test_generate_keeps_the_order_of_its_prompts(expected):
 
 def test_a_step_without_requests_does_nothing():
     with LLMEngine.tiny(engine_config()) as engine:
-        assert engine.step() == ((), 0, 0, False, None, 0, 0, 0)
+        assert engine.step() == ((), 0, 0, False, None, 0)
 
 
 def test_top2_margin_leaves_the_engine_as_it_was(expected):

@@ -96,6 +96,12 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts, generated traffic.")] = 0,
+    loras: Annotated[
+        int, typer.Option(min=0, help="Random adapters (LoRA) that requests use in turns.")
+    ] = 0,
+    speculate: Annotated[
+        int, typer.Option(min=0, help="Tokens that are drafted for a request in each step.")
+    ] = 0,
 ) -> None:
     """Serve one traffic under several graph policies; compare tokens, graphs and times."""
     policies = parse_modes(modes)
@@ -121,6 +127,8 @@ def demo(
             report=None if report == NO_REPORT else report,
             seed=seed,
             level=level,
+            loras=loras,
+            speculate=speculate,
         )
         agreed = run(options, as_json=as_json)
     except GraphrtError as error:
