@@ -28,6 +28,7 @@ from graphrt import (
     Decision,
     Observer,
     Runtime,
+    RuntimeMode,
     RuntimeReport,
     interrupted_between_steps,
 )
@@ -108,7 +109,9 @@ class LLMEngine:
         self._num_missing = len(planned) if parts.captures_by_priority else 0
         self._device = parts.device
         place = parts.device.torch_device
-        self._runner = Runner(self.runtime, limits, pinned=place.type == "cuda")
+        excludes = getattr(parts.attention_backend, "excludes", None)
+        is_pinned = place.type == "cuda"
+        self._runner = Runner(self.runtime, limits, pinned=is_pinned, excludes=excludes)
         most_rows = limits.max_num_seqs * limits.query_len
         self._sampler = Sampler(max_rows=most_rows, device=place)
         self._num_added = itertools.count()
@@ -319,8 +322,12 @@ class LLMEngine:
         tokens = tuple(token for output in late for token in output.new_token_ids)
         return output._replace(new_token_ids=tokens)
 
-    def step(self) -> StepResult:
+    def step(self, *, exclude: frozenset[RuntimeMode] = frozenset()) -> StepResult:
         """Advance the batch by one step: one token for each request that decodes, and prompts.
+
+        ``exclude``: modes that this step may not run, because it does what their graphs do not
+        (it takes the output of an encoder, or returns log-probabilities of prompts). A step for
+        which the attention backend ``excludes`` modes does not run these either.
 
         An engine that captures by priority first captures one missing graph, even if it has nothing
         to launch; such a call returns the tokens of its own step, with ``overlap`` too.
@@ -335,15 +342,15 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         if batch is not None:
             self._num_preempted += len(batch.preempted)
-        has_captured = self._num_missing > 0 and self._capture_next(batch)
+        has_captured = self._num_missing > 0 and self._capture_next(batch, exclude)
         if batch is not None and not self.overlap:
-            token_ids = self._launch(batch).wait()
+            token_ids = self._launch(batch, exclude).wait()
             self._is_launching = False
             self._unreturned += self.scheduler.update(batch, token_ids)
         else:
             if batch is not None:
                 try:
-                    launched = self._launch(batch)
+                    launched = self._launch(batch, exclude)
                 except BaseException:
                     # A replay that failed half-way may have overwritten graph storage, and with it
                     # the tokens in flight: the repeated step takes them from the host.
@@ -369,7 +376,7 @@ class LLMEngine:
             num_preempted=num_preempted,
         )
 
-    def _capture_next(self, batch: ScheduledBatch | None) -> bool:
+    def _capture_next(self, batch: ScheduledBatch | None, exclude: frozenset[RuntimeMode]) -> bool:
         """Capture the graph of ``batch`` if it is missing, or else another; True if one was tried.
 
         A graph whose example needs more blocks than are free waits.
@@ -380,6 +387,7 @@ class LLMEngine:
                 batch.num_tokens,
                 uniform=batch.uniform,
                 num_active_loras=len(batch.active_loras),
+                exclude=exclude,
             )
         is_tried = False
 
@@ -396,13 +404,17 @@ class LLMEngine:
         self._num_missing = self.runtime.capture_next(first=wanted, allow=allow)
         return is_tried
 
-    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
+    def _launch(self, batch: ScheduledBatch, exclude: frozenset[RuntimeMode]) -> LaunchedStep:
         """Run and sample ``batch`` without waiting for the device."""
         previous = self._in_flight[-1] if self._in_flight else None
         storage = self._free_storage()
         self._load_adapters()
         logits, greedy = self._runner.run(
-            batch, self.scheduler.input_batch, previous=previous, storage=storage
+            batch,
+            self.scheduler.input_batch,
+            exclude=exclude,
+            previous=previous,
+            storage=storage,
         )
         q, requests = batch.query_len, batch.requests
         ends = (batch.starts + batch.query_lens).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,8 +110,16 @@ class Runner:
     takes the one that the step in flight has not, so that a launch that fails takes none.
     """
 
-    def __init__(self, runtime: Runtime, limits: Limits, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        limits: Limits,
+        *,
+        pinned: bool,
+        excludes: Callable[[AttentionMetadata], frozenset[RuntimeMode]] | None = None,
+    ) -> None:
         self._runtime = runtime
+        self._excludes = excludes
         self._inputs = [HostInputs(limits, pinned=pinned) for _ in range(2)]
 
     def run(
@@ -132,6 +140,13 @@ class Runner:
         values = inputs.fill(batch, table)
         if previous is not None:
             values = _with_sampled(previous, batch, values, inputs)
+        step_info = AttentionMetadata(
+            batch.query_lens,
+            batch.starts + batch.query_lens,
+            table.block_tables[batch.rows],
+        )
+        if self._excludes is not None:
+            exclude |= self._excludes(step_info)
         outputs: StepOutputs = self._runtime.step(
             values,
             num_tokens=batch.num_tokens,
@@ -139,11 +154,7 @@ class Runner:
             uniform=batch.uniform,
             num_active_loras=len(batch.active_loras),
             exclude=exclude,
-            step_info=AttentionMetadata(
-                batch.query_lens,
-                batch.starts + batch.query_lens,
-                table.block_tables[batch.rows],
-            ),
+            step_info=step_info,
         )
         return outputs
 
