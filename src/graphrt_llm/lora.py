@@ -96,13 +96,13 @@ def linear_maps(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
 class LoRAStep:
     """The adapters of one step, for all layers. Made once a step, inside its graph.
 
-    ``slots`` [count] int64: where they stand. ``absent`` [tokens, count, 1] bool: True where a
-    token does not use one.
+    ``slots`` [count] int64: where they stand; None: every slot, in order, which saves a copy of the
+    weights. ``absent`` [tokens, count, 1] bool: True where a token does not use one.
     """
 
     __slots__ = ("_absent", "_slots", "_weights")
 
-    def __init__(self, weights: LoRAWeights, slots: Tensor, absent: Tensor) -> None:
+    def __init__(self, weights: LoRAWeights, slots: Tensor | None, absent: Tensor) -> None:
         self._weights, self._slots, self._absent = weights, slots, absent
 
     def add(self, projection: str, layer: int, x: Tensor, out: Tensor) -> None:
@@ -112,10 +112,12 @@ class LoRAStep:
         those that a token does not use are cleared in between, at ``rank`` numbers each.
         """
         a, b = self._weights.of(projection, layer)
-        down = torch.mm(x, a.index_select(0, self._slots).flatten(0, 1).t())
+        if self._slots is not None:
+            a, b = a.index_select(0, self._slots), b.index_select(0, self._slots)
+        down = torch.mm(x, a.flatten(0, 1).t())
         # Filled and not multiplied by 0: what another request's adapter makes may be infinite.
-        down.view(len(x), len(self._slots), -1).masked_fill_(self._absent, 0)
-        out.addmm_(down, b.index_select(0, self._slots).flatten(0, 1))
+        down.view(*self._absent.shape[:2], -1).masked_fill_(self._absent, 0)
+        out.addmm_(down, b.flatten(0, 1))
 
 
 class LoRAWeights(nn.Module):
@@ -138,10 +140,11 @@ class LoRAWeights(nn.Module):
         self.max_rank = max_rank
         self._shapes = projection_shapes(config)
         self._num_layers = config.num_layers
-        self._last = max_loras - 1
         # Which adapter stands where is not kept here: graphs hold what a module remembers.
         # Buffers made in inference mode could not be written outside it.
         with torch.inference_mode(False):
+            self.every: Tensor
+            self.register_buffer("every", torch.arange(max_loras, device=device), persistent=False)
             for name, (in_features, out_features) in self._shapes.items():
                 rows = len(out_features) * max_rank
                 for factor, width in (("a", in_features), ("b", sum(out_features))):
@@ -160,8 +163,12 @@ class LoRAWeights(nn.Module):
         ``lora_slots`` [tokens] int64: each token's slot, -1 without an adapter. ``active_loras``
         [count] int64: the slots that they use, each once; the rest ``max_loras``.
         """
+        slots, most = None, len(self.every)
+        if len(active_loras) < most:
+            slots = active_loras.clamp(max=most - 1)
+        else:
+            active_loras = self.every
         absent = lora_slots[:, None] != active_loras
-        slots = active_loras.clamp(max=self._last)
         return LoRAStep(self, slots, absent[:, :, None])
 
     @torch.no_grad()
