@@ -115,6 +115,7 @@ if TYPE_CHECKING:
         capture_table as capture_table,
         check_report_path as check_report_path,
         comparison_table as comparison_table,
+        lora_table as lora_table,
         miss_table as miss_table,
         summarize_runs as summarize_runs,
         write_report as write_report,
@@ -183,7 +184,8 @@ _NAMES_OF_ROOM = {
     """,
     "report": """
         LoggingObserver PolicyRun ProgressBars PrometheusObserver ReportPage RunningHistogram
-        StepMetrics TextRow TextTable capture_table check_report_path comparison_table miss_table
+        StepMetrics TextRow TextTable capture_table check_report_path comparison_table lora_table
+        miss_table
         summarize_runs write_report
     """,
     "runner": """

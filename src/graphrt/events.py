@@ -203,6 +203,8 @@ class Replayed(NamedTuple):
     ``num_padded_tokens``: The captured size that served it.
     ``num_reqs``: Real requests; 0 where the batch has no such axis.
     ``uniform``: Whether it was a uniform decode batch.
+    ``num_active_loras``: Distinct adapters of the batch.
+    ``num_captured_loras``: The captured count that served it, at least as many.
     ``num_ubatches``: Micro-batches it was split into; 1 where it was not.
     ``ubatch_reason``: Why it was not split; None if it was, or where nothing splits steps.
     """
@@ -214,6 +216,8 @@ class Replayed(NamedTuple):
     num_reqs: int
     uniform: bool
     host_us: float
+    num_active_loras: int = 0
+    num_captured_loras: int = 0
     num_ubatches: int = 1
     ubatch_reason: UBatchReason | None = None
 
@@ -224,6 +228,7 @@ class RanEager(NamedTuple):
     ``num_tokens``: Real tokens, without padding.
     ``num_reqs``: Real requests; 0 where the batch has no such axis.
     ``uniform``: Whether it was a uniform decode batch.
+    ``num_active_loras``: Distinct adapters of the batch.
     ``num_ubatches``, ``ubatch_reason``: As in ``Replayed``.
     """
 
@@ -232,6 +237,7 @@ class RanEager(NamedTuple):
     num_reqs: int
     uniform: bool
     host_us: float
+    num_active_loras: int = 0
     num_ubatches: int = 1
     ubatch_reason: UBatchReason | None = None
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from graphrt_llm.config import EngineConfig as EngineConfig, Limits as Limits
     from graphrt_llm.engine import LLMEngine as LLMEngine, StepResult as StepResult
     from graphrt_llm.kv_cache import KVCache as KVCache
+    from graphrt_llm.lora import LoRAAdapter as LoRAAdapter, random_lora as random_lora
+    from graphrt_llm.lora_files import load_lora as load_lora
     from graphrt_llm.model_config import (
         Llama3Scaling as Llama3Scaling,
         ModelConfig as ModelConfig,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         RequestOutput as RequestOutput,
         SamplingParams as SamplingParams,
     )
+    from graphrt_llm.scheduler import DraftCounts as DraftCounts
     from graphrt_llm.serving import (
         ServeResult as ServeResult,
         ServeStep as ServeStep,
@@ -57,9 +60,12 @@ _NAMES_OF_FILE = {
     "config": "EngineConfig Limits",
     "engine": "LLMEngine StepResult",
     "kv_cache": "KVCache",
+    "lora": "LoRAAdapter random_lora",
+    "lora_files": "load_lora",
     "model_config": "Llama3Scaling ModelConfig",
     "models": "CausalLM",
     "request": "FinishReason RequestOutput SamplingParams",
+    "scheduler": "DraftCounts",
     "serving": "ServeResult ServeStep fit_to_context serve",
     "weights": "load_safetensors random_weights",
 }

@@ -40,6 +40,7 @@ from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
 from graphrt_llm.kv_cache import KVCache
+from graphrt_llm.lora import LoRAWeights
 from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.models import CausalLM, SplitLM
 from graphrt_llm.runner import NamedInputs
@@ -76,6 +77,7 @@ class EngineParts(NamedTuple):
     overlap: bool
     captures_by_priority: bool
     ranks: Exchange | None
+    lora: LoRAWeights | None
 
 
 def assemble(
@@ -103,6 +105,15 @@ def assemble(
     device = make_device(config.device, None if started is None else started.local_rank)
     try:
         model = _load(model_config, config, model_dir, device)
+        if config.runtime.max_loras:
+            # Before the cache, which gets the memory that is left.
+            model.lora = LoRAWeights(
+                model_config,
+                max_loras=config.runtime.max_loras,
+                max_rank=config.max_lora_rank,
+                dtype=model.dtype,
+                device=device.torch_device,
+            )
         limits = _limits(model_config, config, model.dtype, device)
         if ranks is not None:
             limits = replace(limits, num_blocks=agree_least(ranks, [limits.num_blocks])[0])
@@ -122,6 +133,13 @@ def assemble(
             device="cuda" if device.name == "cuda" else "simulated",
         )
         is_traced = resolve(config.runtime, facts).plan.level > 0
+        if is_traced and model.lora is not None:
+            raise EngineConfigError(
+                "RuntimeConfig.max_loras",
+                expected="0 at levels 1 to 3: the one trace has no adapters",
+                found=str(config.runtime.max_loras),
+                do="use level 0, which cuts at break points.",
+            )
         split = SplitLM(model, backend) if is_traced else None
         scheduler = Scheduler(limits)
         examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)
@@ -162,9 +180,10 @@ def assemble(
         attention,
         backend,
         seed=config.seed,
-        overlap=is_cuda if config.overlap is None else config.overlap,
+        overlap=is_cuda and limits.query_len == 1 if config.overlap is None else config.overlap,
         captures_by_priority=config.capture == "by_priority",
         ranks=ranks,
+        lora=model.lora,
     )
 
 
@@ -199,23 +218,31 @@ def _limits(
             expected=f"at most the model's context of {longest} tokens",
             found=str(max_model_len),
         )
-    for name in ("num_speculative_tokens", "max_loras"):
-        if getattr(config.runtime, name):
-            raise EngineConfigError(
-                f"RuntimeConfig.{name}",
-                expected="0: this engine has neither speculative decoding nor adapters",
-                found=str(getattr(config.runtime, name)),
-            )
+    num_drafts = config.runtime.num_speculative_tokens
+    if num_drafts and config.overlap:
+        raise EngineConfigError(
+            "EngineConfig.overlap",
+            expected="None or False with speculative decoding: drafts depend on accepted tokens",
+            found=f"True, and num_speculative_tokens = {num_drafts}",
+        )
+    if num_drafts >= max_model_len:
+        raise EngineConfigError(
+            "RuntimeConfig.num_speculative_tokens",
+            expected=f"fewer than the context of {max_model_len} tokens",
+            found=str(num_drafts),
+        )
     num_blocks = config.num_blocks
     if num_blocks is None:
         block_bytes = KVCache.bytes_per_block(model_config, config.block_size, dtype)
-        num_blocks = _num_blocks(config, max_model_len, block_bytes, device)
+        num_blocks = _num_blocks(config, max_model_len + num_drafts, block_bytes, device)
     return Limits(
         max_num_seqs=config.runtime.max_num_seqs,
         max_num_batched_tokens=config.runtime.max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=config.block_size,
         num_blocks=num_blocks,
+        max_loras=config.runtime.max_loras,
+        query_len=1 + num_drafts,
     )
 
 

@@ -25,6 +25,7 @@ CaptureWhen = Literal["before_serving", "by_priority"]
 MOST_MODEL_LEN = 2**28
 MOST_BLOCK_SIZE = 2**16
 MOST_BLOCKS = 2**22
+MOST_LORA_RANK = 2**10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class EngineConfig:
       ``attention`` says which was chosen, and why.
     ``overlap``: Prepare a step while the device runs the previous one: a step's tokens are then
       returned by the next call, and a request that stops at a token runs one step too many. None:
-      on a GPU.
+      on a GPU. Never with speculative decoding, because drafts depend on the tokens before them.
     ``capture``: ``before_serving``: only ``LLMEngine.capture`` captures. ``by_priority``: every
       step first captures at most one missing graph, that of its own batch before others, until
       none is missing; a batch without a graph runs eager. The tokens are the same.
@@ -58,6 +59,8 @@ class EngineConfig:
     ``dtype``: What to compute in; a checkpoint of another floating dtype is cast while it is
       loaded. None: the checkpoint's; float32 if it names none.
     ``load_format``: ``dummy``: random weights, drawn on the device and seeded by ``seed``.
+    ``max_lora_rank``: Largest rank of an adapter: with ``RuntimeConfig.max_loras`` it decides the
+      memory of adapters, which is allocated once.
     """
 
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -72,6 +75,7 @@ class EngineConfig:
     capture: CaptureWhen = "before_serving"
     device: DeviceName = "auto"
     seed: int = 0
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         def check(is_met: bool, name: str, expected: str) -> None:
@@ -84,9 +88,10 @@ class EngineConfig:
             ("max_model_len", MOST_MODEL_LEN),
             ("block_size", MOST_BLOCK_SIZE),
             ("num_blocks", MOST_BLOCKS),
+            ("max_lora_rank", MOST_LORA_RANK),
         ):
             value = getattr(self, name)
-            is_default = value is None and name != "block_size"
+            is_default = value is None and name not in ("block_size", "max_lora_rank")
             is_met = is_default or (type(value) is int and 1 <= value <= most)
             check(is_met, name, f"an integer >= 1, at most {most}")
         check(type(self.seed) is int and 0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
@@ -110,6 +115,8 @@ class Limits:
     ``max_model_len``: Most tokens of one request, prompt and output together.
     ``block_size``: Tokens in a block.
     ``num_blocks``: Blocks of the cache.
+    ``max_loras``: Most distinct adapters of running requests.
+    ``query_len``: Tokens of a decoding request in a step: one, and those that are drafted.
     """
 
     max_num_seqs: int
@@ -117,16 +124,23 @@ class Limits:
     max_model_len: int
     block_size: int
     num_blocks: int
+    max_loras: int = 0
+    query_len: int = 1
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs > self.max_num_batched_tokens:
+        q = self.query_len
+        if self.max_num_seqs * q > self.max_num_batched_tokens:
+            each = "one token" if q == 1 else f"{q} tokens, {q - 1} of them drafts"
             raise EngineConfigError(
                 "max_num_batched_tokens",
-                expected=f"at least max_num_seqs = {self.max_num_seqs}: each may decode one token",
+                expected=f"at least {self.max_num_seqs * q}: each of max_num_seqs ="
+                f" {self.max_num_seqs} requests may decode {each}",
                 found=str(self.max_num_batched_tokens),
+                do="raise it, or lower max_num_seqs or num_speculative_tokens.",
             )
         largest = self.largest_batch()
-        if self.max_num_seqs > self.num_blocks - 1 or self.max_num_batched_tokens > largest:
+        fewest = self.room(self.max_num_seqs).min()
+        if fewest < q or self.max_num_batched_tokens > largest:
             raise EngineConfigError(
                 "engine limits",
                 expected="a cache and a context that can hold the largest batch",
@@ -138,8 +152,8 @@ class Limits:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest request."""
-        return blocks_for(self.max_model_len, self.block_size)
+        """Blocks of the longest request, drafts after its last token included."""
+        return blocks_for(self.max_model_len + self.query_len - 1, self.block_size)
 
     def room(self, num_reqs: int, num_blocks: int | None = None) -> NDArray[np.int64]:
         """New tokens that each of ``num_reqs`` requests has room for if they share blocks evenly.

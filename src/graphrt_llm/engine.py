@@ -29,18 +29,27 @@ from graphrt import (
     Exchange,
     Observer,
     Runtime,
+    RuntimeMode,
     RuntimeReport,
     interrupted_between_steps,
 )
 from graphrt_llm.assembly import TINY_CONFIG, EngineParts, assemble
 from graphrt_llm.attention import AttentionBackend
 from graphrt_llm.config import EngineConfig
-from graphrt_llm.errors import EngineStateError, RequestError
+from graphrt_llm.errors import (
+    AdapterError,
+    AdapterInUseError,
+    EngineStateError,
+    RequestError,
+    UnknownAdapterError,
+)
+from graphrt_llm.lora import LoRAAdapter, random_lora
+from graphrt_llm.lora_files import load_lora
 from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.request import Request, RequestOutput, SamplingParams
 from graphrt_llm.runner import EVERY_GRAPH, LaunchedStep, Runner
 from graphrt_llm.sampling import Sampler, derive_seed
-from graphrt_llm.scheduler import ScheduledBatch
+from graphrt_llm.scheduler import DraftCounts, ScheduledBatch
 
 
 class StepResult(NamedTuple):
@@ -99,13 +108,21 @@ class LLMEngine:
         self._eos_token_ids = frozenset(parts.model_config.eos_token_ids)
         self._seed = parts.seed
         self._ranks = parts.ranks
+        self._model_config = parts.model_config
+        self._lora = parts.lora
+        self._adapters: dict[str, LoRAAdapter] = {}
+        # What stands in each slot on the device; None also while it is written.
+        self._loaded: list[object] = [None] * limits.max_loras
         # Graphs that steps may still capture.
         planned = self.runtime.plan.capture_order
         self._num_missing = len(planned) if parts.captures_by_priority else 0
         self._device = parts.device
         place = parts.device.torch_device
-        self._runner = Runner(self.runtime, limits, pinned=place.type == "cuda")
-        self._sampler = Sampler(max_num_seqs=limits.max_num_seqs, device=place)
+        excludes = getattr(parts.attention_backend, "excludes", None)
+        is_pinned = place.type == "cuda"
+        self._runner = Runner(self.runtime, limits, pinned=is_pinned, excludes=excludes)
+        most_rows = limits.max_num_seqs * limits.query_len
+        self._sampler = Sampler(max_rows=most_rows, device=place)
         self._num_added = itertools.count()
         # Launched, oldest first, their tokens not read: at most one between two calls of step, two
         # where a step failed to read the first one's.
@@ -132,6 +149,7 @@ class LLMEngine:
     def max_request_tokens(self) -> int:
         """Most prompt and output tokens of one request: what fits the context, and the cache."""
         in_cache = (self.limits.num_blocks - 1) * self.limits.block_size
+        in_cache -= self.limits.query_len - 1
         return min(self.limits.max_model_len, in_cache)
 
     @classmethod
@@ -203,11 +221,14 @@ class LLMEngine:
         prompt_token_ids: Sequence[int] | NDArray[np.int64],
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        lora: str | None = None,
     ) -> str:
         """Queue a request and return its id.
 
+        ``lora``: the name of its adapter; None: the model as it is. It waits until fewer than
+        ``max_loras`` other adapters are in use.
         Errors: ``RequestError`` for an empty prompt, a token that the model does not have, or an id
-        in use; ``PromptTooLongError`` if it could never be served.
+        in use; ``PromptTooLongError`` if it could never be served; ``UnknownAdapterError``.
         """
         self._require_open()
         params = SamplingParams() if params is None else params
@@ -224,6 +245,7 @@ class LLMEngine:
             params,
             seed=derive_seed(self._seed, index) if params.seed is None else params.seed,
             stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
+            adapter=None if lora is None else self._adapter(lora),
         )
         if any(output.request_id == request_id for output in self._unreturned):
             raise RequestError(
@@ -234,6 +256,82 @@ class LLMEngine:
             )
         self.scheduler.add(request)
         return request_id
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """What speculative decoding has drafted and accepted so far; zeros without it."""
+        return self.scheduler.drafts
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may name, in the order they were added."""
+        return tuple(self._adapters)
+
+    def add_lora(
+        self, name: str, directory: str | Path | None = None, *, seed: int = 0, rank: int = 8
+    ) -> None:
+        """Let requests name an adapter: that of ``directory`` in PEFT's format, or a random one.
+
+        It is read, and checked, now; any number may be added. An adapter is copied to the device
+        when a request with it starts, into memory that graphs know already: no graph changes.
+        ``seed`` and ``rank`` are those of a random one.
+
+        Errors: ``AdapterError`` and those below it, and ``WeightsError``; nothing is added then.
+        """
+        self._require_open()
+        weights = self._lora
+        if weights is None:
+            raise AdapterError(
+                f"adapter {name!r}",
+                expected="an engine with RuntimeConfig.max_loras above 0",
+                found="one without adapters",
+            )
+        if not isinstance(name, str) or name in self._adapters:
+            raise AdapterError(
+                f"adapter {name!r}",
+                expected="a name that no other adapter has",
+                found=f"{', '.join(map(repr, self._adapters)) or 'a ' + type(name).__name__}",
+                do="remove_lora(name) first, or choose another name.",
+            )
+        if directory is not None:
+            adapter = load_lora(directory, self._model_config, max_rank=weights.max_rank)
+        elif 1 <= rank <= weights.max_rank:
+            adapter = random_lora(self._model_config, rank=rank, seed=seed)
+        else:
+            raise AdapterError(
+                f"adapter {name!r}: rank",
+                expected=f"1 to EngineConfig.max_lora_rank = {weights.max_rank}",
+                found=str(rank),
+            )
+        self._adapters[name] = adapter
+
+    def remove_lora(self, name: str) -> None:
+        """Forget an adapter; its name may be given to another.
+
+        Errors: ``UnknownAdapterError``; ``AdapterInUseError`` while unfinished requests use it.
+        """
+        self._require_open()
+        adapter = self._adapter(name)
+        users = self.scheduler.users_of(adapter)
+        if users:
+            raise AdapterInUseError(
+                f"adapter {name!r}",
+                expected="no unfinished request that uses it",
+                found=f"{len(users)}: {', '.join(users[:4])}",
+                do="let them finish, or abort them, first.",
+            )
+        self.scheduler.adapter_slots.forget(adapter)
+        del self._adapters[name]
+
+    def _adapter(self, name: str) -> LoRAAdapter:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise UnknownAdapterError(
+                f"adapter {name!r}",
+                expected="one that add_lora has added",
+                found=", ".join(map(repr, self._adapters)) or "none was added",
+            )
+        return adapter
 
     def has_unfinished(self) -> bool:
         """True if ``step`` has tokens to compute, or to return because a failed step did not."""
@@ -253,8 +351,12 @@ class LLMEngine:
         tokens = tuple(token for output in late for token in output.new_token_ids)
         return output._replace(new_token_ids=tokens)
 
-    def step(self) -> StepResult:
+    def step(self, *, exclude: frozenset[RuntimeMode] = frozenset()) -> StepResult:
         """Advance the batch by one step: one token for each request that decodes, and prompts.
+
+        ``exclude``: modes that this step may not run, because it does what their graphs do not
+        (it takes the output of an encoder, or returns log-probabilities of prompts). A step for
+        which the attention backend ``excludes`` modes does not run these either.
 
         An engine that captures by priority first captures one missing graph, even if it has nothing
         to launch; such a call returns the tokens of its own step, with ``overlap`` too.
@@ -269,15 +371,15 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         if batch is not None:
             self._num_preempted += len(batch.preempted)
-        has_captured = self._num_missing > 0 and self._capture_next(batch)
+        has_captured = self._num_missing > 0 and self._capture_next(batch, exclude)
         if batch is not None and not self.overlap:
-            token_ids = self._launch(batch).wait()
+            token_ids = self._launch(batch, exclude).wait()
             self._is_launching = False
             self._unreturned += self.scheduler.update(batch, token_ids)
         else:
             if batch is not None:
                 try:
-                    launched = self._launch(batch)
+                    launched = self._launch(batch, exclude)
                 except BaseException:
                     # A replay that failed half-way may have overwritten graph storage, and with it
                     # the tokens in flight: the repeated step takes them from the host.
@@ -304,14 +406,19 @@ class LLMEngine:
             num_preempted=num_preempted,
         )
 
-    def _capture_next(self, batch: ScheduledBatch | None) -> bool:
+    def _capture_next(self, batch: ScheduledBatch | None, exclude: frozenset[RuntimeMode]) -> bool:
         """Capture the graph of ``batch`` if it is missing, or else another; True if one was tried.
 
         A graph whose example needs more blocks than are free waits.
         """
         wanted = None
         if batch is not None:
-            wanted = self.runtime.key_for(batch.num_tokens, uniform=batch.uniform)
+            wanted = self.runtime.key_for(
+                batch.num_tokens,
+                uniform=batch.uniform,
+                num_active_loras=len(batch.active_loras),
+                exclude=exclude,
+            )
         is_tried = False
 
         def allow(key: BatchDescriptor) -> bool:
@@ -327,22 +434,42 @@ class LLMEngine:
         self._num_missing = self.runtime.capture_next(first=wanted, allow=allow)
         return is_tried
 
-    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
+    def _launch(self, batch: ScheduledBatch, exclude: frozenset[RuntimeMode]) -> LaunchedStep:
         """Run and sample ``batch`` without waiting for the device."""
         previous = self._in_flight[-1] if self._in_flight else None
         storage = self._free_storage()
+        self._load_adapters()
         logits, greedy = self._runner.run(
-            batch, self.scheduler.input_batch, previous=previous, storage=storage
+            batch,
+            self.scheduler.input_batch,
+            exclude=exclude,
+            previous=previous,
+            storage=storage,
         )
+        q, requests = batch.query_len, batch.requests
         ends = (batch.starts + batch.query_lens).tolist()
         indices = [
-            end - len(request.prompt_token_ids)
-            for request, end in zip(batch.requests, ends, strict=True)
+            end - len(request.prompt_token_ids) for request, end in zip(requests, ends, strict=True)
         ]
+        if q > 1:
+            # Each position is sampled as if all before it were accepted: its draw is then the one
+            # that decoding token by token makes there.
+            requests = tuple([request for request in requests for _ in range(q)])
+            indices = [index + place for index in indices for place in range(1 - q, 1)]
+            logits, greedy = logits.flatten(0, 1), greedy.flatten()
         tokens = self._sampler.sample(
-            logits, batch.requests, greedy=greedy, indices=indices, storage=storage
+            logits, requests, greedy=greedy, indices=indices, storage=storage
         )
         return LaunchedStep(batch, tokens, storage)
+
+    def _load_adapters(self) -> None:
+        """Copy adapters that the scheduler has given a slot to it."""
+        for place, adapter in enumerate(self.scheduler.adapter_slots.adapters):
+            if isinstance(adapter, LoRAAdapter) and adapter is not self._loaded[place]:
+                assert self._lora is not None, "without adapters there are no slots"
+                self._loaded[place] = None
+                self._lora.load(place, adapter)
+                self._loaded[place] = adapter
 
     def _free_storage(self) -> int:
         """The host storage that the device does not read; the caller ends ``_is_launching``."""
@@ -360,7 +487,10 @@ class LLMEngine:
 
     @overload
     def generate(
-        self, prompts: Sequence[int], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[int],
+        params: SamplingParams | None = None,
+        loras: str | None = None,
     ) -> list[int]: ...
 
     @overload
@@ -368,19 +498,22 @@ class LLMEngine:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        loras: str | Sequence[str | None] | None = None,
     ) -> list[list[int]]: ...
 
     def generate(
         self,
         prompts: Sequence[int] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        loras: str | Sequence[str | None] | None = None,
     ) -> list[int] | list[list[int]]:
         """Serve one prompt, or several at a time, to their ends; returns their output tokens.
 
         ``prompts``: the token ids of one prompt (``[1, 2, 3]`` gives a list of tokens), or several
         prompts (``[[1, 2, 3]]`` gives a list of such lists, in their order). Arrays of 1 or 2
-        dimensions will do. ``params``: one for all, or one for each. If anything fails, all of them
-        are aborted; an interrupt (Ctrl-C) takes effect between two steps.
+        dimensions will do. ``params``: one for all, or one for each. ``loras``: the name of the
+        adapter of all, or of each. If anything fails, all of them are aborted; an interrupt
+        (Ctrl-C) takes effect between two steps.
 
         Errors: ``RequestError`` for what is neither; ``EngineStateError`` while other requests are
         unfinished; those of ``add_request`` and ``step``.
@@ -390,16 +523,19 @@ class LLMEngine:
         if is_single:
             prompts = cast("list[Sequence[int]]", [prompts])
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(
-                "generate",
-                expected=f"sampling parameters for {len(prompts)} prompts",
-                found=f"{len(each)}",
-            )
+        names = [loras] * len(prompts) if loras is None or isinstance(loras, str) else loras
+        for what, given in (("sampling parameters", each), ("names of adapters", names)):
+            if len(given) != len(prompts):
+                raise RequestError(
+                    "generate",
+                    expected=f"{what} for {len(prompts)} prompts",
+                    found=f"{len(given)}",
+                )
         tokens: dict[str, list[int]] = {}
         try:
-            for prompt, its_params in zip(prompts, each, strict=True):
-                tokens[self.add_request(cast("Sequence[int]", prompt), its_params)] = []
+            for prompt, its_params, lora in zip(prompts, each, names, strict=True):
+                ids = cast("Sequence[int]", prompt)
+                tokens[self.add_request(ids, its_params, lora=lora)] = []
             with interrupted_between_steps() as check_interrupt:
                 # With other ranks until none of them has work.
                 goes_on = self._ranks is not None or self.has_unfinished()
@@ -422,10 +558,11 @@ class LLMEngine:
         self._unreturned = []
         self._num_preempted = 0
 
-    def top2_margin(self, token_ids: Sequence[int]) -> float:
+    def top2_margin(self, token_ids: Sequence[int], lora: str | None = None) -> float:
         """The difference of the two largest logits after ``token_ids``, computed without graphs.
 
-        Errors: ``EngineStateError`` while requests are unfinished; those of ``add_request``.
+        ``lora``: the name of an adapter. Errors: ``EngineStateError`` while requests are
+        unfinished; those of ``add_request``.
         """
         self._require_idle("top2_margin")
         if self._ranks is not None:
@@ -436,11 +573,14 @@ class LLMEngine:
             )
         name = "top2-margin"
         once = SamplingParams(max_tokens=1)
-        self.scheduler.add(Request(name, self._checked_prompt(name, token_ids), once, seed=0))
+        adapter = None if lora is None else self._adapter(lora)
+        prompt = self._checked_prompt(name, token_ids)
+        self.scheduler.add(Request(name, prompt, once, seed=0, adapter=adapter))
         try:
             while True:
                 batch = self.scheduler.schedule()
                 assert batch is not None, "the request that was just added is unfinished"
+                self._load_adapters()
                 logits, greedy = self._runner.run(
                     batch,
                     self.scheduler.input_batch,
@@ -448,10 +588,13 @@ class LLMEngine:
                     storage=self._free_storage(),
                 )
                 # Reading the tokens also waits until the host inputs may be filled again.
-                token_ids = greedy.tolist()
+                token_ids = greedy.flatten().tolist()
                 self._is_launching = False
                 if batch.completes.all():
-                    first, second = logits[0].topk(2).values.double().tolist()
+                    # The next token follows the last one of a prompt, or the one before drafts.
+                    is_prompt = batch.num_drafts is None or batch.num_drafts[0] < 0
+                    row = logits.view(-1, self.vocab_size)[-1 if is_prompt else 0]
+                    first, second = row.topk(2).values.double().tolist()
                     return float(first - second)
                 self.scheduler.update(batch, token_ids)
         finally:
@@ -473,6 +616,7 @@ class LLMEngine:
         self._device.close()
         # What refers to weights and cache: ``__getattr__`` answers for it from now on.
         del self.runtime, self.attention_backend, self._runner
+        self._lora = None
         self._device.trim()
 
     def __getattr__(self, name: str) -> Any:

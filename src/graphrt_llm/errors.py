@@ -14,6 +14,10 @@
       EngineStateError                    the engine is closed, or busy where it must be idle
       ModelConfigError                    a model description unreadable or not supported
       AttentionBackendError               no attention backend of this name, or none attached
+      AdapterError                        an adapter (LoRA) that cannot be loaded or applied
+        AdapterModelError                 it was made for another model
+        UnknownAdapterError               no adapter has this name
+        AdapterInUseError                 unfinished requests use it
       WeightsError                        a checkpoint that cannot be loaded
         WeightsFileError                  a file is absent, truncated or unreadable
         MissingTensorError                the checkpoint lacks a tensor of the model
@@ -67,6 +71,22 @@ class ModelConfigError(GraphrtError, ValueError):
 
 class AttentionBackendError(GraphrtError, ValueError):
     """No attention backend has this name, or the model runs without one."""
+
+
+class AdapterError(GraphrtError, ValueError):
+    """An adapter (LoRA) that cannot be loaded or applied. Those loaded before are as they were."""
+
+
+class AdapterModelError(AdapterError):
+    """An adapter was made for another model."""
+
+
+class UnknownAdapterError(AdapterError, KeyError):
+    """No adapter has this name."""
+
+
+class AdapterInUseError(AdapterError):
+    """An adapter cannot be removed, because unfinished requests use it."""
 
 
 class WeightsError(GraphrtError, ValueError):

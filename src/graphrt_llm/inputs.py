@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphrt import BatchDescriptor, BufferSpec, Example, Padding
 from graphrt_llm.attention import AttentionMetadata
-from graphrt_llm.blocks import NULL_BLOCK, BlockAllocator
+from graphrt_llm.blocks import NULL_BLOCK, BlockAllocator, blocks_for
 from graphrt_llm.config import Limits
 from graphrt_llm.errors import OutOfBlocksError
 from graphrt_llm.input_batch import InputBatch
@@ -23,14 +23,29 @@ from graphrt_llm.scheduler import ScheduledBatch
 
 Ints = NDArray[np.int64]
 
+NO_ADAPTER = -1
+
 EXAMPLE_CONTEXT = 256
 """Most cached tokens before the new ones of an example's request: several blocks, still cheap."""
 
 
 def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
-    """The static inputs, all int64."""
+    """The static inputs, all int64. Those of adapters exist where ``max_loras`` permits some:
+
+    ``lora_slots``: [tokens] where a token's adapter stands, -1 without one. ``active_loras``:
+    [max_loras] the slots that they name, each once, then ``max_loras``.
+
+    ``logits_indices``: [requests], or [requests, query_len] with speculative decoding: the last new
+    tokens of each request; its first one stands for those that it has not.
+    """
+    indices = ("requests",) if limits.query_len == 1 else ("requests", limits.query_len)
     null = Padding.fill(0)
     any_token = Padding.fill(0, arbitrary=True)
+    most = limits.max_loras
+    adapters = (
+        BufferSpec("lora_slots", ("tokens",), torch.int64, Padding.fill(NO_ADAPTER)),
+        BufferSpec("active_loras", (most,), torch.int64, Padding.fill(most)),
+    )
     return (
         BufferSpec("input_ids", ("tokens",), torch.int64, any_token),
         BufferSpec("positions", ("tokens",), torch.int64, any_token),
@@ -40,7 +55,8 @@ def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
             "block_tables", ("requests", limits.max_blocks), torch.int64, Padding.fill(NULL_BLOCK)
         ),
         BufferSpec("seq_lens", ("requests",), torch.int64, null),
-        BufferSpec("logits_indices", ("requests",), torch.int64, null),
+        BufferSpec("logits_indices", indices, torch.int64, null),
+        *(adapters if most else ()),
     )
 
 
@@ -54,6 +70,9 @@ class HostInputs:
     def __init__(self, limits: Limits, *, pinned: bool) -> None:
         capacity = {"tokens": limits.max_num_batched_tokens, "requests": limits.max_num_seqs}
         self._block_size = limits.block_size
+        self._max_loras = limits.max_loras
+        self._query_len = limits.query_len
+        self._last_position = limits.max_model_len - 1
         self._tensors: dict[str, Tensor] = {}
         self._arrays: dict[str, Ints] = {}
         self._axis: dict[str, str] = {}
@@ -62,7 +81,7 @@ class HostInputs:
             tensor = torch.zeros(shape, dtype=spec.dtype, pin_memory=pinned)
             self._tensors[spec.name] = tensor
             self._arrays[spec.name] = tensor.numpy()
-            self._axis[spec.name] = spec.axes[0]
+            self._axis[spec.name] = next(iter(spec.axes), "")
         self._sources = torch.zeros(
             limits.max_num_batched_tokens, dtype=torch.int64, pin_memory=pinned
         )
@@ -80,7 +99,16 @@ class HostInputs:
             table.tokens[batch.rows[owners], positions],
             table.block_tables[batch.rows],
             self._block_size,
+            self._query_len,
         )
+        if self._query_len > 1:
+            # Padding may lie behind the context, where there is no rotation.
+            values["positions"] = np.minimum(positions, self._last_position)
+        if self._max_loras:
+            active = batch.active_loras
+            values["lora_slots"] = batch.lora_slots[owners]
+            unused = [self._max_loras] * (self._max_loras - len(active))
+            values["active_loras"] = np.array([*active, *unused])
         for name, array in values.items():
             self._arrays[name][: len(array)] = array
         if not batch.uniform:
@@ -98,7 +126,7 @@ class HostInputs:
         return sources
 
     def _views(self, num_tokens: int, num_reqs: int) -> Mapping[str, Tensor]:
-        size = {"tokens": num_tokens, "requests": num_reqs}
+        size = {"tokens": num_tokens, "requests": num_reqs, "": self._max_loras}
         return {name: t[: size[self._axis[name]]] for name, t in self._tensors.items()}
 
 
@@ -110,8 +138,13 @@ def _values(
     input_ids: Ints,
     block_tables: Ints,
     block_size: int,
+    query_len: int,
 ) -> dict[str, Ints]:
     """One step's inputs by name, in the order of ``input_specs``."""
+    last = query_lens.cumsum() - 1
+    if query_len > 1:
+        first = last - query_lens + 1
+        last = np.maximum(last[:, None] + np.arange(1 - query_len, 1), first[:, None])
     blocks = block_tables[owners, positions // block_size]
     return {
         "input_ids": input_ids,
@@ -120,7 +153,7 @@ def _values(
         "token_requests": owners,
         "block_tables": block_tables,
         "seq_lens": ends,
-        "logits_indices": query_lens.cumsum() - 1,
+        "logits_indices": last,
     }
 
 
@@ -152,7 +185,7 @@ class Examples:
     def __call__(self, sizes: Mapping[str, int], seed: int) -> Example:
         """Random valid inputs of exactly these ``sizes``: new "tokens" of so many "requests".
 
-        If there are as many tokens as requests, each decodes one; otherwise lengths are random, so
+        If each request can have ``query_len`` tokens, it decodes; otherwise lengths are random, so
         that decodes and chunks of prompts are mixed. Another ``seed`` gives other lengths and
         contents. No two tokens are written to one slot, so the result does not depend on the order
         of writes. Before its new tokens a request reads what the cache happens to contain.
@@ -179,16 +212,22 @@ class Examples:
 
         rng = np.random.default_rng((seed, num_tokens, num_reqs))
         spare = limits.room(num_reqs, len(blocks)) - 1
+        is_uniform = num_tokens == num_reqs * limits.query_len
         query_lens = 1 + rng.multivariate_hypergeometric(
             spare, num_tokens - num_reqs, method="marginals"
         )
+        if is_uniform:
+            query_lens[:] = limits.query_len
 
         # New tokens start on a block, so that they need no more blocks than the request's share.
         size, longest = limits.block_size, limits.max_model_len
         most_blocks = np.minimum(longest - query_lens, EXAMPLE_CONTEXT) // size
         starts = size * rng.integers(0, most_blocks + 1)
-        inside = rng.integers(0, size, num_reqs)
-        starts += np.where((query_lens == 1) & (starts + inside < longest), inside, 0)
+        # Those of equally many tokens begin anywhere in a block that leaves room for them.
+        same = limits.query_len if is_uniform else 1
+        inside = rng.integers(0, -same % size + 1, num_reqs)
+        fits = (query_lens == same) & (starts + inside + same <= longest)
+        starts += np.where(fits, inside, 0)
 
         tables = np.full((num_reqs, limits.max_blocks), NULL_BLOCK)
         ends = starts + query_lens
@@ -203,7 +242,12 @@ class Examples:
 
         owners, positions = expand(starts, query_lens)
         input_ids = rng.integers(0, self._vocab_size, num_tokens)
-        values = _values(query_lens, ends, owners, positions, input_ids, tables, size)
+        q = limits.query_len
+        values = _values(query_lens, ends, owners, positions, input_ids, tables, size, q)
+        if limits.max_loras:
+            # All adapters at once: a graph of fewer takes the first of them, in any order.
+            values["active_loras"] = rng.permutation(limits.max_loras)
+            values["lora_slots"] = rng.integers(NO_ADAPTER, limits.max_loras, num_reqs)[owners]
         return Example(
             {name: torch.from_numpy(array) for name, array in values.items()},
             step_info=AttentionMetadata(query_lens, ends, tables),
@@ -212,5 +256,9 @@ class Examples:
     def _blocks_needed(self, num_tokens: int, num_reqs: int) -> int:
         sizes = (num_tokens, num_reqs)
         if sizes not in self._num_needed:
-            self._num_needed[sizes] = self._limits.blocks_needed(num_tokens, num_reqs)
+            needed = self._limits.blocks_needed(num_tokens, num_reqs)
+            if num_tokens == num_reqs * self._limits.query_len:
+                each = blocks_for(self._limits.query_len, self._limits.block_size)
+                needed = max(needed, num_reqs * each)
+            self._num_needed[sizes] = needed
         return self._num_needed[sizes]

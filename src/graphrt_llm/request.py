@@ -130,6 +130,8 @@ class Request:
     row: int | None = None
     """In ``InputBatch``; None while it waits."""
     num_preemptions: int = 0
+    adapter: object = None
+    """Its ``LoRAAdapter``, which only what computes looks into; None: the model as it is."""
 
     @property
     def num_tokens(self) -> int:

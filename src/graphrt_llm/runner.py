@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphrt import Runtime, RuntimeMode
+from graphrt import Runtime, RuntimeMode, get_forward_context
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
 from graphrt_llm.config import Limits
 from graphrt_llm.input_batch import InputBatch
@@ -20,7 +20,10 @@ EVERY_GRAPH = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
 
 class StepOutputs(NamedTuple):
-    """The model's result for each request's last token; the next step overwrites it."""
+    """The model's result for each request's last token; the next step overwrites it.
+
+    With speculative decoding, for its last ``query_len`` tokens: a dimension behind the first.
+    """
 
     logits: Tensor
     """[requests, vocab_size]"""
@@ -78,10 +81,26 @@ class NamedInputs(nn.Module):
         block_tables: Tensor,
         seq_lens: Tensor,
         logits_indices: Tensor,
+        lora_slots: Tensor | None = None,
+        active_loras: Tensor | None = None,
     ) -> StepOutputs:
         attention = AttentionInputs(slot_mapping, token_requests, block_tables, seq_lens)
-        logits: Tensor = self.model(input_ids, positions, attention, logits_indices)
+        inputs = (input_ids, positions, attention, logits_indices)
+        logits: Tensor
+        if lora_slots is None or active_loras is None or not (count := _num_adapters()):
+            logits = self.model(*inputs)
+        else:
+            weights: Any = self.model.lora
+            adapters = weights.begin(lora_slots, active_loras[:count])
+            logits = self.model(*inputs, adapters)
         return StepOutputs(logits, logits.argmax(-1))
+
+
+def _num_adapters() -> int:
+    """How many adapters the key of this step has."""
+    context = get_forward_context()
+    key = None if context is None else context.batch_descriptor
+    return 0 if key is None else key.num_active_loras
 
 
 class Runner:
@@ -91,8 +110,16 @@ class Runner:
     takes the one that the step in flight has not, so that a launch that fails takes none.
     """
 
-    def __init__(self, runtime: Runtime, limits: Limits, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        limits: Limits,
+        *,
+        pinned: bool,
+        excludes: Callable[[AttentionMetadata], frozenset[RuntimeMode]] | None = None,
+    ) -> None:
         self._runtime = runtime
+        self._excludes = excludes
         self._inputs = [HostInputs(limits, pinned=pinned) for _ in range(2)]
 
     def run(
@@ -113,17 +140,21 @@ class Runner:
         values = inputs.fill(batch, table)
         if previous is not None:
             values = _with_sampled(previous, batch, values, inputs)
+        step_info = AttentionMetadata(
+            batch.query_lens,
+            batch.starts + batch.query_lens,
+            table.block_tables[batch.rows],
+        )
+        if self._excludes is not None:
+            exclude |= self._excludes(step_info)
         outputs: StepOutputs = self._runtime.step(
             values,
             num_tokens=batch.num_tokens,
             num_reqs=batch.num_reqs,
             uniform=batch.uniform,
+            num_active_loras=len(batch.active_loras),
             exclude=exclude,
-            step_info=AttentionMetadata(
-                batch.query_lens,
-                batch.starts + batch.query_lens,
-                table.block_tables[batch.rows],
-            ),
+            step_info=step_info,
         )
         return outputs
 

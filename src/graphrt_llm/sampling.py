@@ -84,13 +84,13 @@ class Sampler:
     There are two such memories, because the device may still read that of the previous call.
     """
 
-    def __init__(self, *, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
         self._device = device
         pinned = device.type == "cuda"
         self._staging = [
             (
-                torch.empty(max_num_seqs, 3, dtype=torch.int64, pin_memory=pinned),
-                torch.empty(max_num_seqs, 2, dtype=torch.float64, pin_memory=pinned),
+                torch.empty(max_rows, 3, dtype=torch.int64, pin_memory=pinned),
+                torch.empty(max_rows, 2, dtype=torch.float64, pin_memory=pinned),
             )
             for _ in range(2)
         ]

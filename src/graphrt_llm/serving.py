@@ -99,6 +99,7 @@ def serve(
     step_seconds: float,
     seed: int = 0,
     params: Callable[[int, int], SamplingParams] | None = None,
+    lora_of: Callable[[int], str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[ServeStep], None] | None = None,
 ) -> ServeResult:
@@ -106,8 +107,9 @@ def serve(
 
     ``step_seconds`` is the virtual time of a step; where the engine has nothing to do, the clock
     jumps to the next arrival. ``params(index, num_output_tokens)`` gives a request's sampling
-    parameters; the default is greedy for exactly that many tokens. ``progress(done, total)``
-    follows each step in which requests finished, ``on_step`` each step.
+    parameters; the default is greedy for exactly that many tokens. ``lora_of(index)`` names its
+    adapter; the default is none. ``progress(done, total)`` follows each step in which requests
+    finished, ``on_step`` each step.
 
     Of an engine with several ranks each is given all requests, and serves every ``world``-th of
     them; ``progress`` counts these, and ``tokens`` are theirs. Idle ranks step with the others.
@@ -144,8 +146,12 @@ def serve(
                 while num_seen < len(requests) and arrivals[num_seen] <= clock:
                     if num_seen in names:
                         num_prompt, num_output = fit.lengths[num_seen]
-                        prompt = prompt_tokens(seed, num_seen, num_prompt, engine.vocab_size)
-                        engine.add_request(prompt, params(num_seen, num_output), names[num_seen])
+                        engine.add_request(
+                            prompt_tokens(seed, num_seen, num_prompt, engine.vocab_size),
+                            params(num_seen, num_output),
+                            names[num_seen],
+                            lora=None if lora_of is None else lora_of(num_seen),
+                        )
                     num_seen += 1
 
                 started = perf_counter()

@@ -117,7 +117,7 @@ def _open_checkpoint(directory: Path, files: ExitStack) -> Mapping[str, _Stored]
             found="no such directory" if present is None else ", ".join(present[:8]) or "no files",
             do="name the directory of a checkpoint in safetensors form.",
         )
-    return dict(_open_file(directory / SINGLE, files))
+    return dict(open_safetensors(directory / SINGLE, files))
 
 
 def _open_sharded(directory: Path, files: ExitStack) -> Mapping[str, _Stored]:
@@ -137,7 +137,7 @@ def _open_sharded(directory: Path, files: ExitStack) -> Mapping[str, _Stored]:
             raise WeightsFileError(
                 str(index), expected="names of files beside the index", found=repr(shard)
             )
-        opened[shard] = dict(_open_file(directory / shard, files))
+        opened[shard] = dict(open_safetensors(directory / shard, files))
     for name, shard in shard_of.items():
         if name not in opened[shard]:
             raise MissingTensorError(
@@ -148,7 +148,11 @@ def _open_sharded(directory: Path, files: ExitStack) -> Mapping[str, _Stored]:
     return {name: opened[shard][name] for name, shard in shard_of.items()}
 
 
-def _open_file(path: Path, files: ExitStack) -> Iterator[tuple[str, _Stored]]:
+def open_safetensors(path: Path, files: ExitStack) -> Iterator[tuple[str, _Stored]]:
+    """Every tensor of one file by name, unread; it stays open until ``files`` is left.
+
+    Errors: ``WeightsFileError``.
+    """
     try:
         # The reader of the format would wait for whoever writes into a pipe.
         open_regular(path).close()

@@ -37,8 +37,8 @@ def registry() -> CollectorRegistry:
     for _ in range(3):
         observe(Replayed(RuntimeMode.FULL, Reason.PADDED, 3, 4, 3, True, 150.0))
     observe(Replayed(RuntimeMode.FULL, Reason.PADDED, 7, 8, 7, True, 90.0))
-    observe(Replayed(RuntimeMode.PIECEWISE, Reason.HIT, 16, 16, 2, False, 400.0))
-    observe(RanEager(Reason.ABOVE_MAX, 90, 2, False, 10e6))
+    observe(Replayed(RuntimeMode.PIECEWISE, Reason.HIT, 16, 16, 2, False, 400.0, 3, 4))
+    observe(RanEager(Reason.ABOVE_MAX, 90, 2, False, 10e6, 3))
     for size in (8, 4):
         observe(captured(RuntimeMode.FULL, size, graphs=1))
     observe(CaptureFailed("model", RuntimeMode.FULL, KEY, "GraphMemoryError", "no room"))
@@ -55,6 +55,9 @@ def registry() -> CollectorRegistry:
     [
         ("graphrt_steps_total", {"mode": "FULL", "reason": "PADDED", "uniform": "true"}, 4),
         ("graphrt_steps_total", {"mode": "NONE", "reason": "ABOVE_MAX", "uniform": "false"}, 1),
+        ("graphrt_lora_steps_total", {"live": "0", "captured": "0"}, 4),
+        ("graphrt_lora_steps_total", {"live": "3", "captured": "4"}, 1),
+        ("graphrt_lora_steps_total", {"live": "3", "captured": "eager"}, 1),
         ("graphrt_tokens_total", {"mode": "FULL"}, 16),
         ("graphrt_padding_tokens_total", {"mode": "FULL"}, 4),
         ("graphrt_padding_tokens_total", {"mode": "NONE"}, 0),

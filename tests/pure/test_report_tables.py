@@ -74,6 +74,7 @@ def test_the_json_fields_are_those_of_the_contract() -> None:
         "capture_seconds": 0.5,
         "graph_bytes": 2 * 1536,
         "seconds": 1.0,
+        "lora_steps": {},
     }
 
 

@@ -80,8 +80,9 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "report",
         "modes",
         "compiled",
+        "speculation",
     }
-    assert printed["compiled"] == {}
+    assert printed["compiled"] == printed["speculation"] == {}
     assert printed["report"] == str(tmp_path / "here.html")
     assert list(printed["modes"]) == ["NONE", "FULL_AND_PIECEWISE"]
     assert set(printed["modes"]["NONE"]) == {
@@ -99,7 +100,38 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "step_us_p50",
         "step_time_ratio_to_none",
         "seconds",
+        "lora_steps",
     }
+
+
+def test_adapters_and_drafts_are_served_and_reported(run: Run, tmp_path: Path) -> None:
+    options = ("--loras", "2", "--speculate", "2", "--modes", "NONE,FULL_AND_PIECEWISE")
+    result = run("--json", "--requests", "9", *options)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["tokens_identical"]
+    for name, found in printed["modes"].items():
+        counted = found["lora_steps"]
+        assert sum(sum(by.values()) for by in counted.values()) == found["steps"]
+        assert set(counted) <= {"0", "1", "2"}
+        served = {captured for by in counted.values() for captured in by}
+        assert served >= ({"eager"} if name == "NONE" else {"1", "2"})
+        told = printed["speculation"][name]
+        assert 0 <= told["accepted"] <= told["drafted"]
+        assert told["request_steps_saved"] == told["accepted"]
+    page = (tmp_path / "graphrt-report.html").read_text(encoding="utf-8")
+    for words in ("drafts were accepted", "2 random adapters", "Padding by axis", "captured"):
+        assert words in page
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(("--speculate", "9"), "num_speculative_tokens"), (("--loras", "5000"), "max_loras")],
+)
+def test_more_drafts_or_adapters_than_possible_exit_2(run: Run, options, named) -> None:
+    result = run(*options)
+    assert result.exit_code == 2, result.output
+    assert named in result.stderr
 
 
 def test_no_report_is_written_where_none_is_asked(run: Run, tmp_path: Path) -> None:

@@ -172,12 +172,6 @@ def test_an_engine_that_fails_to_start_closes_its_device(monkeypatch):
     assert len(closed) == 2
 
 
-@pytest.mark.parametrize("option", ["num_speculative_tokens", "max_loras"])
-def test_unsupported_runtime_options_are_refused(option):
-    with pytest.raises(EngineConfigError, match=option):
-        LLMEngine.tiny(engine_config(**{option: 1}))
-
-
 def test_generate_serves_one_prompt_as_a_list_of_its_tokens(expected):
     with LLMEngine.tiny(engine_config()) as engine:
         prompt = FIRST.prompt

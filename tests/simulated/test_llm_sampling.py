@@ -30,7 +30,7 @@ def request(seed: int = 0, num_outputs: int = 0, **params) -> Request:
 
 
 def sample(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    sampler = Sampler(max_num_seqs=len(requests), device=torch.device("cpu"))
+    sampler = Sampler(max_rows=len(requests), device=torch.device("cpu"))
     indices = [len(request.output_token_ids) for request in requests]
     return sampler.sample(logits, requests, greedy=logits.argmax(-1), indices=indices).tolist()
 
@@ -45,7 +45,7 @@ def test_the_greedy_token_is_the_lowest_id_among_equals():
     inputs = dict.fromkeys(spec.name for spec in input_specs(LIMITS))
     outputs = model(**inputs)
     assert outputs.tokens.tolist() == [1, 0]
-    sampler = Sampler(max_num_seqs=2, device=torch.device("cpu"))
+    sampler = Sampler(max_rows=2, device=torch.device("cpu"))
     tokens = sampler.sample(logits, [request()] * 2, greedy=outputs.tokens, indices=[0, 0])
     assert tokens is outputs.tokens
 

@@ -253,6 +253,13 @@ class StepKind(NamedTuple):
     """The captured size that served the step; None for eager steps, which have none."""
     reason: Reason
     uniform: bool
+    num_active_loras: int = 0
+    num_captured_loras: int | None = None
+    """The captured count of adapters that served the step; None for eager steps."""
+
+
+_Kind = tuple[RuntimeMode, int | None, Reason, bool, int, int | None]
+"""The fields of a ``StepKind``: a step compares a plain tuple."""
 
 
 class StepCounts(NamedTuple):
@@ -394,6 +401,19 @@ class Metrics:
                 found[kind.num_padded_tokens] = before.plus(counts)
         return dict(sorted(found.items()))
 
+    def by_lora_count(self) -> dict[tuple[int, int | None], StepCounts]:
+        """Steps by (live, captured) count of adapters, ascending; captured is None if eager.
+
+        Empty if no step had an adapter.
+        """
+        if not any(kind.num_active_loras for kind in self.steps):
+            return {}
+        found: dict[tuple[int, int | None], StepCounts] = {}
+        for kind, counts in self.steps.items():
+            name = kind.num_active_loras, kind.num_captured_loras
+            found[name] = found.get(name, StepCounts()).plus(counts)
+        return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or 0)))
+
     def miss_reasons(self) -> dict[Reason, int]:
         """Eager steps by reason, most frequent first; they sum to the steps of mode NONE."""
         found = Counter[Reason]()
@@ -426,7 +446,7 @@ class StepMetrics:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[RuntimeMode, int | None, Reason, bool], list[int]] = {}
+        self._steps: dict[_Kind, list[int]] = {}
         self._host_us = [RunningHistogram() for _ in RuntimeMode]
         self._series = RunningTokenSeries()
         self._captures: dict[RuntimeMode, CaptureTotals] = {}
@@ -440,20 +460,24 @@ class StepMetrics:
 
     def __call__(self, event: Event, /) -> None:
         if isinstance(event, Replayed):
-            mode, reason, num_tokens, num_padded_tokens, _, uniform, host_us, split, why = event
-            self._count_step((mode, num_padded_tokens, reason, uniform), num_tokens, host_us)
+            mode, reason, num_tokens, padded, _, uniform, host_us, live, captured, split, why = (
+                event
+            )
+            kind: _Kind = (mode, padded, reason, uniform, live, captured)
+            self._count_step(kind, num_tokens, host_us)
             if why is not None or split != 1:
                 self._count_split(why)
             return
         if isinstance(event, RanEager):
-            reason, num_tokens, _, uniform, host_us, split, why = event
-            self._count_step((RuntimeMode.NONE, None, reason, uniform), num_tokens, host_us)
+            reason, num_tokens, _, uniform, host_us, live, split, why = event
+            kind = (RuntimeMode.NONE, None, reason, uniform, live, None)
+            self._count_step(kind, num_tokens, host_us)
             if why is not None or split != 1:
                 self._count_split(why)
             return
         match event:
             case Captured():
-                captured = CaptureTotals(
+                totals = CaptureTotals(
                     programs=1,
                     graphs=event.num_graphs,
                     eager_segments=event.num_eager,
@@ -464,7 +488,7 @@ class StepMetrics:
                     static_output_bytes=event.static_output_bytes,
                 )
                 before = self._captures.get(event.mode, CaptureTotals())
-                self._captures[event.mode] = before.plus(captured)
+                self._captures[event.mode] = before.plus(totals)
             case KeysChanged(owner=owner):
                 self._keys[owner] = event
             case CaptureFailed(error=error):
@@ -486,7 +510,7 @@ class StepMetrics:
 
     def _count_step(
         self,
-        kind: tuple[RuntimeMode, int | None, Reason, bool],
+        kind: _Kind,
         num_tokens: int,
         host_us: float,
     ) -> None:
@@ -509,8 +533,10 @@ class StepMetrics:
         """The numbers so far, as a value that later events do not change."""
         # dict() copies in one step of the interpreter: safe beside a thread that counts.
         steps = {}
-        for (mode, size, reason, uniform), (num_steps, num_tokens) in dict(self._steps).items():
-            steps[StepKind(mode, size, reason, uniform)] = StepCounts(
+        for facts, (num_steps, num_tokens) in dict(self._steps).items():
+            kind = StepKind(*facts)
+            _, size, _, uniform, *_ = kind
+            steps[kind] = StepCounts(
                 steps=num_steps,
                 uniform_steps=num_steps if uniform else 0,
                 num_tokens=num_tokens,

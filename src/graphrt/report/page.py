@@ -19,6 +19,7 @@ from graphrt.report.tables import (
     TextTable,
     capture_table,
     comparison_table,
+    lora_table,
     miss_table,
 )
 
@@ -104,7 +105,12 @@ def render_report(page: ReportPage) -> str:
         page=page,
         comparison=comparison_table(page.runs),
         plots=_plots(page.runs),
-        tables=[miss_table(page.runs), capture_table(page.runs), *page.tables],
+        tables=[
+            miss_table(page.runs),
+            lora_table(page.runs),
+            capture_table(page.runs),
+            *page.tables,
+        ],
     )
     return text
 

@@ -99,6 +99,16 @@ def _families(metrics: Metrics) -> Iterator[Metric]:
         "graphrt_padding_tokens", "Tokens added to fill a captured size.", "mode", padding
     )
 
+    adapters = CounterMetricFamily(
+        "graphrt_lora_steps",
+        "Steps by adapters of the batch, and by the captured count that served it.",
+        labels=("live", "captured"),
+    )
+    for (live, served), step_counts in metrics.by_lora_count().items():
+        captured_count = "eager" if served is None else str(served)
+        adapters.add_metric((str(live), captured_count), step_counts.steps)
+    yield adapters
+
     host_seconds = HistogramMetricFamily(
         "graphrt_step_host_seconds", "Host time of a step.", labels=("mode",)
     )

@@ -70,6 +70,8 @@ class PolicySummary:
     step_time_ratio_to_none: float | None
     """Median step time over that of the baseline: below 1 is faster. None without a baseline."""
     seconds: float
+    lora_steps: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Steps by live count of adapters, then by the captured one, or "eager"; empty without."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,6 +96,10 @@ def _summary(run: PolicyRun, median: float | None, baseline: float | None) -> Po
     metrics = run.metrics
     by_mode = sorted(metrics.by_mode().items(), reverse=True)
     captured = metrics.captures_of_all()
+    lora_steps: dict[str, dict[str, int]] = {}
+    for (live, served), counts in metrics.by_lora_count().items():
+        by_captured = lora_steps.setdefault(str(live), {})
+        by_captured["eager" if served is None else str(served)] = counts.steps
     return PolicySummary(
         steps=metrics.total().steps,
         runtime_modes={mode.name: counts.steps for mode, counts in by_mode},
@@ -111,6 +117,7 @@ def _summary(run: PolicyRun, median: float | None, baseline: float | None) -> Po
         step_us_p50=median,
         step_time_ratio_to_none=median / baseline if median and baseline else None,
         seconds=run.seconds,
+        lora_steps=lora_steps,
     )
 
 
@@ -292,6 +299,22 @@ def miss_table(runs: Sequence[PolicyRun]) -> TextTable:
     rows = [TextRow(reason.name, (reason.meaning,)) for reason in eager_reasons(runs)]
     return TextTable(
         title="Why steps ran eager", columns=("meaning",), rows=tuple(rows), is_numeric=False
+    )
+
+
+def lora_table(runs: Sequence[PolicyRun]) -> TextTable:
+    """How many adapters steps had, and the captured count that served them; no rows without."""
+    rows = []
+    for run in runs:
+        for (live, captured), counts in run.metrics.by_lora_count().items():
+            served = "eager" if captured is None else str(captured)
+            cells = (str(live), served, f"{counts.steps:,}")
+            rows.append(TextRow(run.name, cells))
+    return TextTable(
+        title="Adapters of a step",
+        columns=("live", "captured", "steps"),
+        rows=tuple(rows),
+        note="A step is served by the smallest captured count that its adapters fit.",
     )
 
 

@@ -427,17 +427,17 @@ class Runtime:
             host_us = (perf_counter_ns() - started) / 1000
             # Other than decided, where the step found out that something had been replaced.
             mode, key, reason = runner.last_decision or decision
+            shape = (num_reqs, uniform, host_us, num_active_loras)
             observer(
-                RanEager(reason, num_tokens, num_reqs, uniform, host_us, key.num_ubatches, why)
+                RanEager(reason, num_tokens, *shape, key.num_ubatches, why)
                 if mode is _EAGER
                 else Replayed(
                     mode,
                     reason,
                     num_tokens,
                     key.num_tokens,
-                    num_reqs,
-                    uniform,
-                    host_us,
+                    *shape,
+                    key.num_active_loras,
                     key.num_ubatches,
                     why,
                 )
@@ -500,6 +500,7 @@ class Runtime:
             if found.reason is _NOT_CAPTURED_YET:
                 self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, found)
         return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why
+
     def step_idle(self, step_info: Any = None) -> bool:
         """Take part in a step of the other ranks without a batch; False if no rank has one.
 

@@ -82,7 +82,9 @@ class AttentionBackend(Protocol):
     For each step the engine calls ``prepare``, then ``begin``, then ``forward`` for each layer; in
     a replay ``forward`` runs for the eager segments of a PIECEWISE program only. Memory that a
     graph reads may neither grow nor move. A backend is a ``graphrt.Resource``, whose optional
-    methods are called too. ``register_attention_backend`` makes it known by name.
+    methods are called too. So is ``excludes(step_info)``: the ``RuntimeMode`` members whose graphs
+    cannot serve this step (FULL, where a step's own plan has other kernels, as that of cascade
+    attention). ``register_attention_backend`` makes it known by name.
     """
 
     @property

@@ -109,6 +109,12 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts, generated traffic.")] = 0,
+    loras: Annotated[
+        int, typer.Option(min=0, help="Random adapters (LoRA) that requests use in turns.")
+    ] = 0,
+    speculate: Annotated[
+        int, typer.Option(min=0, help="Tokens that are drafted for a request in each step.")
+    ] = 0,
 ) -> None:
     """Serve one traffic under several graph policies; compare tokens, graphs and times.
 
@@ -144,6 +150,8 @@ def demo(
             report=None if report == NO_REPORT else report,
             seed=seed,
             level=level,
+            loras=loras,
+            speculate=speculate,
         )
         with _exchange(started) as exchange:
             agreed = run(options, as_json=as_json, ranks=exchange)
@@ -260,7 +268,7 @@ def _print(
     report: Path | None,
     parts: Sequence[Mapping[str, Any]] | None,
 ) -> None:
-    from graphrt import capture_table, comparison_table, miss_table
+    from graphrt import capture_table, comparison_table, lora_table, miss_table
     from graphrt_llm.demo.ranks import in_words
     from graphrt_llm.demo.report import findings, lead
 
@@ -272,7 +280,8 @@ def _print(
     for sentence in () if parts is None else in_words(parts):
         console.print(Text(sentence))
     console.print()
-    for table in (comparison_table(runs), miss_table(runs), capture_table(runs)):
+    for make_table in (comparison_table, miss_table, lora_table, capture_table):
+        table = make_table(runs)
         if table.rows:
             console.print(table)
     if report is not None:

@@ -19,6 +19,7 @@ from graphrt import (
 )
 from graphrt_llm.comparison import TokenComparison, compare_tokens
 from graphrt_llm.engine import LLMEngine
+from graphrt_llm.scheduler import DraftCounts
 from graphrt_llm.serving import fit_to_context, prompt_tokens, serve
 
 TIE_TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.06, "bfloat16": 0.25}
@@ -48,6 +49,12 @@ class Load(NamedTuple):
     """Virtual time of a step."""
     seed: int
     """Of the prompts."""
+    loras: tuple[str, ...] = ()
+    """The adapters that requests name, in turns; every so many requests one has none."""
+
+    def lora_of(self, index: int) -> str | None:
+        """The adapter of a request, by its number."""
+        return (None, *self.loras)[index % (len(self.loras) + 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +72,8 @@ class Outcome:
     """Factor that made the traffic's lengths fit the context."""
     num_cut: int
     """Requests that were still too long after scaling, and were cut."""
+    drafts: DraftCounts
+    """What was drafted, with speculative decoding."""
 
 
 def compare_policies(
@@ -117,11 +126,12 @@ def _serve_policy(
         load.requests,
         step_seconds=load.step_seconds,
         seed=load.seed,
+        lora_of=load.lora_of,
         progress=partial(phases.serving, mode),
         on_step=lambda step: step_us.add(1e6 * step.seconds),
     )
     # Taken before the comparison, which may step the engine again.
-    snapshot = metrics.snapshot()
+    snapshot, drafts = metrics.snapshot(), engine.drafts
 
     fit = fit_to_context(load.requests, engine.max_request_tokens)
     expected = result.tokens if reference is None else reference
@@ -131,7 +141,8 @@ def _serve_policy(
             return math.inf  # Nobody computes it: ranks run together only.
         length = fit.lengths[request][0]
         prompt = prompt_tokens(load.seed, request, length, engine.vocab_size)
-        return engine.top2_margin([*prompt, *expected[request][:position]])
+        known = [*prompt, *expected[request][:position]]
+        return engine.top2_margin(known, load.lora_of(request))
 
     return Outcome(
         run=PolicyRun(
@@ -147,4 +158,5 @@ def _serve_policy(
         max_request_tokens=engine.max_request_tokens,
         scale=result.scale,
         num_cut=result.num_cut,
+        drafts=drafts,
     )

@@ -47,6 +47,7 @@ def as_json(
         "ties": _ties(outcomes),
         "report": None if report is None else str(report),
         "modes": {name: summary.as_dict() for name, summary in summaries.items()},
+        "speculation": {o.run.name: _speculation(o) for o in outcomes if o.drafts.places},
         "compiled": {o.run.name: _compiled(o.runtime.compile) for o in _compiled_ones(outcomes)},
     }
 
@@ -60,6 +61,7 @@ def as_page(setting: Setting, outcomes: Sequence[Outcome]) -> ReportPage:
         runs=[outcome.run for outcome in outcomes],
         tables=[
             _plans(outcomes),
+            _padding(outcomes),
             _pieces(outcomes),
             _adjustments(outcomes),
             _failures(outcomes),
@@ -98,6 +100,21 @@ def findings(outcomes: Sequence[Outcome]) -> list[str]:
             f"The model was traced once and cut into {found['pieces']} pieces, of which "
             f"{found['compiled_pieces']} are compiled and {found['unique_pieces']} differ; this "
             f"took {found['compile_seconds']:.2f} s under {outcome.run.name}."
+        )
+    num_drafts = first.runtime.resolved.plan.query_len - 1
+    if num_drafts:
+        _, drafted, accepted = first.drafts
+        rate = first.drafts.acceptance_rate or 0.0
+        sentences.append(
+            f"With up to {num_drafts} drafts a step, {accepted:,} of {drafted:,} drafts were "
+            f"accepted ({rate:.1%}): so many steps of single requests were saved. Preparing steps "
+            "ahead is off, because drafts depend on the tokens before them."
+        )
+    max_loras = first.runtime.resolved.plan.max_loras
+    if max_loras:
+        sentences.append(
+            f"{max_loras} random adapters, which requests use in turns; one of {max_loras + 1} "
+            "requests has none."
         )
     if first.runtime.device == "simulated":
         sentences.append(
@@ -173,6 +190,44 @@ def _pieces(outcomes: Sequence[Outcome]) -> TextTable:
         rows=tuple(rows),
         note="One trace serves every size. Pieces that are not compiled run eagerly: attention.",
     )
+
+
+def _speculation(outcome: Outcome) -> dict[str, Any]:
+    drafts = outcome.drafts
+    return {
+        "drafted": drafts.drafted,
+        "accepted": drafts.accepted,
+        "acceptance_rate": drafts.acceptance_rate,
+        "request_steps_saved": drafts.accepted,
+        "padded_places": drafts.places - drafts.drafted,
+    }
+
+
+def _padding(outcomes: Sequence[Outcome]) -> TextTable:
+    """How much of what graphs computed was padding, for each axis that is padded."""
+    rows = []
+    for outcome in outcomes:
+        loras = outcome.run.metrics.by_lora_count()
+        captured = sum((served or 0) * counts.steps for (_, served), counts in loras.items())
+        live = sum(n * counts.steps for (n, served), counts in loras.items() if served is not None)
+        drafts = outcome.drafts
+        cells = (
+            f"{outcome.run.metrics.total().padding_percent:.1f} %",
+            _percent(captured - live, captured),
+            _percent(drafts.places - drafts.drafted, drafts.places),
+        )
+        rows.append(TextRow(outcome.run.name, cells))
+    return TextTable(
+        title="Padding by axis",
+        columns=("tokens", "adapters", "drafts"),
+        rows=tuple(rows),
+        note="Tokens: beside the batch's. Adapters: of the captured counts that served. Drafts: "
+        "places of decoding requests for which there was none.",
+    )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def _adjustments(outcomes: Sequence[Outcome]) -> TextTable:

@@ -53,6 +53,10 @@ class Options(NamedTuple):
     seed: int
     level: int = 0
     """Of compilation."""
+    loras: int = 0
+    """Random adapters."""
+    speculate: int = 0
+    """Drafts of a request in a step."""
 
 
 class Prepared(NamedTuple):
@@ -95,7 +99,10 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
         dtype = options.dtype or described.checkpoint_dtype or "float32"
     config = EngineConfig(
         runtime=RuntimeConfig(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_loras=options.loras,
+            num_speculative_tokens=options.speculate,
         ),
         max_model_len=min(described.max_position_embeddings, LONGEST_CONTEXT),
         dtype=dtype,
@@ -104,25 +111,32 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
         seed=options.seed,
     )
 
+    loras = tuple(f"adapter-{number}" for number in range(options.loras))
+
     def make_engine(
         mode: CUDAGraphMode, observer: Observer, level: int = options.level
     ) -> LLMEngine:
         sizes: tuple[int, ...] | None = None if mode is CUDAGraphMode.NONE else CAPTURE_SIZES
         if mode is CUDAGraphMode.FULL_DECODE_ONLY:
             # Larger ones would serve nothing: such a batch has a token of each request.
-            sizes = tuple(size for size in CAPTURE_SIZES if size <= MAX_NUM_SEQS)
+            most = MAX_NUM_SEQS * (1 + options.speculate)
+            sizes = tuple(size for size in CAPTURE_SIZES if size <= most)
         wanted: Any = level
         compilation = CompilationConfig(
             level=wanted, cudagraph_mode=mode, cudagraph_capture_sizes=sizes
         )
         asked = replace(config, runtime=replace(config.runtime, compilation=compilation))
         if options.model is None:
-            return LLMEngine.tiny(asked, observer=observer, ranks=ranks)
-        return LLMEngine.from_model_dir(options.model, asked, observer=observer, ranks=ranks)
+            engine = LLMEngine.tiny(asked, observer=observer, ranks=ranks)
+        else:
+            engine = LLMEngine.from_model_dir(options.model, asked, observer=observer, ranks=ranks)
+        for number, name in enumerate(loras):
+            engine.add_lora(name, seed=number)
+        return engine
 
     return Prepared(
         setting=Setting(trace, len(requests), model, dtype, options.seed, STEP_SECONDS),
-        load=Load(requests, STEP_SECONDS, options.seed),
+        load=Load(requests, STEP_SECONDS, options.seed, loras),
         make_engine=make_engine,
         make_uncompiled=partial(make_engine, level=0) if options.level else None,
         tie_tolerance=TIE_TOLERANCE[dtype],

@@ -38,6 +38,10 @@ def norm_gate(
     gated: Tensor,
 ) -> None:
     norm_linear(x, norm, eps, weight, bias, normed, gate_up)
+    apply_gate(gate_up, gated)
+
+
+def apply_gate(gate_up: Tensor, gated: Tensor) -> None:
     gate, up = gate_up.chunk(2, -1)
     torch.mul(F.silu(gate), up, out=gated)
 

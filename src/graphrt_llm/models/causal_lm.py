@@ -25,6 +25,7 @@ from graphrt_llm.attention import (
 )
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kernels import Kernels, choose_kernels
+from graphrt_llm.lora import LoRAStep, LoRAWeights
 from graphrt_llm.model_config import ModelConfig
 
 Device = torch.device | str
@@ -147,20 +148,38 @@ class DecoderLayer(nn.Module):
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
         scratch: Scratch,
+        lora: LoRAStep | None = None,
     ) -> None:
         """Update ``residual`` [tokens, hidden_size] in place."""
         kernels = self.kernels
         normed, qkv, heads, attended, attended_rows, gate_up, gated = scratch
         norm = self.attention_norm
-        kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
+        if lora is None:
+            kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
+        else:
+            # Adapters read the normed rows, which the kernels need not write.
+            rows = F.rms_norm(residual, norm.shape, norm, self.eps)
+            eager.linear(rows, *self.qkv.matrix, qkv)
+            lora.add("qkv", self.index, rows, qkv)
         slots = backend.cache.slots[self.index]
         kernels.rotate_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         attend(backend, self.index, heads, attn, shared, out=attended)
         kernels.add_linear(residual, attended_rows, *self.attention_out.matrix)
+        if lora is not None:
+            lora.add("attention_out", self.index, attended_rows, residual)
 
-        norm = self.mlp_norm
-        kernels.norm_gate(residual, norm, self.eps, *self.gate_up.matrix, normed, gate_up, gated)
+        norm, matrix = self.mlp_norm, self.gate_up.matrix
+        if lora is None:
+            kernels.norm_gate(residual, norm, self.eps, *matrix, normed, gate_up, gated)
+        else:
+            # They add before the gate, which the kernels may apply inside the product.
+            rows = F.rms_norm(residual, norm.shape, norm, self.eps)
+            eager.linear(rows, *matrix, gate_up)
+            lora.add("gate_up", self.index, rows, gate_up)
+            eager.apply_gate(gate_up, gated)
         kernels.add_linear(residual, gated, *self.down.matrix)
+        if lora is not None:
+            lora.add("down", self.index, gated, residual)
 
     def functional(
         self, residual: Tensor, rotation: Tensor, slots: Tensor, attn: AttentionInputs
@@ -221,6 +240,8 @@ class CausalLM(nn.Module):
         self.dtype = dtype
         self.kernels = choose_kernels(dtype, torch.device(device))
         self.attention: AttentionBackend | None = None
+        self.lora: LoRAWeights | None = None
+        """Memory of adapters, for an engine that serves some."""
         # Parameters made in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.embedding = _parameter((config.vocab_size, config.hidden_size), dtype, device)
@@ -243,12 +264,14 @@ class CausalLM(nn.Module):
         positions: Tensor,
         attn: AttentionInputs,
         logits_indices: Tensor,
+        lora: LoRAStep | None = None,
     ) -> Tensor:
-        """Logits of the tokens at ``logits_indices``, the last new one of each request.
+        """Logits of the tokens at ``logits_indices``, the last new one of each request, or several.
 
-        Shapes:  ``input_ids``, ``positions`` [tokens] int64; ``logits_indices`` [requests] int64;
-                 result [requests, vocab_size].
+        Shapes:  ``input_ids``, ``positions`` [tokens] int64; ``logits_indices`` [requests] or
+                 [requests, query_len] int64; result [..., vocab_size].
         Dtypes:  the model's, logits too: widening them would cost a pass over the vocabulary.
+        ``lora``: the adapters of this step, from ``self.lora.begin``; None: no token has one.
         Effects: keys and values of all tokens are stored in the attention backend's cache.
         Errors:  ``AttentionBackendError`` without a backend.
         """
@@ -265,12 +288,12 @@ class CausalLM(nn.Module):
         shared = backend.begin(positions, attn)
         scratch = Scratch.like(residual, self.config)
         for layer in self.layers:
-            layer(residual, rotation, backend, attn, shared, scratch)
-        last = residual.index_select(0, logits_indices)
+            layer(residual, rotation, backend, attn, shared, scratch, lora)
+        last = residual.index_select(0, logits_indices.flatten())
         eps, normed = self.config.rms_norm_eps, torch.empty_like(last)
         logits = last.new_empty((last.shape[0], self.config.vocab_size))
         self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None, normed, logits)
-        return logits
+        return logits if logits_indices.dim() == 1 else logits.view(*logits_indices.shape, -1)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the model under its name in a HF checkpoint, tied ones once."""
@@ -304,9 +327,10 @@ class FunctionalLM(nn.Module):
         for layer, slots in zip(model.layers, self.slots, strict=True):
             assert isinstance(layer, DecoderLayer)
             residual = layer.functional(residual, rotation, slots, attn)
-        last = residual.index_select(0, logits_indices)
+        last = residual.index_select(0, logits_indices.flatten())
         normed = F.rms_norm(last, model.norm.shape, model.norm, model.config.rms_norm_eps)
-        return eager.linear(normed, model.lm_head.t(), None)
+        logits = eager.linear(normed, model.lm_head.t(), None)
+        return logits if logits_indices.dim() == 1 else logits.view(*logits_indices.shape, -1)
 
 
 class SplitLM(nn.Module):

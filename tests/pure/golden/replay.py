@@ -1,4 +1,7 @@
-"""Replay a trace under each config and write down every decision; run it to write the file anew."""
+"""Replay a trace under each config, and batches under a pairwise selection of configs.
+
+Every decision is written down. Run it to write the files anew.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,31 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
+from graphrt.batch import RuntimeMode
 from graphrt.cli.files import read_config
 from graphrt.cli.json_output import of_decision, of_resolved
-from graphrt.config import Plan, resolve
+from graphrt.config import (
+    AttentionSupport,
+    CompilationConfig,
+    Facts,
+    Plan,
+    Resolved,
+    RuntimeConfig,
+    resolve,
+)
 from graphrt.dispatch import CUDAGraphDispatcher
+from graphrt.errors import ConfigError
 from graphrt.planner import TraceRequest, read_trace
 
 FOLDER = Path(__file__).resolve().parent
 TRACE = FOLDER / "trace.jsonl"
 CONFIGS = FOLDER / "configs.json"
 DECISIONS = FOLDER / "decisions.jsonl"
+PAIRWISE = FOLDER / "pairwise.jsonl"
 STEP_S = 0.05
 LONGEST_PROMPT, LONGEST_OUTPUT = 1_000, 100
 """Longer ones are cut, so that the replay stays small."""
@@ -80,5 +96,75 @@ def replay() -> str:
     return "\n".join(lines) + "\n"
 
 
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "mode": ("PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
+    "q": (1, 2, 3, 5),
+    "lora_capture": ("each", "powers_of_two", "max_only"),
+    "specialize": (True, False),
+    "support": ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"),
+    "exclude": ((), ("FULL",), ("FULL", "PIECEWISE")),
+}
+# Not multiples of any q; counts between the captured ones.
+SIZES, MAX_NUM_SEQS, MAX_LORAS = (1, 2, 4, 7, 10, 16, 23, 32), 6, 5
+
+
+def pairwise_cases() -> list[dict[str, Any]]:
+    """Few cases in which every two values of two factors meet: the best of all, one by one."""
+    names = list(FACTORS)
+    every = [dict(zip(names, values, strict=True)) for values in product(*FACTORS.values())]
+    pairs_of = [{((a, case[a]), (b, case[b])) for a, b in combinations(names, 2)} for case in every]
+    missing, chosen = set().union(*pairs_of), []
+    while missing:
+        best = max(range(len(every)), key=lambda place: len(pairs_of[place] & missing))
+        missing -= pairs_of[best]
+        chosen.append(every[best])
+    return chosen
+
+
+def resolve_case(case: dict[str, Any]) -> Resolved:
+    compilation = CompilationConfig(
+        cudagraph_mode=case["mode"],
+        cudagraph_capture_sizes=SIZES,
+        cudagraph_specialize_lora=case["specialize"],
+    )
+    config = RuntimeConfig(
+        compilation=compilation,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=40,
+        num_speculative_tokens=case["q"] - 1,
+        max_loras=MAX_LORAS,
+        lora_capture=case["lora_capture"],
+    )
+    return resolve(config, Facts(attention_support=AttentionSupport[case["support"]]))
+
+
+def batches(q: int) -> Iterator[tuple[int, bool, int]]:
+    """Tokens, uniform and adapters: every uniform batch and every mixed one, up to one too many."""
+    for loras in (0, 1, 3, MAX_LORAS):
+        yield from ((count * q, True, loras) for count in range(1, 2 * MAX_NUM_SEQS))
+        yield from ((tokens, False, loras) for tokens in range(1, SIZES[-1] + 2))
+
+
+def replay_pairwise() -> str:
+    """Return the file: each case of the selection, then a line a batch."""
+    lines = []
+    for case in pairwise_cases():
+        try:
+            resolved = resolve_case(case)
+        except ConfigError as error:
+            lines.append(json.dumps({**case, "error": type(error).__name__}))
+            continue
+        told = of_resolved(resolved)
+        del told["capture_order"]
+        lines.append(json.dumps({**case, "resolved": told}))
+        dispatcher = CUDAGraphDispatcher(resolved.plan)
+        exclude = frozenset(RuntimeMode[name] for name in case["exclude"])
+        for batch in batches(case["q"]):
+            decision = of_decision(dispatcher.dispatch(*batch, exclude))
+            lines.append(json.dumps([*batch, *decision.values()]))
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
+    PAIRWISE.write_text(replay_pairwise(), encoding="utf-8")
     DECISIONS.write_text(replay(), encoding="utf-8")

@@ -1,0 +1,277 @@
+"""Adapters in the engine: equal to merged weights, served by the fitting count, swapped live."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from llm_adapters import merge, record_logits
+from llm_traffic import MODES, engine_config, prompt
+
+from graphrt import CompilationConfig, RanEager, Reason, Replayed, RuntimeConfig
+from graphrt_llm import EngineConfig, FinishReason, LLMEngine, ModelConfig, SamplingParams
+from graphrt_llm.config import Limits
+from graphrt_llm.errors import AdapterError, AdapterInUseError, EngineConfigError, GraphrtError
+from graphrt_llm.lora import random_lora
+from graphrt_llm.request import Request
+from graphrt_llm.scheduler import AdapterSlots, Scheduler
+
+MAX_LORAS = 3
+NUM_ADAPTERS = 4
+FOUR = SamplingParams(max_tokens=4)
+LIMITS = Limits(
+    max_num_seqs=4,
+    max_num_batched_tokens=12,
+    max_model_len=20,
+    block_size=4,
+    num_blocks=17,
+    max_loras=1,
+)
+
+
+def lora_config(
+    mode: str, policy: str = "powers_of_two", specialize: bool = True, **changes
+) -> EngineConfig:
+    config = engine_config(mode, max_loras=MAX_LORAS, lora_capture=policy)
+    sizes = None if mode == "NONE" else [4, 12]
+    compilation = replace(
+        config.runtime.compilation,
+        cudagraph_specialize_lora=specialize,
+        cudagraph_capture_sizes=sizes,
+    )
+    runtime = replace(config.runtime, compilation=compilation)
+    return replace(config, runtime=runtime, dtype="float32", **changes)
+
+
+@cache
+def reference(adapter: int | None, seed: int, length: int) -> tuple[list[int], torch.Tensor]:
+    """Tokens and logits [tokens, vocab] of one request alone, with the adapter in the weights."""
+    with LLMEngine.tiny(replace(engine_config("NONE"), dtype="float32")) as engine:
+        if adapter is not None:
+            merge(engine, random_lora(ModelConfig.tiny(), seed=adapter))
+        logits = record_logits(engine)
+        tokens = engine.generate([prompt(seed, length)], FOUR)[0]
+        return tokens, torch.stack(logits["request-0"])
+
+
+requests = st.lists(
+    st.tuples(st.none() | st.integers(0, NUM_ADAPTERS - 1), st.integers(0, 2), st.just(5)),
+    min_size=1,
+    max_size=6,
+)
+CASES = [
+    case
+    for case in product(MODES, ("each", "powers_of_two", "max_only"), (True, False))
+    # Without count 0, where both kinds of FULL keys are met.
+    if case == ("NONE", "each", True) or (case[0] != "NONE" and (case[2] or "FULL_" not in case[0]))
+]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    made: dict[tuple[str, str, bool], LLMEngine] = {}
+
+    def get(*case) -> LLMEngine:
+        if case not in made:
+            engine = made[case] = LLMEngine.tiny(lora_config(*case))
+            for number in range(NUM_ADAPTERS):
+                engine.add_lora(f"adapter {number}", seed=number)
+            engine.capture()
+        return made[case]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_a_mix_of_adapters_equals_merged_weights(case, engines):
+    engine = engines(*case)
+    logits = record_logits(engine)
+
+    @settings(max_examples=3, deadline=None)
+    @given(mix=requests)
+    def check(mix):
+        logits.clear()
+        names = [
+            engine.add_request(
+                prompt(seed, length), FOUR, lora=None if which is None else f"adapter {which}"
+            )
+            for which, seed, length in mix
+        ]
+        tokens = {name: [] for name in names}
+        while engine.has_unfinished():
+            for output in engine.step().outputs:
+                tokens[output.request_id] += output.new_token_ids
+        for name, (which, seed, length) in zip(names, mix, strict=True):
+            expected, expected_logits = reference(which, seed, length)
+            assert tokens[name] == expected
+            torch.testing.assert_close(
+                torch.stack(logits[name]), expected_logits, rtol=0, atol=1e-4
+            )
+
+    check()
+
+
+EIGHT = EngineConfig(
+    runtime=RuntimeConfig(
+        compilation=CompilationConfig(cudagraph_capture_sizes=[8, 16]),
+        max_num_seqs=16,
+        max_num_batched_tokens=16,
+        max_loras=8,
+    ),
+    max_model_len=32,
+    block_size=4,
+    num_blocks=80,
+    device="simulated",
+    dtype="float64",
+    overlap=False,
+)
+
+
+def test_eight_slots_serve_each_batch_by_the_next_count():
+    events = []
+    with LLMEngine.tiny(EIGHT, observer=events.append) as engine:
+        assert engine.runtime.plan.lora_counts == (0, 1, 2, 4, 8)
+        engine.capture()
+        rng = random.Random(0)
+        addresses = {name: b.data_ptr() for name, b in engine._lora.named_buffers()}
+        for number in range(9):
+            engine.add_lora(str(number), seed=number)
+        load = []
+        for index in range(60):
+            which = rng.choice([None, *engine.loras])
+            load.append((prompt(index, rng.randint(1, 3)), which))
+        expected = alone(load)
+        events.clear()
+        found = engine.generate(
+            [tokens for tokens, _ in load], FOUR, loras=[which for _, which in load]
+        )
+        assert found == expected
+        steps = [event for event in events if isinstance(event, Replayed | RanEager)]
+        live = {step.num_active_loras for step in steps}
+        assert live >= {3, 5, 6, 7, 8}, live
+        for step in steps:
+            assert isinstance(step, Replayed), step
+            fitting = min(n for n in (0, 1, 2, 4, 8) if n >= step.num_active_loras)
+            assert step.num_captured_loras == fitting
+        assert addresses == {name: b.data_ptr() for name, b in engine._lora.named_buffers()}
+        engine.runtime.check_externals()
+        assert not engine.runtime.report().missing
+
+
+@cache
+def merged(which: int | None) -> LLMEngine:
+    engine = LLMEngine.tiny(replace(EIGHT, runtime=replace(EIGHT.runtime, max_loras=0)))
+    if which is not None:
+        merge(engine, random_lora(ModelConfig.tiny(), seed=which))
+    return engine
+
+
+def alone(load) -> list[list[int]]:
+    return [
+        merged(None if which is None else int(which)).generate([tokens], FOUR)[0]
+        for tokens, which in load
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_adapter_swapped_while_others_run_serves_its_tokens(overlap):
+    long = SamplingParams(max_tokens=12)
+    stays, changes = prompt(0, 4), prompt(1, 4)
+    kept, old, new = (
+        merged(n).generate([p], long)[0] for n, p in ((0, stays), (1, changes), (2, changes))
+    )
+    config = replace(EIGHT, runtime=replace(EIGHT.runtime, max_loras=2), overlap=overlap)
+    with LLMEngine.tiny(config) as engine:
+        engine.capture()
+        engine.add_lora("stays", seed=0)
+        engine.add_lora("changes", seed=1)
+        tokens = {"stays": [], "old": [], "new": []}
+        engine.add_request(stays, long, "stays", lora="stays")
+        engine.add_request(changes, SamplingParams(max_tokens=3), "old", lora="changes")
+        while engine.has_unfinished():
+            for output in engine.step().outputs:
+                tokens[output.request_id] += output.new_token_ids
+                if output.request_id == "old" and output.finish_reason is FinishReason.LENGTH:
+                    engine.remove_lora("changes")
+                    engine.add_lora("changes", seed=2)
+                    engine.add_request(changes, long, "new", lora="changes")
+        assert tokens == {"stays": kept, "old": old[:3], "new": new}
+
+
+def test_captures_by_priority_reach_every_count():
+    config = replace(EIGHT, runtime=replace(EIGHT.runtime, max_loras=2), capture="by_priority")
+    with LLMEngine.tiny(config) as engine:
+        for number in range(2):
+            engine.add_lora(str(number), seed=number)
+        load = [(prompt(n, 3), which) for n, which in enumerate([None, "0", "1", "1"])]
+        for _ in range(5):
+            prompts, loras = zip(*load, strict=True)
+            assert engine.generate(list(prompts), FOUR, loras=loras) == alone(load)
+        reasons = engine.runtime.report().misses
+        assert set(reasons) <= {Reason.NOT_CAPTURED_YET}
+
+
+def test_a_wrong_adapter_is_refused_and_the_engine_serves_on():
+    with LLMEngine.tiny(lora_config("NONE")) as engine:
+        engine.add_lora("a")
+        engine.add_request([1, 2], FOUR, lora="a")
+        for wrong, error in (
+            (lambda: engine.add_lora("a"), AdapterError),
+            (lambda: engine.add_lora("b", rank=17), AdapterError),
+            (lambda: engine.add_lora("b", "/nowhere"), AdapterError),
+            (lambda: engine.remove_lora("a"), AdapterInUseError),
+            (lambda: engine.remove_lora("b"), KeyError),
+            (lambda: engine.add_request([1], lora="b"), KeyError),
+        ):
+            with pytest.raises(error) as raised:
+                wrong()
+            assert isinstance(raised.value, GraphrtError)
+        assert engine.loras == ("a",)
+        while engine.has_unfinished():
+            engine.step()
+        engine.remove_lora("a")
+        assert engine.generate([prompt(0, 5)], FOUR) == [reference(None, 0, 5)[0]]
+    with LLMEngine.tiny(engine_config()) as engine, pytest.raises(AdapterError):
+        engine.add_lora("a")
+
+
+def test_adapters_at_level_3_are_refused():
+    config = lora_config("FULL_AND_PIECEWISE")
+    compilation = replace(config.runtime.compilation, level=3)
+    with pytest.raises(EngineConfigError, match="max_loras"):
+        LLMEngine.tiny(replace(config, runtime=replace(config.runtime, compilation=compilation)))
+
+
+@given(st.integers(0, 3), st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
+def test_slots_taken_and_given_back_keep_what_is_used(count, actions):
+    slots, users = AdapterSlots(count), []
+    for takes, number in actions:
+        if takes and slots.has_room(number):
+            users.append((number, slots.assign(number)))
+        elif takes:
+            assert len({name for name, _ in users}) == count
+            assert number not in slots.adapters
+        elif users:
+            slots.give_back(users.pop(number % len(users))[1])
+        assert all(slots.adapters[place] == name for name, place in users)
+        held = [name for name in slots.adapters if name is not None]
+        assert len(held) == len(set(held))
+
+
+def test_a_request_waits_for_a_slot_in_order_of_arrival():
+    scheduler = Scheduler(LIMITS)
+    for name, adapter in (("0", "a"), ("1", "b"), ("2", None), ("3", "a")):
+        params = SamplingParams(max_tokens=2 if name == "0" else 1)
+        scheduler.add(Request(name, [1], params, seed=0, adapter=adapter))
+    started = []
+    while (batch := scheduler.schedule()) is not None:
+        started.append([request.request_id for request in batch.requests])
+        scheduler.update(batch, [7] * batch.num_reqs)
+    assert started == [["0"], ["0"], ["1", "2"], ["3"]]
