@@ -124,7 +124,8 @@ class LoRAWeights(nn.Module):
     """The memory of ``max_loras`` adapters of rank at most ``max_rank``: it never moves.
 
     A stacked projection has one ``A`` [layers, max_loras, parts * max_rank, in] and one ``B``
-    [layers, max_loras, parts * max_rank, out], which is zero but for each part's own block.
+    [layers, max_loras, parts * max_rank, out], which is zero but for each part's own block. Until
+    an adapter is loaded they hold small noise, which no request reads.
     """
 
     def __init__(
@@ -143,13 +144,16 @@ class LoRAWeights(nn.Module):
         # Which adapter stands where is not kept here: graphs hold what a module remembers.
         # Buffers made in inference mode could not be written outside it.
         with torch.inference_mode(False):
+            # Not zeros: with these, the check of a first replay could see no mistake.
+            noise = torch.Generator(device).manual_seed(0)
             self.every: Tensor
             self.register_buffer("every", torch.arange(max_loras, device=device), persistent=False)
             for name, (in_features, out_features) in self._shapes.items():
                 rows = len(out_features) * max_rank
                 for factor, width in (("a", in_features), ("b", sum(out_features))):
                     shape = (config.num_layers, max_loras, rows, width)
-                    memory = torch.zeros(shape, dtype=dtype, device=device)
+                    memory = torch.empty(shape, dtype=dtype, device=device)
+                    memory.normal_(std=0.01, generator=noise)
                     self.register_buffer(f"{name}_{factor}", memory, persistent=False)
 
     def of(self, projection: str, layer: int) -> tuple[Tensor, Tensor]:

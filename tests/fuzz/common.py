@@ -365,6 +365,7 @@ def decide_tokens(
     num_tokens: int,
     uniform: bool,
     exclude: Collection[RuntimeMode] = (),
+    num_loras: int = 0,
 ) -> tuple[Key | None, Reason]:
     """The rules of an engine's batch, without tables: the smallest key that holds it, FULL first.
 
@@ -376,7 +377,12 @@ def decide_tokens(
     kinds = [kind for kind in kinds if kind[0] is not RuntimeMode.NONE]
     if not kinds:
         return None, Reason.MODE_NONE
-    families = [[item for item in status if (item[0], item[1].uniform) == kind] for kind in kinds]
+    count = min((n for n in {k.num_active_loras for _, k in status} if n >= num_loras), default=0)
+    wanted = [(*kind, count) for kind in kinds]
+    families = [
+        [item for item in status if (item[0], item[1].uniform, item[1].num_active_loras) == kind]
+        for kind in wanted
+    ]
     if not any(families):
         return None, Reason.NO_KEY
     fitting = [[item for item in each if item[1].num_tokens >= num_tokens] for each in families]
@@ -388,7 +394,8 @@ def decide_tokens(
             continue
         best = min(family, key=lambda item: item[1].num_tokens)
         if status[best] is Reason.HIT:
-            return best, Reason.HIT if best[1].num_tokens == num_tokens else Reason.PADDED
+            is_exact = (best[1].num_tokens, count) == (num_tokens, num_loras)
+            return best, Reason.HIT if is_exact else Reason.PADDED
         why = status[best] if why is Reason.EXCLUDED else why
     return None, why
 

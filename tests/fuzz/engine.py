@@ -54,6 +54,9 @@ def make_case(seed: int) -> Case:
     longest = -(-max_model_len // block_size)
     enough = 1 + max_num_seqs * longest
     capture = rng.choice(["none", *["all", "parts", "by_priority"] * 3])
+    others = random.Random(f"drafts and adapters {seed}")
+    num_drafts = others.choice([0, 0, 1, 2, 4])
+    max_tokens += max_num_seqs * num_drafts
     return {
         "seed": seed,
         "family": rng.choice(["LlamaForCausalLM", "Qwen3ForCausalLM"]),
@@ -67,7 +70,10 @@ def make_case(seed: int) -> Case:
         # Often too few for all requests, which are then preempted.
         "num_blocks": rng.choice([enough, rng.randint(longest + 1, enough)]),
         "max_model_len": max_model_len,
-        "overlap": rng.random() < 0.5,
+        "overlap": rng.random() < 0.5 and not num_drafts,
+        "num_drafts": num_drafts,
+        "max_loras": others.choice([0, 0, 1, 3]),
+        "lora_capture": others.choice(["each", "powers_of_two", "max_only"]),
         "capture": capture,
         "on_miss": "strict" if capture == "all" and rng.random() < 0.15 else "eager",
         "on_capture_error": rng.choice(["raise", "skip"]),
@@ -95,6 +101,8 @@ def simplify(case: Case) -> Iterator[Case]:
         "family": "LlamaForCausalLM",
         "dtype": "float64",
         "num_layers": 1,
+        "num_drafts": 0,
+        "max_loras": 0,
         "overlap": False,
         "capture": "all",
         "on_miss": "eager",
@@ -146,11 +154,14 @@ def _engine(case: Case, observer: Any) -> LLMEngine:
             "cudagraph_capture_sizes": case["sizes"],
             "cudagraph_num_of_warmups": case["warmups"],
         },
+        num_speculative_tokens=case["num_drafts"],
         **{
             name: case[name]
             for name in (
                 "max_num_seqs",
                 "max_num_batched_tokens",
+                "max_loras",
+                "lora_capture",
                 "on_miss",
                 "on_capture_error",
                 "verify_first_replay",
@@ -165,7 +176,7 @@ def _engine(case: Case, observer: Any) -> LLMEngine:
     num_blocks = case["num_blocks"]
     while True:
         try:
-            return LLMEngine.with_random_weights(
+            engine = LLMEngine.with_random_weights(
                 _model(case),
                 EngineConfig(
                     runtime=config,
@@ -180,6 +191,9 @@ def _engine(case: Case, observer: Any) -> LLMEngine:
                 ),
                 observer=observer,
             )
+            for number in range(case["max_loras"] and case["max_loras"] + 1):
+                engine.add_lora(str(number), seed=number)
+            return engine
         except EngineConfigError:
             num_blocks += 4  # The largest batch must fit.
             if num_blocks > 2000:
@@ -191,6 +205,7 @@ def _reference(case: Case) -> LLMEngine:
     plain = {
         "mode": "NONE",
         "sizes": None,
+        "num_drafts": 0,
         "num_blocks": 4 * 64 + 1,
         "block_size": 4,
         "max_num_seqs": 4,
@@ -207,11 +222,13 @@ def _reference(case: Case) -> LLMEngine:
     return _engine({**case, **plain}, None)
 
 
-Request = tuple[list[int], SamplingParams]
+Request = tuple[list[int], SamplingParams, str | None]
 
 
 def _requests(case: Case, rng: random.Random, most_tokens: int) -> list[Request]:
     made: list[Request] = []
+    others = random.Random(f"adapters of {case['seed']}")
+    names = [None, *map(str, range(case["max_loras"] and case["max_loras"] + 1))]
     for _ in range(case["num_requests"]):
         length = rng.choice([1, rng.randint(1, 8), rng.randint(1, most_tokens - 1)])
         length = min(length, most_tokens - 1)
@@ -226,7 +243,8 @@ def _requests(case: Case, rng: random.Random, most_tokens: int) -> list[Request]
             }
         stop = tuple(rng.sample(range(VOCABULARY), 2)) if rng.random() < 0.2 else ()
         params = SamplingParams(max_tokens=num_tokens, stop_token_ids=stop, **sampled)
-        made.append((rng.choices(range(VOCABULARY), k=length), params))
+        prompt = rng.choices(range(VOCABULARY), k=length)
+        made.append((prompt, params, others.choice(names)))
     return made
 
 
@@ -321,8 +339,8 @@ class _Run:
 
         for number in range(MOST_STEPS):
             while waiting and rng.random() < 0.5:
-                index, (prompt, params) = waiting.pop(0)
-                name = engine.add_request(prompt, params, f"{self.num_serving} {index}")
+                index, (prompt, params, lora) = waiting.pop(0)
+                name = engine.add_request(prompt, params, f"{self.num_serving} {index}", lora)
                 names[name] = index
             if names and rng.random() < case["aborts"]:
                 with suppress(UnknownRequestError):  # It has ended.
@@ -344,13 +362,15 @@ class _Run:
         raise Problem("wrong", f"requests do not finish within {MOST_STEPS} steps")
 
     def explain(self, result: Any) -> None:
+        event = self.watch.steps[-1]
+        batch = (result.num_tokens, result.uniform)
+        loras = event.num_active_loras
         self.watch.explain_step(
             result.decision,
-            lambda status: decide_tokens(status, self.policy, result.num_tokens, result.uniform),
+            lambda status: decide_tokens(status, self.policy, *batch, num_loras=loras),
             lambda: self.engine.runtime.report().missing,
             self.counts,
         )
-        event = self.watch.steps[-1]
         require(
             (event.reason, event.num_tokens, event.num_reqs)
             == (result.decision.reason, result.num_tokens, result.num_reqs),
@@ -392,8 +412,9 @@ class _Run:
         self.settle(list(self.watch.status), disturbed)
 
     def compare(self, reference: LLMEngine, requests: list[Request], served: Any) -> None:
-        expected = reference.generate([r[0] for r in requests], [r[1] for r in requests])
-        for index, ((prompt, _), got, reason, want) in enumerate(
+        prompts, params, loras = (list(each) for each in zip(*requests, strict=True))
+        expected = reference.generate(prompts, params, loras)
+        for index, ((prompt, _, lora), got, reason, want) in enumerate(
             zip(requests, *served, expected, strict=True)
         ):
             if reason is FinishReason.ABORTED:
@@ -404,7 +425,7 @@ class _Run:
                 (i for i, pair in enumerate(zip(got, want, strict=False)) if len({*pair}) > 1), None
             )
             is_rounded = at is not None and self.case["dtype"] == "float32"
-            if is_rounded and reference.top2_margin([*prompt, *want[:at]]) < TIE:
+            if is_rounded and reference.top2_margin([*prompt, *want[:at]], lora) < TIE:
                 self.counts.ties += 1
                 continue
             raise Problem("wrong", f"request {index}: tokens {got}, without graphs {want}")
@@ -454,7 +475,13 @@ def _check_strict(run: _Run, error: MissError) -> None:
     assert batch is not None, "a step has just refused it"
     run.watch.explain_step(
         (RuntimeMode.NONE, None, error.reason),
-        lambda status: decide_tokens(status, run.policy, batch.num_tokens, batch.uniform),
+        lambda status: decide_tokens(
+            status,
+            run.policy,
+            batch.num_tokens,
+            batch.uniform,
+            num_loras=len(batch.active_loras),
+        ),
         lambda: run.engine.runtime.report().missing,
         Counts(),
     )

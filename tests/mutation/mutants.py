@@ -32,6 +32,7 @@ EXTERNALS = "simulated/test_library_externals.py"
 GENERATIONS = "simulated/test_library_generations.py"
 REPLAY = "simulated/test_verify_replay.py"
 UNWINDING = "simulated/test_cuda_unwinding.py"
+LORA = "simulated/test_llm_lora.py"
 AGREEMENT = "pure/test_parallel_agreement.py"
 SPLIT_KEYS = "pure/test_config_ubatch.py"
 
@@ -430,6 +431,98 @@ MUTANTS = [
         "while len(self._in_flight) > 1 or (",
         "while False or (",
         "simulated/test_llm_launches.py",
+    ),
+    # Adapters and drafts
+    Mutant(
+        "adapter of another request is applied",
+        "graphrt_llm/lora.py",
+        ".masked_fill_(self._absent, 0)",
+        ".masked_fill_(self._absent & False, 0)",
+        LORA,
+    ),
+    Mutant(
+        "adapter loses its scaling",
+        "graphrt_llm/lora.py",
+        "up.double().t() * adapter.scaling",
+        "up.double().t()",
+        "simulated/test_llm_lora_files.py",
+    ),
+    Mutant(
+        "adapter swapped is not copied",
+        "graphrt_llm/engine.py",
+        "adapter is not self._loaded[place]:",
+        "self._loaded[place] is None:",
+        LORA,
+    ),
+    Mutant(
+        "adapter in use is removed",
+        "graphrt_llm/engine.py",
+        "        if users:\n",
+        "        if False:\n",
+        LORA,
+    ),
+    Mutant(
+        "request starts without a place for its adapter",
+        "graphrt_llm/scheduler.py",
+        "or adapter in self.adapters or bool(self._idle)",
+        "or adapter in self.adapters or True",
+        LORA,
+    ),
+    Mutant(
+        "step has one adapter whatever its requests name",
+        "graphrt_llm/runner.py",
+        "num_active_loras=len(batch.active_loras)",
+        "num_active_loras=min(1, len(batch.active_loras))",
+        LORA,
+    ),
+    Mutant(
+        "step tells the captured count as the live one",
+        "graphrt/runtime/runtime.py",
+        "shape = (num_reqs, uniform, host_us, num_active_loras)",
+        "shape = (num_reqs, uniform, host_us, key.num_active_loras)",
+        LORA,
+    ),
+    Mutant(
+        "every draft is accepted",
+        "graphrt_llm/scheduler.py",
+        "if drafts[i] != sampled[i]), count)",
+        "if False), count)",
+        "pure/test_llm_drafts.py",
+    ),
+    Mutant(
+        "every draft is accepted, as the distribution shows",
+        "graphrt_llm/scheduler.py",
+        "if drafts[i] != sampled[i]), count)",
+        "if sampled is None), count)",
+        "simulated/test_llm_speculation.py",
+    ),
+    Mutant(
+        "drafts are drawn with one noise",
+        "graphrt_llm/engine.py",
+        "[index + place for index in indices for place in range(1 - q, 1)]",
+        "[index for index in indices for place in range(1 - q, 1)]",
+        "simulated/test_llm_speculation.py",
+    ),
+    Mutant(
+        "draft has no block",
+        "graphrt_llm/input_batch.py",
+        "needed = self.num_tokens[rows] + self._num_drafts\n",
+        "needed = self.num_tokens[rows]\n",
+        "pure/test_llm_drafts.py",
+    ),
+    Mutant(
+        "drafts go past the last token",
+        "graphrt_llm/scheduler.py",
+        "table.max_num_tokens[row] - known - 1)",
+        "table.max_num_tokens[row])",
+        "pure/test_llm_drafts.py",
+    ),
+    Mutant(
+        "exclusion of an attention backend is forgotten",
+        "graphrt_llm/runner.py",
+        "exclude |= self._excludes(step_info)",
+        "self._excludes(step_info)",
+        "simulated/test_llm_support_levels.py",
     ),
     # The simulated device
     Mutant(

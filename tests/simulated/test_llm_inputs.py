@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings, strategies as st
 from graphrt import BatchDescriptor
 from graphrt_llm.blocks import BlockAllocator, blocks_for
 from graphrt_llm.config import Limits
-from graphrt_llm.errors import OutOfBlocksError
+from graphrt_llm.errors import EngineConfigError, OutOfBlocksError
 from graphrt_llm.inputs import Examples, HostInputs, input_specs
 from graphrt_llm.request import Request, SamplingParams
 from graphrt_llm.scheduler import Scheduler
@@ -28,10 +28,15 @@ def limits(draw) -> Limits:
         "max_model_len": max_model_len,
         "block_size": block_size,
         "num_blocks": 1 + max_num_seqs + draw(st.integers(0, 12)),
+        "query_len": draw(st.sampled_from([1, 1, 2, 4])),
+        "max_loras": draw(st.integers(0, 2)),
     }
-    largest = Limits(max_num_batched_tokens=max_num_seqs, **values).largest_batch()
-    assume(largest >= max_num_seqs)
-    tokens = draw(st.integers(max_num_seqs, largest))
+    fewest = max_num_seqs * values["query_len"]
+    try:
+        largest = Limits(max_num_batched_tokens=fewest, **values).largest_batch()
+    except EngineConfigError:
+        assume(False)
+    tokens = draw(st.integers(fewest, largest))
     return Limits(max_num_batched_tokens=tokens, **values)
 
 
@@ -39,32 +44,50 @@ def limits(draw) -> Limits:
 @given(limits(), st.data())
 def test_a_batch_becomes_the_inputs_its_definition_says(limits: Limits, data):
     scheduler = Scheduler(limits)
-    longest = min(limits.max_model_len, (limits.num_blocks - 1) * limits.block_size) - 1
+    q, num_drafts = limits.query_len, limits.query_len - 1
+    in_cache = (limits.num_blocks - 1) * limits.block_size - num_drafts
+    longest = min(limits.max_model_len, in_cache) - 1
     assume(longest >= 1)
+    adapters = [None, *"abc"] if limits.max_loras else [None]
     for name in range(data.draw(st.integers(1, 4))):
         prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest))
         output = longest + 1 - len(prompt)
-        scheduler.add(Request(str(name), prompt, SamplingParams(max_tokens=output), seed=0))
+        adapter = data.draw(st.sampled_from(adapters))
+        params = SamplingParams(max_tokens=output)
+        scheduler.add(Request(str(name), prompt, params, seed=0, adapter=adapter))
     host = HostInputs(limits, pinned=False)
     while (batch := scheduler.schedule()) is not None:
         values = host.fill(batch, scheduler.input_batch)
         expected: dict[str, list] = {name: [] for name in values}
+        slots = scheduler.adapter_slots.adapters
+        active = {slots.index(r.adapter) for r in batch.requests if r.adapter is not None}
         for row, (request, start, length) in enumerate(
             zip(batch.requests, batch.starts, batch.query_lens, strict=True)
         ):
             known = [*request.prompt_token_ids, *request.output_token_ids]
+            if q > 1 and batch.num_drafts[row] >= 0:
+                known += scheduler.input_batch.tokens[request.row][len(known) :].tolist()
             table = scheduler.input_batch.block_tables[request.row].tolist()
             for position in range(start, start + length):
                 expected["input_ids"].append(known[position])
-                expected["positions"].append(position)
+                expected["positions"].append(min(position, limits.max_model_len - 1))
                 expected["token_requests"].append(row)
                 block, offset = divmod(position, limits.block_size)
                 expected["slot_mapping"].append(table[block] * limits.block_size + offset)
             expected["block_tables"].append(table)
             expected["seq_lens"].append(start + length)
-            expected["logits_indices"].append(len(expected["input_ids"]) - 1)
+            last = len(expected["input_ids"]) - 1
+            indices = [max(last - back, last - length + 1) for back in range(q - 1, -1, -1)]
+            expected["logits_indices"].append(last if q == 1 else indices)
+            if limits.max_loras:
+                adapter = request.adapter
+                slot = -1 if adapter is None else slots.index(adapter)
+                expected["lora_slots"] += [slot] * int(length)
+        if limits.max_loras:
+            unused = [limits.max_loras] * (limits.max_loras - len(active))
+            expected["active_loras"] = [*sorted(active), *unused]
         assert {name: tensor.tolist() for name, tensor in values.items()} == expected
-        scheduler.update(batch, [data.draw(st.integers(0, VOCAB - 1))] * batch.num_reqs)
+        scheduler.update(batch, [data.draw(st.integers(0, VOCAB - 1))] * batch.num_reqs * q)
 
 
 @settings(deadline=None)
@@ -74,7 +97,9 @@ def test_examples_are_batches_of_exactly_the_asked_sizes(limits: Limits, data, s
     num_reqs = data.draw(st.integers(1, min(num_tokens, limits.max_num_seqs)))
     examples = Examples(limits, VOCAB, BlockAllocator(limits.num_blocks))
     sizes = {"tokens": num_tokens, "requests": num_reqs}
-    if limits.room(num_reqs).sum() < num_tokens:
+    q, is_uniform = limits.query_len, num_tokens == num_reqs * limits.query_len
+    room = limits.room(num_reqs)
+    if room.sum() < num_tokens or (is_uniform and room.min() < q):
         with pytest.raises(OutOfBlocksError):
             examples(sizes, seed)
         return
@@ -102,7 +127,15 @@ def test_examples_are_batches_of_exactly_the_asked_sizes(limits: Limits, data, s
     assert (blocks == v["block_tables"][owners, positions // limits.block_size]).all()
     assert (offsets == positions % limits.block_size).all()
     assert len(set(v["slot_mapping"].tolist())) == num_tokens, "two tokens share a slot"
-    assert (owners[v["logits_indices"]] == np.arange(num_reqs)).all()
+    indices = v["logits_indices"].reshape(num_reqs, q)
+    assert (owners[indices] == np.arange(num_reqs)[:, None]).all()
+    assert (indices[:, -1] == query_lens.cumsum() - 1).all()
+    assert (query_lens == q).all() or not is_uniform
+    if limits.max_loras:
+        assert sorted(v["active_loras"]) == list(range(limits.max_loras))
+        assert all(-1 <= slot < limits.max_loras for slot in v["lora_slots"])
+        used = {(owner, slot) for owner, slot in zip(owners, v["lora_slots"], strict=True)}
+        assert len(used) == num_reqs, "a request has one adapter"
     assert v["input_ids"].min() >= 0
     assert v["input_ids"].max() < VOCAB
 

@@ -21,6 +21,10 @@ from graphrt_llm.blocks import blocks_for
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 
+MOST_TOGETHER = 8
+"""New tokens of a request up to which it is computed with others: a copy of its whole table then
+costs less than launches of its own."""
+
 
 class _Chunk(NamedTuple):
     """Several new tokens of one request."""
@@ -38,7 +42,9 @@ class _Lengths(NamedTuple):
     """The lengths of a step, on the host."""
 
     num_decodes: int
-    """Requests at the front of the batch with one new token each: they are computed together."""
+    """Requests at the front of the batch with equally few new tokens: computed together."""
+    num_new: int
+    """New tokens of each of them: one, or one and its drafts."""
     longest_decode: int
     chunks: tuple[_Chunk, ...]
     num_tokens: int
@@ -115,16 +121,22 @@ class SdpaAttention:
         lengths = self._lengths
         if lengths is None:
             raise _unprepared()
-        count = lengths.num_decodes
+        count, each = lengths.num_decodes, lengths.num_new
         if count:
             if self._decodes is None:
                 num_blocks = blocks_for(lengths.longest_decode, self.cache.block_size)
                 keys = torch.arange(num_blocks * self.cache.block_size, device=q.device)
-                visible = keys < attn.seq_lens[:count, None, None]
+                ends = attn.seq_lens[:count, None, None]
+                if each > 1:
+                    ends = ends - torch.arange(each - 1, -1, -1, device=q.device)[:, None]
+                visible = keys < ends
+                if each > 1:
+                    visible = visible.repeat_interleave(self._num_groups, 1)
                 tables = attn.block_tables[:count, :num_blocks].contiguous()
                 self._decodes = tables, self._additive(visible)
             tables, mask = self._decodes
-            self._attend_together(layer_index, q[:count], tables, mask, out[:count])
+            num_rows = count * each
+            self._attend_together(layer_index, q[:num_rows], tables, mask, out[:num_rows])
         for chunk in lengths.chunks:
             tokens = slice(chunk.start, chunk.start + chunk.num_new)
             self._attend_chunk(layer_index, q[tokens], kv[tokens], attn, chunk, out[tokens])
@@ -198,15 +210,16 @@ class SdpaAttention:
 
 def _measure(step_info: AttentionMetadata) -> _Lengths:
     new, all_ = np.asarray(step_info.query_lens), np.asarray(step_info.seq_lens)
-    is_longer = new > 1
-    num_decodes = int(is_longer.argmax()) if is_longer.any() else len(new)
+    num_new = int(new[0]) if new[0] <= MOST_TOGETHER else 1
+    is_other = new != num_new
+    num_decodes = int(is_other.argmax()) if is_other.any() else len(new)
     ends = new.cumsum()
     chunks = tuple(
         _Chunk(i, int(ends[i] - new[i]), int(new[i]), int(all_[i]))
         for i in range(num_decodes, len(new))
     )
     longest = int(all_[:num_decodes].max(initial=0))
-    return _Lengths(num_decodes, longest, chunks, int(ends[-1]))
+    return _Lengths(num_decodes, num_new, longest, chunks, int(ends[-1]))
 
 
 def _unprepared() -> AttentionBackendError:
