@@ -92,6 +92,9 @@ def demo(
     report: Annotated[
         Path, typer.Option(help="Where the HTML report goes; none: no report.")
     ] = DEFAULT_REPORT,
+    ubatches: Annotated[
+        int, typer.Option(min=1, max=8, help="Micro-batches of a step; also runs unsplit.")
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -121,6 +124,7 @@ def demo(
             report=None if report == NO_REPORT else report,
             seed=seed,
             level=level,
+            ubatches=ubatches,
         )
         agreed = run(options, as_json=as_json)
     except GraphrtError as error:
@@ -176,7 +180,7 @@ def run(options: Options, *, as_json: bool) -> bool:
             prepared.load,
             tie_tolerance=prepared.tie_tolerance,
             phases=bars,
-            make_uncompiled=prepared.make_uncompiled,
+            make_plain=prepared.make_plain,
         )
     report = prepared.report
     if report is not None:
