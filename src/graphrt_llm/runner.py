@@ -155,6 +155,7 @@ class Runner:
             num_active_loras=len(batch.active_loras),
             exclude=exclude,
             step_info=step_info,
+            query_lens=batch.query_lens,
         )
         return outputs
 

@@ -275,6 +275,14 @@ def test_metrics_count_splits_and_why_not() -> None:
     assert found.miss_reasons() == {Reason.MODE_NONE: 3}
 
 
+def test_compiled_models_are_not_split_yet() -> None:
+    config = RuntimeConfig(
+        compilation={"level": 3, "splitting_ops": ("aten.mm",)}, max_num_seqs=16, ubatch=SPLIT
+    )
+    with pytest.raises(ConfigError, match="level 3"):
+        Runtime(Model(), inputs=INPUTS, outputs=OUTPUTS, device="simulated", config=config)
+
+
 def test_inputs_that_depend_on_the_key_are_refused() -> None:
     with pytest.raises(ConfigError, match="splits steps"):
         Runtime(

@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphrt.device.torch_modes import report_capturing
 from graphrt.errors import UBatchBusyError, UBatchDeadlockError
 from graphrt.ubatch.baton import UBatchAborted, Worker, WorkerCrew
 
@@ -108,6 +109,9 @@ def test_worker_takes_over_what_torch_keeps_for_a_thread(crew: WorkerCrew) -> No
     assert crew.run([state] * 2)[1][:3] == (True, False, False)
     with torch.no_grad():
         assert crew.run([state] * 2)[0][0] is False
+    asks = [lambda worker: torch.cuda.is_current_stream_capturing()] * 2
+    with report_capturing():
+        assert crew.run(asks) == [True, True]
     with Counting() as counting, Seeing() as seeing:
         crew.run([compute] * 2)
     assert counting.count == 4

@@ -16,6 +16,7 @@ from tests.ubatch_models import WIDTH, Layers, uniform_key
 
 from graphrt import (
     BatchDescriptor,
+    CaptureJob,
     ForwardContext,
     OutputSpec,
     RanEager,
@@ -32,6 +33,7 @@ from graphrt.errors import (
     MissError,
     OutputsDifferError,
     UBatchBusyError,
+    VerificationError,
 )
 from graphrt.ubatch import InputAxes, UBatchWrapper, make_slices
 
@@ -382,6 +384,31 @@ def test_multiprocessors_are_divided_and_given_back(lab: Lab) -> None:
         control.calls.clear()
         step(wrapper, FULL, KEY, None, x)
         assert control.calls == []
+
+
+def test_first_replay_is_compared_with_slices_one_by_one(lab: Lab) -> None:
+    is_wrong = array("b", [0])
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        is_worker = threading.current_thread() is not threading.main_thread()
+        return x.flip(0) * 1 if is_wrong[0] and is_worker else x * 2
+
+    def inputs(seed: int) -> Any:
+        return (x.copy_(lab.random(8, WIDTH, seed=seed)),), {}
+
+    x, wrapped = lab.random(8, WIDTH), Wrapped(lab, model)
+    with wrapped as wrapper:
+        job = CaptureJob(wrapper, FULL, KEY, inputs)
+        is_wrong[0] = 1
+        with pytest.raises(VerificationError):
+            lab.capture_all(job)
+        is_wrong[0] = 0
+        lab.library.forget_failures()
+        fewer = CaptureJob(
+            wrapper, FULL, uniform_key(4), lambda seed: ((inputs(seed)[0][0][:4],), {})
+        )
+        report = lab.capture_all(job, fewer)
+        assert [program.is_compared for program in report.programs] == [True, True]
 
 
 class Hook:

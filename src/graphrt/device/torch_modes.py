@@ -168,6 +168,11 @@ def report_capturing() -> Iterator[None]:
         _capture_query.remove(thread)
 
 
+def reports_capturing() -> bool:
+    """Whether the calling thread is in ``report_capturing``."""
+    return _capture_query.is_told_here()
+
+
 class _CaptureQuery:
     """Replaces torch's function while some thread is in ``report_capturing``.
 
@@ -185,6 +190,9 @@ class _CaptureQuery:
 
     def __call__(self) -> bool:
         return threading.get_ident() in self._num_scopes or self._original()
+
+    def is_told_here(self) -> bool:
+        return threading.get_ident() in self._num_scopes
 
     def add(self, thread: int) -> None:
         with self._lock:

@@ -365,7 +365,7 @@ class Runtime:
         num_active_loras: int = 0,
         exclude: frozenset[RuntimeMode] = _NONE,
         step_info: Any = None,
-        query_lens: Sequence[int] | None = None,
+        query_lens: Iterable[int] | None = None,
         unsplit: UBatchReason | None = None,
     ) -> Any:
         """Run one batch through the graph that fits it, or eagerly with a counted reason.
@@ -462,6 +462,30 @@ class Runtime:
             real_sizes={TOKENS: num_tokens, REQUESTS: num_reqs},
         )
 
+    def _query_lens(
+        self,
+        given: Iterable[int] | None,
+        num_tokens: int,
+        num_reqs: int,
+        query_len: int,
+        uniform: bool,
+    ) -> list[int] | None:
+        """The tokens of each request; None where a cut needs them and nobody knows."""
+        if given is None:
+            if uniform:
+                return [query_len] * num_reqs
+            # Nothing is cut by requests: as if there was one.
+            return None if self._cuts_requests else [num_tokens]
+        lens = [int(length) for length in given]
+        if sum(lens) != num_tokens or len(lens) != num_reqs:
+            raise BatchError(
+                "query_lens",
+                expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
+                found=f"{len(lens)} that add up to {sum(lens)}",
+                do="pass the tokens of each request of this batch, in order",
+            )
+        return lens
+
     def _decide_split(
         self,
         num_tokens: int,
@@ -469,7 +493,7 @@ class Runtime:
         uniform: bool,
         num_active_loras: int,
         exclude: frozenset[RuntimeMode],
-        query_lens: Sequence[int] | None,
+        query_lens: Iterable[int] | None,
         unsplit: UBatchReason | None,
     ) -> tuple[Decision, Sequence[UBatchSlice] | None, UBatchReason | None]:
         """What a step runs, where an eager one is cut, and why it is not split."""
@@ -487,16 +511,12 @@ class Runtime:
                 why = UBatchReason.LAST_SLICE_EMPTY
         if why is None:
             why = UBatchReason.NO_FULL_GRAPH
-            if query_lens is None and uniform:
-                query_lens = [query_len] * num_reqs
-            elif query_lens is None and not self._cuts_requests:
-                query_lens = [num_tokens]
             may_cut = config.allow_eager and self.config.on_miss == "eager"
-            is_large = num_tokens >= config.prefill_token_threshold
-            if may_cut and is_large and query_lens is not None:
-                _check_lens(query_lens, num_tokens, num_reqs)
-                slices = make_slices(query_lens, num_tokens, num_reqs, num_ubatches, query_len)
-                return found, slices, None
+            if may_cut and num_tokens >= config.prefill_token_threshold:
+                lens = self._query_lens(query_lens, num_tokens, num_reqs, query_len, uniform)
+                if lens is not None:
+                    slices = make_slices(lens, num_tokens, num_reqs, num_ubatches, query_len)
+                    return found, slices, None
             if found.reason is _NOT_CAPTURED_YET:
                 self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, found)
         return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why
@@ -682,6 +702,9 @@ def _check_built(resolved: Resolved) -> None:
         *misplaced_attention(resolved.compile),
     ]
     is_cut = any(mode is RuntimeMode.PIECEWISE for mode, _ in plan.capture_order)
+    if plan.level is CompilationLevel.PIECEWISE and plan.ubatch.num_ubatches > 1:
+        found = f"{plan.ubatch.num_ubatches}, at level 3"
+        problems.append(ConfigProblem("ubatch.num_ubatches", found, "1 at level 3, or level 0"))
     if plan.level is CompilationLevel.PIECEWISE and is_cut and not plan.splitting_ops:
         accepted = "names, or attention_ops in the facts: where PIECEWISE graphs end"
         problems.append(ConfigProblem("compilation.splitting_ops", "None", accepted))
@@ -757,16 +780,6 @@ def _cut_axes(inputs: Any, outputs: OutputSpec) -> tuple[dict[str, InputAxes], b
     }
     lengths = [length for dims in (outputs.axes or {}).values() for length in dims.values()]
     return axes, REQUESTS in lengths or any(cut.requests is not None for cut in axes.values())
-
-
-def _check_lens(query_lens: Sequence[int], num_tokens: int, num_reqs: int) -> None:
-    if sum(query_lens) != num_tokens:
-        raise BatchError(
-            "query_lens",
-            expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
-            found=f"{len(query_lens)} that add up to {sum(query_lens)}",
-            do="pass the tokens of each request of this batch, in order",
-        )
 
 
 def _check_axes(inputs: Sequence[BufferSpec]) -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graphrt.ubatch.communication import (
+    Communication,
     active,
     communication,
     compute_mark,
@@ -45,6 +46,7 @@ _LATER = {
 
 __all__ = [
     "CaptureHook",
+    "Communication",
     "InputAxes",
     "SMControl",
     "SliceMetadata",

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.device.torch_modes import Mode, enter, leave, modes_of_thread
+from graphrt.device.torch_modes import (
+    Mode,
+    enter,
+    leave,
+    modes_of_thread,
+    report_capturing,
+    reports_capturing,
+)
 from graphrt.errors import UBatchBusyError, UBatchDeadlockError
 
 
@@ -235,6 +242,7 @@ class ThreadState(NamedTuple):
     has_grad: bool
     autocasts: tuple[tuple[str, torch.dtype], ...]
     caches_casts: bool
+    reports_capturing: bool
     modes: tuple[Mode, ...]
     """Function modes, then dispatch modes, without those of an open recording."""
 
@@ -247,6 +255,7 @@ class ThreadState(NamedTuple):
             torch.is_grad_enabled(),
             tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
             torch.is_autocast_cache_enabled(),
+            reports_capturing(),
             modes_of_thread(),
         )
 
@@ -260,6 +269,8 @@ class ThreadState(NamedTuple):
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, cache_enabled=self.caches_casts)
                 )
+            if self.reports_capturing:
+                stack.enter_context(report_capturing())
             for mode in self.modes:
                 enter(mode)
                 stack.callback(leave, mode)

@@ -13,7 +13,7 @@ import torch
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 from graphrt.config import UBatchConfig
-from graphrt.context import ForwardContext, current_forward_context
+from graphrt.context import CaptureContext, ForwardContext, current_forward_context
 from graphrt.device.base import Device, Stream
 from graphrt.errors import (
     ConfigError,
@@ -69,9 +69,9 @@ class CaptureHook(Protocol):
 class SplitCallable:
     """Calls ``runnable`` whole, or cut into micro-batches where the forward context has slices.
 
-    A uniform key with ``num_ubatches`` above 1 stands for its slices. In a capture scope, and where
-    the context itself has slices, micro-batches overlap; else, outside a capture, they run one
-    after the other: what a replay is compared with.
+    A uniform key with ``num_ubatches`` above 1 stands for its slices. In warm-ups and captures, and
+    where the context itself has slices, micro-batches overlap; else they run one after the other:
+    what a replay is compared with.
     ``outputs``: along which dimensions results are put together; without an entry, dimension 0.
     """
 
@@ -120,7 +120,9 @@ class SplitCallable:
         if key is None or key.num_ubatches == 1:
             return self.runnable(*args, **kwargs)
         slices = slices_of_key(key)
-        overlaps = context.capture_scope is not None
+        scope = context.capture_scope
+        is_recorded = scope is not None and scope.recorder is not None
+        overlaps = is_recorded or isinstance(context, CaptureContext)
         return self._run(context, slices, args, kwargs, overlaps=overlaps)
 
     def prepare(self, num_ubatches: int) -> None:
@@ -408,11 +410,12 @@ class UBatchWrapper:
             outputs=outputs,
             capture_hooks=capture_hooks,
         )
-        self._graphs: CUDAGraphWrapper | None = None
+        self.graphs: CUDAGraphWrapper | None = None
+        """Captures and replays; None for mode NONE."""
         self.owner = name or self._split.__qualname__
         if runtime_mode is RuntimeMode.FULL:
-            self._graphs = CUDAGraphWrapper(self._split, library, runtime_mode, name=name)
-            self.owner = self._graphs.owner
+            self.graphs = CUDAGraphWrapper(self._split, library, runtime_mode, name=name)
+            self.owner = self.graphs.owner
         self._entries = library.catalog.of_owner(self.owner, RuntimeMode.FULL)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -427,7 +430,7 @@ class UBatchWrapper:
         context = current_forward_context()
         if context is None or context.ubatch is not None:
             return self.runnable(*args, **kwargs)
-        mode, graphs = context.cudagraph_runtime_mode, self._graphs
+        mode, graphs = context.cudagraph_runtime_mode, self.graphs
         if mode is not RuntimeMode.FULL:
             if mode is RuntimeMode.PIECEWISE and context.ubatch_slices is not None:
                 raise _piecewise_error(context)
@@ -443,10 +446,15 @@ class UBatchWrapper:
         if context.capture_scope is None:
             if key is not self._entries.memo_key and self._is_called_off(key):
                 return self._run_called_off(key, args, kwargs)
-        elif key is not None and key.num_ubatches > 1 and not self.library.device.is_capturing():
+        elif key is not None and not self.library.device.is_capturing():
+            self.prepare(key)
+        return graphs(*args, **kwargs)
+
+    def prepare(self, key: BatchDescriptor) -> None:
+        """Before a recording of ``key``: make the threads ready, and call capture hooks."""
+        if key.num_ubatches > 1:
             self._split.prepare(key.num_ubatches)
             self._split.before_recording(self.library.graph_pool)
-        return graphs(*args, **kwargs)
 
     def _is_called_off(self, key: BatchDescriptor | None) -> bool:
         """True for an unsplit step that only a split program exists for."""

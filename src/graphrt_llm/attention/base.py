@@ -84,7 +84,9 @@ class AttentionBackend(Protocol):
     graph reads may neither grow nor move. A backend is a ``graphrt.Resource``, whose optional
     methods are called too. So is ``excludes(step_info)``: the ``RuntimeMode`` members whose graphs
     cannot serve this step (FULL, where a step's own plan has other kernels, as that of cascade
-    attention). ``register_attention_backend`` makes it known by name.
+    attention). One that sets ``serves_micro_batches`` prepares every part of a step that is split:
+    ``prepare`` is called once, and ``graphrt.ubatch.index()`` says in ``begin`` and ``forward``
+    which part they serve. ``register_attention_backend`` makes it known by name.
     """
 
     @property

@@ -105,6 +105,9 @@ def demo(
     ranks: Annotated[
         int, typer.Option(min=1, help="Processes that share the traffic, on this machine.")
     ] = 1,
+    ubatches: Annotated[
+        int, typer.Option(min=1, max=8, help="Micro-batches of a step; also runs unsplit.")
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -152,6 +155,7 @@ def demo(
             level=level,
             loras=loras,
             speculate=speculate,
+            ubatches=ubatches,
         )
         with _exchange(started) as exchange:
             agreed = run(options, as_json=as_json, ranks=exchange)
@@ -229,7 +233,7 @@ def run(options: Options, *, as_json: bool, ranks: Exchange | None = None) -> bo
             prepared.load,
             tie_tolerance=prepared.tie_tolerance,
             phases=bars,
-            make_uncompiled=prepared.make_uncompiled,
+            make_plain=prepared.make_plain,
         )
     parts = None if ranks is None else gather(ranks, of_rank(ranks.rank, outcomes))
     agreed = are_identical(outcomes) if parts is None else all_identical(parts)
