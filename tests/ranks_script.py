@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.lab import INPUTS, OUTPUTS, WIDTH, config, example, values
 
 from graphrt import (
     OutputSpec,
@@ -42,6 +41,7 @@ from graphrt.parallel import (
 )
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
+from lab import INPUTS, OUTPUTS, WIDTH, config, example, values
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 Said = dict[str, Any]
