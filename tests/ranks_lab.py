@@ -33,7 +33,7 @@ def free_port() -> int:
 def launch(script: str, scenario: str, world: int = 2, timeout_s: float = 60) -> list[Ended]:
     """Run ``python script scenario`` once for each rank, as torchrun would."""
     port = str(free_port())
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "error", str(ROOT / script), scenario],

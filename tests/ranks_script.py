@@ -17,9 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.lab import INPUTS, OUTPUTS, WIDTH, config, example, values
 
-from graphrt import OutputSpec, Reason, Runtime, RuntimeMode, SimulatedDevice, break_point
+from graphrt import (
+    OutputSpec,
+    Reason,
+    Runtime,
+    RuntimeMode,
+    SimulatedDevice,
+    break_point,
+    make_device,
+)
 from graphrt.errors import GraphrtError
 from graphrt.graphs import frozen_heap
 from graphrt.parallel import (
@@ -34,6 +41,7 @@ from graphrt.parallel import (
 )
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
+from lab import INPUTS, OUTPUTS, WIDTH, config, example, values
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 Said = dict[str, Any]
@@ -262,6 +270,67 @@ def engines() -> None:
     exchange.close()
 
 
+class Summing(torch.nn.Module):
+    """Adds the sum of all ranks' rows to each row: a collective inside a FULL graph."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(2 * torch.eye(WIDTH, device=device))
+
+    def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
+        rows = x @ self.weight
+        total = rows.sum(0)
+        dist.all_reduce(total)
+        return {"rows": rows + total, "lens": lens * 2}
+
+
+def on_gpus() -> None:
+    """Over NCCL: messages on the device in both forms, and a collective inside FULL graphs."""
+    local = int(os.environ["LOCAL_RANK"])
+    device = make_device("cuda", local)
+    dist.init_process_group("nccl", device_id=device.torch_device)
+    nccl = dist.group.WORLD
+    dist.all_reduce(torch.zeros(1, device=device.torch_device))  # Communicators are built lazily.
+    rules = SplitRules(2)
+    for wire in ("gather", "reduce"):
+        exchange = TorchExchange(nccl, wire=wire)  # type: ignore[arg-type]
+        for number in range(200):
+            votes = [RankVote(r, 1 + (number + 5 * r) % 60, 64) for r in range(WORLD)]
+            tag = make_tag(Round.STEP, 0, number)
+            pending = exchange.start(pack(votes[RANK], tag))
+            assert decide(pending.result(), rules) == agree(votes, rules, tag), wire
+        exchange.close()
+    say(wires=True)
+    exchange = TorchExchange()  # gloo beside NCCL: the host does not wait for the device.
+    made = Runtime(
+        Summing(device.torch_device),
+        inputs=INPUTS,
+        outputs=OutputSpec(OUTPUTS),
+        examples=example,
+        config=config("FULL", verify_every=4),
+        device=device,
+        ranks=exchange,
+    )
+    made.capture()
+    say(missing=[f"{key}: {why.name}" for key, why in made.report().missing.items()])
+    for batches in ((8, 5), (2, 7), (4, 0), (12, 3), (0, 9), (0, 0)) * 20:
+        own = batches[RANK]
+        if not own:
+            made.step_idle()
+            continue
+        each = [values(n, min(n, 4)) for n in batches]
+        out = made.step(each[RANK], num_tokens=own, num_reqs=min(own, 4))
+        total = sum(2 * value["x"].sum(0) for value in each)
+        expected = 2 * each[RANK]["x"] + total
+        torch.testing.assert_close(out["rows"].cpu(), expected, rtol=1e-2, atol=1e-2)
+    say(hits=sum(graph.hits for graph in made.report().graphs) > 0)
+    made.close()
+    exchange.close()
+    del nccl, made
+    device.close()
+    dist.destroy_process_group()
+
+
 def many() -> None:
     """Random steps of several ranks, after one capture: no rank is left behind."""
     import random
@@ -297,11 +366,11 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "interrupted": interrupted,
     "engines": engines,
     "many": many,
+    "on gpus": on_gpus,
 }
 
-ENDING = {"late", "dies"}
-"""Scenarios after which a rank is gone: a launch of their own, in the group that torchrun's
-variables bring up."""
+ENDING = {"late", "dies", "on gpus"}
+"""Scenarios with a launch and a default group of their own: after most of them a rank is gone."""
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import (
+    agreement,
     capture,
     compiled,
     dispatch,
@@ -22,6 +23,7 @@ from benchmarks.harness import Case
 
 MODULES = (
     dispatch,
+    agreement,
     step,
     wrapper,
     ubatch,

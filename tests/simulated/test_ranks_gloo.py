@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.ranks_lab import Ended, all_said, launch
+
+from ranks_lab import Ended, all_said, launch
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.lab import FULL, NONE, RuntimeLab, assert_equal
 
 from graphrt import Reason
 from graphrt.errors import ConfigError
 from graphrt.parallel import InProcessExchange
+from lab import FULL, NONE, RuntimeLab, assert_equal
 
 
 def alone() -> RuntimeLab:

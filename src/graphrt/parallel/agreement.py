@@ -167,6 +167,9 @@ class Agreement(NamedTuple):
     """A rank that cannot capture; None: all can."""
 
 
+_new = tuple.__new__
+
+
 class SettledStep(NamedTuple):
     """What one rank runs."""
 
@@ -273,7 +276,12 @@ def read_capture(words: Sequence[int]) -> CaptureRound:
 
 def merge(messages: Sequence[Sequence[int]]) -> Sequence[int]:
     """The largest of each word; all messages have equally many."""
-    return messages[0] if len(messages) == 1 else tuple(map(max, *messages))
+    # Most words of most rounds are the same on all ranks, and counting takes half as long as max.
+    count = len(messages)
+    return [
+        first if column.count(first := column[0]) == count else max(column)
+        for column in zip(*messages)  # noqa: B905  All ranks send equally many; it costs a fifth.
+    ]
 
 
 def agree(votes: Iterable[RankVote], rules: SplitRules, tag: int = 0) -> Agreement:
@@ -308,8 +316,8 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
         unsplit = UBatchReason.TOO_FEW_TOKENS, fewest_rank
     elif stride * (num_ubatches - 1) >= real:
         unsplit = UBatchReason.LAST_SLICE_EMPTY, fewest_rank
-    # By place, because names take twice as long.
-    return Agreement(
+    # As ``Agreement(...)``, in two thirds of the time.
+    agreed = (
         not padded,
         _MODES[2 - (lowest >> 28)],
         padded,
@@ -323,6 +331,7 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
         unsplit,
         cannot & _RANK if cannot else None,
     )
+    return _new(Agreement, agreed)
 
 
 def check_round(words: Sequence[int]) -> None:

@@ -109,10 +109,13 @@ class Lockstep:
 
     # -- a step
 
-    def agree(self, vote: RankVote, rules: SplitRules) -> Agreement:
-        """What all ranks' votes for this step come to."""
+    def agree(self, vote: RankVote, rules: SplitRules, graphs: int = 0) -> Agreement:
+        """What all ranks' votes for this step come to. ``graphs``: 16 bits of what is captured.
+
+        Errors: ``RankDesyncError`` where ranks have other graphs, or do something else.
+        """
         exchange = self.exchange
-        tag = make_tag(Round.STEP, self._generation, exchange.num_rounds)
+        tag = make_tag(Round.STEP, graphs, exchange.num_rounds)
         pending = exchange.start(
             pack(vote, tag), timeout_s=self._config.step_timeout_s, about="a step"
         )

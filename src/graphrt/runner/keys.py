@@ -67,9 +67,9 @@ class NoDispatcher:
         raise self._error()
 
 
-def missing_text(missing: Mapping[Key, Reason]) -> str:
+def missing_text(missing: Iterable[Key]) -> str:
     """Which keys have no graph, alike on ranks where these are the same."""
-    return "; ".join(f"{mode.name} {key!r}: {why.name}" for (mode, key), why in missing.items())
+    return "; ".join(f"{mode.name} {key!r}" for mode, key in missing)
 
 
 def one_rank_error(what: str) -> ConfigError:

@@ -19,10 +19,12 @@ from graphrt.parallel import (
     SettledStep,
     SplitRules,
     agree_least,
+    plan_hash,
     plan_text,
     settle,
 )
 from graphrt.runner import CUDAGraphRunner
+from graphrt.runner.keys import Dispatcher, missing_text
 
 _NO_LIMIT = 2**61
 _NO_MODES: frozenset[RuntimeMode] = frozenset()
@@ -89,15 +91,20 @@ class RankedSteps:
         self._runner = runner
         self._rules = SplitRules.of(plan)
         self._look = runner.look_before_deciding()
-        self._dispatcher = runner.dispatcher
-        self._agreed = runner.missing()
-        """What had no graph when all ranks last had the same ones."""
-        self._differs: Reason | None = None
         self.last: SettledStep | None = None
+        self._dispatcher: Dispatcher
+        self._agreed: Mapping[Key, Reason]
+        """What had no graph when all ranks last had the same ones."""
+        self._graphs: int
+        """16 bits of that."""
+        self._differs: Reason | None
+        """Why this rank has no longer the same ones; None: it has."""
+        self.note_captured()
 
     def note_captured(self) -> None:
         """The ranks have the same graphs: after a capture, or a comparison that failed on all."""
         self._agreed = self._runner.missing()
+        self._graphs = plan_hash(missing_text(self._agreed)) & 0xFFFF
         self._dispatcher, self._differs = self._runner.dispatcher, None
 
     def noting_drops(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,7 +165,7 @@ class RankedSteps:
 
     def _settle(self, vote: RankVote) -> SettledStep | None:
         lockstep, rules = self._lockstep, self._rules
-        agreement = lockstep.agree(vote, rules)
+        agreement = lockstep.agree(vote, rules, self._graphs)
         self.last = settle(agreement, vote, self._runner.dispatcher.dispatch, rules)
         across = lockstep.num_tokens_across_ranks
         # An idle rank brings one token of padding to an eager step.
