@@ -71,6 +71,11 @@ def test_backend_without_a_state_for_each_part_is_refused() -> None:
     assert served("NONE", "unsplit", StepMetrics()).tokens
 
 
+def test_micro_batches_with_drafts_are_refused() -> None:
+    with pytest.raises(EngineConfigError, match="num_speculative_tokens"):
+        served("NONE", "sdpa", StepMetrics(), ubatch=SPLIT, num_speculative_tokens=2)
+
+
 def test_demo_splits_steps_and_compares_the_tokens() -> None:
     app = typer.Typer()
     app.command()(demo)
