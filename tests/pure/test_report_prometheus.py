@@ -117,9 +117,11 @@ def test_prometheus_without_its_library_names_the_extra(
 def test_split_steps_and_why_not_are_counted() -> None:
     registry = CollectorRegistry()
     observe = PrometheusObserver(registry)
-    observe(Replayed(RuntimeMode.FULL, Reason.HIT, 16, 16, 2, True, 400.0, 2))
+    observe(Replayed(RuntimeMode.FULL, Reason.HIT, 16, 16, 2, True, 400.0, num_ubatches=2))
     for _ in range(2):
-        observe(RanEager(Reason.ABOVE_MAX, 90, 2, False, 1.0, 1, UBatchReason.NO_FULL_GRAPH))
+        observe(
+            RanEager(Reason.ABOVE_MAX, 90, 2, False, 1.0, ubatch_reason=UBatchReason.NO_FULL_GRAPH)
+        )
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
