@@ -104,7 +104,15 @@ def assemble(
             attention_ops=(ATTENTION_OP,),
             device="cuda" if device.name == "cuda" else "simulated",
         )
-        is_traced = resolve(config.runtime, facts).plan.level > 0
+        level = resolve(config.runtime, facts).plan.level
+        if level == 1:
+            raise EngineConfigError(
+                "RuntimeConfig.compilation.level",
+                expected="0, 2 or 3, because attention finds its step where the graph is traced",
+                found="1",
+                do="use level 3, which compiles between attention calls.",
+            )
+        is_traced = level > 0
         split = SplitLM(model, backend) if is_traced else None
         scheduler = Scheduler(limits)
         examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,25 +32,31 @@ class CompileReport(NamedTuple):
     """What compiling did."""
 
     backend: str
-    pieces: tuple[PieceInfo, ...]
-    ranges: tuple[Range, ...]
-    """Sizes that each unique piece is compiled for."""
     seconds: Mapping[str, float]
     """By phase: ``trace``, ``split``, ``compile``, ``load``."""
     num_compiles: int
     """Calls of the backend."""
-    misses: Mapping[CacheMiss, int]
+    num_graphs: int = 1
+    """Graphs that were traced: above 1, there are graph breaks, which level 1 allows."""
+    recompiles: tuple[str, ...] = ()
+    """At level 1: why torch compiled again what it had compiled."""
+    pieces: tuple[PieceInfo, ...] = ()
+    ranges: tuple[Range, ...] = ()
+    """Sizes that each unique piece is compiled for."""
+    misses: Mapping[CacheMiss, int] = MappingProxyType({})
     """Why these were not loaded from the cache."""
-    num_loaded: int
+    num_loaded: int = 0
     """Compiled forms that came from the cache."""
-    unmatched_splitting_ops: tuple[str, ...]
+    unmatched_splitting_ops: tuple[str, ...] = ()
     """Those that the traced graph does not have."""
-    side_effects: tuple[str, ...]
+    side_effects: tuple[str, ...] = ()
     """Globals that the traced code changes: eager runs do, replays do not."""
-    num_audited: int
+    num_audited: int = 0
     """Things that the trace read and that are compared before each capture."""
-    unaudited: tuple[str, ...]
+    unaudited: tuple[str, ...] = ()
     """Those that cannot be."""
+    notes: tuple[str, ...] = ()
+    """What could not be done as asked, and why."""
 
     @property
     def num_compiled(self) -> int:
@@ -187,7 +193,7 @@ class Compiled:
             guards.extend(entries)
             return [False] * len(entries)
 
-        root, scope = _own_root(self.runnable)
+        root, scope = own_root(self.runnable)
         # A fresh dict for each: torch.compile takes entries out of it.
         options: dict[str, Any] = {"guard_filter_fn": drop_all}
         # dynamic=False, because numbers that differ between two runtimes of one class would else
@@ -206,17 +212,17 @@ class Compiled:
         self.source = found.source
         self._contract, self._audit, self._entry = contract, audit, entry
         self.report = CompileReport(
-            self._compiler.name,
-            found.infos,
-            found.ranges,
-            {"trace": found.began - started, **found.seconds},
-            sum(found.misses.values()),
-            found.misses,
-            found.num_loaded,
-            found.unmatched,
-            found.side_effects,
-            audit.num_checked,
-            audit.unchecked,
+            backend=self._compiler.name,
+            seconds={"trace": found.began - started, **found.seconds},
+            num_compiles=sum(found.misses.values()),
+            pieces=found.infos,
+            ranges=found.ranges,
+            misses=found.misses,
+            num_loaded=found.num_loaded,
+            unmatched_splitting_ops=found.unmatched,
+            side_effects=found.side_effects,
+            num_audited=audit.num_checked,
+            unaudited=audit.unchecked,
         )
         return outputs
 
@@ -251,7 +257,8 @@ class _Compilation:
         refuse_values(node for node in graph.graph.nodes if owner._ops.find(node) is None)
         symbols = self._symbols(graph, inputs)
         names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
-        pieces, self.unmatched = cut(graph, owner._ops, owner._impls, names)
+        impls = owner._impls
+        pieces, self.unmatched = cut(graph, owner._ops, impls, names, self._compiler.is_opaque)
         captured = [piece for piece in pieces if piece.kind == "captured"]
         if self._compiler.is_opaque:
             refuse_shared_writes(pieces)
@@ -317,7 +324,9 @@ class _Compilation:
         return Forms(forms, place, self.axis)
 
 
-def _own_root(target: Callable[..., Any]) -> tuple[FunctionType, dict[str, Any]]:
+def own_root(
+    target: Callable[..., Any], *, may_run_uncompiled: bool = False
+) -> tuple[FunctionType, dict[str, Any]]:
     """A function that calls ``target``, with code and globals of its own; its variables.
 
     Dynamo keeps what it compiled by code object: without guards, a second runtime would run the
@@ -330,7 +339,8 @@ def _own_root(target: Callable[..., Any]) -> tuple[FunctionType, dict[str, Any]]
         scope = {"model": target}
         plain = _root_of_callable(target)
     code: CodeType = plain.__code__.replace()
-    own = {"torch": torch, "_ran_uncompiled": _ran_uncompiled, "__builtins__": __builtins__}
+    ran: Callable[[], object] = bool if may_run_uncompiled else _ran_uncompiled
+    own = {"torch": torch, "_ran_uncompiled": ran, "__builtins__": __builtins__}
     root = FunctionType(code, own | {"__name__": __name__}, "root", None, plain.__closure__)
     return root, scope
 

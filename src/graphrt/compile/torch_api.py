@@ -7,12 +7,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
@@ -50,6 +52,14 @@ def inner_error(error: TorchDynamoException) -> BaseException | None:
     """What a backend raised, if ``error`` tells of that."""
     inner: BaseException | None = getattr(error, "inner_exception", None)
     return inner
+
+
+def stock_compile(
+    target: Callable[..., Any], backend: Callable[..., Any], tell: Callable[[str], None]
+) -> Callable[..., Any]:
+    """torch.compile with nothing asked. ``tell``: hears why something is compiled again."""
+    decorate = torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))
+    return decorate(target)  # type: ignore[no-any-return]
 
 
 # -- Inductor
@@ -102,12 +112,14 @@ def inductor_option_names() -> Sequence[str]:
 @cache
 def versions() -> Mapping[str, str]:
     """What of torch and of Python compiled code depends on."""
-    triton = sys.modules.get("triton")
+    triton = None
+    with suppress(PackageNotFoundError):  # Asked of the package, which may be imported or not.
+        triton = version("triton")
     return {
         "torch": torch.__version__,
         "torch source": torch_key().hex(),
         "python": sys.version,
-        "triton": str(getattr(triton, "__version__", None)),
+        "triton": str(triton),
     }
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphrt.config.compilation import PASS_FLAGS, CompilationConfig, CompilationLevel
+from graphrt.config.compilation import PASS_FLAGS, CompilationConfig
 from graphrt.config.plan import CompilePlan
 from graphrt.errors import ConfigProblem
 
 
 def unbuilt(options: CompilationConfig, plan: CompilePlan) -> Iterator[ConfigProblem]:
     """What of ``plan``, which follows from ``options``, a runtime cannot do yet."""
-    if plan.level is CompilationLevel.DYNAMO_AS_IS:
-        yield _problem("level", plan.level.name, "level 0, 2 or 3")
     if plan.dynamic_shapes == "backed":
         yield _problem("dynamic_shapes", "backed", "'auto' or 'unbacked'")
     if plan.guard_policy == "keep":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from time import perf_counter_ns
@@ -30,6 +31,7 @@ from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher, check_count
 from graphrt.errors import (
     BatchError,
+    CompileDuringCaptureError,
     ConfigError,
     ConfigProblem,
     InputMismatchError,
@@ -48,13 +50,13 @@ from graphrt.graphs import (
     StateGuard,
     break_point,
 )
-from graphrt.graphs.breaks import break_points_refused, opaque_call
+from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
 
 if TYPE_CHECKING:
-    from graphrt.compile import Compiled, CompileReport, PieceInfo
+    from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
 
 TOKENS = "tokens"
 REQUESTS = "requests"
@@ -175,7 +177,7 @@ class Runtime:
             _check_axes(inputs)
         self._observer = observer
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
-        self._compiled: Compiled | None = None
+        self._compiled: Compiled | Stock | None = None
         self._compile_part = compile_part
         if plan.level is not CompilationLevel.NO_COMPILATION:
             self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer)
@@ -428,7 +430,7 @@ class Runtime:
         return RuntimeReport(resolved=self.resolved, compile=compiled, **known)
 
     def _trace(
-        self, compiled: Compiled, like: Example | Mapping[str, torch.Tensor] | None = None
+        self, compiled: Compiled | Stock, like: Example | Mapping[str, torch.Tensor] | None = None
     ) -> None:
         """Compile, in an eager run, before the first step and before what ``model`` remembers on
         the host is noted: traces leave things there."""
@@ -436,7 +438,8 @@ class Runtime:
         sizes: Mapping[str, int] = {TOKENS: plan.max_num_seqs, REQUESTS: plan.max_num_seqs}
         if plan.capture_order:
             sizes = _axis_sizes(plan.capture_order[0][1], plan.max_num_seqs)
-        with break_points_refused():
+        is_whole = plan.level is not CompilationLevel.DYNAMO_AS_IS
+        with break_points_refused() if is_whole else nullcontext():
             self.runner.trace(sizes, compiled.trace, like)
 
     def _audit(self) -> None:
@@ -539,25 +542,38 @@ def _compiled(
     part: torch.nn.Module | None,
     impls: Mapping[str, Callable[..., Any]] | None,
     observer: Observer | None,
-) -> Compiled:
-    from graphrt.compile import Compiled  # Here, because it loads the compiler: seconds.
+) -> Compiled | Stock:
+    from graphrt.compile import Compiled, Stock  # Here, because it loads the compiler: seconds.
 
-    if part is not None and isinstance(part.forward, Compiled):
+    if part is not None and isinstance(part.forward, Compiled | Stock):
         raise ConfigError(
             "compile_part",
             expected="a module that no other runtime compiles",
             found="one that another runtime has compiled",
             do="close that runtime first",
         )
-    plan = resolved.plan
+    plan, target = resolved.plan, model if part is None else part.forward
+    if plan.level is CompilationLevel.DYNAMO_AS_IS:
+        return Stock(target, resolved.compile, refuse_now=_refuse_in_recordings)
     return Compiled(
-        model if part is None else part.forward,
+        target,
         resolved.compile,
         limits={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
         impls=impls,
         wrap=_as_segment,
         observer=observer,
     )
+
+
+def _refuse_in_recordings() -> None:
+    """Errors: ``CompileDuringCaptureError`` while this thread records."""
+    if is_recording_here():
+        raise CompileDuringCaptureError(
+            "compile level 1",
+            expected="code that was compiled before it is captured",
+            found="a call in a recording that torch would compile for",
+            do="capture with cudagraph_num_of_warmups of 1 or more, or use level 2 or 3",
+        )
 
 
 def _as_segment(piece: Callable[..., Any], info: PieceInfo) -> Callable[..., Any]:
