@@ -12,17 +12,20 @@ import torch
 from torch import fx
 from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import torch_api
 from graphrt.compile.backends import Compiler, Job, make_compiler
 from graphrt.compile.effects import Description, refuse_hidden_reads, refuse_shared_writes
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
-from graphrt.compile.ranges import Axis, Forms, Range, Symbols, ranges_of
+from graphrt.compile.ranges import Axis, Forms, Range, Symbols, ranges_of, refuse_shape_guards
 from graphrt.compile.splitter import Piece, PieceInfo, SplittingOps, Wrap, cut, stitch
 from graphrt.config import CompilePlan
-from graphrt.errors import CompileError, RecompileError
+from graphrt.errors import CompileError, ContractError, RecompileError, ShapeGuardError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
+
+_NO_AXES: frozenset[str] = frozenset()
 
 Varying = Sequence[tuple[torch.Tensor, int, str]]
 """Tensor, dimension, axis."""
@@ -111,9 +114,12 @@ class Compiled:
         self._observer = observer
         self._varying: Varying | None = None
         """Set while it is traced."""
-        self._entry: Callable[..., Any] | None = None
-        self._contract: Contract | None = None
-        self._audit: Audit | None = None
+        self._is_backed = plan.dynamic_shapes == "backed"
+        self._notes: tuple[str, ...] = ()
+        self._traces: dict[frozenset[str], _Trace] = {}
+        """By axes that have size 1: others are alike for every size only if they are backed."""
+        self._ones = _NO_AXES
+        """Of the trace that is made."""
         self._is_audit_due = False
 
     @property
@@ -124,22 +130,47 @@ class Compiled:
     refused = staticmethod(torch_api.compiled_code_refused)
     """A context in which compiled code that no piece is, raises."""
 
+    @property
+    def needs_size_1(self) -> bool:
+        """Whether calls in which an axis has size 1 need a trace of their own."""
+        return self._is_backed
+
     def trace(self, run: Callable[[], object], varying: Varying) -> None:
         """Trace it at the first call that ``run`` makes. ``varying``: dimensions of its tensors.
 
+        Traced again: only where ``needs_size_1``, for sizes of which others are 1.
         Errors: ``CompileError`` and what is below it, ``BreakError`` for a break point; each names
         the user's line. What ``run`` itself raises.
         """
-        if self.report is not None:
+        try:
+            self._trace(run, varying)
+        except ShapeGuardError as error:
+            if self._is_backed or self._plan.dynamic_shapes != "auto" or self._traces:
+                raise
+            self._is_backed = True
+            self._notes = (f"dynamic_shapes: backed instead of unbacked, because of a {error.subject}",)
+            self._trace(run, varying)
+
+    def _trace(self, run: Callable[[], object], varying: Varying) -> None:
+        ones = {axis for tensor, dim, axis in varying if tensor.shape[dim] == 1}
+        if not self._is_backed:
+            ones = set()
+        self._ones = frozenset(ones)
+        if self._ones in self._traces:
             raise _again("a second call of trace")
+        varying = [one for one in varying if one[2] not in ones]
+        if self._is_backed:
+            _refuse_equal_sizes(varying)
         for tensor, dim, axis in varying:
-            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=False)
+            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self._is_backed)
         self._varying = varying
         try:
             run()
         finally:
             self._varying = None
-        if self._entry is None:
+            for tensor, _, _ in varying:
+                torch_api.unmark(tensor)
+        if self._ones not in self._traces:
             raise CompileError(
                 "compile",
                 expected="a model that calls its compiled part",
@@ -148,36 +179,42 @@ class Compiled:
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._contract is None or self._entry is None:
+        if self._varying is not None:
             return self._first_call(args, kwargs)
-        self._contract.check(args, kwargs)
-        if self._is_audit_due:
-            self.audit()
-            self._is_audit_due = False
-        return self._entry(*args, **kwargs)
-
-    def audit(self, *, again: bool = False) -> None:
-        """Compare everything that the trace read with what stands there now.
-
-        ``again``: also at the next call. Errors: ``GuardAuditError`` with what differs.
-        """
-        if self._audit is not None:
-            self._audit.check()
-            self._is_audit_due = again
-
-    def _first_call(self, args: Any, kwargs: Any) -> Any:
-        if self._varying is None:
+        trace = self._traces.get(_NO_AXES)
+        if self._is_backed and self._traces:
+            ones, trace = next(iter(self._traces.items()))
+            ones |= trace.contract.axes_of_one(args, kwargs)
+            trace = self._traces.get(ones, trace)
+        if trace is None:
             raise CompileError(
                 "compiled code",
                 expected="a trace before the first call",
                 found="none",
                 do="give the runtime examples, or call capture(like=...) before the first step",
             )
+        trace.contract.check(args, kwargs)
+        if self._is_audit_due:
+            self.audit()
+            self._is_audit_due = False
+        return trace.entry(*args, **kwargs)
+
+    def audit(self, *, again: bool = False) -> None:
+        """Compare everything that the trace read with what stands there now.
+
+        ``again``: also at the next call. Errors: ``GuardAuditError`` with what differs.
+        """
+        for trace in self._traces.values():
+            trace.audit.check()
+            self._is_audit_due = again
+
+    def _first_call(self, args: Any, kwargs: Any) -> Any:
+        varying, self._varying = self._varying or (), None
         started = perf_counter()
         axes: dict[int, dict[int, str]] = {}
-        for tensor, dim, axis in self._varying:
+        for tensor, dim, axis in varying:
             axes.setdefault(id(tensor), {})[dim] = axis
-        contract = Contract(args, kwargs, axes, self._limits)
+        contract = Contract(args, kwargs, axes, self._limits, 2 if self._is_backed else 1)
         guards: list[Any] = []
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of these lists.
         made: list[_Compilation] = []
@@ -201,16 +238,21 @@ class Compiled:
         entry = torch.compile(root, backend=backend, fullgraph=True, dynamic=False, options=options)
         try:
             outputs = entry(*args, **kwargs)
-        except exc.TorchDynamoException as error:
+        except (exc.TorchDynamoException, ConstraintViolationError) as error:
+            if made:
+                made[0].refuse_shape_guards()  # It names the line.
             raise translated(error) from error
         finally:
             compilers.clear()
             results = tuple(made)
             made.clear()
         [found] = results
+        found.refuse_shape_guards()
         audit = Audit(guards, scope, root.__globals__)
         self.source = found.source
-        self._contract, self._audit, self._entry = contract, audit, entry
+        self._traces[self._ones] = _Trace(entry, contract, audit)
+        if len(self._traces) > 1:
+            return outputs
         self.report = CompileReport(
             backend=self._compiler.name,
             seconds={"trace": found.began - started, **found.seconds},
@@ -223,8 +265,17 @@ class Compiled:
             side_effects=found.side_effects,
             num_audited=audit.num_checked,
             unaudited=audit.unchecked,
+            notes=self._notes,
         )
         return outputs
+
+
+class _Trace(NamedTuple):
+    """One trace, and what has to be as it was then."""
+
+    entry: Callable[..., Any]
+    contract: Contract
+    audit: Audit
 
 
 class _Compilation:
@@ -233,6 +284,8 @@ class _Compilation:
     def __init__(self, owner: Compiled, axes: Mapping[int, Mapping[int, str]]) -> None:
         self._axes = axes
         self._owner = owner
+        self._env: Any = None
+        self._traced: Symbols | None = None
         self._limits: Mapping[str, int] = owner._limits
         self._plan: CompilePlan = owner._plan
         self._compiler: Compiler = owner._compiler
@@ -255,7 +308,8 @@ class _Compilation:
         self.side_effects = refuse_side_effects()
         self.began = perf_counter()
         refuse_values(node for node in graph.graph.nodes if owner._ops.find(node) is None)
-        symbols = self._symbols(graph, inputs)
+        symbols = self._traced = self._symbols(graph, inputs)
+        self._env = TracingContext.get().fake_mode.shape_env
         names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
         impls = owner._impls
         pieces, self.unmatched = cut(graph, owner._ops, impls, names, self._compiler.is_opaque)
@@ -286,6 +340,11 @@ class _Compilation:
         run, self.source = stitch(graph, pieces, calls)
         return run
 
+    def refuse_shape_guards(self) -> None:
+        """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
+        if self._owner._is_backed and self._env is not None and self._traced is not None:
+            refuse_shape_guards(self._env, self._traced.axes, None)
+
     def _symbols(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
         """Which symbol stands for which axis, by the tensors whose dimensions were marked."""
         axes: dict[Any, Axis] = {}
@@ -294,8 +353,9 @@ class _Compilation:
             for dim, name in self._axes.get(id(value), {}).items():
                 size = node.meta["example_value"].shape[dim]
                 if isinstance(size, torch.SymInt):
-                    axes[size.node.expr] = Axis(name, self._limits[name])
-        return Symbols(axes, is_backed=False)
+                    order = list(self._limits).index(name)
+                    axes[size.node.expr] = Axis(name, self._limits[name], order)
+        return Symbols(axes, is_backed=self._owner._is_backed)
 
     def _compile(self, piece: Piece, symbols: Symbols) -> Forms:
         """Every form of a piece, before any of them is used."""
@@ -311,6 +371,8 @@ class _Compilation:
             job = Job(piece.module, inputs, piece.name, piece.structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
+            if mode.shape_env is not None:
+                refuse_shape_guards(mode.shape_env, symbols.made, sizes)
             forms[sizes] = form.call
             seconds = perf_counter() - began
             self.seconds["compile" if form.missed else "load"] += seconds
@@ -322,6 +384,18 @@ class _Compilation:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
         return Forms(forms, place, self.axis)
+
+
+def _refuse_equal_sizes(varying: Varying) -> None:
+    """Errors: ``ContractError`` where two axes have one size: a trace would take them for one."""
+    sizes = {axis: tensor.shape[dim] for tensor, dim, axis in varying}
+    if len(set(sizes.values())) < len(sizes):
+        raise ContractError(
+            "the traced call",
+            expected="another size of each axis, because equal ones are taken for one",
+            found=", ".join(f"{size} {axis}" for axis, size in sizes.items()),
+            do="give examples of unequal sizes, or dynamic_shapes='unbacked'",
+        )
 
 
 def own_root(

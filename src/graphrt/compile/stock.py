@@ -1,4 +1,4 @@
-"""Level 1: torch.compile as it is, with its guards, graph breaks and recompiles, which are counted."""
+"""Level 1: torch.compile as it is: its guards, graph breaks and recompiles, which are counted."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Stock:
     Errors: ``ConfigError`` for an unknown backend; what compiling and ``refuse_now`` raise.
     """
 
+    needs_size_1 = False
     is_opaque = True
     """A mode that observes makes torch run it uncompiled."""
     refused = staticmethod(torch_api.compiled_code_refused)

@@ -179,6 +179,9 @@ class Runtime:
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
         self._compiled: Compiled | Stock | None = None
         self._compile_part = compile_part
+        self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
+            axis for spec in inputs for axis in spec.axes
+        }
         if plan.level is not CompilationLevel.NO_COMPILATION:
             self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer)
         fn = model if self._compiled is None or compile_part is not None else self._compiled
@@ -438,9 +441,17 @@ class Runtime:
         sizes: Mapping[str, int] = {TOKENS: plan.max_num_seqs, REQUESTS: plan.max_num_seqs}
         if plan.capture_order:
             sizes = _axis_sizes(plan.capture_order[0][1], plan.max_num_seqs)
+        tokens, requests = sizes[TOKENS], sizes[REQUESTS]
+        if tokens == requests > 2 and like is None:
+            # Of two sizes that are equal a trace would make one.
+            requests -= 1
         is_whole = plan.level is not CompilationLevel.DYNAMO_AS_IS
         with break_points_refused() if is_whole else nullcontext():
-            self.runner.trace(sizes, compiled.trace, like)
+            self.runner.trace({TOKENS: tokens, REQUESTS: requests}, compiled.trace, like)
+            if compiled.needs_size_1 and requests > 1 and self._has_both_axes:
+                self.runner.trace({TOKENS: tokens, REQUESTS: 1}, compiled.trace)
+            if compiled.needs_size_1 and tokens > 1:
+                self.runner.trace({TOKENS: 1, REQUESTS: 1}, compiled.trace)
 
     def _audit(self) -> None:
         """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
