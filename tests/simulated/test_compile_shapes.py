@@ -76,3 +76,32 @@ def test_first_call_of_equal_sizes_is_refused():
     varying = [(inputs["x"], 0, "tokens"), (inputs["lens"], 0, "requests")]
     with pytest.raises(ContractError, match="equal ones are taken for one"):
         compiled.trace(lambda: compiled(**inputs), varying)
+
+
+# -- guards kept
+
+
+def changes_scale(model):
+    model.limit = 900
+
+
+def adds_hook(model):
+    model.register_forward_hook(lambda module, args, out: {**out, "lens": out["lens"] + 1})
+
+
+@pytest.mark.parametrize("policy", ["audit", "keep"])
+@pytest.mark.parametrize("change", [changes_scale, adds_hook])
+def test_change_after_the_trace_is_caught_by_either_policy(change, policy):
+    model = Branches()
+    with lab_of(model, guard_policy=policy) as lab:
+        lab.runtime.capture()
+        for sizes in ((3, 2), (8, 4), (16, 2)):
+            outputs = {k: v.clone() for k, v in lab.step(*sizes).items()}
+            with torch.no_grad():
+                assert_equal(outputs, Branches()(**values(*sizes)))
+        change(model)
+        if policy == "keep" and change is changes_scale:  # Of hooks torch makes no guards.
+            with pytest.raises(RecompileError, match="limit"):
+                lab.step(16, 2)
+        with pytest.raises(GuardAuditError):
+            lab.runtime.check_externals()

@@ -197,7 +197,13 @@ class Compiled:
         if self._is_audit_due:
             self.audit()
             self._is_audit_due = False
-        return trace.entry(*args, **kwargs)
+        if trace.guarded is None or torch_api.has_modes():
+            return trace.entry(*args, **kwargs)
+        try:
+            with torch_api.no_recompile():
+                return trace.guarded(*args, **kwargs)
+        except exc.RecompileError as error:
+            raise _again(" ".join(str(error).split())) from error
 
     def audit(self, *, again: bool = False) -> None:
         """Compare everything that the trace read with what stands there now.
@@ -250,7 +256,10 @@ class Compiled:
         found.refuse_shape_guards()
         audit = Audit(guards, scope, root.__globals__)
         self.source = found.source
-        self._traces[self._ones] = _Trace(entry, contract, audit)
+        guarded = None
+        if self._plan.guard_policy == "keep":
+            guarded = self._guarded(found, args, kwargs)
+        self._traces[self._ones] = _Trace(entry, contract, audit, guarded)
         if len(self._traces) > 1:
             return outputs
         self.report = CompileReport(
@@ -270,12 +279,26 @@ class Compiled:
         return outputs
 
 
+    def _guarded(self, found: _Compilation, args: Any, kwargs: Any) -> Callable[..., Any]:
+        """The same code behind another entry, where torch checks its guards at each call.
+
+        Beside the first, because under a mode, as in simulated recordings, torch refuses such an
+        entry.
+        """
+        root, _ = own_root(self.runnable)
+        entry = torch.compile(root, backend=found.rerun, fullgraph=True, dynamic=False)
+        entry(*args, **kwargs)
+        found.forget()
+        return entry
+
+
 class _Trace(NamedTuple):
-    """One trace, and what has to be as it was then."""
+    """One trace, and what has to be as it was then. ``guarded``: with torch's guards."""
 
     entry: Callable[..., Any]
     contract: Contract
     audit: Audit
+    guarded: Callable[..., Any] | None
 
 
 class _Compilation:
@@ -285,6 +308,8 @@ class _Compilation:
         self._axes = axes
         self._owner = owner
         self._env: Any = None
+        self._run: Callable[..., Any] | None = None
+        self._given: list[str] = []
         self._traced: Symbols | None = None
         self._limits: Mapping[str, int] = owner._limits
         self._plan: CompilePlan = owner._plan
@@ -338,7 +363,18 @@ class _Compilation:
             infos.append(info._replace(describe=None))
         self.infos = tuple(infos)
         run, self.source = stitch(graph, pieces, calls)
+        self._run, self._given = run, _names(graph)
         return run
+
+    def rerun(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The function of ``run``, for a second trace of the same code."""
+        if self._run is None or _names(graph) != self._given:
+            raise _again("Dynamo, for a call that it takes for another one")
+        return self._run
+
+    def forget(self) -> None:
+        """Dynamo keeps what it was given for good."""
+        self._run = None
 
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
@@ -384,6 +420,10 @@ class _Compilation:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
         return Forms(forms, place, self.axis)
+
+
+def _names(graph: fx.GraphModule) -> list[str]:
+    return [node.name for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def _refuse_equal_sizes(varying: Varying) -> None:

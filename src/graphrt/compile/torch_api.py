@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,12 +18,13 @@ import torch._dynamo
 import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
-from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.errors import UnrecordedCodeError
 from graphrt.source import caller_source
@@ -48,10 +49,14 @@ def unmark(tensor: torch.Tensor) -> None:
         delattr(tensor, name)
 
 
-def inner_error(error: TorchDynamoException) -> BaseException | None:
-    """What a backend raised, if ``error`` tells of that."""
-    inner: BaseException | None = getattr(error, "inner_exception", None)
-    return inner
+def has_modes() -> bool:
+    """Whether a mode is active, under which torch runs no code with guards."""
+    return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
+
+
+def no_recompile() -> AbstractContextManager[object]:
+    """While entered, code that would be compiled again raises ``exc.RecompileError``."""
+    return torch._dynamo.config.patch(error_on_recompile=True)  # type: ignore[no-any-return]
 
 
 def stock_compile(

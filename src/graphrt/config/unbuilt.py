@@ -11,8 +11,6 @@ from graphrt.errors import ConfigProblem
 
 def unbuilt(options: CompilationConfig, plan: CompilePlan) -> Iterator[ConfigProblem]:
     """What of ``plan``, which follows from ``options``, a runtime cannot do yet."""
-    if plan.guard_policy == "keep":
-        yield _problem("guard_policy", "keep", "'audit'")
     if plan.use_inductor_graph_partition:
         yield _problem("use_inductor_graph_partition", True, "None or False")
     if plan.inductor_passes:
