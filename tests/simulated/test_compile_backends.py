@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -301,3 +303,30 @@ def test_level_1_refuses_to_compile_inside_a_recording():
     stock = Stock(lambda x: x + 1, plan, refuse_now=refuse)
     with pytest.raises(CompileDuringCaptureError):
         stock(torch.ones(2))
+
+
+# -- the dump
+
+
+def test_dump_tells_what_was_traced_cut_and_compiled(tmp_path):
+    for _ in range(2):
+        one, _ = compile_alone(chain(Layers()), debug_dump_path=tmp_path)
+    first, second = sorted((tmp_path / "rank_0").iterdir())
+    told = {path.name: path.read_text() for path in first.iterdir()}
+    assert set(told) == {path.name for path in second.iterdir()}
+    assert told["stitch.py"] == one.source
+    assert len([name for name in told if name.endswith(".before.py")]) == 4
+    assert "tanh" in told["piece_0.before.py"]
+    assert "tanh" in told["dynamo.py"]
+    assert told["split.py"].count("captured") == 5
+    assert json.loads(told["report.json"])["num_compiles"] == 3
+    assert json.loads(told["guards.json"])["compared"]
+    with pytest.raises(BackendError):
+        compile_alone(chain(Layers()), backend=f"{__name__}.failing", debug_dump_path=tmp_path)
+    assert (tmp_path / "rank_0" / "model_2" / "dynamo.py").exists()
+
+
+def test_dump_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="debug_dump_path"):
+        compile_alone(chain(Layers()), debug_dump_path=tmp_path / "file")

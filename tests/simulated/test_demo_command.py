@@ -119,8 +119,12 @@ def test_compiled_policies_equal_a_run_that_is_not(run: Run) -> None:
     for compiled in printed["compiled"].values():
         assert compiled.pop("compile_seconds") > 0
         assert compiled == {
-            "pieces": 5, "compiled_pieces": 3, "unique_pieces": 3,
-            "backend": "eager", "compiles": 3, "cache_hits": 0,
+            "pieces": 5,
+            "compiled_pieces": 3,
+            "unique_pieces": 3,
+            "backend": "eager",
+            "compiles": 3,
+            "cache_hits": 0,
         }
 
 

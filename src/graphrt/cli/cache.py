@@ -1,4 +1,4 @@
-"""What ``graphrt cache`` tells: entries of the cache of compiled code, and what was done to them."""
+"""What ``graphrt cache`` tells: the entries of the cache of compiled code, and what was removed."""
 
 from __future__ import annotations
 

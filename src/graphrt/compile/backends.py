@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -49,6 +49,8 @@ class Compiler(Protocol):
     name: str
     is_opaque: bool
     """Whether its code hides kernels from dispatch modes, and may move what the graph writes."""
+    keys: Sequence[Mapping[str, object]]
+    """What each entry of the cache depends on that was asked for."""
 
     def compile(self, job: Job) -> Form: ...
 
@@ -66,7 +68,7 @@ def make_compiler(plan: CompilePlan) -> Compiler:
 def find_backend(name: str) -> Callable[..., Any]:
     """A backend of torch's registry, or the callable at a dotted path."""
     if name in list_backends(exclude_tags=()):
-        return lookup_backend(name)  # type: ignore[no-any-return]
+        return lookup_backend(name)
     module, _, attribute = name.rpartition(".")
     if not module:
         known = list_backends(exclude_tags=())
@@ -98,6 +100,7 @@ class BlackBox:
         self.name = name
         self.is_opaque = name not in _SEEN_BY_RECORDERS
         self._backend = backend
+        self.keys: Sequence[Mapping[str, object]] = ()
 
     def compile(self, job: Job) -> Form:
         if self.name == "eager":

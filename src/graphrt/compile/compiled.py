@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import torch_api
 from graphrt.compile.backends import Compiler, Job, make_compiler
+from graphrt.compile.dump import Dump
 from graphrt.compile.effects import Description, refuse_hidden_reads, refuse_shared_writes
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
@@ -107,6 +108,7 @@ class Compiled:
         self._ops = SplittingOps(plan.splitting_ops)
         self._attention = SplittingOps(plan.attention_ops)
         self._compiler = make_compiler(plan)
+        self._dump = Dump(plan.debug_dump_path)
         self._plan = plan
         self._impls = dict(impls or {})
         self._wrap = wrap
@@ -148,7 +150,9 @@ class Compiled:
             if self._is_backed or self._plan.dynamic_shapes != "auto" or self._traces:
                 raise
             self._is_backed = True
-            self._notes = (f"dynamic_shapes: backed instead of unbacked, because of a {error.subject}",)
+            self._notes = (
+                f"dynamic_shapes: backed instead of unbacked, because of a {error.subject}",
+            )
             self._trace(run, varying)
 
     def _trace(self, run: Callable[[], object], varying: Varying) -> None:
@@ -276,8 +280,10 @@ class Compiled:
             unaudited=audit.unchecked,
             notes=self._notes,
         )
+        self._dump.json("guards.json", audit.told())
+        self._dump.json("cache.json", {"asked": self._compiler.keys, "misses": found.misses})
+        self._dump.json("report.json", self.report._asdict())
         return outputs
-
 
     def _guarded(self, found: _Compilation, args: Any, kwargs: Any) -> Callable[..., Any]:
         """The same code behind another entry, where torch checks its guards at each call.
@@ -330,14 +336,17 @@ class _Compilation:
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo is to call."""
         owner = self._owner
+        owner._dump.graph("dynamo.py", graph)
         self.side_effects = refuse_side_effects()
         self.began = perf_counter()
         refuse_values(node for node in graph.graph.nodes if owner._ops.find(node) is None)
         symbols = self._traced = self._symbols(graph, inputs)
-        self._env = TracingContext.get().fake_mode.shape_env
+        mode = TracingContext.get().fake_mode
+        self._env = None if mode is None else mode.shape_env
         names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
         impls = owner._impls
         pieces, self.unmatched = cut(graph, owner._ops, impls, names, self._compiler.is_opaque)
+        owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
         if self._compiler.is_opaque:
             refuse_shared_writes(pieces)
@@ -363,6 +372,7 @@ class _Compilation:
             infos.append(info._replace(describe=None))
         self.infos = tuple(infos)
         run, self.source = stitch(graph, pieces, calls)
+        owner._dump.write("stitch.py", self.source)
         self._run, self._given = run, _names(graph)
         return run
 

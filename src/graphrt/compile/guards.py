@@ -182,6 +182,11 @@ class Audit:
     def num_checked(self) -> int:
         return len(self._reads)
 
+    def told(self) -> dict[str, list[str]]:
+        """What is compared, with its value, and what cannot be."""
+        compared = [f"{_shown(read.expression)}: {read.told[1]!r}" for _, read in self._reads]
+        return {"compared": compared, "not compared": list(self.unchecked)}
+
     def check(self) -> None:
         """Errors: ``GuardAuditError`` with the first thing that differs from the trace."""
         for code, read in self._reads:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -114,11 +114,11 @@ class Symbols:
         found = None
         for index, node in enumerate(nodes):
             value = node.meta.get("example_value")
-            if isinstance(value, torch.SymInt) and value.node.expr in symbols:
+            if _symbol_of(value) in symbols:
                 return index, -1
             if found is None and isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt) and size.node.expr in symbols:
+                    if _symbol_of(size) in symbols:
                         found = index, dim
         return found
 
@@ -160,8 +160,9 @@ class Symbols:
             if expression.is_number:
                 return int(expression)
             hint = expression.xreplace(env.backed_var_to_val) if self.made else None
-            is_known = hint is not None and hint.is_number
-            return env.create_symintnode(expression, hint=int(hint) if is_known else None)
+            if hint is not None:
+                hint = int(hint) if hint.is_number else None
+            return env.create_symintnode(expression, hint=hint)
 
         def fake(node: fx.Node) -> Any:
             example = node.meta.get("example_value")
@@ -174,6 +175,10 @@ class Symbols:
                 )
 
         return mode, [fake(node) for node in nodes]
+
+
+def _symbol_of(value: Any) -> Any:
+    return value.node.expr if isinstance(value, torch.SymInt) else None
 
 
 def _backed(env: ShapeEnv, name: str, least: int, most: int) -> Any:

@@ -14,6 +14,7 @@ from torch._guards import CompileContext
 from graphrt.compile import torch_api
 from graphrt.compile.backends import compiling, find_backend
 from graphrt.compile.compiled import CompileReport, Varying, own_root
+from graphrt.compile.dump import Dump
 from graphrt.compile.failures import translated
 from graphrt.config import CompilePlan
 
@@ -40,6 +41,7 @@ class Stock:
         self.runnable = target
         self._backend_name = plan.backend
         self._backend = find_backend(plan.backend)
+        self._dump = Dump(plan.debug_dump_path)
         self._refuse_now = refuse_now
         self._seconds = 0.0
         self._frames: list[int] = []
@@ -76,6 +78,7 @@ class Stock:
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._refuse_now()
+        self._dump.graph(f"graph_{len(self._frames)}.py", graph)
         began = perf_counter()
         compile_id: Any = CompileContext.current_compile_id()
         self._frames.append(compile_id.frame_compile_id or 0)

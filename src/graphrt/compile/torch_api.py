@@ -23,6 +23,7 @@ from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.standalone_compile import CompiledArtifact
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -56,7 +57,8 @@ def has_modes() -> bool:
 
 def no_recompile() -> AbstractContextManager[object]:
     """While entered, code that would be compiled again raises ``exc.RecompileError``."""
-    return torch._dynamo.config.patch(error_on_recompile=True)  # type: ignore[no-any-return]
+    patch: AbstractContextManager[object] = torch._dynamo.config.patch(error_on_recompile=True)
+    return patch
 
 
 def stock_compile(
@@ -64,7 +66,7 @@ def stock_compile(
 ) -> Callable[..., Any]:
     """torch.compile with nothing asked. ``tell``: hears why something is compiled again."""
     decorate = torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))
-    return decorate(target)  # type: ignore[no-any-return]
+    return decorate(target)
 
 
 # -- Inductor
@@ -99,15 +101,12 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "artifact")
         path.write_bytes(payload)
-        loaded: Callable[..., Any] = torch._inductor.CompiledArtifact.load(
-            path=str(path), format="binary"
-        )
-        return loaded
+        return CompiledArtifact.load(path=str(path), format="binary")
 
 
 def inductor_options() -> Mapping[str, Any]:
     """Every option of Inductor that code depends on, as it is now."""
-    return inductor_config.save_config_portable()  # type: ignore[no-any-return]
+    return inductor_config.save_config_portable()
 
 
 def inductor_option_names() -> Sequence[str]:
@@ -160,7 +159,7 @@ class _CompiledCodeAlarm:
                         raise _unrecorded()
                     return original(graph, inputs)
 
-                CompiledFxGraph.__call__ = call  # type: ignore[method-assign]
+                CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
             self._threads.append(threading.get_ident())
 
     def leave(self) -> None:
