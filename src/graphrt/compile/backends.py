@@ -12,7 +12,6 @@ from torch._dynamo.backends.registry import list_backends, lookup_backend
 
 from graphrt.compile import torch_api
 from graphrt.compile.ranges import Range
-from graphrt.config import CompilePlan
 from graphrt.config.checked import unknown_key
 from graphrt.errors import BackendError, ConfigError, GraphrtError
 from graphrt.events import CacheMiss
@@ -53,16 +52,6 @@ class Compiler(Protocol):
     """What each entry of the cache depends on that was asked for."""
 
     def compile(self, job: Job) -> Form: ...
-
-
-def make_compiler(plan: CompilePlan) -> Compiler:
-    """That of ``plan.backend``. Errors: ``ConfigError`` for a name that torch does not know, or a
-    path that leads to no callable, and for options that Inductor does not have."""
-    if plan.backend == "inductor":
-        from graphrt.compile.inductor import Inductor
-
-        return Inductor(plan)
-    return BlackBox(plan.backend, find_backend(plan.backend))
 
 
 def find_backend(name: str) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ class CompileCache:
         }
         path = self._path(key)
         try:
-            self.make()
+            self.prepare()
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
             try:
@@ -118,7 +118,7 @@ class CompileCache:
             return False
         return True
 
-    def make(self) -> None:
+    def prepare(self) -> None:
         """Make the folder, for its owner alone: what it holds is run. Raises ``OSError``."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._is_foreign():

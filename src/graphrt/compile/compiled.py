@@ -15,11 +15,12 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import torch_api
-from graphrt.compile.backends import Compiler, Job, make_compiler
+from graphrt.compile.backends import BlackBox, Compiler, Job, find_backend
 from graphrt.compile.dump import Dump
 from graphrt.compile.effects import Description, refuse_hidden_reads, refuse_shared_writes
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
+from graphrt.compile.inductor import Inductor
 from graphrt.compile.ranges import Axis, Forms, Range, Symbols, ranges_of, refuse_shape_guards
 from graphrt.compile.splitter import Piece, PieceInfo, SplittingOps, Wrap, cut, stitch
 from graphrt.config import CompilePlan
@@ -296,6 +297,14 @@ class Compiled:
         entry(*args, **kwargs)
         found.forget()
         return entry
+
+
+def make_compiler(plan: CompilePlan) -> Compiler:
+    """That of ``plan.backend``. Errors: ``ConfigError`` for a name that torch does not know, or a
+    path that leads to no callable, and for options that Inductor does not have."""
+    if plan.backend == "inductor":
+        return Inductor(plan)
+    return BlackBox(plan.backend, find_backend(plan.backend))
 
 
 class _Trace(NamedTuple):

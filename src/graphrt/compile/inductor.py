@@ -97,7 +97,7 @@ def _tensors(job: Job) -> list[torch.Tensor]:
 def _inductor_folder(cache: CompileCache) -> Iterator[None]:
     """Inductor's own caches are kept beside the entries, which need them to load quickly."""
     try:
-        cache.make()
+        cache.prepare()
         cache.inductor_folder.mkdir(exist_ok=True)
     except OSError:  # Told when an entry is written.
         yield
