@@ -114,7 +114,7 @@ class CacheMiss(StrEnum):
     """It was compiled for another device."""
     LOAD_FAILED = "load_failed"
     """It cannot be read, belongs to another user, or torch does not take it."""
-    UNHASHABLE_PASS = "unhashable_pass"  # noqa: S105
+    UNHASHABLE_PASS = "unhashable_pass"
     """A pass or an option has no text that tells it from others."""
     UNCACHEABLE = "uncacheable"
     """The backend's code cannot be kept."""

@@ -151,11 +151,19 @@ def assemble(
             attention_ops=(ATTENTION_OP,),
             device="cuda" if device.name == "cuda" else "simulated",
         )
-        is_traced = resolve(config.runtime, facts).plan.level > 0
+        level = resolve(config.runtime, facts).plan.level
+        if level == 1:
+            raise EngineConfigError(
+                "RuntimeConfig.compilation.level",
+                expected="0, 2 or 3, because attention finds its step where the graph is traced",
+                found="1",
+                do="use level 3, which compiles between attention calls.",
+            )
+        is_traced = level > 0
         if is_traced and model.lora is not None:
             raise EngineConfigError(
                 "RuntimeConfig.max_loras",
-                expected="0 at levels 1 to 3: the one trace has no adapters",
+                expected="0 at levels 2 and 3: the one trace has no adapters",
                 found=str(config.runtime.max_loras),
                 do="use level 0, which cuts at break points.",
             )

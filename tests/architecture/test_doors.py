@@ -53,7 +53,7 @@ PROCESS_STATE = {
     "sys.settrace": (),
     "atexit.register": (),
 }
-PATCHES_TORCH = ("device/torch_modes.py",)
+PATCHES_TORCH = ("device/torch_modes.py", "compile/torch_api.py")
 
 PLACES = {**DOORS, **PROCESS_STATE}
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from graphrt import CompilationConfig, Facts, RuntimeConfig, resolve
-from graphrt.compile import Compiled
-from graphrt.errors import BackendError, CompileError, ConfigError, ContractError
+from graphrt.compile import Compiled, Stock
+from graphrt.errors import (
+    BackendError,
+    CompileDuringCaptureError,
+    CompileError,
+    ConfigError,
+    ContractError,
+)
 from graphrt.events import Compiled as CompiledEvent
 from lab import MAX_REQS, MAX_TOKENS, WIDTH, RuntimeLab, assert_equal, values
 
@@ -261,3 +269,64 @@ def test_write_to_memory_that_results_share_is_refused(backend):
     with pytest.raises(CompileError, match="shares") as caught:
         compile_alone(model, **asked)
     assert "test_compile_backends" in caught.value.source
+
+
+# -- level 1
+
+
+class Broken(Layers):
+    def forward(self, *, x, ids, lens):
+        x = torch.tanh(x)
+        torch._dynamo.graph_break()
+        return {"rows": x * 3.0 + ids[:, None], "lens": lens * 2}
+
+
+def test_level_1_counts_graphs_and_recompiles_with_their_reason():
+    asked = {"compilation": {"level": 1, "backend": COUNTING}}
+    with RuntimeLab("FULL", model=Broken(), asked=asked) as lab:
+        assert lab.runtime.report().compile.num_graphs == 2
+        lab.runtime.capture()
+        found = {k: v.clone() for k, v in lab.step(3, 2).items()}
+        assert lab.runtime.last_decision.mode.name == "FULL"
+        report = lab.runtime.report().compile
+        assert report.num_compiles == len(CALLS) > report.num_graphs
+        assert any("size" in reason for reason in report.recompiles)
+        with torch.no_grad():
+            assert_equal(found, Broken()(**values(3, 2)))
+
+
+def test_level_1_refuses_to_compile_inside_a_recording():
+    def refuse():
+        raise CompileDuringCaptureError("compile level 1")
+
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=1))).compile
+    stock = Stock(lambda x: x + 1, plan, refuse_now=refuse)
+    with pytest.raises(CompileDuringCaptureError):
+        stock(torch.ones(2))
+
+
+# -- the dump
+
+
+def test_dump_tells_what_was_traced_cut_and_compiled(tmp_path):
+    for _ in range(2):
+        one, _ = compile_alone(chain(Layers()), debug_dump_path=tmp_path)
+    first, second = sorted((tmp_path / "rank_0").iterdir())
+    told = {path.name: path.read_text() for path in first.iterdir()}
+    assert set(told) == {path.name for path in second.iterdir()}
+    assert told["stitch.py"] == one.source
+    assert len([name for name in told if name.endswith(".before.py")]) == 4
+    assert "tanh" in told["piece_0.before.py"]
+    assert "tanh" in told["dynamo.py"]
+    assert told["split.py"].count("captured") == 5
+    assert json.loads(told["report.json"])["num_compiles"] == 3
+    assert json.loads(told["guards.json"])["compared"]
+    with pytest.raises(BackendError):
+        compile_alone(chain(Layers()), backend=f"{__name__}.failing", debug_dump_path=tmp_path)
+    assert (tmp_path / "rank_0" / "model_2" / "dynamo.py").exists()
+
+
+def test_dump_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="debug_dump_path"):
+        compile_alone(chain(Layers()), debug_dump_path=tmp_path / "file")

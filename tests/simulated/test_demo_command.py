@@ -154,13 +154,20 @@ def test_compiled_policies_equal_a_run_that_is_not(run: Run) -> None:
     assert list(printed["compiled"]) == ALL_MODES.split(",")
     for compiled in printed["compiled"].values():
         assert compiled.pop("compile_seconds") > 0
-        assert compiled == {"pieces": 5, "compiled_pieces": 3, "unique_pieces": 3}
+        assert compiled == {
+            "pieces": 5,
+            "compiled_pieces": 3,
+            "unique_pieces": 3,
+            "backend": "eager",
+            "compiles": 3,
+            "cache_hits": 0,
+        }
 
 
 def test_lower_compile_levels_are_a_clear_error(run: Run) -> None:
-    result = run("--level", "2")
+    result = run("--level", "1")
     assert result.exit_code == 2
-    assert "compilation.level: level 0 or 3" in result.stderr
+    assert "compilation.level" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points, version
 from inspect import getdoc
 from math import isnan
@@ -124,6 +125,45 @@ def env(as_json: AsJson = False) -> None:
     print(json.dumps(found) if as_json else "\n".join(lines(found)))
 
 
+class CacheAction(StrEnum):
+    """What ``graphrt cache`` does."""
+
+    LIST = "list"
+    SIZE = "size"
+    VERIFY = "verify"
+    PRUNE = "prune"
+
+
+def cache(
+    action: Annotated[CacheAction, typer.Argument(help="What to do.")],
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Default: GRAPHRT_CACHE_DIR, else the user's cache folder."),
+    ] = None,
+    older_than_days: Annotated[
+        float | None, typer.Option(min=0.0, help="prune: entries written longer ago.")
+    ] = None,
+    max_mib: Annotated[
+        float | None, typer.Option(min=0.0, help="prune: the oldest, until the rest is smaller.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List, measure, verify or prune the cache of compiled code."""
+    from graphrt.cli.cache import run_cache
+
+    days = None if older_than_days is None else older_than_days * 86_400
+    max_bytes = None if max_mib is None else int(max_mib * 2**20)
+    found = run_cache(action.value, folder, days, max_bytes)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        from graphrt.cli.tables import show_cache
+
+        show_cache(found)
+    if found.get("bad"):
+        raise typer.Exit(1)
+
+
 def simulate_ranks(
     trace: Annotated[Path, typer.Option(metavar="FILE", help="Azure CSV or Mooncake JSON lines.")],
     ranks: Annotated[int, typer.Option(min=2, max=1024, help="Data-parallel ranks.")],
@@ -165,6 +205,7 @@ BUILT_IN: dict[str, Callable[..., None]] = {
     "resolve": resolve,
     "dispatch": dispatch,
     "simulate-ranks": simulate_ranks,
+    "cache": cache,
     "env": env,
 }
 

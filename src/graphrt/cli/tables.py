@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console
@@ -51,6 +52,28 @@ def show_resolved(resolved: Resolved) -> None:
         change = f"{plain(item.asked)} -> {plain(item.effective)}"
         console.print(Text(f"  {item.field}: {change}"))
         console.print(Padding(Text(item.reason), (0, 0, 0, 4)))
+
+
+def show_cache(found: Mapping[str, Any]) -> None:
+    """Print what ``graphrt cache`` found, and the entries it is about."""
+    console = Console()
+    listed = [(name, found[name]) for name in ("entries", "removed", "bad") if name in found]
+    for name, entries in listed:
+        table = Table(title=name.capitalize())
+        for column in ("key", "piece", "sizes", "KiB", "written"):
+            table.add_column(column, justify="right" if column == "KiB" else "left")
+        for entry in entries:
+            written = datetime.fromtimestamp(entry["modified"]).isoformat(" ", "minutes")
+            told = (entry["key"][:12], entry["piece"] or "-", entry["sizes"] or "-")
+            table.add_row(*map(Text, told), f"{entry['bytes'] / 2**10:,.0f}", written)
+        console.print(table)
+    console.print(
+        Text(
+            f"{found['folder']}: {found['num_entries']} entries, "
+            f"{found['entry_bytes'] / 2**20:,.1f} MiB; beside them "
+            f"{found['inductor_bytes'] / 2**20:,.1f} MiB of Inductor's."
+        )
+    )
 
 
 def show_decisions(decided: Sequence[tuple[Batch, Decision]]) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         count_custom_ops,
     )
     from graphrt.compile.splitter import PieceInfo
+    from graphrt.compile.stock import Stock
 
 __all__ = [
     "CacheEntry",
@@ -29,6 +30,7 @@ __all__ = [
     "CustomOp",
     "CustomOpCounts",
     "PieceInfo",
+    "Stock",
     "check_custom_ops",
     "count_custom_ops",
 ]
@@ -39,6 +41,7 @@ _MODULE_OF = {
     "CompileReport": "compiled",
     "Compiled": "compiled",
     "PieceInfo": "splitter",
+    "Stock": "stock",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,6 @@ from torch._dynamo.backends.registry import list_backends, lookup_backend
 
 from graphrt.compile import torch_api
 from graphrt.compile.ranges import Range
-from graphrt.config import CompilePlan
 from graphrt.config.checked import unknown_key
 from graphrt.errors import BackendError, ConfigError, GraphrtError
 from graphrt.events import CacheMiss
@@ -49,24 +48,16 @@ class Compiler(Protocol):
     name: str
     is_opaque: bool
     """Whether its code hides kernels from dispatch modes, and may move what the graph writes."""
+    keys: Sequence[Mapping[str, object]]
+    """What each entry of the cache depends on that was asked for."""
 
     def compile(self, job: Job) -> Form: ...
-
-
-def make_compiler(plan: CompilePlan) -> Compiler:
-    """That of ``plan.backend``. Errors: ``ConfigError`` for a name that torch does not know, or a
-    path that leads to no callable, and for options that Inductor does not have."""
-    if plan.backend == "inductor":
-        from graphrt.compile.inductor import Inductor
-
-        return Inductor(plan)
-    return BlackBox(plan.backend, find_backend(plan.backend))
 
 
 def find_backend(name: str) -> Callable[..., Any]:
     """A backend of torch's registry, or the callable at a dotted path."""
     if name in list_backends(exclude_tags=()):
-        return lookup_backend(name)  # type: ignore[no-any-return]
+        return lookup_backend(name)
     module, _, attribute = name.rpartition(".")
     if not module:
         known = list_backends(exclude_tags=())
@@ -98,6 +89,7 @@ class BlackBox:
         self.name = name
         self.is_opaque = name not in _SEEN_BY_RECORDERS
         self._backend = backend
+        self.keys: Sequence[Mapping[str, object]] = ()
 
     def compile(self, job: Job) -> Form:
         if self.name == "eager":

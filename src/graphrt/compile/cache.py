@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 import warnings
@@ -94,7 +95,7 @@ class CompileCache:
         }
         path = self._path(key)
         try:
-            self.make()
+            self.prepare()
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
             try:
@@ -117,7 +118,7 @@ class CompileCache:
             return False
         return True
 
-    def make(self) -> None:
+    def prepare(self) -> None:
         """Make the folder, for its owner alone: what it holds is run. Raises ``OSError``."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._is_foreign():
@@ -158,7 +159,16 @@ class CompileCache:
                 kept -= entry.num_bytes
                 entry.path.unlink(missing_ok=True)
                 removed.append(entry)
+        if removed and not any(self.entries()):
+            # Nothing needs it any more.
+            for folder in self.root.glob("v*/inductor"):
+                shutil.rmtree(folder)
         return removed
+
+    def inductor_bytes(self) -> int:
+        """What Inductor keeps beside the entries."""
+        files = [path for path in self.root.glob("v*/inductor/**/*") if path.is_file()]
+        return sum(path.stat().st_size for path in files)
 
     def _path(self, key: str) -> Path:
         return self._folder / "objects" / key[:2] / f"{key}{_SUFFIX}"

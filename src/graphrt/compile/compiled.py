@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import torch_api
-from graphrt.compile.backends import Compiler, Job, make_compiler
+from graphrt.compile.backends import BlackBox, Compiler, Job, find_backend
+from graphrt.compile.dump import Dump
 from graphrt.compile.effects import Description, refuse_hidden_reads, refuse_shared_writes
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
-from graphrt.compile.ranges import Axis, Forms, Range, Symbols, ranges_of
+from graphrt.compile.inductor import Inductor
+from graphrt.compile.ranges import Axis, Forms, Range, Symbols, ranges_of, refuse_shape_guards
 from graphrt.compile.splitter import Piece, PieceInfo, SplittingOps, Wrap, cut, stitch
 from graphrt.config import CompilePlan
-from graphrt.errors import CompileError, RecompileError
+from graphrt.errors import CompileError, ContractError, RecompileError, ShapeGuardError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
+
+_NO_AXES: frozenset[str] = frozenset()
 
 Varying = Sequence[tuple[torch.Tensor, int, str]]
 """Tensor, dimension, axis."""
@@ -32,25 +37,31 @@ class CompileReport(NamedTuple):
     """What compiling did."""
 
     backend: str
-    pieces: tuple[PieceInfo, ...]
-    ranges: tuple[Range, ...]
-    """Sizes that each unique piece is compiled for."""
     seconds: Mapping[str, float]
     """By phase: ``trace``, ``split``, ``compile``, ``load``."""
     num_compiles: int
     """Calls of the backend."""
-    misses: Mapping[CacheMiss, int]
+    num_graphs: int = 1
+    """Graphs that were traced: above 1, there are graph breaks, which level 1 allows."""
+    recompiles: tuple[str, ...] = ()
+    """At level 1: why torch compiled again what it had compiled."""
+    pieces: tuple[PieceInfo, ...] = ()
+    ranges: tuple[Range, ...] = ()
+    """Sizes that each unique piece is compiled for."""
+    misses: Mapping[CacheMiss, int] = MappingProxyType({})
     """Why these were not loaded from the cache."""
-    num_loaded: int
+    num_loaded: int = 0
     """Compiled forms that came from the cache."""
-    unmatched_splitting_ops: tuple[str, ...]
+    unmatched_splitting_ops: tuple[str, ...] = ()
     """Those that the traced graph does not have."""
-    side_effects: tuple[str, ...]
+    side_effects: tuple[str, ...] = ()
     """Globals that the traced code changes: eager runs do, replays do not."""
-    num_audited: int
+    num_audited: int = 0
     """Things that the trace read and that are compared before each capture."""
-    unaudited: tuple[str, ...]
+    unaudited: tuple[str, ...] = ()
     """Those that cannot be."""
+    notes: tuple[str, ...] = ()
+    """What could not be done as asked, and why."""
 
     @property
     def num_compiled(self) -> int:
@@ -98,6 +109,7 @@ class Compiled:
         self._ops = SplittingOps(plan.splitting_ops)
         self._attention = SplittingOps(plan.attention_ops)
         self._compiler = make_compiler(plan)
+        self._dump = Dump(plan.debug_dump_path)
         self._plan = plan
         self._impls = dict(impls or {})
         self._wrap = wrap
@@ -105,9 +117,12 @@ class Compiled:
         self._observer = observer
         self._varying: Varying | None = None
         """Set while it is traced."""
-        self._entry: Callable[..., Any] | None = None
-        self._contract: Contract | None = None
-        self._audit: Audit | None = None
+        self._is_backed = plan.dynamic_shapes == "backed"
+        self._notes: tuple[str, ...] = ()
+        self._traces: dict[frozenset[str], _Trace] = {}
+        """By axes that have size 1: others are alike for every size only if they are backed."""
+        self._ones = _NO_AXES
+        """Of the trace that is made."""
         self._is_audit_due = False
 
     @property
@@ -118,22 +133,49 @@ class Compiled:
     refused = staticmethod(torch_api.compiled_code_refused)
     """A context in which compiled code that no piece is, raises."""
 
+    @property
+    def needs_size_1(self) -> bool:
+        """Whether calls in which an axis has size 1 need a trace of their own."""
+        return self._is_backed
+
     def trace(self, run: Callable[[], object], varying: Varying) -> None:
         """Trace it at the first call that ``run`` makes. ``varying``: dimensions of its tensors.
 
+        Traced again: only where ``needs_size_1``, for sizes of which others are 1.
         Errors: ``CompileError`` and what is below it, ``BreakError`` for a break point; each names
         the user's line. What ``run`` itself raises.
         """
-        if self.report is not None:
+        try:
+            self._trace(run, varying)
+        except ShapeGuardError as error:
+            if self._is_backed or self._plan.dynamic_shapes != "auto" or self._traces:
+                raise
+            self._is_backed = True
+            self._notes = (
+                f"dynamic_shapes: backed instead of unbacked, because of a {error.subject}",
+            )
+            self._trace(run, varying)
+
+    def _trace(self, run: Callable[[], object], varying: Varying) -> None:
+        ones = {axis for tensor, dim, axis in varying if tensor.shape[dim] == 1}
+        if not self._is_backed:
+            ones = set()
+        self._ones = frozenset(ones)
+        if self._ones in self._traces:
             raise _again("a second call of trace")
+        varying = [one for one in varying if one[2] not in ones]
+        if self._is_backed:
+            _refuse_equal_sizes(varying)
         for tensor, dim, axis in varying:
-            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=False)
+            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self._is_backed)
         self._varying = varying
         try:
             run()
         finally:
             self._varying = None
-        if self._entry is None:
+            for tensor, _, _ in varying:
+                torch_api.unmark(tensor)
+        if self._ones not in self._traces:
             raise CompileError(
                 "compile",
                 expected="a model that calls its compiled part",
@@ -142,36 +184,48 @@ class Compiled:
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._contract is None or self._entry is None:
+        if self._varying is not None:
             return self._first_call(args, kwargs)
-        self._contract.check(args, kwargs)
-        if self._is_audit_due:
-            self.audit()
-            self._is_audit_due = False
-        return self._entry(*args, **kwargs)
-
-    def audit(self, *, again: bool = False) -> None:
-        """Compare everything that the trace read with what stands there now.
-
-        ``again``: also at the next call. Errors: ``GuardAuditError`` with what differs.
-        """
-        if self._audit is not None:
-            self._audit.check()
-            self._is_audit_due = again
-
-    def _first_call(self, args: Any, kwargs: Any) -> Any:
-        if self._varying is None:
+        trace = self._traces.get(_NO_AXES)
+        if self._is_backed and self._traces:
+            ones, trace = next(iter(self._traces.items()))
+            ones |= trace.contract.axes_of_one(args, kwargs)
+            trace = self._traces.get(ones, trace)
+        if trace is None:
             raise CompileError(
                 "compiled code",
                 expected="a trace before the first call",
                 found="none",
                 do="give the runtime examples, or call capture(like=...) before the first step",
             )
+        trace.contract.check(args, kwargs)
+        if self._is_audit_due:
+            self.audit()
+            self._is_audit_due = False
+        if trace.guarded is None or torch_api.has_modes():
+            return trace.entry(*args, **kwargs)
+        try:
+            with torch_api.no_recompile():
+                return trace.guarded(*args, **kwargs)
+        except exc.RecompileError as error:
+            raise _again(" ".join(str(error).split())) from error
+
+    def audit(self, *, again: bool = False) -> None:
+        """Compare everything that the trace read with what stands there now.
+
+        ``again``: also at the next call. Errors: ``GuardAuditError`` with what differs.
+        """
+        for trace in self._traces.values():
+            trace.audit.check()
+            self._is_audit_due = again
+
+    def _first_call(self, args: Any, kwargs: Any) -> Any:
+        varying, self._varying = self._varying or (), None
         started = perf_counter()
         axes: dict[int, dict[int, str]] = {}
-        for tensor, dim, axis in self._varying:
+        for tensor, dim, axis in varying:
             axes.setdefault(id(tensor), {})[dim] = axis
-        contract = Contract(args, kwargs, axes, self._limits)
+        contract = Contract(args, kwargs, axes, self._limits, 2 if self._is_backed else 1)
         guards: list[Any] = []
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of these lists.
         made: list[_Compilation] = []
@@ -187,7 +241,7 @@ class Compiled:
             guards.extend(entries)
             return [False] * len(entries)
 
-        root, scope = _own_root(self.runnable)
+        root, scope = own_root(self.runnable)
         # A fresh dict for each: torch.compile takes entries out of it.
         options: dict[str, Any] = {"guard_filter_fn": drop_all}
         # dynamic=False, because numbers that differ between two runtimes of one class would else
@@ -195,30 +249,71 @@ class Compiled:
         entry = torch.compile(root, backend=backend, fullgraph=True, dynamic=False, options=options)
         try:
             outputs = entry(*args, **kwargs)
-        except exc.TorchDynamoException as error:
+        except (exc.TorchDynamoException, ConstraintViolationError) as error:
+            if made:
+                made[0].refuse_shape_guards()  # It names the line.
             raise translated(error) from error
         finally:
             compilers.clear()
             results = tuple(made)
             made.clear()
         [found] = results
+        found.refuse_shape_guards()
         audit = Audit(guards, scope, root.__globals__)
         self.source = found.source
-        self._contract, self._audit, self._entry = contract, audit, entry
+        guarded = None
+        if self._plan.guard_policy == "keep":
+            guarded = self._guarded(found, args, kwargs)
+        self._traces[self._ones] = _Trace(entry, contract, audit, guarded)
+        if len(self._traces) > 1:
+            return outputs
         self.report = CompileReport(
-            self._compiler.name,
-            found.infos,
-            found.ranges,
-            {"trace": found.began - started, **found.seconds},
-            sum(found.misses.values()),
-            found.misses,
-            found.num_loaded,
-            found.unmatched,
-            found.side_effects,
-            audit.num_checked,
-            audit.unchecked,
+            backend=self._compiler.name,
+            seconds={"trace": found.began - started, **found.seconds},
+            num_compiles=sum(found.misses.values()),
+            pieces=found.infos,
+            ranges=found.ranges,
+            misses=found.misses,
+            num_loaded=found.num_loaded,
+            unmatched_splitting_ops=found.unmatched,
+            side_effects=found.side_effects,
+            num_audited=audit.num_checked,
+            unaudited=audit.unchecked,
+            notes=self._notes,
         )
+        self._dump.json("guards.json", audit.told())
+        self._dump.json("cache.json", {"asked": self._compiler.keys, "misses": found.misses})
+        self._dump.json("report.json", self.report._asdict())
         return outputs
+
+    def _guarded(self, found: _Compilation, args: Any, kwargs: Any) -> Callable[..., Any]:
+        """The same code behind another entry, where torch checks its guards at each call.
+
+        Beside the first, because under a mode, as in simulated recordings, torch refuses such an
+        entry.
+        """
+        root, _ = own_root(self.runnable)
+        entry = torch.compile(root, backend=found.rerun, fullgraph=True, dynamic=False)
+        entry(*args, **kwargs)
+        found.forget()
+        return entry
+
+
+def make_compiler(plan: CompilePlan) -> Compiler:
+    """That of ``plan.backend``. Errors: ``ConfigError`` for a name that torch does not know, or a
+    path that leads to no callable, and for options that Inductor does not have."""
+    if plan.backend == "inductor":
+        return Inductor(plan)
+    return BlackBox(plan.backend, find_backend(plan.backend))
+
+
+class _Trace(NamedTuple):
+    """One trace, and what has to be as it was then. ``guarded``: with torch's guards."""
+
+    entry: Callable[..., Any]
+    contract: Contract
+    audit: Audit
+    guarded: Callable[..., Any] | None
 
 
 class _Compilation:
@@ -227,6 +322,10 @@ class _Compilation:
     def __init__(self, owner: Compiled, axes: Mapping[int, Mapping[int, str]]) -> None:
         self._axes = axes
         self._owner = owner
+        self._env: Any = None
+        self._run: Callable[..., Any] | None = None
+        self._given: list[str] = []
+        self._traced: Symbols | None = None
         self._limits: Mapping[str, int] = owner._limits
         self._plan: CompilePlan = owner._plan
         self._compiler: Compiler = owner._compiler
@@ -246,12 +345,17 @@ class _Compilation:
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo is to call."""
         owner = self._owner
+        owner._dump.graph("dynamo.py", graph)
         self.side_effects = refuse_side_effects()
         self.began = perf_counter()
         refuse_values(node for node in graph.graph.nodes if owner._ops.find(node) is None)
-        symbols = self._symbols(graph, inputs)
+        symbols = self._traced = self._symbols(graph, inputs)
+        mode = TracingContext.get().fake_mode
+        self._env = None if mode is None else mode.shape_env
         names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
-        pieces, self.unmatched = cut(graph, owner._ops, owner._impls, names)
+        impls = owner._impls
+        pieces, self.unmatched = cut(graph, owner._ops, impls, names, self._compiler.is_opaque)
+        owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
         if self._compiler.is_opaque:
             refuse_shared_writes(pieces)
@@ -277,7 +381,24 @@ class _Compilation:
             infos.append(info._replace(describe=None))
         self.infos = tuple(infos)
         run, self.source = stitch(graph, pieces, calls)
+        owner._dump.write("stitch.py", self.source)
+        self._run, self._given = run, _names(graph)
         return run
+
+    def rerun(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The function of ``run``, for a second trace of the same code."""
+        if self._run is None or _names(graph) != self._given:
+            raise _again("Dynamo, for a call that it takes for another one")
+        return self._run
+
+    def forget(self) -> None:
+        """Dynamo keeps what it was given for good."""
+        self._run = None
+
+    def refuse_shape_guards(self) -> None:
+        """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
+        if self._owner._is_backed and self._env is not None and self._traced is not None:
+            refuse_shape_guards(self._env, self._traced.axes, None)
 
     def _symbols(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
         """Which symbol stands for which axis, by the tensors whose dimensions were marked."""
@@ -287,8 +408,9 @@ class _Compilation:
             for dim, name in self._axes.get(id(value), {}).items():
                 size = node.meta["example_value"].shape[dim]
                 if isinstance(size, torch.SymInt):
-                    axes[size.node.expr] = Axis(name, self._limits[name])
-        return Symbols(axes, is_backed=False)
+                    order = list(self._limits).index(name)
+                    axes[size.node.expr] = Axis(name, self._limits[name], order)
+        return Symbols(axes, is_backed=self._owner._is_backed)
 
     def _compile(self, piece: Piece, symbols: Symbols) -> Forms:
         """Every form of a piece, before any of them is used."""
@@ -304,6 +426,8 @@ class _Compilation:
             job = Job(piece.module, inputs, piece.name, piece.structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
+            if mode.shape_env is not None:
+                refuse_shape_guards(mode.shape_env, symbols.made, sizes)
             forms[sizes] = form.call
             seconds = perf_counter() - began
             self.seconds["compile" if form.missed else "load"] += seconds
@@ -317,7 +441,25 @@ class _Compilation:
         return Forms(forms, place, self.axis)
 
 
-def _own_root(target: Callable[..., Any]) -> tuple[FunctionType, dict[str, Any]]:
+def _names(graph: fx.GraphModule) -> list[str]:
+    return [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _refuse_equal_sizes(varying: Varying) -> None:
+    """Errors: ``ContractError`` where two axes have one size: a trace would take them for one."""
+    sizes = {axis: tensor.shape[dim] for tensor, dim, axis in varying}
+    if len(set(sizes.values())) < len(sizes):
+        raise ContractError(
+            "the traced call",
+            expected="another size of each axis, because equal ones are taken for one",
+            found=", ".join(f"{size} {axis}" for axis, size in sizes.items()),
+            do="give examples of unequal sizes, or dynamic_shapes='unbacked'",
+        )
+
+
+def own_root(
+    target: Callable[..., Any], *, may_run_uncompiled: bool = False
+) -> tuple[FunctionType, dict[str, Any]]:
     """A function that calls ``target``, with code and globals of its own; its variables.
 
     Dynamo keeps what it compiled by code object: without guards, a second runtime would run the
@@ -330,7 +472,8 @@ def _own_root(target: Callable[..., Any]) -> tuple[FunctionType, dict[str, Any]]
         scope = {"model": target}
         plain = _root_of_callable(target)
     code: CodeType = plain.__code__.replace()
-    own = {"torch": torch, "_ran_uncompiled": _ran_uncompiled, "__builtins__": __builtins__}
+    ran: Callable[[], object] = bool if may_run_uncompiled else _ran_uncompiled
+    own = {"torch": torch, "_ran_uncompiled": ran, "__builtins__": __builtins__}
     root = FunctionType(code, own | {"__name__": __name__}, "root", None, plain.__closure__)
     return root, scope
 

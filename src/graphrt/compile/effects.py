@@ -14,7 +14,6 @@ from graphrt.compile.failures import line_of
 from graphrt.compile.splitter import Piece, SplittingOps
 from graphrt.errors import CompileError
 
-
 _WRITING_OPERATORS = frozenset(
     getattr(operator, name)
     for name in (

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 from torch._dynamo import exc
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile.guards import _shown
 from graphrt.errors import (
@@ -24,7 +25,7 @@ from graphrt.errors import (
 from graphrt.source import Source, is_user_file
 
 
-def translated(error: exc.TorchDynamoException) -> GraphrtError:
+def translated(error: Exception) -> GraphrtError:
     """The error to raise in place of Dynamo's."""
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, GraphrtError):
@@ -47,6 +48,14 @@ def translated(error: exc.TorchDynamoException) -> GraphrtError:
             f"branch on a size{at}",
             expected="code that runs alike for every size, because one trace serves all of them",
             found=f"a branch on {expression}, where u0, u1 ... are sizes that vary",
+            do="remove the branch, or put it into an operator named in splitting_ops",
+            source=str(source),
+        )
+    if isinstance(error, ConstraintViolationError) or "Constraints violated" in first:
+        return ShapeGuardError(
+            f"branch on a size{at}",
+            expected="code that runs alike for every size, because one trace serves all of them",
+            found=rest.strip() or first,
             do="remove the branch, or put it into an operator named in splitting_ops",
             source=str(source),
         )

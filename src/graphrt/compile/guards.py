@@ -47,11 +47,14 @@ class _Tensor(NamedTuple):
 class Contract:
     """The arguments of the traced call: every later call has to have the same but for sizes."""
 
-    def __init__(self, args: Any, kwargs: Any, axes: Axes, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, args: Any, kwargs: Any, axes: Axes, sizes: Mapping[str, int], least: int = 1
+    ) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         paths = pytree.tree_flatten_with_path((args, kwargs))[0]
         self._names = [_argument_name(path) for path, _ in paths]
         self._most = dict(sizes)
+        self._least = least
         self._leaves = [
             _Tensor(
                 leaf.dtype,
@@ -91,6 +94,17 @@ class Contract:
                 if now[mode] != value:
                     raise _breach(mode, str(value), str(now[mode]))
 
+    def axes_of_one(self, args: Any, kwargs: Any) -> frozenset[str]:
+        """The axes that have size 1 in a call, as far as it is one that ``check`` would take."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        return frozenset(
+            axis
+            for expected, leaf in zip(self._leaves, leaves, strict=False)
+            if isinstance(expected, _Tensor) and isinstance(leaf, torch.Tensor)
+            for axis, size in zip(expected.sizes, leaf.shape, strict=False)
+            if isinstance(axis, str) and size == 1
+        )
+
     def _check_tensor(
         self, name: str, expected: _Tensor, leaf: torch.Tensor, found: dict[str, tuple[int, str]]
     ) -> None:
@@ -110,8 +124,8 @@ class Contract:
             other, where = found.setdefault(wanted, (size, place))
             if size != other:
                 raise _breach(place, f"{other} {wanted}, as dimension {where[10:]} has", str(size))
-            if not 1 <= size <= self._most[wanted]:
-                raise _breach(place, f"1 to {self._most[wanted]} {wanted}", str(size))
+            if not self._least <= size <= self._most[wanted]:
+                raise _breach(place, f"{self._least} to {self._most[wanted]} {wanted}", str(size))
         if expected.stride is None:
             if not leaf.is_contiguous():
                 raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")
@@ -167,6 +181,11 @@ class Audit:
     @property
     def num_checked(self) -> int:
         return len(self._reads)
+
+    def told(self) -> dict[str, list[str]]:
+        """What is compared, with its value, and what cannot be."""
+        compared = [f"{_shown(read.expression)}: {read.told[1]!r}" for _, read in self._reads]
+        return {"compared": compared, "not compared": list(self.unchecked)}
 
     def check(self) -> None:
         """Errors: ``GuardAuditError`` with the first thing that differs from the trace."""

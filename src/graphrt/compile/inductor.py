@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
@@ -29,16 +29,14 @@ class Inductor:
         check_options(plan.inductor_compile_config)
         self._plan = plan
         self._cache: CompileCache | None = None
-        self.keys: list[Mapping[str, object]] = []
-        """What each entry that was asked for depends on."""
-        self.num_written = 0
+        self.keys: Sequence[Mapping[str, object]] = ()
 
     def compile(self, job: Job) -> Form:
         missed = self._why_uncached()
         with compiling(self.name, job.name):
             if missed is not None:
                 return Form(self._compiled(job), missed)
-            cache, key, factors = self._entry(job)
+            cache, key = self._entry(job)
             with _inductor_folder(cache):
                 found = cache.read(key)
                 if isinstance(found, bytes):
@@ -50,7 +48,7 @@ class Inductor:
                 if payload is None:
                     return Form(artifact, CacheMiss.UNCACHEABLE)
                 about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}
-                self.num_written += cache.write(key, payload, about)
+                cache.write(key, payload, about)
             return Form(artifact, found)
 
     def _why_uncached(self) -> CacheMiss | None:
@@ -65,7 +63,7 @@ class Inductor:
             options = {"max_autotune": True, "coordinate_descent_tuning": True, **options}
         return torch_api.compile_by_inductor(job.module, job.inputs, options)
 
-    def _entry(self, job: Job) -> tuple[CompileCache, str, Mapping[str, object]]:
+    def _entry(self, job: Job) -> tuple[CompileCache, str]:
         devices = {one.device for one in _tensors(job)}
         factors = {
             "graphrt": version("graphrt"),
@@ -86,8 +84,9 @@ class Inductor:
             assert self._plan.cache_dir is not None, "asked in _why_uncached"
             torch_, device = key_of(torch_api.versions()), str(factors["device"])
             self._cache = CompileCache(self._plan.cache_dir, torch_, device)
-        self.keys.append({"piece": job.name, "key": key_of(factors), **factors})
-        return self._cache, key_of(factors), factors
+        key = key_of(factors)
+        self.keys = [*self.keys, {"piece": job.name, "key": key, **factors}]
+        return self._cache, key
 
 
 def _tensors(job: Job) -> list[torch.Tensor]:
@@ -98,7 +97,7 @@ def _tensors(job: Job) -> list[torch.Tensor]:
 def _inductor_folder(cache: CompileCache) -> Iterator[None]:
     """Inductor's own caches are kept beside the entries, which need them to load quickly."""
     try:
-        cache.make()
+        cache.prepare()
         cache.inductor_folder.mkdir(exist_ok=True)
     except OSError:  # Told when an entry is written.
         yield

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, _constrain_range_for_size
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StrictMinMaxConstraint,
+    _constrain_range_for_size,
+)
+from torch.utils._sympy.value_ranges import ValueRanges
 
-from graphrt.errors import ContractError
+from graphrt.errors import ContractError, ShapeGuardError
+
+_HINT = 37
+"""What a symbol stands for where compilers ask: no size that anything is special for."""
+_MOST_TRIED = 64
 
 
 class Range(NamedTuple):
@@ -83,6 +95,8 @@ class Axis(NamedTuple):
     name: str
     most: int
     """Its largest size."""
+    order: int = 0
+    """0: the axis of ranges and sizes."""
 
 
 class Symbols:
@@ -91,6 +105,8 @@ class Symbols:
     def __init__(self, axes: Mapping[Any, Axis], *, is_backed: bool) -> None:
         self.axes = dict(axes)
         self._is_backed = is_backed
+        self.made: dict[Any, Axis] = {}
+        """The axes by the symbols of what ``inputs`` made last."""
 
     def place(self, nodes: Sequence[fx.Node], axis: str) -> tuple[int, int] | None:
         """Position in ``nodes`` and dimension (-1: a number) that are the size of ``axis``."""
@@ -98,11 +114,11 @@ class Symbols:
         found = None
         for index, node in enumerate(nodes):
             value = node.meta.get("example_value")
-            if isinstance(value, torch.SymInt) and value.node.expr in symbols:
+            if _symbol_of(value) in symbols:
                 return index, -1
             if found is None and isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt) and size.node.expr in symbols:
+                    if _symbol_of(size) in symbols:
                         found = index, dim
         return found
 
@@ -116,6 +132,7 @@ class Symbols:
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env)
         known: dict[Any, Any] = {}
+        self.made = {}
 
         def new_symbol(symbol: Any) -> Any:
             about = self.axes.get(symbol)
@@ -124,7 +141,9 @@ class Symbols:
                 return sympy.Integer(bounds.start)
             least, most = bounds[:2] if bounds else (1, about.most) if about else (0, None)
             if self._is_backed and about:
-                return _backed(env, str(symbol), max(least, 2), most or 2)
+                new = _backed(env, str(symbol), max(least, 2), max(most or 2, 2))
+                self.made[new] = about
+                return new
             with env.ignore_fresh_unbacked_symbols():
                 made = env.create_unbacked_symint()
             _constrain_range_for_size(made, least, most)
@@ -140,7 +159,9 @@ class Symbols:
             expression = expression.xreplace(known)
             if expression.is_number:
                 return int(expression)
-            hint = int(expression.xreplace(env.backed_var_to_val)) if self._is_backed else None
+            hint = expression.xreplace(env.backed_var_to_val) if self.made else None
+            if hint is not None:
+                hint = int(hint) if hint.is_number else None
             return env.create_symintnode(expression, hint=hint)
 
         def fake(node: fx.Node) -> Any:
@@ -156,5 +177,46 @@ class Symbols:
         return mode, [fake(node) for node in nodes]
 
 
+def _symbol_of(value: Any) -> Any:
+    return value.node.expr if isinstance(value, torch.SymInt) else None
+
+
 def _backed(env: ShapeEnv, name: str, least: int, most: int) -> Any:
-    raise NotImplementedError
+    """A symbol with a value, on which code may branch: the branch becomes a guard of ``env``."""
+    bounds = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(least, most))
+    value = max(least, min(most, _HINT))
+    return env.create_symbol(value, ConstantSource(name), DimDynamic.DYNAMIC, bounds)
+
+
+def refuse_shape_guards(env: ShapeEnv, axes: Mapping[Any, Axis], sizes: Range | None) -> None:
+    """Errors: ``ShapeGuardError`` with the first branch on a size that some other size does not
+    take. ``sizes``: of the first axis; None: all. Of two axes the first is at least the second.
+
+    Tried are all small sizes, and the largest.
+    """
+    for guard in env.guards:
+        known = [(symbol, axes[symbol]) for symbol in axes if symbol in guard.expr.free_symbols]
+        known.sort(key=lambda item: item[1].order)
+        tried = [_tried(axis, None if axis.order else sizes) for _, axis in known]
+        for values in product(*tried) if known else ():
+            if list(values) != sorted(values, reverse=True):
+                continue
+            given = {symbol: sympy.Integer(n) for (symbol, _), n in zip(known, values, strict=True)}
+            if guard.expr.xreplace(given) is not sympy.false:
+                continue
+            where = str(guard.sloc.maybe_user_loc or guard.sloc.framework_loc)
+            named = {symbol: sympy.Symbol(axis.name) for symbol, axis in known}
+            told = zip([axis.name for _, axis in known], values, strict=True)
+            raise ShapeGuardError(
+                f"branch on a size: {where}",
+                expected="code that runs alike for every size, because one trace serves all",
+                found=f"{guard.expr.xreplace(named)}, which does not hold for "
+                + ", ".join(f"{n} {name}" for name, n in told),
+                do="remove the branch, or put it into an operator named in splitting_ops",
+                source=where,
+            )
+
+
+def _tried(axis: Axis, sizes: Range | None) -> list[int]:
+    least, most = (max(2, sizes.start), sizes.end) if sizes else (2, axis.most)
+    return sorted({*range(least, min(most, least + _MOST_TRIED) + 1), max(most, least)})

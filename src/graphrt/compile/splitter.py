@@ -149,9 +149,10 @@ def cut(
     ops: SplittingOps,
     impls: Mapping[str, Callable[..., Any]],
     axes: Mapping[Any, str],
+    is_opaque: bool,
 ) -> Cut:
-    """Cut ``graph`` at every splitting op. ``impls``: Python functions to call in place of ops;
-    ``axes``: by symbol, the name of what varies.
+    """Cut ``graph`` at every splitting op. ``impls``: Python functions to call in place of ops,
+    inside a compiled piece too unless that ``is_opaque``; ``axes``: by symbol, what varies.
 
     Order is kept; consecutive splitting ops are one piece; ``getitem`` stays with its producer.
     Errors: ``SplittingOpError`` if there are ``ops`` and the graph has none of them.
@@ -165,6 +166,7 @@ def cut(
             do="name the operators between which graphs are captured, or () for none",
         )
     pieces = []
+    known = SplittingOps(tuple(impls))
     for index, (kind, nodes) in enumerate(parts):
         inside = set(nodes)
         # By first use, so that alike pieces have them in one order.
@@ -172,7 +174,8 @@ def cut(
         inputs = [node for node in used if node not in inside]
         outputs = [node for node in nodes if any(user not in inside for user in node.users)]
         names = [ops.find(node) for node in nodes]
-        module = extract(graph, nodes, inputs, outputs, impls if kind == "splitting" else {}, ops)
+        is_kept = kind == "captured" and is_opaque
+        module = extract(graph, nodes, inputs, outputs, {} if is_kept else impls, known)
         pieces.append(
             Piece(
                 kind,
@@ -269,7 +272,7 @@ def extract(
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     impls: Mapping[str, Callable[..., Any]],
-    ops: SplittingOps,
+    known: SplittingOps,
 ) -> fx.GraphModule:
     """A module of ``nodes``, which always returns a tuple."""
     piece = fx.Graph()
@@ -279,7 +282,7 @@ def extract(
         copies[node].meta = node.meta
     for node in nodes:
         copies[node] = piece.node_copy(node, copies.__getitem__)
-        impl = impls.get(ops.find(node) or "")
+        impl = impls.get(known.find(node) or "")
         if impl is not None:
             copies[node].target = impl
     piece.output(tuple(copies[node] for node in outputs))

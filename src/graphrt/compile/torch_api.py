@@ -7,21 +7,25 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
-from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.standalone_compile import CompiledArtifact
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.errors import UnrecordedCodeError
 from graphrt.source import caller_source
@@ -46,10 +50,23 @@ def unmark(tensor: torch.Tensor) -> None:
         delattr(tensor, name)
 
 
-def inner_error(error: TorchDynamoException) -> BaseException | None:
-    """What a backend raised, if ``error`` tells of that."""
-    inner: BaseException | None = getattr(error, "inner_exception", None)
-    return inner
+def has_modes() -> bool:
+    """Whether a mode is active, under which torch runs no code with guards."""
+    return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
+
+
+def no_recompile() -> AbstractContextManager[object]:
+    """While entered, code that would be compiled again raises ``exc.RecompileError``."""
+    patch: AbstractContextManager[object] = torch._dynamo.config.patch(error_on_recompile=True)
+    return patch
+
+
+def stock_compile(
+    target: Callable[..., Any], backend: Callable[..., Any], tell: Callable[[str], None]
+) -> Callable[..., Any]:
+    """torch.compile with nothing asked. ``tell``: hears why something is compiled again."""
+    decorate = torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))
+    return decorate(target)
 
 
 # -- Inductor
@@ -84,15 +101,12 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "artifact")
         path.write_bytes(payload)
-        loaded: Callable[..., Any] = torch._inductor.CompiledArtifact.load(
-            path=str(path), format="binary"
-        )
-        return loaded
+        return CompiledArtifact.load(path=str(path), format="binary")
 
 
 def inductor_options() -> Mapping[str, Any]:
     """Every option of Inductor that code depends on, as it is now."""
-    return inductor_config.save_config_portable()  # type: ignore[no-any-return]
+    return inductor_config.save_config_portable()
 
 
 def inductor_option_names() -> Sequence[str]:
@@ -102,12 +116,14 @@ def inductor_option_names() -> Sequence[str]:
 @cache
 def versions() -> Mapping[str, str]:
     """What of torch and of Python compiled code depends on."""
-    triton = sys.modules.get("triton")
+    triton = None
+    with suppress(PackageNotFoundError):  # Asked of the package, which may be imported or not.
+        triton = version("triton")
     return {
         "torch": torch.__version__,
         "torch source": torch_key().hex(),
         "python": sys.version,
-        "triton": str(getattr(triton, "__version__", None)),
+        "triton": str(triton),
     }
 
 
@@ -143,7 +159,7 @@ class _CompiledCodeAlarm:
                         raise _unrecorded()
                     return original(graph, inputs)
 
-                CompiledFxGraph.__call__ = call  # type: ignore[method-assign]
+                CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
             self._threads.append(threading.get_ident())
 
     def leave(self) -> None:

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphrt.config.compilation import PASS_FLAGS, CompilationConfig, CompilationLevel
+from graphrt.config.compilation import PASS_FLAGS
 from graphrt.config.plan import CompilePlan
 from graphrt.errors import ConfigProblem
 
 
-def unbuilt(options: CompilationConfig, plan: CompilePlan) -> Iterator[ConfigProblem]:
-    """What of ``plan``, which follows from ``options``, a runtime cannot do yet."""
-    if plan.level is CompilationLevel.DYNAMO_AS_IS:
-        yield _problem("level", plan.level.name, "level 0, 2 or 3")
-    if plan.dynamic_shapes == "backed":
-        yield _problem("dynamic_shapes", "backed", "'auto' or 'unbacked'")
-    if plan.guard_policy == "keep":
-        yield _problem("guard_policy", "keep", "'audit'")
+def unbuilt(plan: CompilePlan) -> Iterator[ConfigProblem]:
+    """What of ``plan`` a runtime cannot do yet."""
     if plan.use_inductor_graph_partition:
         yield _problem("use_inductor_graph_partition", True, "None or False")
     if plan.inductor_passes:
@@ -27,8 +21,6 @@ def unbuilt(options: CompilationConfig, plan: CompilePlan) -> Iterator[ConfigPro
     for name in PASS_FLAGS:
         if getattr(plan.pass_config, name):
             yield _problem(f"pass_config.{name}", True, "False")
-    if options.debug_dump_path is not None:
-        yield _problem("debug_dump_path", options.debug_dump_path, "None: nothing is written yet")
 
 
 def _problem(name: str, found: object, accepted: str) -> ConfigProblem:

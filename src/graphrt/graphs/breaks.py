@@ -99,12 +99,20 @@ def opaque_call(
 
     ``describe()``: what it returns (``meta`` tensors do), and the positions of what it writes.
     """
+    recorder = _open_recorder()
+    return fn(*args) if recorder is None else recorder.opaque(fn, args, describe)
+
+
+def is_recording_here() -> bool:
+    """Whether a recorder of this library records what the calling thread does."""
+    return _open_recorder() is not None
+
+
+def _open_recorder() -> ProgramRecorder | None:
     context = current_forward_context()
     scope = None if context is None else context.capture_scope
     recorder: ProgramRecorder | None = None if scope is None else scope.recorder
-    if recorder is None or not recorder.records_here:
-        return fn(*args)
-    return recorder.opaque(fn, args, describe)
+    return recorder if recorder is not None and recorder.records_here else None
 
 
 @contextmanager

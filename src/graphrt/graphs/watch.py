@@ -219,6 +219,8 @@ class _Registrations:
                 self._handles.clear()
 
     def _on_change(self, module: torch.nn.Module, name: str, _: object) -> None:
+        if torch.compiler.is_compiling():
+            return  # Traced code that makes a module: no program reads it.
         for watch in tuple(self._watches):
             watch.note(module, name)
 

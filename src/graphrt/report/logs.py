@@ -9,6 +9,7 @@ from graphrt.events import (
     Captured,
     CaptureEnded,
     CaptureFailed,
+    Compiled,
     Event,
     Invalidated,
     KeysChanged,
@@ -40,7 +41,7 @@ class LoggingObserver:
 
 def _level(event: Event) -> int:
     match event:
-        case Replayed() | RanEager() | Captured() | KeysChanged():
+        case Replayed() | RanEager() | Captured() | Compiled() | KeysChanged():
             return logging.DEBUG
         case CaptureFailed() | Invalidated():
             return logging.WARNING
@@ -71,6 +72,10 @@ def _told(event: Event) -> str:
                 f"{event.owner}: {event.mode.name} {event.key} failed: {event.error}: "
                 f"{event.message}"
             )
+        case Compiled():
+            came = "loaded" if event.missed is None else f"compiled ({event.missed})"
+            sizes = f"{event.start} to {event.end} tokens"
+            return f"{event.piece} for {sizes}: {came} in {event.seconds:.2f} s"
         case Verified():
             found = "equals" if event.equal else f"DIFFERS by {event.max_abs_difference:g} from"
             return f"replay of {event.mode.name} {event.key} {found} eager execution"

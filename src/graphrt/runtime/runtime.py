@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from time import perf_counter_ns
@@ -38,6 +39,7 @@ from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher, check_count
 from graphrt.errors import (
     BatchError,
+    CompileDuringCaptureError,
     ConfigError,
     ConfigProblem,
     InputMismatchError,
@@ -56,7 +58,7 @@ from graphrt.graphs import (
     StateGuard,
     break_point,
 )
-from graphrt.graphs.breaks import break_points_refused, opaque_call
+from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
@@ -72,7 +74,7 @@ from graphrt.ubatch import (
 )
 
 if TYPE_CHECKING:
-    from graphrt.compile import Compiled, CompileReport, PieceInfo
+    from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
 
 TOKENS = "tokens"
 REQUESTS = "requests"
@@ -208,8 +210,11 @@ class Runtime:
             _check_axes(inputs)
         self._observer = observer
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
-        self._compiled: Compiled | None = None
+        self._compiled: Compiled | Stock | None = None
         self._compile_part = compile_part
+        self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
+            axis for spec in inputs for axis in spec.axes
+        }
         if plan.level is not CompilationLevel.NO_COMPILATION:
             self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer)
         fn = model if self._compiled is None or compile_part is not None else self._compiled
@@ -610,7 +615,7 @@ class Runtime:
         return RuntimeReport(resolved=self.resolved, compile=compiled, **known)
 
     def _trace(
-        self, compiled: Compiled, like: Example | Mapping[str, torch.Tensor] | None = None
+        self, compiled: Compiled | Stock, like: Example | Mapping[str, torch.Tensor] | None = None
     ) -> None:
         """Compile, in an eager run, before the first step and before what ``model`` remembers on
         the host is noted: traces leave things there."""
@@ -618,8 +623,17 @@ class Runtime:
         sizes: Mapping[str, int] = {TOKENS: plan.max_num_seqs, REQUESTS: plan.max_num_seqs}
         if plan.capture_order:
             sizes = _axis_sizes(plan.capture_order[0][1], plan.max_num_seqs)
-        with break_points_refused():
-            self.runner.trace(sizes, compiled.trace, like)
+        tokens, requests = sizes[TOKENS], sizes[REQUESTS]
+        if tokens == requests > 2 and like is None:
+            # Of two sizes that are equal a trace would make one.
+            requests -= 1
+        is_whole = plan.level is not CompilationLevel.DYNAMO_AS_IS
+        with break_points_refused() if is_whole else nullcontext():
+            self.runner.trace({TOKENS: tokens, REQUESTS: requests}, compiled.trace, like)
+            if compiled.needs_size_1 and requests > 1 and self._has_both_axes:
+                self.runner.trace({TOKENS: tokens, REQUESTS: 1}, compiled.trace)
+            if compiled.needs_size_1 and tokens > 1:
+                self.runner.trace({TOKENS: 1, REQUESTS: 1}, compiled.trace)
 
     def _audit(self) -> None:
         """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
@@ -697,10 +711,7 @@ def _resolve(
 def _check_built(resolved: Resolved) -> None:
     """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
     plan = resolved.plan
-    problems = [
-        *unbuilt(resolved.config.compilation, resolved.compile),
-        *misplaced_attention(resolved.compile),
-    ]
+    problems = [*unbuilt(resolved.compile), *misplaced_attention(resolved.compile)]
     is_cut = any(mode is RuntimeMode.PIECEWISE for mode, _ in plan.capture_order)
     if plan.level is CompilationLevel.PIECEWISE and plan.ubatch.num_ubatches > 1:
         found = f"{plan.ubatch.num_ubatches}, at level 3"
@@ -718,25 +729,38 @@ def _compiled(
     part: torch.nn.Module | None,
     impls: Mapping[str, Callable[..., Any]] | None,
     observer: Observer | None,
-) -> Compiled:
-    from graphrt.compile import Compiled  # Here, because it loads the compiler: seconds.
+) -> Compiled | Stock:
+    from graphrt.compile import Compiled, Stock  # Here, because it loads the compiler: seconds.
 
-    if part is not None and isinstance(part.forward, Compiled):
+    if part is not None and isinstance(part.forward, Compiled | Stock):
         raise ConfigError(
             "compile_part",
             expected="a module that no other runtime compiles",
             found="one that another runtime has compiled",
             do="close that runtime first",
         )
-    plan = resolved.plan
+    plan, target = resolved.plan, model if part is None else part.forward
+    if plan.level is CompilationLevel.DYNAMO_AS_IS:
+        return Stock(target, resolved.compile, refuse_now=_refuse_in_recordings)
     return Compiled(
-        model if part is None else part.forward,
+        target,
         resolved.compile,
         limits={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
         impls=impls,
         wrap=_as_segment,
         observer=observer,
     )
+
+
+def _refuse_in_recordings() -> None:
+    """Errors: ``CompileDuringCaptureError`` while this thread records."""
+    if is_recording_here():
+        raise CompileDuringCaptureError(
+            "compile level 1",
+            expected="code that was compiled before it is captured",
+            found="a call in a recording that torch would compile for",
+            do="capture with cudagraph_num_of_warmups of 1 or more, or use level 2 or 3",
+        )
 
 
 def _as_segment(piece: Callable[..., Any], info: PieceInfo) -> Callable[..., Any]:

@@ -176,17 +176,22 @@ def _compiled(report: Any) -> dict[str, Any]:
         "compiled_pieces": report.num_compiled,
         "unique_pieces": report.num_unique,
         "compile_seconds": report.compilation_time,
+        "backend": report.backend,
+        "compiles": report.num_compiles,
+        "cache_hits": report.num_loaded,
     }
 
 
 def _pieces(outcomes: Sequence[Outcome]) -> TextTable:
     rows = []
     for outcome in _compiled_ones(outcomes):
-        *counts, seconds = _compiled(outcome.runtime.compile).values()
-        rows.append(TextRow(outcome.run.name, (*map(str, counts), f"{seconds:.2f} s")))
+        found = _compiled(outcome.runtime.compile)
+        names = ("pieces", "compiled_pieces", "unique_pieces", "compiles", "cache_hits")
+        told = (*(str(found[name]) for name in names), f"{found['compile_seconds']:.2f} s")
+        rows.append(TextRow(outcome.run.name, told))
     return TextTable(
         title="Compiled pieces",
-        columns=("pieces", "compiled", "unique", "compile time"),
+        columns=("pieces", "compiled", "unique", "compiles", "cache hits", "compile time"),
         rows=tuple(rows),
         note="One trace serves every size. Pieces that are not compiled run eagerly: attention.",
     )

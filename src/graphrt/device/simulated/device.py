@@ -8,7 +8,7 @@ and device memory, CUDA-only kernels, nor what threads do that never joined a re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 

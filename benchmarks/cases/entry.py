@@ -1,0 +1,207 @@
+"""C-compile-entry: a small decode step compiled by Inductor, by the ways to call it.
+
+Through its flat program, graphrt's entry, torch.compile's own entry; and eagerly. Says nothing of a
+GPU.
+
+At this size the host decides; with larger matrices the products do, and the ratios shrink.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from benchmarks.harness import CannotRunError, Case, Row, medians, ratio, row, time_host
+from graphrt import (
+    BufferSpec,
+    CompilationConfig,
+    OutputSpec,
+    Padding,
+    Runtime,
+    RuntimeConfig,
+    RuntimeMode,
+    SimulatedDevice,
+    resolve,
+)
+from graphrt.compile import Compiled
+
+TOKENS, HIDDEN = 8, 64
+ATTENTION = "graphrt_benchmarks::attention"
+
+
+def attend(qkv: torch.Tensor, out: torch.Tensor) -> None:
+    """A stand-in of two launches: what attention computes is the same in every arm."""
+    query, _, value = qkv.chunk(3, 1)
+    torch.mul(torch.softmax(query, -1), value, out=out)
+
+
+operator = torch.library.custom_op(ATTENTION, mutates_args=("out",))(attend)
+operator.register_fake(lambda qkv, out: None)
+
+
+class Layers(torch.nn.Module):
+    """Norm, product, attention, product, norm and a gated network, in each layer."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def matrix(rows: int, columns: int) -> torch.nn.Parameter:
+            values = torch.randn(rows, columns, generator=generator) / rows**0.5
+            return torch.nn.Parameter(values, requires_grad=False)
+
+        self.num_layers = num_layers
+        shapes = (
+            (HIDDEN, 3 * HIDDEN),
+            (HIDDEN, HIDDEN),
+            (HIDDEN, 4 * HIDDEN),
+            (2 * HIDDEN, HIDDEN),
+        )
+        self.matrices = torch.nn.ParameterList(
+            matrix(*shape) for _ in range(num_layers) for shape in shapes
+        )
+
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        for layer in range(self.num_layers):
+            qkv, attended, gate_up, down = self.matrices[4 * layer : 4 * layer + 4]
+            out = torch.empty_like(x)
+            operator(F.rms_norm(x, (HIDDEN,)) @ qkv, out)
+            x = x + out @ attended
+            gate, up = (F.rms_norm(x, (HIDDEN,)) @ gate_up).chunk(2, -1)
+            x = x + (F.silu(gate) * up) @ down
+        return x
+
+
+def config(folder: Path, **options: Any) -> RuntimeConfig:
+    asked = {"level": 3, "splitting_ops": [ATTENTION], "cache_dir": folder, **options}
+    return RuntimeConfig(
+        compilation=CompilationConfig(
+            cudagraph_mode="PIECEWISE", cudagraph_capture_sizes=[TOKENS], **asked
+        ),
+        max_num_seqs=TOKENS,
+        max_num_batched_tokens=64,
+    )
+
+
+def examples(sizes: Any, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(sizes["tokens"], HIDDEN, generator=generator)}
+
+
+def entries(folder: Path) -> Sequence[Row]:
+    model, device = Layers(4), SimulatedDevice()
+    x = examples({"tokens": TOKENS}, 1)["x"]
+    with (
+        torch.no_grad(),
+        Runtime(
+            model,
+            inputs=[BufferSpec("x", ("tokens", HIDDEN), torch.float32, padding=Padding.zero())],
+            outputs=OutputSpec({"": "tokens"}, "view"),
+            examples=examples,
+            config=config(folder, backend="inductor"),
+            op_impls={ATTENTION: attend},
+            device=device,
+        ) as runtime,
+    ):
+        runtime.capture()
+        expected = model(x=x)
+        torch.testing.assert_close(runtime.step({"x": x}, num_tokens=TOKENS), expected)
+        decision = runtime.last_decision
+        assert decision is not None, "a step leaves its decision"
+        mode, key, _ = decision
+        assert mode is RuntimeMode.PIECEWISE, f"served by {mode}"
+        program = runtime.library.program("model", mode, key)
+        assert program is not None, "the key was captured"
+        stock = torch.compile(model, fullgraph=True, dynamic=True)
+        torch.testing.assert_close(stock(x=x), expected)
+        own = runtime.runner.fn
+        arms = {
+            "flat": program.replay,
+            "own entry": partial(own, x=x),
+            "stock entry": partial(stock, x=x),
+            "eager": partial(model, x=x),
+        }
+        samples = time_host(arms, block_ms=150)
+    device.close()
+    shape = {"layers": 4, "hidden": HIDDEN, "tokens": TOKENS, "threads": torch.get_num_threads()}
+    return [
+        row(
+            metric,
+            ratio(samples, arm, "flat"),
+            target=target,
+            unit="ratio",
+            higher_is_better=True,
+            samples=samples,
+            timed=f"{arm} over the flat program, ns of host time",
+            medians_ns=medians(samples),
+            **shape,
+        )
+        for metric, arm, target in (
+            ("C-compile-entry", "stock entry", 1.8),
+            ("C-compile-entry-own", "own entry", 1.3),
+            ("C-compile-entry-eager", "eager", 1.7),
+        )
+    ]
+
+
+def policies(folder: Path) -> Sequence[Row]:
+    model, x = Layers(32), torch.zeros(TOKENS, HIDDEN)
+    arms = {}
+    for policy in ("audit", "keep"):
+        asked = config(folder, backend="eager", guard_policy=policy)
+        # An entry of its own is traced for each, over one model.
+        entry = Compiled(
+            model,
+            resolve(asked).compile,
+            limits={"tokens": 64},
+            impls={ATTENTION: lambda qkv, out: None},
+            wrap=lambda piece, info: _remembers(piece),
+        )
+        with torch.no_grad():
+            entry.trace(partial(entry, x=x), [(x, 0, "tokens")])
+            entry(x=x)
+        arms[policy] = partial(entry, x=x)
+    with torch.no_grad():
+        samples = time_host(arms, block_ms=150)
+    return [
+        row(
+            "C-compile-entry-guards",
+            ratio(samples, "audit", "keep"),
+            target=0.4,
+            unit="ratio",
+            samples=samples,
+            timed="entry of 32 layers whose pieces compute nothing: audit over torch's guards",
+            medians_ns=medians(samples),
+            layers=32,
+            threads=torch.get_num_threads(),
+        )
+    ]
+
+
+def _remembers(piece: Any) -> Any:
+    """A piece that returns its first result for ever."""
+    known: list[Any] = []
+
+    def call(*args: Any) -> Any:
+        if not known:
+            known.append(piece(*args))
+        return known[0]
+
+    return call
+
+
+def against_entries() -> Sequence[Row]:
+    if shutil.which("g++") is None:
+        raise CannotRunError("it needs a C++ compiler (g++)")
+    with tempfile.TemporaryDirectory() as folder:
+        return [*entries(Path(folder)), *policies(Path(folder))]
+
+
+CASES = [Case("C-compile-entry", "compiled 4-layer step: flat program or entry", against_entries)]

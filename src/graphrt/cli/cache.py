@@ -1,0 +1,68 @@
+"""What ``graphrt cache`` tells: the entries of the cache of compiled code, and what was removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from graphrt.compile import CacheEntry, CompileCache
+from graphrt.config.environment import read_environment
+from graphrt.errors import ConfigError
+
+
+def run_cache(
+    action: str, folder: Path | None, older_than: float | None, max_bytes: int | None
+) -> dict[str, Any]:
+    """The answer as an object. ``older_than``: seconds.
+
+    Errors: ``ConfigError`` for options that do not go together, and a folder that cannot be found
+    or changed.
+    """
+    folder = folder or read_environment().cache_dir
+    if folder is None:
+        raise ConfigError(
+            "graphrt cache",
+            expected="--dir, because neither GRAPHRT_CACHE_DIR nor a home directory tells",
+            found="none",
+            do="name the folder",
+        )
+    limits = [name for name in (older_than, max_bytes) if name is not None]
+    if bool(limits) is not (action == "prune"):
+        raise ConfigError(
+            f"graphrt cache {action}",
+            expected="--older-than-days or --max-mib with prune, and only there",
+            found="none of them" if action == "prune" else "one of them",
+            do="say what to prune, or leave them out",
+        )
+    cache = CompileCache(folder)
+    found: dict[str, Any] = {"action": action, "folder": str(folder)}
+    if action == "prune":
+        try:
+            removed = cache.prune(older_than=older_than, max_bytes=max_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"graphrt cache: {folder}",
+                expected="a folder that can be changed",
+                found=str(error),
+                do="run it as the owner of the folder",
+            ) from error
+        found["removed"] = [_entry(entry) for entry in removed]
+    entries = list(cache.entries())
+    found["num_entries"] = len(entries)
+    found["entry_bytes"] = sum(entry.num_bytes for entry in entries)
+    found["inductor_bytes"] = cache.inductor_bytes()
+    if action == "verify":
+        found["bad"] = [_entry(entry) for entry in entries if not cache.is_good(entry)]
+    if action == "list":
+        found["entries"] = [_entry(entry) for entry in entries]
+    return found
+
+
+def _entry(entry: CacheEntry) -> dict[str, Any]:
+    about = {name: entry.about.get(name) for name in ("piece", "sizes", "device")}
+    return {
+        "key": entry.path.stem,
+        "bytes": entry.num_bytes,
+        "modified": entry.modified,
+        **about,
+    }

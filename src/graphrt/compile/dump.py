@@ -1,0 +1,71 @@
+"""What was traced, cut and compiled, written down for people; also where it then fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from graphrt.compile.splitter import Piece
+from graphrt.errors import ConfigError
+
+
+class Dump:
+    """A new folder below ``root``: ``rank_0/model_<n>``. ``root`` None: nothing is written.
+
+    Errors: ``ConfigError`` for a folder that cannot be written.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = root
+        self._folder: Path | None = None
+
+    def write(self, name: str, text: str) -> None:
+        if self._root is None:
+            return
+        try:
+            if self._folder is None:
+                self._folder = _new_folder(self._root / "rank_0")
+            (self._folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"compilation.debug_dump_path: {self._root}",
+                expected="a folder that can be written",
+                found=str(error),
+                do="name another one, or leave it out",
+            ) from error
+
+    def graph(self, name: str, graph: fx.GraphModule) -> None:
+        """The code of a graph, with the shape of each value."""
+        if self._root is not None:
+            self.write(name, graph.print_readable(print_output=False))
+
+    def json(self, name: str, value: Any) -> None:
+        if self._root is not None:
+            self.write(name, json.dumps(value, indent=1, default=str) + "\n")
+
+    def pieces(self, pieces: Sequence[Piece]) -> None:
+        """A line for each piece, and the code of each that is compiled, alike ones once."""
+        if self._root is None:
+            return
+        self.write("split.py", "".join(f"# {i} {p.kind} {p.name}\n" for i, p in enumerate(pieces)))
+        first = {piece.structure: i for i, piece in reversed(list(enumerate(pieces)))}
+        for index in sorted(first.values()):
+            self.graph(f"piece_{index}.before.py", pieces[index].module)
+
+
+def _new_folder(parent: Path) -> Path:
+    for number in count():
+        folder = parent / f"model_{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if parent.is_dir():
+                continue
+            raise
+        return folder
+    raise AssertionError("count() has no end")

@@ -1,0 +1,88 @@
+"""Level 1: torch.compile as it is: its guards, graph breaks and recompiles, which are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import exc
+from torch._guards import CompileContext
+
+from graphrt.compile import torch_api
+from graphrt.compile.backends import compiling, find_backend
+from graphrt.compile.compiled import CompileReport, Varying, own_root
+from graphrt.compile.dump import Dump
+from graphrt.compile.failures import translated
+from graphrt.config import CompilePlan
+
+
+class Stock:
+    """``target``, compiled when it is called, as often as torch finds that it has to be.
+
+    ``refuse_now``: called before each compilation; raises where none may happen.
+    Errors: ``ConfigError`` for an unknown backend; what compiling and ``refuse_now`` raise.
+    """
+
+    needs_size_1 = False
+    is_opaque = True
+    """A mode that observes makes torch run it uncompiled."""
+    refused = staticmethod(torch_api.compiled_code_refused)
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        plan: CompilePlan,
+        *,
+        refuse_now: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.runnable = target
+        self._backend_name = plan.backend
+        self._backend = find_backend(plan.backend)
+        self._dump = Dump(plan.debug_dump_path)
+        self._refuse_now = refuse_now
+        self._seconds = 0.0
+        self._frames: list[int] = []
+        """Of each graph that was compiled, which compilation of its code it is, from 0."""
+        self._reasons: list[str] = []
+        root, _ = own_root(target, may_run_uncompiled=True)
+        self._entry = torch_api.stock_compile(root, self._compile, self._reasons.append)
+
+    @property
+    def report(self) -> CompileReport | None:
+        """What was compiled until now; None before."""
+        if not self._frames:
+            return None
+        return CompileReport(
+            backend=self._backend_name,
+            seconds={"compile": self._seconds},
+            num_compiles=len(self._frames),
+            num_graphs=sum(number == 0 for number in self._frames),
+            recompiles=tuple(self._reasons),
+        )
+
+    def trace(self, run: Callable[[], object], varying: Varying) -> None:
+        """Run it once, which compiles it for these sizes."""
+        run()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._entry(*args, **kwargs)
+        except exc.TorchDynamoException as error:
+            raise translated(error) from error
+
+    def audit(self, *, again: bool = False) -> None:
+        """Nothing: torch checks its guards at each call."""
+
+    def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._refuse_now()
+        self._dump.graph(f"graph_{len(self._frames)}.py", graph)
+        began = perf_counter()
+        compile_id: Any = CompileContext.current_compile_id()
+        self._frames.append(compile_id.frame_compile_id or 0)
+        with compiling(self._backend_name, f"graph {len(self._frames)}"), torch.no_grad():
+            compiled: Callable[..., Any] = self._backend(graph, inputs)
+        self._seconds += perf_counter() - began
+        return compiled

@@ -1,0 +1,131 @@
+"""The cache of compiled code: whole files only, and a reason for each miss; ``graphrt cache``."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from graphrt.cli import main
+from graphrt.compile.cache import CompileCache, key_of
+from graphrt.errors import ConfigWarning
+from graphrt.events import CacheMiss
+
+ABOUT = {"piece": "piece 0", "sizes": "1-8"}
+
+
+def one_entry(folder: Path, payload: bytes = b"code") -> tuple[CompileCache, str]:
+    cache, key = CompileCache(folder, "torch", "device"), key_of({"a": 1})
+    assert cache.read(key) is CacheMiss.ABSENT
+    assert cache.write(key, payload, ABOUT)
+    assert cache.read(key) == payload
+    return cache, key
+
+
+@given(payload=st.binary(max_size=99), at=st.integers(0, 999), bit=st.integers(0, 7))
+@settings(max_examples=40)
+def test_entry_with_any_bit_flipped_is_never_returned(tmp_path_factory, payload, at, bit):
+    cache, key = one_entry(tmp_path_factory.mktemp("cache"), payload)
+    [entry] = cache.entries()
+    data = bytearray(entry.path.read_bytes())
+    place = at % len(data)
+    data[place] ^= 1 << bit
+    entry.path.write_bytes(data)
+    # What the header says of the piece is for people.
+    assert cache.read(key) in (payload, *CacheMiss)
+    if place >= data.find(b"\n") or b"piece" not in data:
+        assert isinstance(cache.read(key), CacheMiss)
+
+
+@given(length=st.integers(0, 400))
+@settings(max_examples=30)
+def test_entry_cut_anywhere_is_corrupt(tmp_path_factory, length):
+    cache, key = one_entry(tmp_path_factory.mktemp("cache"), b"code" * 50)
+    [entry] = cache.entries()
+    data = entry.path.read_bytes()
+    entry.path.write_bytes(data[: min(length, len(data) - 1)])
+    assert cache.read(key) is CacheMiss.CORRUPT
+    assert not cache.is_good(next(iter(cache.entries())))
+    cache.write(key, b"new", ABOUT)
+    assert cache.read(key) == b"new"
+
+
+@pytest.mark.parametrize(
+    ("torch", "device", "reason"),
+    [("other", "device", CacheMiss.FOREIGN_TORCH), ("torch", "other", CacheMiss.FOREIGN_DEVICE)],
+)
+def test_entry_of_another_torch_or_device_is_foreign(tmp_path, torch, device, reason):
+    _, key = one_entry(tmp_path)
+    assert CompileCache(tmp_path, torch, device).read(key) is reason
+
+
+def test_many_writers_leave_one_good_file(tmp_path):
+    cache, key = one_entry(tmp_path)
+    payloads = [bytes([number]) * 100_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda payload: cache.write(key, payload, ABOUT), payloads))
+    assert cache.read(key) in payloads
+    assert [path.suffix for path in tmp_path.glob("v*/objects/*/*")] == [".bin"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere; see the next test")
+def test_folder_that_cannot_be_written_is_one_warning(tmp_path):
+    tmp_path.chmod(0o500)
+    cache = CompileCache(tmp_path / "inner")
+    with pytest.warns(ConfigWarning, match="cache_dir"):
+        assert not cache.write("aa", b"", {})
+    tmp_path.chmod(0o700)
+
+
+def test_file_in_place_of_the_folder_is_one_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = CompileCache(tmp_path / "file")
+    with pytest.warns(ConfigWarning, match="cache_dir"):
+        assert not cache.write("aa", b"", {})
+    assert not cache.write("bb", b"", {})  # Without a second warning.
+    assert cache.read("aa") in (CacheMiss.ABSENT, CacheMiss.LOAD_FAILED)
+
+
+def test_folder_is_for_its_owner_alone(tmp_path):
+    one_entry(tmp_path)
+    assert (tmp_path / "v1").stat().st_mode & 0o077 == 0
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as caught:
+        main(["cache", *words])
+    return caught.value.code, capsys.readouterr().out
+
+
+def test_cache_command_lists_measures_verifies_and_prunes(tmp_path, capsys):
+    cache, _ = one_entry(tmp_path)
+    cache.write(key_of({"a": 2}), b"more" * 999, ABOUT)
+    where = ("--dir", str(tmp_path))
+    code, out = run(capsys, "list", *where, "--json")
+    listed = json.loads(out)
+    assert (code, listed["num_entries"], len(listed["entries"])) == (0, 2, 2)
+    assert listed["entries"][0]["piece"] == "piece 0"
+    assert "piece 0" in run(capsys, "list", *where)[1]
+    assert json.loads(run(capsys, "size", *where, "--json")[1])["entry_bytes"] > 3996
+    assert run(capsys, "verify", *where)[0] == 0
+    [newest, oldest] = cache.entries()
+    os.utime(oldest.path, (1, 1))
+    newest.path.write_bytes(newest.path.read_bytes()[:-1])
+    code, out = run(capsys, "verify", *where, "--json")
+    assert (code, len(json.loads(out)["bad"])) == (1, 1)
+    code, out = run(capsys, "prune", *where, "--older-than-days", "1", "--json")
+    assert (code, len(json.loads(out)["removed"]), json.loads(out)["num_entries"]) == (0, 1, 1)
+    (tmp_path / "v1" / "inductor").mkdir()
+    code, out = run(capsys, "prune", *where, "--max-mib", "0")
+    assert code == 0
+    assert not list(cache.entries())
+    assert not (tmp_path / "v1" / "inductor").exists()
+
+
+@pytest.mark.parametrize("words", [("prune",), ("list", "--max-mib", "3")])
+def test_cache_command_refuses_limits_that_do_not_fit(tmp_path, capsys, words):
+    assert run(capsys, *words, "--dir", str(tmp_path))[0] == 2

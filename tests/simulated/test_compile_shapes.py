@@ -1,0 +1,107 @@
+"""How the size that varies is marked for the trace; what stands in for a branch on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt import CompilationConfig, RuntimeConfig, resolve
+from graphrt.compile import Compiled
+from graphrt.errors import ContractError, GuardAuditError, RecompileError, ShapeGuardError
+from lab import WIDTH, RuntimeLab, assert_equal, values
+
+
+class Branches(torch.nn.Module):
+    """A branch on a size that every planned size takes, if ``limit`` is large."""
+
+    def __init__(self, limit: int = 1000) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.limit = limit
+
+    def forward(self, *, x, ids, lens):
+        if lens.shape[0] <= x.shape[0] < self.limit:  # the line
+            x = x @ self.weight
+        return {"rows": torch.sigmoid(x) + ids[:, None], "lens": lens * 2}
+
+
+class Compares(Branches):
+    def forward(self, *, x, ids, lens):
+        if x.shape[0] != lens.shape[0]:  # the line
+            x = x @ self.weight
+        return {"rows": torch.sigmoid(x) + ids[:, None], "lens": lens * 2}
+
+
+def lab_of(model, mode="FULL", **options):
+    options = {"level": 3, "splitting_ops": ["torch.sigmoid"], **options}
+    return RuntimeLab(mode, model=model, asked={"compilation": options})
+
+
+@pytest.mark.parametrize("marking", ["auto", "backed"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_branch_that_every_size_takes_is_traced_backed(marking, backend):
+    model = Branches()
+    with lab_of(model, "FULL_AND_PIECEWISE", dynamic_shapes=marking, backend=backend) as lab:
+        notes = lab.runtime.capture().compile.notes
+        assert (len(notes) == 1 and "test_compile_shapes" in notes[0]) is (marking == "auto")
+        found = []
+        for sizes in ((1, 1), (2, 1), (2, 2), (5, 2), (8, 4), (16, 1)):
+            outputs = lab.step(*sizes, uniform=sizes[0] == sizes[1])
+            found.append((sizes, {k: v.clone() for k, v in outputs.items()}))
+    with torch.no_grad():
+        for sizes, outputs in found:
+            assert_equal(outputs, model(**values(*sizes)))
+
+
+def test_branch_is_refused_where_sizes_are_unbacked():
+    with pytest.raises(ShapeGuardError, match="the line"):
+        lab_of(Branches(), dynamic_shapes="unbacked")
+
+
+@pytest.mark.parametrize("model", [Branches(5), Branches(13), Compares()])
+@pytest.mark.parametrize("marking", ["auto", "backed"])
+def test_branch_that_some_size_does_not_take_is_refused(model, marking):
+    with pytest.raises(ShapeGuardError) as caught:
+        lab_of(model, dynamic_shapes=marking)
+    assert "the line" in str(caught.value)
+    assert "does not hold for" in caught.value.found
+
+
+def test_first_call_of_equal_sizes_is_refused():
+    compilation = CompilationConfig(level=2, dynamic_shapes="backed")
+    plan = resolve(RuntimeConfig(compilation=compilation)).compile
+    compiled = Compiled(Branches(), plan, limits={"tokens": 16, "requests": 4})
+    inputs = values(3, 3)
+    varying = [(inputs["x"], 0, "tokens"), (inputs["lens"], 0, "requests")]
+    with pytest.raises(ContractError, match="equal ones are taken for one"):
+        compiled.trace(lambda: compiled(**inputs), varying)
+
+
+# -- guards kept
+
+
+def changes_scale(model):
+    model.limit = 900
+
+
+def adds_hook(model):
+    model.register_forward_hook(lambda module, args, out: {**out, "lens": out["lens"] + 1})
+
+
+@pytest.mark.parametrize("policy", ["audit", "keep"])
+@pytest.mark.parametrize("change", [changes_scale, adds_hook])
+def test_change_after_the_trace_is_caught_by_either_policy(change, policy):
+    model = Branches()
+    with lab_of(model, guard_policy=policy) as lab:
+        lab.runtime.capture()
+        for sizes in ((3, 2), (8, 4), (16, 2)):
+            outputs = {k: v.clone() for k, v in lab.step(*sizes).items()}
+            with torch.no_grad():
+                assert_equal(outputs, Branches()(**values(*sizes)))
+        change(model)
+        if policy == "keep" and change is changes_scale:  # Of hooks torch makes no guards.
+            with pytest.raises(RecompileError, match="limit"):
+                lab.step(16, 2)
+        with pytest.raises(GuardAuditError):
+            lab.runtime.check_externals()
