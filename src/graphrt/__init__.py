@@ -205,8 +205,8 @@ __all__ = sorted(_ROOM_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("graphrt.errors")
+    if name in ("errors", "ubatch"):
+        return import_module(f"graphrt.{name}")
     room = _ROOM_OF.get(name)
     if room is None:
         raise AttributeError(f"module 'graphrt' has no attribute {name!r}")
@@ -216,4 +216,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "errors"]
+    return [*__all__, "__version__", "errors", "ubatch"]

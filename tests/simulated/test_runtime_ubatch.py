@@ -27,6 +27,8 @@ from graphrt import (
 )
 from graphrt.batch import UBatchReason
 from graphrt.errors import BatchError, ConfigError, VerificationError
+from graphrt.parallel import RankVote, SplitRules, agree, settle
+from graphrt.ubatch import wants_split
 
 WIDTH = 4
 SPLIT = {"num_ubatches": 2, "decode_token_threshold": 4, "prefill_token_threshold": 12}
@@ -162,6 +164,32 @@ def test_uniform_step_replays_the_split_program_where_it_pays(
     assert event.mode is FULL
     assert (event.num_ubatches, event.num_padded_tokens) == (num_ubatches, padded)
     assert event.ubatch_reason is why
+
+
+def test_a_runtime_alone_decides_as_ranks_would(served: Served) -> None:
+    plan, rules = served.runtime.plan, SplitRules.of(served.runtime.plan)
+    dispatch = served.runtime.dispatcher.dispatch
+    for uniform in (True, False):
+        for num_tokens in range(1, 17 if uniform else 33):
+            lens = [1] * num_tokens if uniform else [num_tokens]
+            event = served.step(lens, query_lens=lens, uniform=uniform)
+            found = dispatch(num_tokens, uniform)
+            vote = RankVote(
+                rank=0,
+                num_tokens_unpadded=num_tokens,
+                num_tokens_padded=found.descriptor.num_tokens,
+                runtime_mode=found.mode,
+                uniform=uniform,
+                miss_reason=found.reason,
+                ubatch_reason=wants_split(num_tokens, uniform, plan.ubatch),
+            )
+            settled = settle(agree([vote], rules), vote, dispatch, rules)
+            assert settled is not None
+            why = None if settled.unsplit_because is None else settled.unsplit_because[0]
+            assert (event.num_ubatches, event.ubatch_reason) == (
+                settled.decision.descriptor.num_ubatches,
+                why,
+            )
 
 
 def test_split_with_an_empty_last_slice_is_called_off(served: Served) -> None:

@@ -124,12 +124,12 @@ def test_columns_of_one_tensor_are_no_race() -> None:
 
 
 def test_straddling_requests_cache_is_written_before_it_is_read(lab: Lab) -> None:
-    """Both slices compute on one stream, so that the second reads what the first has written."""
-    cache = torch.zeros(12, WIDTH)
+    """All slices compute on one stream, so that each reads what those before it have written."""
+    caches = torch.zeros(2, 12, WIDTH)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         at = ubatch.token_offset()
-        for _ in range(2):
+        for cache in caches:
             cache[at : at + len(x)].copy_(x)
             with ubatch.communication("layer"):
                 pass
@@ -138,7 +138,10 @@ def test_straddling_requests_cache_is_written_before_it_is_read(lab: Lab) -> Non
 
     x = lab.random(12, WIDTH)
     with cut(lab, fn) as split:
-        eager(split, 3, x)
+        found = eager(split, 3, x)
+    first = x + torch.cat([x[:end].sum(0).expand(4, WIDTH) for end in (4, 8, 12)])
+    second = first + torch.cat([first[:end].sum(0).expand(4, WIDTH) for end in (4, 8, 12)])
+    torch.testing.assert_close(found, second)
 
 
 @settings(max_examples=20, deadline=None)

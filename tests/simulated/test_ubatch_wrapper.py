@@ -411,6 +411,12 @@ def test_first_replay_is_compared_with_slices_one_by_one(lab: Lab) -> None:
         assert [program.is_compared for program in report.programs] == [True, True]
 
 
+def test_all_multiprocessors_for_communication_are_refused(lab: Lab) -> None:
+    config = UBatchConfig(num_ubatches=2, num_comm_sms=132)
+    with pytest.raises(ConfigError, match="132"):
+        UBatchWrapper(Layers(), lab.library, FULL, config)
+
+
 class Hook:
     def __init__(self, lab: Lab) -> None:
         self.lab, self.seen = lab, list[Any]()

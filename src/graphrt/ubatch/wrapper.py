@@ -86,6 +86,13 @@ class SplitCallable:
         outputs: OutputSpec | None = None,
         capture_hooks: Sequence[CaptureHook] = (),
     ) -> None:
+        if config.num_comm_sms >= device.limits.num_sms:
+            raise ConfigError(
+                f"ubatch.num_comm_sms = {config.num_comm_sms}",
+                expected=f"fewer than the {device.limits.num_sms} multiprocessors of the device",
+                found=str(config.num_comm_sms),
+                do="leave some to computation",
+            )
         self.runnable = runnable
         """What walks of what it reaches follow."""
         self._device = device

@@ -174,8 +174,7 @@ class RaceWatch(TorchDispatchMode):
         stream.clock[stream] += 1
         touched = [(one, at in traits.written) for at, one in enumerate(args)]
         touched += [(one, key in traits.written) for key, one in kwargs.items()]
-        if not traits.written:
-            touched.append((result, True))
+        touched.append((result, True))
         for value, written in touched:
             for tensor in tensors_in(value):
                 if tensor.layout is torch.strided:
