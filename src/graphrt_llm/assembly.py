@@ -36,6 +36,7 @@ from graphrt_llm.attention import (
     make_attention,
 )
 from graphrt_llm.blocks import blocks_for
+from graphrt_llm.collectives import ExpertGroup
 from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
@@ -62,8 +63,12 @@ SIMULATED_BYTES = 2**31
 """What counts as free on the simulated device, whose memory is the host's."""
 
 
+MOST_EXPERT_RANKS = 16
+"""Up to so many ranks, each knows how many rows every other brings to an eager step."""
+
+
 class EngineParts(NamedTuple):
-    """What an ``LLMEngine`` is made of. It closes ``runtime`` and ``device``."""
+    """What an ``LLMEngine`` is made of. It closes ``runtime``, ``device``, ``expert_group``."""
 
     runtime: Runtime
     scheduler: Scheduler
@@ -75,6 +80,7 @@ class EngineParts(NamedTuple):
     seed: int
     overlap: bool
     captures_by_priority: bool
+    expert_group: ExpertGroup | None
     ranks: Exchange | None
 
 
@@ -102,7 +108,8 @@ def assemble(
     started = rank_variables() if ranks is not None else None
     device = make_device(config.device, None if started is None else started.local_rank)
     try:
-        model = _load(model_config, config, model_dir, device)
+        group = _expert_group(model_config, config, device, ranks)
+        model = _load(model_config, config, model_dir, device, group)
         limits = _limits(model_config, config, model.dtype, device)
         if ranks is not None:
             limits = replace(limits, num_blocks=agree_least(ranks, [limits.num_blocks])[0])
@@ -162,12 +169,38 @@ def assemble(
         seed=config.seed,
         overlap=is_cuda if config.overlap is None else config.overlap,
         captures_by_priority=config.capture == "by_priority",
+        expert_group=group,
         ranks=ranks,
     )
 
 
+def _expert_group(
+    model_config: ModelConfig, config: EngineConfig, device: Device, ranks: Exchange | None
+) -> ExpertGroup | None:
+    """The ranks that share the experts; None if each has all.
+
+    Errors: ``EngineConfigError`` for experts that cannot be shared.
+    """
+    if not config.expert_parallel:
+        return None
+    experts, world = model_config.num_experts, 1 if ranks is None else ranks.world
+    level = config.runtime.compilation.level
+    if ranks is None or world > MOST_EXPERT_RANKS or not experts or experts % world or level:
+        raise EngineConfigError(
+            "EngineConfig.expert_parallel",
+            expected=f"2 to {MOST_EXPERT_RANKS} ranks, whose number divides the model's experts,"
+            " and compilation level 0",
+            found=f"{world} ranks, {experts} experts, level {0 if level is None else level}",
+        )
+    return ExpertGroup(ranks.rank, world, device.torch_device)
+
+
 def _load(
-    model_config: ModelConfig, config: EngineConfig, model_dir: Path | None, device: Device
+    model_config: ModelConfig,
+    config: EngineConfig,
+    model_dir: Path | None,
+    device: Device,
+    group: ExpertGroup | None,
 ) -> CausalLM:
     name = config.dtype or model_config.checkpoint_dtype or "float32"
     if name not in get_args(DType):
@@ -178,7 +211,7 @@ def _load(
             do="name the dtype to compute in.",
         )
     dtype: torch.dtype = getattr(torch, name)
-    model = CausalLM(model_config, dtype=dtype, device=device.torch_device)
+    model = CausalLM(model_config, dtype=dtype, device=device.torch_device, group=group)
     if model_dir is None or config.load_format == "dummy":
         random_weights(model, seed=config.seed)
     else:

@@ -99,6 +99,7 @@ class LLMEngine:
         self._eos_token_ids = frozenset(parts.model_config.eos_token_ids)
         self._seed = parts.seed
         self._ranks = parts.ranks
+        self._expert_group = parts.expert_group
         # Graphs that steps may still capture.
         planned = self.runtime.plan.capture_order
         self._num_missing = len(planned) if parts.captures_by_priority else 0
@@ -471,6 +472,8 @@ class LLMEngine:
         self._is_closed = True
         self._in_flight.clear()
         self._device.close()
+        if self._expert_group is not None:
+            self._expert_group.close()
         # What refers to weights and cache: ``__getattr__`` answers for it from now on.
         del self.runtime, self.attention_backend, self._runner
         self._device.trim()
