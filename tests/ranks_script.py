@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from graphrt import (
     CompilationConfig,
+    ForwardContext,
     OutputSpec,
     Reason,
     Runtime,
@@ -42,7 +43,9 @@ from graphrt.parallel import (
 )
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
-from graphrt_llm.model_config import ModelConfig
+from graphrt_llm.collectives import ExpertGroup
+from graphrt_llm.models import CausalLM, ModelConfig
+from graphrt_llm.weights import random_weights
 from lab import INPUTS, OUTPUTS, WIDTH, config, example, values
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -333,6 +336,22 @@ def on_gpus() -> None:
     dist.destroy_process_group()
 
 
+def most_apart_from_one_process(described: ModelConfig) -> float:
+    """How far a layer of shared experts is from all of them in one process, in float64."""
+    sizes = (5, 3)
+    group = ExpertGroup(RANK, WORLD, torch.device("cpu"))
+    layers = []
+    for each in (None, group):
+        model = CausalLM(described, torch.float64, group=each)
+        random_weights(model, seed=3)
+        layers.append(model.layers[0].experts)
+    rows = torch.randn(sizes[RANK], described.hidden_size, dtype=torch.float64)
+    with ForwardContext(num_tokens_across_ranks=sizes):
+        alone, shared = (layer(rows) for layer in layers)  # type: ignore[operator]
+    group.close()
+    return float(((shared - alone).abs() / alone.abs().clamp(min=1)).max())
+
+
 def experts() -> None:
     """Ranks that share experts: logits as of one process with all, and its tokens."""
     described = ModelConfig.named("tiny-moe")
@@ -342,6 +361,7 @@ def experts() -> None:
     with LLMEngine.with_random_weights(described, TINY_CONFIG) as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
     exchange = TorchExchange()
+    say(largest=most_apart_from_one_process(described))
     for mode in ("NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
         compilation = CompilationConfig(
             cudagraph_mode=mode,  # type: ignore[arg-type]

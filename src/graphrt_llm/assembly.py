@@ -63,10 +63,6 @@ SIMULATED_BYTES = 2**31
 """What counts as free on the simulated device, whose memory is the host's."""
 
 
-MOST_EXPERT_RANKS = 16
-"""Up to so many ranks, each knows how many rows every other brings to an eager step."""
-
-
 class EngineParts(NamedTuple):
     """What an ``LLMEngine`` is made of. It closes ``runtime``, ``device``, ``expert_group``."""
 
@@ -185,11 +181,11 @@ def _expert_group(
         return None
     experts, world = model_config.num_experts, 1 if ranks is None else ranks.world
     level = config.runtime.compilation.level
-    if ranks is None or world > MOST_EXPERT_RANKS or not experts or experts % world or level:
+    if ranks is None or not ranks.tells_sizes or not experts or experts % world or level:
         raise EngineConfigError(
             "EngineConfig.expert_parallel",
-            expected=f"2 to {MOST_EXPERT_RANKS} ranks, whose number divides the model's experts,"
-            " and compilation level 0",
+            expected="ranks whose number divides the model's experts, whose messages are gathered"
+            " because eager steps need every rank's size, and compilation level 0",
             found=f"{world} ranks, {experts} experts, level {0 if level is None else level}",
         )
     return ExpertGroup(ranks.rank, world, device.torch_device)

@@ -105,6 +105,12 @@ def demo(
     ranks: Annotated[
         int, typer.Option(min=1, help="Processes that share the traffic, on this machine.")
     ] = 1,
+    expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--expert-parallel", help="Ranks share the experts; without --model a tiny Qwen3-MoE."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -144,6 +150,7 @@ def demo(
             report=None if report == NO_REPORT else report,
             seed=seed,
             level=level,
+            expert_parallel=expert_parallel,
         )
         with _exchange(started) as exchange:
             agreed = run(options, as_json=as_json, ranks=exchange)

@@ -53,6 +53,7 @@ class Options(NamedTuple):
     seed: int
     level: int = 0
     """Of compilation."""
+    expert_parallel: bool = False
 
 
 class Prepared(NamedTuple):
@@ -85,7 +86,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
     # EngineConfig checks the dtype, which a checkpoint may name freely.
     dtype: Any
     if options.model is None:
-        described = ModelConfig.tiny()
+        described = ModelConfig.named("tiny-moe" if options.expert_parallel else "tiny")
         model = "the built-in tiny model with random weights"
         dtype = options.dtype or "float64"
     else:
@@ -102,6 +103,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
         load_format=options.load_format,
         device=options.device,
         seed=options.seed,
+        expert_parallel=options.expert_parallel,
     )
 
     def make_engine(
@@ -117,7 +119,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
         )
         asked = replace(config, runtime=replace(config.runtime, compilation=compilation))
         if options.model is None:
-            return LLMEngine.tiny(asked, observer=observer, ranks=ranks)
+            return LLMEngine.with_random_weights(described, asked, observer=observer, ranks=ranks)
         return LLMEngine.from_model_dir(options.model, asked, observer=observer, ranks=ranks)
 
     return Prepared(
