@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from graphrt import (
+    CompilationConfig,
+    ForwardContext,
     OutputSpec,
     Reason,
     Runtime,
@@ -41,6 +43,9 @@ from graphrt.parallel import (
 )
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
+from graphrt_llm.collectives import ExpertGroup
+from graphrt_llm.models import CausalLM, ModelConfig
+from graphrt_llm.weights import random_weights
 from lab import INPUTS, OUTPUTS, WIDTH, config, example, values
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -331,6 +336,55 @@ def on_gpus() -> None:
     dist.destroy_process_group()
 
 
+def most_apart_from_one_process(described: ModelConfig) -> float:
+    """How far a layer of shared experts is from all of them in one process, in float64."""
+    sizes = (5, 3)
+    group = ExpertGroup(RANK, WORLD, torch.device("cpu"))
+    layers = []
+    for each in (None, group):
+        model = CausalLM(described, torch.float64, group=each)
+        random_weights(model, seed=3)
+        layers.append(model.layers[0].experts)
+    rows = torch.randn(sizes[RANK], described.hidden_size, dtype=torch.float64)
+    with ForwardContext(num_tokens_across_ranks=sizes):
+        alone, shared = (layer(rows) for layer in layers)  # type: ignore[operator]
+    group.close()
+    return float(((shared - alone).abs() / alone.abs().clamp(min=1)).max())
+
+
+def experts() -> None:
+    """Ranks that share experts: logits as of one process with all, and its tokens."""
+    described = ModelConfig.named("tiny-moe")
+    prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8] * 40]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    own = prompts[:4] if RANK == 0 else prompts[4:]
+    with LLMEngine.with_random_weights(described, TINY_CONFIG) as alone:
+        expected = [alone.generate(prompt, params) for prompt in own]
+    exchange = TorchExchange()
+    say(largest=most_apart_from_one_process(described))
+    for mode in ("NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
+        compilation = CompilationConfig(
+            cudagraph_mode=mode,  # type: ignore[arg-type]
+            cudagraph_capture_sizes=None if mode == "NONE" else (1, 2, 4, 16),
+        )
+        asked = replace(
+            TINY_CONFIG,
+            expert_parallel=True,
+            runtime=replace(TINY_CONFIG.runtime, compilation=compilation),
+        )
+        with LLMEngine.with_random_weights(described, asked, ranks=exchange) as engine:
+            missing = engine.capture().missing
+            found = engine.generate(own, params)
+            only_first = engine.generate(own if RANK == 0 else [], params)
+            say(
+                mode=mode,
+                same=found == expected and only_first == (expected if RANK == 0 else []),
+                missing=len(missing),
+                modes=sorted({key[0].name for key in engine.runtime.plan.capture_order}),
+            )
+    exchange.close()
+
+
 def many() -> None:
     """Random steps of several ranks, after one capture: no rank is left behind."""
     import random
@@ -365,6 +419,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "mismatch": mismatch,
     "interrupted": interrupted,
     "engines": engines,
+    "experts": experts,
     "many": many,
     "on gpus": on_gpus,
 }

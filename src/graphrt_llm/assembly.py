@@ -36,6 +36,7 @@ from graphrt_llm.attention import (
     make_attention,
 )
 from graphrt_llm.blocks import blocks_for
+from graphrt_llm.collectives import ExpertGroup
 from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
@@ -64,7 +65,7 @@ SIMULATED_BYTES = 2**31
 
 
 class EngineParts(NamedTuple):
-    """What an ``LLMEngine`` is made of. It closes ``runtime`` and ``device``."""
+    """What an ``LLMEngine`` is made of. It closes ``runtime``, ``device``, ``expert_group``."""
 
     runtime: Runtime
     scheduler: Scheduler
@@ -76,6 +77,7 @@ class EngineParts(NamedTuple):
     seed: int
     overlap: bool
     captures_by_priority: bool
+    expert_group: ExpertGroup | None
     ranks: Exchange | None
     lora: LoRAWeights | None
 
@@ -104,7 +106,8 @@ def assemble(
     started = rank_variables() if ranks is not None else None
     device = make_device(config.device, None if started is None else started.local_rank)
     try:
-        model = _load(model_config, config, model_dir, device)
+        group = _expert_group(model_config, config, device, ranks)
+        model = _load(model_config, config, model_dir, device, group)
         if config.runtime.max_loras:
             # Before the cache, which gets the memory that is left.
             model.lora = LoRAWeights(
@@ -209,13 +212,39 @@ def assemble(
         seed=config.seed,
         overlap=is_cuda and limits.query_len == 1 if config.overlap is None else config.overlap,
         captures_by_priority=config.capture == "by_priority",
+        expert_group=group,
         ranks=ranks,
         lora=model.lora,
     )
 
 
+def _expert_group(
+    model_config: ModelConfig, config: EngineConfig, device: Device, ranks: Exchange | None
+) -> ExpertGroup | None:
+    """The ranks that share the experts; None if each has all.
+
+    Errors: ``EngineConfigError`` for experts that cannot be shared.
+    """
+    if not config.expert_parallel:
+        return None
+    experts, world = model_config.num_experts, 1 if ranks is None else ranks.world
+    level = config.runtime.compilation.level
+    if ranks is None or not ranks.tells_sizes or not experts or experts % world or level:
+        raise EngineConfigError(
+            "EngineConfig.expert_parallel",
+            expected="ranks whose number divides the model's experts, whose messages are gathered"
+            " because eager steps need every rank's size, and compilation level 0",
+            found=f"{world} ranks, {experts} experts, level {0 if level is None else level}",
+        )
+    return ExpertGroup(ranks.rank, world, device.torch_device)
+
+
 def _load(
-    model_config: ModelConfig, config: EngineConfig, model_dir: Path | None, device: Device
+    model_config: ModelConfig,
+    config: EngineConfig,
+    model_dir: Path | None,
+    device: Device,
+    group: ExpertGroup | None,
 ) -> CausalLM:
     name = config.dtype or model_config.checkpoint_dtype or "float32"
     if name not in get_args(DType):
@@ -226,7 +255,7 @@ def _load(
             do="name the dtype to compute in.",
         )
     dtype: torch.dtype = getattr(torch, name)
-    model = CausalLM(model_config, dtype=dtype, device=device.torch_device)
+    model = CausalLM(model_config, dtype=dtype, device=device.torch_device, group=group)
     if model_dir is None or config.load_format == "dummy":
         random_weights(model, seed=config.seed)
     else:

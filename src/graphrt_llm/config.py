@@ -58,6 +58,9 @@ class EngineConfig:
       Unused if ``num_blocks`` is given.
     ``dtype``: What to compute in; a checkpoint of another floating dtype is cast while it is
       loaded. None: the checkpoint's; float32 if it names none.
+    ``expert_parallel``: Of an engine of several ranks: each has a share of the experts of a
+      Qwen3-MoE model, and rows travel to the ranks of their experts. Needs graphs without a
+      compiler (level 0).
     ``load_format``: ``dummy``: random weights, drawn on the device and seeded by ``seed``.
     ``max_lora_rank``: Largest rank of an adapter: with ``RuntimeConfig.max_loras`` it decides the
       memory of adapters, which is allocated once.
@@ -76,6 +79,7 @@ class EngineConfig:
     device: DeviceName = "auto"
     seed: int = 0
     max_lora_rank: int = 16
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         def check(is_met: bool, name: str, expected: str) -> None:

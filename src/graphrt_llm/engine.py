@@ -113,6 +113,7 @@ class LLMEngine:
         self._adapters: dict[str, LoRAAdapter] = {}
         # What stands in each slot on the device; None also while it is written.
         self._loaded: list[object] = [None] * limits.max_loras
+        self._expert_group = parts.expert_group
         # Graphs that steps may still capture.
         planned = self.runtime.plan.capture_order
         self._num_missing = len(planned) if parts.captures_by_priority else 0
@@ -614,6 +615,8 @@ class LLMEngine:
         self._is_closed = True
         self._in_flight.clear()
         self._device.close()
+        if self._expert_group is not None:
+            self._expert_group.close()
         # What refers to weights and cache: ``__getattr__`` answers for it from now on.
         del self.runtime, self.attention_backend, self._runner
         self._lora = None

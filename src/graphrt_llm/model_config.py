@@ -23,7 +23,7 @@ MOST_ELEMENTS = 2**28
 MOST_OF = {"num_layers": 2**12, "rms_norm_eps": 1.0, "rope_theta": 1e15}
 """Checked before a tensor is made: no model is that large."""
 
-Architecture = Literal["LlamaForCausalLM", "Qwen3ForCausalLM"]
+Architecture = Literal["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,9 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A dense decoder of the Llama or Qwen3 family. Sizes are in elements, contexts in tokens.
+    """A decoder of the Llama or Qwen3 family, with experts or without.
+
+    Sizes are in elements, contexts in tokens.
 
     Errors: ``ModelConfigError`` for numbers that fit no model.
 
@@ -66,6 +68,10 @@ class ModelConfig:
     ``rope_scaling``: Of Llama 3, or none.
     ``attention_bias``: Projections of queries, keys, values and outputs have a bias.
     ``mlp_bias``: Projections of the MLP have a bias.
+    ``num_experts``: In place of one MLP in each layer; 0: none.
+    ``num_experts_per_tok``: Of these, how many compute a token.
+    ``moe_intermediate_size``: Of an expert.
+    ``norm_topk_prob``: The weights of a token's experts add up to 1.
     """
 
     architecture: Architecture
@@ -83,6 +89,10 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
     eos_token_ids: tuple[int, ...] = field(default=())
     checkpoint_dtype: str | None = None
 
@@ -108,6 +118,20 @@ class ModelConfig:
                     expected=f"a number above 0, at most {most}",
                     found=repr(value),
                 )
+        if (self.architecture == "Qwen3MoeForCausalLM") != (self.num_experts > 0) or (
+            self.num_experts
+            and not (
+                1 <= self.num_experts_per_tok <= self.num_experts <= 2**16
+                and 1 <= self.moe_intermediate_size <= MOST_ELEMENTS
+            )
+        ):
+            raise ModelConfigError(
+                "model field 'num_experts'",
+                expected="for Qwen3-MoE alone: num_experts_per_tok of 1 to num_experts, and a"
+                " moe_intermediate_size",
+                found=f"{self.architecture}, {self.num_experts} experts,"
+                f" {self.num_experts_per_tok} a token, of {self.moe_intermediate_size}",
+            )
         if self.num_heads % self.num_kv_heads:
             raise ModelConfigError(
                 "model field 'num_kv_heads'",
@@ -124,7 +148,7 @@ class ModelConfig:
     @property
     def has_qk_norm(self) -> bool:
         """Queries and keys are normalised per head before they are rotated."""
-        return self.architecture == "Qwen3ForCausalLM"
+        return self.architecture.startswith("Qwen3")
 
     @classmethod
     def tiny(cls) -> ModelConfig:
@@ -161,6 +185,21 @@ _NAMED = {
         num_kv_heads=2,
         head_dim=16,
         max_position_embeddings=256,
+    ),
+    "tiny-moe": ModelConfig(
+        architecture="Qwen3MoeForCausalLM",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
     ),
     # The published shapes of Qwen3-0.6B and Llama-3-8B.
     "qwen3-0.6b": ModelConfig(
@@ -261,6 +300,13 @@ class _HFConfig(_Part):
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
+    num_experts: Count | None = None
+    num_local_experts: Count | None = None
+    num_experts_per_tok: Count | None = None
+    moe_intermediate_size: Count | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Literal[1] = 1
+    mlp_only_layers: list[int] | None = Field(default=None, max_length=0)
     hidden_act: Literal["silu"] = "silu"
     partial_rotary_factor: Literal[1] = 1
     use_sliding_window: Literal[False] | None = None
@@ -274,7 +320,8 @@ class _HFConfig(_Part):
         return self
 
     def to_model_config(self, architecture: Architecture) -> ModelConfig:
-        is_qwen3 = architecture == "Qwen3ForCausalLM"
+        is_qwen3 = architecture.startswith("Qwen3")
+        num_experts = self.num_local_experts or self.num_experts or 0
         if is_qwen3 and self.num_key_value_heads is None:
             raise ValueError("num_key_value_heads is missing")
         if is_qwen3 and self.mlp_bias:
@@ -299,6 +346,10 @@ class _HFConfig(_Part):
             tie_word_embeddings=self.tie_word_embeddings,
             attention_bias=self.attention_bias,
             mlp_bias=self.mlp_bias,
+            num_experts=num_experts if architecture == "Qwen3MoeForCausalLM" else 0,
+            num_experts_per_tok=self.num_experts_per_tok or 0,
+            moe_intermediate_size=self.moe_intermediate_size or 0,
+            norm_topk_prob=self.norm_topk_prob,
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
             checkpoint_dtype=self.dtype or self.torch_dtype,
         )

@@ -26,7 +26,8 @@ from graphrt_llm.errors import (
     UnexpectedTensorError,
     WeightsFileError,
 )
-from graphrt_llm.models.causal_lm import CausalLM, CheckpointTensor
+from graphrt_llm.models.causal_lm import CausalLM
+from graphrt_llm.models.parameters import CheckpointTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -218,7 +219,8 @@ def _check_all_used(
         known.add("lm_head.weight")
     for name, tensor in stored.items():
         # Older checkpoints store the rotary table, which the configuration gives too.
-        if name not in known and not name.endswith(".rotary_emb.inv_freq"):
+        is_known = name in known or model.is_elsewhere(name)
+        if not is_known and not name.endswith(".rotary_emb.inv_freq"):
             raise UnexpectedTensorError(
                 f"{tensor.file}, tensor {name!r}",
                 expected=f"tensors of {model.config.architecture} as config.json describes it",

@@ -33,6 +33,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -43,6 +44,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-biases": ("Qwen3", {"head_dim": 32, "attention_bias": True}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, **MOE}),
+    "qwen3-moe-normalized": ("Qwen3Moe", {"head_dim": 16, **MOE, "norm_topk_prob": True}),
     "qwen3-theta": (
         "Qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},

@@ -23,6 +23,7 @@ SCENARIOS = (
     "interrupted",
     "mismatch",
     "engines",
+    "experts",
 )
 
 
@@ -117,6 +118,17 @@ def test_ranks_of_an_engine_give_the_tokens_of_one() -> None:
     for rank, said in enumerate(said_in("engines")):
         shared = {"same": True, "ranks": [rank, 2]}
         assert said == [{"overlap": False, **shared}, {"overlap": True, **shared}]
+
+
+def test_ranks_that_share_experts_give_the_tokens_of_one() -> None:
+    for first, *modes in said_in("experts"):
+        assert first["largest"] < 1e-12
+        assert [line["mode"] for line in modes] == [
+            "NONE",
+            "FULL_DECODE_ONLY",
+            "FULL_AND_PIECEWISE",
+        ]
+        assert all(line["same"] and not line["missing"] for line in modes)
 
 
 def said_at_the_end(ended: Ended) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from graphrt.parallel.agreement import (
     NUM_WORDS,
     Agreement,
+    Phase,
     RankVote,
     Round,
     SettledStep,
@@ -33,6 +34,7 @@ __all__ = [
     "InProcessExchange",
     "Lockstep",
     "Pending",
+    "Phase",
     "RankVote",
     "Round",
     "SettledStep",

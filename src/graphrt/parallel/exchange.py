@@ -62,12 +62,14 @@ class Pending(Protocol):
 class Exchange(Protocol):
     """What brings the messages of ``world`` ranks together; this is rank ``rank``.
 
-    ``num_rounds``: messages started so far, which is the same on every rank.
+    ``num_rounds``: messages started so far, which is the same on every rank. ``tells_sizes``: what
+    comes back tells every rank's token count.
     """
 
     rank: int
     world: int
     num_rounds: int
+    tells_sizes: bool
 
     def start(
         self, words: Sequence[int], *, timeout_s: float = TIMEOUT_S, about: str = ""
@@ -164,6 +166,7 @@ class InProcessExchange:
 class _InProcessRank:
     def __init__(self, shared: InProcessExchange, rank: int, world: int) -> None:
         self.rank, self.world, self.num_rounds = rank, world, 0
+        self.tells_sizes = True
         self._shared = shared
         self._is_waiting = False
         self._error: RankError | None = None
@@ -280,7 +283,7 @@ class TorchExchange:
         # Each rank opens its exchanges over a group in the same order.
         number = names.add(f"opened by {self.rank}", 1)
         self._store: Any = c10d.PrefixStore(f"{number}", names)
-        self._gathers = wire == "gather" or (wire == "auto" and self.world <= MOST_GATHERED)
+        self.tells_sizes = wire == "gather" or (wire == "auto" and self.world <= MOST_GATHERED)
         self._max = cast("Any", dist.AllreduceOptions())
         self._max.reduceOp = dist.ReduceOp.MAX
         self._is_on_device = dist.get_backend(group) != "gloo"
@@ -302,7 +305,9 @@ class TorchExchange:
             return _Known(words, (tokens_of(words),) * self.world)
         storage = self._storages.get(len(words))
         if storage is None:
-            storage = _Storage(len(words), self.world if self._gathers else 1, self._is_on_device)
+            storage = _Storage(
+                len(words), self.world if self.tells_sizes else 1, self._is_on_device
+            )
             self._storages[len(words)] = storage
         if timeout_s != self._timeout_s:
             self._limit(timeout_s)
@@ -310,7 +315,7 @@ class TorchExchange:
         self._is_waiting = True
         storage.fill(words)
         try:
-            if self._gathers:
+            if self.tells_sizes:
                 work = self._group._allgather_base(storage.received, storage.sent)
             else:
                 work = self._group.allreduce([storage.sent], self._max)

@@ -175,6 +175,12 @@ class Lockstep:
         else:
             self._post_error(about)
             self._failed.add(about)
+            error = sys.exception()
+            for rank in range(self.world):
+                text = self._error_of(rank, about) if rank != self.rank else ""
+                if text and error is not None:
+                    # Perhaps why a collective of this rank's warm-up came to no end.
+                    error.add_note(f"rank {rank} failed too: {text}")
 
     @contextmanager
     def comparing(self, captured: Captured) -> Iterator[None]:
@@ -219,10 +225,12 @@ class Lockstep:
         words = pack_capture(self.rank, phase, plan_hash(about), tag, failed=failed)
         where = f"{phase.name} of {about}"
         try:
+            exchange.post(f"round of {self.rank}", where)
             pending = exchange.start(words, timeout_s=self._config.capture_timeout_s, about=where)
             is_same, failed_rank, left = read_capture(pending.result())
-        except RankError:
+        except RankError as error:
             self._is_told = True
+            self._tell_last_rounds(error)
             raise
         if left is not None:
             self._end_with(*left)
@@ -233,7 +241,8 @@ class Lockstep:
             raise PeerFailedError(
                 about,
                 expected="a capture, and replays equal to eager, on every rank",
-                found=f"a failure on rank {failed_rank}: {self._error_of(failed_rank, about)}",
+                found=f"a failure on rank {failed_rank}: "
+                f"{self._error_of(failed_rank, about) or 'no text'}",
                 do="see that rank's error; no rank serves this key, because a graph on some ranks "
                 "only would leave the others waiting in its collectives",
             )
@@ -245,6 +254,15 @@ class Lockstep:
                 found="another rank at another one, or in another phase of it",
                 do="capture the same keys in the same order on every rank",
             )
+
+    def _tell_last_rounds(self, error: RankError) -> None:
+        """Say where the ranks that are missing were seen last."""
+        for rank in getattr(error, "missing", ()):
+            try:
+                last = self.exchange.read(f"round of {rank}")
+            except RankLostError:
+                return  # The store is gone, as the error says.
+            error.add_note(f"rank {rank} was last at: {last or 'no round of a capture'}")
 
     def _leave(self, error: BaseException) -> None:
         left = _LEFT_BY_ERROR if isinstance(error, Exception) else _LEFT_BY_INTERRUPT
@@ -277,7 +295,7 @@ class Lockstep:
         self.exchange.post(f"error {self._generation} of {self.rank}: {about}", text)
 
     def _error_of(self, rank: int, about: str) -> str:
-        return self.exchange.read(f"error {self._generation} of {rank}: {about}") or "no text"
+        return self.exchange.read(f"error {self._generation} of {rank}: {about}") or ""
 
 
 def _told(error: BaseException) -> str:

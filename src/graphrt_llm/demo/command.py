@@ -108,6 +108,12 @@ def demo(
     ubatches: Annotated[
         int, typer.Option(min=1, max=8, help="Micro-batches of a step; also runs unsplit.")
     ] = 1,
+    expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--expert-parallel", help="Ranks share the experts; without --model a tiny Qwen3-MoE."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -156,6 +162,7 @@ def demo(
             loras=loras,
             speculate=speculate,
             ubatches=ubatches,
+            expert_parallel=expert_parallel,
         )
         with _exchange(started) as exchange:
             agreed = run(options, as_json=as_json, ranks=exchange)

@@ -59,6 +59,7 @@ class Options(NamedTuple):
     """Drafts of a request in a step."""
     ubatches: int = 1
     """Micro-batches of a step that is large enough to be split."""
+    expert_parallel: bool = False
 
 
 class Prepared(NamedTuple):
@@ -91,7 +92,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
     # EngineConfig checks the dtype, which a checkpoint may name freely.
     dtype: Any
     if options.model is None:
-        described = ModelConfig.tiny()
+        described = ModelConfig.named("tiny-moe" if options.expert_parallel else "tiny")
         model = "the built-in tiny model with random weights"
         dtype = options.dtype or "float64"
     else:
@@ -111,6 +112,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
         load_format=options.load_format,
         device=options.device,
         seed=options.seed,
+        expert_parallel=options.expert_parallel,
     )
 
     loras = tuple(f"adapter-{number}" for number in range(options.loras))
@@ -141,7 +143,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
             runtime = replace(runtime, ubatch=split)
         asked = replace(config, runtime=runtime)
         if options.model is None:
-            engine = LLMEngine.tiny(asked, observer=observer, ranks=ranks)
+            engine = LLMEngine.with_random_weights(described, asked, observer=observer, ranks=ranks)
         else:
             engine = LLMEngine.from_model_dir(options.model, asked, observer=observer, ranks=ranks)
         for number, name in enumerate(loras):

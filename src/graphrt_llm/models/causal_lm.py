@@ -23,48 +23,13 @@ from graphrt_llm.attention import (
     attend,
     attention_operator,
 )
+from graphrt_llm.collectives import ExpertGroup
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kernels import Kernels, choose_kernels
 from graphrt_llm.lora import LoRAStep, LoRAWeights
 from graphrt_llm.model_config import ModelConfig
-
-Device = torch.device | str
-
-
-class CheckpointTensor(NamedTuple):
-    """One tensor of a HF checkpoint and its place in the model."""
-
-    name: str
-    shape: tuple[int, ...]
-    destination: Tensor
-    """The part of a parameter that holds it: ``shape``, or what broadcasts from it."""
-
-
-class Projection(nn.Module):
-    """Several linear maps of one input, stacked by rows: one matrix product instead of several.
-
-    Only the parameters, undefined until weights are loaded; the kernels compute the product.
-    """
-
-    def __init__(
-        self, in_features: int, *out_features: int, bias: bool, dtype: torch.dtype, device: Device
-    ) -> None:
-        super().__init__()
-        self.out_features = out_features
-        outputs = sum(out_features)
-        self.weight = _matrix(in_features, outputs, dtype, device)
-        self.bias = _parameter((outputs,), dtype, device) if bias else None
-
-    @property
-    def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Weight [in, out] and bias [out], as the kernels take them."""
-        return self.weight, self.bias
-
-    def checkpoint_tensors(self, *names: str) -> Iterator[CheckpointTensor]:
-        """The parts, in order of rows, as ``name.weight`` and ``name.bias``."""
-        yield from _rows([f"{name}.weight" for name in names], self.out_features, self.weight.t())
-        if self.bias is not None:
-            yield from _rows([f"{name}.bias" for name in names], self.out_features, self.bias)
+from graphrt_llm.models.experts import Experts
+from graphrt_llm.models.parameters import CheckpointTensor, Device, Projection, parameter, whole
 
 
 class Scratch(NamedTuple):
@@ -114,6 +79,7 @@ class DecoderLayer(nn.Module):
         kernels: Kernels,
         dtype: torch.dtype,
         device: Device,
+        group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         self.index = index
@@ -129,13 +95,17 @@ class DecoderLayer(nn.Module):
         bias = config.attention_bias
         self.qkv = projection(hidden, heads, kv_heads, kv_heads, bias=bias)
         self.attention_out = projection(heads, hidden, bias=bias)
-        self.gate_up = projection(hidden, inner, inner, bias=config.mlp_bias)
-        self.down = projection(inner, hidden, bias=config.mlp_bias)
-        self.attention_norm = _parameter((hidden,), dtype, device)
-        self.mlp_norm = _parameter((hidden,), dtype, device)
+        self.experts: Experts | None = None
+        if config.num_experts:
+            self.experts = Experts(config, group, dtype, device)
+        else:
+            self.gate_up = projection(hidden, inner, inner, bias=config.mlp_bias)
+            self.down = projection(inner, hidden, bias=config.mlp_bias)
+        self.attention_norm = parameter((hidden,), dtype, device)
+        self.mlp_norm = parameter((hidden,), dtype, device)
         # One row for each head, so that queries and keys are scaled by one multiplication.
         self.qk_norm = (
-            _parameter((config.num_heads + config.num_kv_heads, width), dtype, device)
+            parameter((config.num_heads + config.num_kv_heads, width), dtype, device)
             if config.has_qk_norm
             else None
         )
@@ -168,7 +138,11 @@ class DecoderLayer(nn.Module):
         if lora is not None:
             lora.add("attention_out", self.index, attended_rows, residual)
 
-        norm, matrix = self.mlp_norm, self.gate_up.matrix
+        norm = self.mlp_norm
+        if self.experts is not None:
+            residual.add_(self.experts(F.rms_norm(residual, norm.shape, norm, self.eps)))
+            return
+        matrix = self.gate_up.matrix
         if lora is None:
             kernels.norm_gate(residual, norm, self.eps, *matrix, normed, gate_up, gated)
         else:
@@ -204,6 +178,9 @@ class DecoderLayer(nn.Module):
         residual = _plus(residual, attended.flatten(1), *self.attention_out.matrix)
 
         normed = F.rms_norm(residual, self.mlp_norm.shape, self.mlp_norm, self.eps)
+        if self.experts is not None:
+            routed: Tensor = self.experts(normed)
+            return residual + routed
         gate, up = eager.linear(normed, *self.gate_up.matrix).chunk(2, -1)
         return _plus(residual, F.silu(gate) * up, *self.down.matrix)
 
@@ -211,10 +188,13 @@ class DecoderLayer(nn.Module):
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         yield from self.qkv.checkpoint_tensors(*(f"{attn}.{part}_proj" for part in "qkv"))
         yield from self.attention_out.checkpoint_tensors(f"{attn}.o_proj")
-        yield from self.gate_up.checkpoint_tensors(f"{mlp}.gate_proj", f"{mlp}.up_proj")
-        yield from self.down.checkpoint_tensors(f"{mlp}.down_proj")
-        yield _whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
-        yield _whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
+        if self.experts is not None:
+            yield from self.experts.checkpoint_tensors(mlp)
+        else:
+            yield from self.gate_up.checkpoint_tensors(f"{mlp}.gate_proj", f"{mlp}.up_proj")
+            yield from self.down.checkpoint_tensors(f"{mlp}.down_proj")
+        yield whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
+        yield whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
         if self.qk_norm is not None:
             width = self.qk_norm.shape[1:]
             queries, keys = self.qk_norm[: self.num_heads], self.qk_norm[self.num_heads :]
@@ -226,7 +206,8 @@ class CausalLM(nn.Module):
     """Next-token logits of a batch of requests over a paged cache.
 
     Weights are undefined until ``load_safetensors`` or ``random_weights`` has filled them, and
-    ``attention`` has to be set to a backend over a cache of the same configuration.
+    ``attention`` has to be set to a backend over a cache of the same configuration. ``group``: the
+    ranks that share its experts.
     """
 
     def __init__(
@@ -234,9 +215,11 @@ class CausalLM(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype = torch.float32,
         device: Device = "cpu",
+        group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.group = group
         self.dtype = dtype
         self.kernels = choose_kernels(dtype, torch.device(device))
         self.attention: AttentionBackend | None = None
@@ -244,16 +227,16 @@ class CausalLM(nn.Module):
         """Memory of adapters, for an engine that serves some."""
         # Parameters made in inference mode could not be written outside it.
         with torch.inference_mode(False):
-            self.embedding = _parameter((config.vocab_size, config.hidden_size), dtype, device)
+            self.embedding = parameter((config.vocab_size, config.hidden_size), dtype, device)
             self.layers = nn.ModuleList(
-                DecoderLayer(config, index, self.kernels, dtype, device)
+                DecoderLayer(config, index, self.kernels, dtype, device, group)
                 for index in range(config.num_layers)
             )
-            self.norm = _parameter((config.hidden_size,), dtype, device)
+            self.norm = parameter((config.hidden_size,), dtype, device)
             self.lm_head = (
                 self.embedding
                 if config.tie_word_embeddings
-                else _parameter((config.vocab_size, config.hidden_size), dtype, device)
+                else parameter((config.vocab_size, config.hidden_size), dtype, device)
             )
             self.rotary: Tensor
             self.register_buffer("rotary", rotary_table(config).to(device, dtype), persistent=False)
@@ -295,15 +278,19 @@ class CausalLM(nn.Module):
         self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None, normed, logits)
         return logits if logits_indices.dim() == 1 else logits.view(*logits_indices.shape, -1)
 
+    def is_elsewhere(self, name: str) -> bool:
+        """True for a checkpoint's tensor of an expert that another rank has."""
+        return self.group is not None and ".mlp.experts." in name
+
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the model under its name in a HF checkpoint, tied ones once."""
-        yield _whole("model.embed_tokens.weight", self.embedding)
+        yield whole("model.embed_tokens.weight", self.embedding)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             yield from layer.checkpoint_tensors(f"model.layers.{layer.index}")
-        yield _whole("model.norm.weight", self.norm)
+        yield whole("model.norm.weight", self.norm)
         if not self.config.tie_word_embeddings:
-            yield _whole("lm_head.weight", self.lm_head)
+            yield whole("lm_head.weight", self.lm_head)
 
 
 class FunctionalLM(nn.Module):
@@ -380,29 +367,6 @@ def rotary_table(config: ModelConfig) -> Tensor:
     return table[:, :, None]
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def _matrix(
-    in_features: int, out_features: int, dtype: torch.dtype, device: Device
-) -> nn.Parameter:
-    """[in, out], of which each column is contiguous: a checkpoint's [out, in] is its transpose."""
-    stored = torch.empty((out_features, in_features), dtype=dtype, device=device)
-    return nn.Parameter(stored.t(), requires_grad=False)
-
-
 def _plus(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     total = torch.addmm(residual, x, weight)
     return total if bias is None else total + bias
-
-
-def _whole(name: str, parameter: Tensor) -> CheckpointTensor:
-    return CheckpointTensor(name, tuple(parameter.shape), parameter)
-
-
-def _rows(
-    names: list[str], counts: tuple[int, ...], parameter: Tensor
-) -> Iterator[CheckpointTensor]:
-    for name, part in zip(names, parameter.split(counts), strict=True):
-        yield _whole(name, part)
