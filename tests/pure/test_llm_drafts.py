@@ -113,15 +113,16 @@ def test_drafts_accepted_save_steps():
             query_len=5,
         )
     )
-    scheduler.add(Request("a", [1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=21), seed=0))
+    scheduler.add(Request("a", [1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=20), seed=0))
     num_steps = 0
     while (batch := scheduler.schedule()) is not None:
         start, end = int(batch.starts[0]), int(batch.starts[0] + batch.query_lens[0])
         scheduler.update(batch, [position % 3 + 1 for position in range(end - 4, end + 1)])
         num_steps += 1
         assert start < end
-    # One token after the prompt; then the three tokens since the latest place, and one more.
-    assert (num_steps, *scheduler.drafts) == (1 + 5, 20, 15, 15)
+    # One token after the prompt; then the three tokens since the latest place, and one more, but
+    # two and one more at the end: nothing is drafted past the last token.
+    assert (num_steps, *scheduler.drafts) == (1 + 5, 20, 14, 14)
 
 
 def test_drafts_of_all_requests_must_fit_a_step():

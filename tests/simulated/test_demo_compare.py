@@ -152,7 +152,8 @@ def test_the_page_shows_plan_and_scaling(
     outcomes: dict[CUDAGraphMode, Outcome], prepared: Prepared
 ) -> None:
     page = as_page(prepared.setting, list(outcomes.values()))
-    plan, pieces, adjustments, failures, _ = page.tables
+    plan, padding, pieces, adjustments, failures, _ = page.tables
+    assert all(row.cells[1:] == ("-", "-") for row in padding.rows)  # No adapters, no drafts.
     assert not pieces.rows  # Level 0.
     assert [row.name for row in plan.rows] == [mode.name for mode in ALL]
     assert adjustments.rows == failures.rows == ()

@@ -190,6 +190,7 @@ def test_an_adapter_swapped_while_others_run_serves_its_tokens(overlap):
     config = replace(EIGHT, runtime=replace(EIGHT.runtime, max_loras=2), overlap=overlap)
     with LLMEngine.tiny(config) as engine:
         engine.capture()
+        addresses = [memory.data_ptr() for memory in engine._lora.buffers()]
         engine.add_lora("stays", seed=0)
         engine.add_lora("changes", seed=1)
         tokens = {"stays": [], "old": [], "new": []}
@@ -203,6 +204,8 @@ def test_an_adapter_swapped_while_others_run_serves_its_tokens(overlap):
                     engine.add_lora("changes", seed=2)
                     engine.add_request(changes, long, "new", lora="changes")
         assert tokens == {"stays": kept, "old": old[:3], "new": new}
+        assert addresses == [memory.data_ptr() for memory in engine._lora.buffers()]
+        assert engine.runtime.check_externals().is_unchanged
 
 
 def test_captures_by_priority_reach_every_count():

@@ -147,7 +147,7 @@ def test_tokens_in_flight_survive_a_capture(mode):
         Watch(engine)
         launch, capture_next = engine._launch, engine.runtime.capture_next
         launched, was_overwritten = [], []
-        engine._launch = lambda batch: launched.append(launch(batch)) or launched[-1]
+        engine._launch = lambda *args: launched.append(launch(*args)) or launched[-1]
         # The smallest graph first; then it serves; then a larger one is captured.
         engine._examples.can_fill = lambda key: key.num_tokens == (1 if len(launched) < 5 else 4)
 
@@ -167,10 +167,10 @@ def test_tokens_in_flight_are_copied_only_for_a_capture():
     with LLMEngine.tiny(by_priority("FULL_DECODE_ONLY", overlap=True)) as engine:
         launch, launched, are_its_own = engine._launch, [], []
 
-        def watched(batch):
+        def watched(*args):
             if engine._in_flight:
                 are_its_own.append(engine._in_flight[-1].tokens is launched[-1])
-            step = launch(batch)
+            step = launch(*args)
             launched.append(step.tokens)
             return step
 
@@ -280,7 +280,7 @@ def test_preemptions_of_a_failed_step_are_reported_by_the_next(overlap):
                 return step()
             return step()
 
-        def fails(batch):
+        def fails(*args):
             raise OSError("no capture")
 
         engine.step = faulty
