@@ -103,6 +103,13 @@ def assemble(
             expected="before_serving, because ranks capture together",
             found=config.capture,
         )
+    if model_config.num_experts and config.runtime.max_loras:
+        raise EngineConfigError(
+            "RuntimeConfig.max_loras",
+            expected="0 for a model with experts, whose linear maps have no adapters",
+            found=str(config.runtime.max_loras),
+            do="leave it at 0.",
+        )
     started = rank_variables() if ranks is not None else None
     device = make_device(config.device, None if started is None else started.local_rank)
     try:

@@ -245,6 +245,11 @@ def test_a_wrong_adapter_is_refused_and_the_engine_serves_on():
         engine.add_lora("a")
 
 
+def test_adapters_of_a_model_with_experts_are_refused() -> None:
+    with pytest.raises(EngineConfigError, match="0 for a model with experts"):
+        LLMEngine.with_random_weights(ModelConfig.named("tiny-moe"), lora_config("NONE"))
+
+
 def test_adapters_at_level_3_are_refused():
     config = lora_config("FULL_AND_PIECEWISE")
     compilation = replace(config.runtime.compilation, level=3)
