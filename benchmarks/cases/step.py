@@ -311,6 +311,7 @@ def engine_step() -> Sequence[Row]:
         num_tokens, num_reqs = options.pop("num_tokens"), options.pop("num_reqs")
         uniform, exclude = options.pop("uniform"), options.pop("exclude")
         step_info, query_lens = options.pop("step_info"), options.pop("query_lens")
+        loras = options.pop("num_active_loras")
         assert not options, f"the engine passes {options.keys()} too"
 
         def whole() -> None:
@@ -321,6 +322,7 @@ def engine_step() -> Sequence[Row]:
                     num_tokens=num_tokens,
                     num_reqs=num_reqs,
                     uniform=uniform,
+                    num_active_loras=loras,
                     exclude=exclude,
                     step_info=step_info,
                     query_lens=query_lens,
@@ -328,7 +330,7 @@ def engine_step() -> Sequence[Row]:
 
         def by_hand() -> None:
             for _ in range(INNER):
-                decision = dispatch(num_tokens, uniform, 0, exclude)
+                decision = dispatch(num_tokens, uniform, loras, exclude)
                 sizes = {"tokens": num_tokens, "requests": num_reqs}
                 look()
                 stage(sizes, values)
