@@ -67,6 +67,7 @@ def engine_of(
     max_num_seqs: int = DEFAULT_SEQS,
     sizes: Sequence[int] | None = None,
     capture: CaptureWhen = "before_serving",
+    level: Any = None,
 ) -> Iterator[LLMEngine]:
     """An engine of the named shape in bfloat16 whose graphs are not captured yet.
 
@@ -75,6 +76,7 @@ def engine_of(
     config = EngineConfig(
         runtime=RuntimeConfig(
             compilation=CompilationConfig(
+                level=level,
                 cudagraph_mode=mode,
                 cudagraph_capture_sizes=None if sizes is None else tuple(sizes),
             ),
@@ -129,6 +131,46 @@ def decode_steps() -> Sequence[Row]:
                     samples={"step": times},
                     attention=engine.attention.name,
                     overlap=engine.overlap,
+                )
+            )
+    return rows
+
+
+def compiled_over_breaks() -> Sequence[Row]:
+    """Decode steps of the same requests: pieces compiled by Inductor, over plain break points."""
+    with (
+        cuda_device(),
+        engine_of("qwen3-0.6b") as breaks,
+        engine_of("qwen3-0.6b", level=3) as compiled,
+    ):
+        engines = {"breaks": breaks, "compiled": compiled}
+        for engine in engines.values():
+            engine.capture()
+        report = compiled.runtime.report().compile
+        assert report is not None, "level 3 compiles"
+        rows = []
+        for num_reqs in ANCHORS_MS:
+            arms: dict[str, Callable[[], object]] = {
+                name: partial(step_ms, engine, num_reqs, 1) for name, engine in engines.items()
+            }
+            for arm in arms.values():
+                arm()
+            samples: Samples = {name: [] for name in engines}
+            with quiet():
+                for name, arm in rounds(arms, BLOCKS):
+                    samples[name].append(float(arm()))  # type: ignore[arg-type]
+            rows.append(
+                row(
+                    f"G2-compiled-{num_reqs}",
+                    ratio(samples, "compiled", "breaks"),
+                    target=1.0,
+                    unit="ratio",
+                    samples=samples,
+                    medians_ms=medians(samples),
+                    pieces=len(report.pieces),
+                    unique=report.num_unique,
+                    compile_seconds=report.compilation_time,
+                    loaded=report.num_loaded,
                 )
             )
     return rows
@@ -451,5 +493,8 @@ CASES = [
     ),
     Case("G4", "engine decode step, 0.6B, 1 to 200 requests", decode_steps),
     Case("G4-8b", "engine decode step over the weights' floor, 8B, 1 request", against_weights),
+    Case(
+        "G2-compiled", "0.6B decode step, compiled pieces over break points", compiled_over_breaks
+    ),
     Case("G5", "start to the first graphed token, 0.6B, two contexts, by priority", start),
 ]

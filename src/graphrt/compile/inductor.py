@@ -35,21 +35,21 @@ class Inductor:
         missed = self._why_uncached()
         with compiling(self.name, job.name):
             if missed is not None:
-                return Form(self._compiled(job), missed)
+                return Form(torch_api.fast_call(self._compiled(job)), missed)
             cache, key = self._entry(job)
             with _inductor_folder(cache):
                 found = cache.read(key)
                 if isinstance(found, bytes):
                     with suppress(Exception):  # Whatever torch says of it, it is compiled anew.
-                        return Form(torch_api.from_bytes(found), None)
+                        return Form(torch_api.fast_call(torch_api.from_bytes(found)), None)
                     found = CacheMiss.LOAD_FAILED
                 artifact = self._compiled(job)
-                payload = torch_api.to_bytes(artifact)
+                call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact)
                 if payload is None:
-                    return Form(artifact, CacheMiss.UNCACHEABLE)
+                    return Form(call, CacheMiss.UNCACHEABLE)
                 about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}
                 cache.write(key, payload, about)
-            return Form(artifact, found)
+            return Form(call, found)
 
     def _why_uncached(self) -> CacheMiss | None:
         if not self._plan.compile_cache or self._plan.cache_dir is None:

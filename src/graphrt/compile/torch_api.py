@@ -104,6 +104,15 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
         return CompiledArtifact.load(path=str(path), format="binary")
 
 
+def fast_call(artifact: Any) -> Callable[..., Any]:
+    """What calling ``artifact`` calls, without the frame that keeps Dynamo off: what calls pieces
+    is kept off by it already. ``artifact`` itself where torch keeps it otherwise."""
+    call = getattr(artifact, "_compiled_fn", artifact)
+    if getattr(call, "_torchdynamo_disable", False):
+        call = getattr(call, "__wrapped__", call)
+    return call  # type: ignore[no-any-return]
+
+
 def inductor_options() -> Mapping[str, Any]:
     """Every option of Inductor that code depends on, as it is now."""
     return inductor_config.save_config_portable()

@@ -85,7 +85,9 @@ def demo(
     level: Annotated[
         int,
         typer.Option(
-            min=0, max=3, help="Compile level: 0, or 3, which also runs uncompiled to compare."
+            min=0,
+            max=3,
+            help="Compile level: 0, 2 or 3; above 0 it also runs uncompiled to compare.",
         ),
     ] = 0,
     piecewise: Annotated[
