@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Decision as Decision,
         Reason as Reason,
         RuntimeMode as RuntimeMode,
+        UBatchReason as UBatchReason,
     )
     from graphrt.config import (
         Adjustment as Adjustment,
@@ -139,7 +140,7 @@ if TYPE_CHECKING:
 
 _NAMES_OF_ROOM = {
     "batch": """
-        BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode
+        BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode UBatchReason
     """,
     "config": """
         Adjustment AttentionSupport CompilationConfig Facts Plan RankConfig RankVariables

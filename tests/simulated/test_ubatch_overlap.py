@@ -100,6 +100,25 @@ def test_memory_reused_under_a_transfer_is_a_race(lab: Lab, is_kept: bool) -> No
         graph(lab, split, 2, lab.random(8, WIDTH))
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_work_left_on_comm_is_joined_at_the_end(lab: Lab, is_captured: bool) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        ubatch.switch_to_comm()
+        out.copy_(x)
+        return out  # The caller puts the parts together on the compute stream.
+
+    x = lab.random(8, WIDTH)
+    with cut(lab, fn) as split:
+        if is_captured:
+            program = graph(lab, split, 2, x)
+            with ForwardContext(FULL, program.key):
+                found = program(x).clone()
+        else:
+            found = eager(split, 2, x)
+    assert torch.equal(found, x)
+
+
 def test_columns_of_one_tensor_are_no_race() -> None:
     device = SimulatedDevice()
     table, column = torch.zeros(3, 8), torch.ones(3, 4)

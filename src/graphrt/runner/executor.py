@@ -303,7 +303,7 @@ class Executor:
             bound.stage(staged, values)
         except InputMismatchError:
             padded = self._sizes_padded_to(values, staged)
-            if padded is None:
+            if padded is None or slices is not None:  # Slices are of the real size.
                 raise
             key, staged = batch_key(key, padded), padded
             bound = self._unpadded(key, staged)

@@ -141,8 +141,9 @@ class Runtime:
     ``op_impls``: Python functions to call in place of splitting ops, where the graph is cut: they
     may be break points themselves. It is traced here, or by ``capture(like=...)`` without
     ``examples``, in an eager run of the largest key's example.
-    ``sm_control``: divides the multiprocessors of steps in micro-batches (``config.ubatch``), for
-    which ``BufferSpec.rebase`` has to be said; whose inputs then do not depend on the key.
+    ``sm_control``: divides the multiprocessors while a step in micro-batches is issued. With these
+    (``config.ubatch``) ``inputs`` are one list for all keys, and those whose values are places in
+    the batch say so (``BufferSpec.rebase``).
     ``ranks``: the exchange with the other ranks of a data-parallel engine, each of which makes such
     a runtime: they capture together and take one decision for each step, so that collectives inside
     the model always meet. A rank without work calls ``step_idle``. ``ranks`` is the engine's to
@@ -381,8 +382,9 @@ class Runtime:
         sizes where that is 1, else it is False, because with speculation only the engine knows.
         ``query_lens``: the tokens of each request, in order; without them, a batch that is not
         uniform is not cut into micro-batches where inputs or outputs have a row for each request.
-        ``unsplit``: why the engine does not want it cut; None: it may be. A cut step's
-        ``step_info`` reaches the micro-batches as ``ForwardContext.of_micro_batch`` says.
+        A batch that is cut eagerly comes unpadded. ``unsplit``: why the engine does not want it
+        cut; None: it may be. A cut step's ``step_info`` reaches the micro-batches as
+        ``ForwardContext.of_micro_batch`` says.
 
         Shapes:   each value has the real size along its buffer's axes ("tokens": ``num_tokens``,
                   "requests": ``num_reqs``), or the padded size of the key that serves the step,

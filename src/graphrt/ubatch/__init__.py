@@ -33,14 +33,15 @@ from graphrt.ubatch.slices import (
 if TYPE_CHECKING:
     from graphrt.ubatch.baton import UBatchAborted
     from graphrt.ubatch.sm_budget import SMControl
-    from graphrt.ubatch.wrapper import CaptureHook, InputAxes, SplitCallable, UBatchWrapper
+    from graphrt.ubatch.split import CaptureHook, InputAxes, SplitCallable
+    from graphrt.ubatch.wrapper import UBatchWrapper
 
 _LATER = {
     "UBatchAborted": "baton",
     "SMControl": "sm_budget",
-    "CaptureHook": "wrapper",
-    "InputAxes": "wrapper",
-    "SplitCallable": "wrapper",
+    "CaptureHook": "split",
+    "InputAxes": "split",
+    "SplitCallable": "split",
     "UBatchWrapper": "wrapper",
 }
 
