@@ -137,6 +137,15 @@ def test_idle_rank_beside_an_eager_one_runs_one_token() -> None:
     assert shapes(steps) == [(NONE, 1, 1), (NONE, 600, 1)]
 
 
+def test_idle_rank_without_the_others_graphs_makes_all_eager() -> None:
+    idle = RankVote.idle(0)._replace(runtime_mode=NONE, miss_reason=Reason.INVALIDATED)
+    agreement, steps = settled(plan(), idle, vote(1, 20, 24, FULL, uniform=True))
+    assert shapes(steps) == [(NONE, 1, 1), (NONE, 20, 1)]
+    assert steps[1].eager_because == (Reason.INVALIDATED, 0)
+    assert not agreement.idle
+    assert settled(plan(), idle, RankVote.idle(1))[0].idle
+
+
 def test_ranks_all_idle_do_not_run() -> None:
     agreement, steps = settled(plan(), RankVote.idle(0), RankVote.idle(1))
     assert agreement.idle

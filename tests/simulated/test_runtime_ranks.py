@@ -46,6 +46,20 @@ def test_replaced_weight_is_noticed_before_the_decision() -> None:
         assert lab.runtime.last_decision.mode is not NONE
 
 
+def test_one_graph_less_than_the_others_makes_every_step_eager() -> None:
+    with alone() as lab:
+        lab.runtime.capture()
+        catalog = lab.runtime.library.catalog
+        entry = next(e for e in catalog if e.key.num_tokens == 8)
+        catalog.invalidate(entry.program, ("a weight of this rank alone",))
+        lab.runtime.check_externals()
+        lab.step(3, 2)
+        assert lab.runtime.last_decision[::2] == (NONE, Reason.INVALIDATED)
+        lab.runtime.capture()
+        lab.step(3, 2)
+        assert lab.runtime.last_decision.mode is not NONE
+
+
 def test_what_one_rank_may_not_do_is_refused() -> None:
     with alone() as lab, pytest.raises(ConfigError, match="one rank among several"):
         lab.runtime.capture_next()

@@ -29,16 +29,19 @@ def launch_ranks(world: int, arguments: Sequence[str]) -> int:
     ]
     deadline: float | None = None
     status = 0
-    while any(rank.poll() is None for rank in ranks):
-        try:
-            sleep(0.05)
-        except KeyboardInterrupt:
-            status = 130
-        has_failed = status or any(rank.poll() for rank in ranks)
-        if has_failed and deadline is None:
-            deadline = monotonic() + LEAVE_S
-        if deadline is not None and monotonic() > deadline:
-            for rank in ranks:
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            try:
+                sleep(0.05)
+            except KeyboardInterrupt:
+                status = 130
+            if deadline is None and (status or any(rank.poll() for rank in ranks)):
+                deadline = monotonic() + LEAVE_S
+            if deadline is not None and monotonic() > deadline:
+                break
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
                 rank.kill()
     # A negative one is the signal that ended it.
     return max([status, *(abs(rank.wait()) for rank in ranks)])

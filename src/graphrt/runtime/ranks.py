@@ -79,17 +79,11 @@ class RankedSteps:
     """
 
     def __init__(self, lockstep: Lockstep, runner: CUDAGraphRunner, plan: Plan) -> None:
-        if plan.ubatch.num_ubatches > 1:
-            raise ConfigError(
-                f"ubatch.num_ubatches = {plan.ubatch.num_ubatches} with ranks",
-                expected="1, because ranks do not split their steps yet",
-                found=str(plan.ubatch.num_ubatches),
-                do="leave one of them out",
-            )
         lockstep.require_same_plan(plan_text(plan, {"torch": torch.__version__}))
         self._lockstep = lockstep
         self._runner = runner
-        self._rules = SplitRules.of(plan)
+        # Split eagerly, all ranks would have to pad to one size, which no eager step does.
+        self._rules = SplitRules.of(plan)._replace(allow_eager=False)
         self._look = runner.look_before_deciding()
         self.last: SettledStep | None = None
         self._dispatcher: Dispatcher
@@ -128,10 +122,24 @@ class RankedSteps:
             self._differs = _first_difference(self._agreed, self._runner.missing())
         return self._differs is None
 
+    @property
+    def last_unsplit(self) -> UBatchReason | None:
+        """Why the last step was not split into micro-batches."""
+        because = None if self.last is None else self.last.unsplit_because
+        return None if because is None else because[0]
+
     def decide(
-        self, num_tokens: int, uniform: bool, num_active_loras: int, exclude: frozenset[RuntimeMode]
+        self,
+        num_tokens: int,
+        uniform: bool,
+        num_active_loras: int,
+        exclude: frozenset[RuntimeMode],
+        unsplit: UBatchReason | None = UBatchReason.DISABLED,
     ) -> Decision:
-        """What all ranks run in this step, with the batch of this one."""
+        """What all ranks run in this step, with the batch of this one.
+
+        ``unsplit``: why this rank does not want it split; None: it does.
+        """
         self._look()
         local = self._runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
         mode, key, reason = local
@@ -147,7 +155,7 @@ class RankedSteps:
             0,
             num_active_loras,
             reason,
-            UBatchReason.DISABLED,
+            unsplit,
         )
         settled = self._settle(vote)
         assert settled is not None, "this rank has work"
