@@ -415,7 +415,10 @@ class Runtime:
         runner = self.runner
         slices = why = None
         if self._ranks is not None:
-            decision = self._ranks.decide(num_tokens, uniform, num_active_loras, exclude)
+            vote = wants_split(num_tokens, uniform, self.plan.ubatch, unsplit)
+            decision = self._ranks.decide(num_tokens, uniform, num_active_loras, exclude, vote)
+            if self._split is not None and decision.descriptor.num_ubatches == 1:
+                why = self._ranks.last_unsplit
         elif self._split is None:
             decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
         else:
