@@ -359,6 +359,34 @@ MUTANTS = [
         "if False:",
         "pure/test_plan_limits.py",
     ),
+    Mutant(
+        "empty ranges no longer decide the level",
+        "graphrt/config/compile_rules.py",
+        "is_needed |= options.compile_ranges_endpoints is not None",
+        "is_needed |= bool(options.compile_ranges_endpoints)",
+        "pure/test_config_compile_rules.py",
+    ),
+    Mutant(
+        "pass that does nothing on one rank decides the level",
+        "graphrt/config/compile_rules.py",
+        "if facts.tp_size == 1 and options.level in (None, CompilationLevel.PIECEWISE):",
+        "if facts.tp_size == 1 and options.level is CompilationLevel.PIECEWISE:",
+        "pure/test_config_compile_rules.py",
+    ),
+    Mutant(
+        "pass that reads variables around it counts as told by its text",
+        "graphrt/config/compilation.py",
+        "if not inspect.isfunction(value) or value.__closure__:",
+        "if not inspect.isfunction(value):",
+        "pure/test_config_compile_rules.py",
+    ),
+    Mutant(
+        "attention that compiled code holds may read an old cache",
+        "graphrt/config/plan.py",
+        """(self.backend != "eager" or has_passes)""",
+        """has_passes""",
+        "pure/test_config_compile_rules.py",
+    ),
     # What others wrote
     Mutant(
         "file is read to its end, however long",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 
 from graphrt import CUDAGraphMode
 from graphrt.config import CompilationConfig, CompilePlan, Facts, Resolved, RuntimeConfig, resolve
+from graphrt.config.unbuilt import misplaced_attention
 from graphrt.errors import ConfigError, ConfigWarning
 
 Case = tuple[RuntimeConfig, Facts, Resolved]
@@ -263,6 +265,9 @@ def test_sequence_parallelism_drops_sizes_that_ranks_cannot_share() -> None:
     assert found[-1] == ("cudagraph_capture_sizes", (1, 2, 4, 15), (2, 4))
     sizes = resolved(TWO, **asked).plan.capture_sizes
     assert sizes[:4] == (2, 4, 8, 16)
+    asked["cudagraph_mode"] = "FULL_DECODE_ONLY"
+    config = RuntimeConfig(compilation=CompilationConfig(**asked), num_speculative_tokens=2)
+    assert resolve(config, TWO).plan.decode_capture_sizes[:3] == (6, 12, 24)
     assert "cudagraph_capture_sizes" in problems_of(TWO, cudagraph_capture_sizes=[1, 3], **asked)
     assert "max_cudagraph_capture_size" in problems_of(TWO, max_cudagraph_capture_size=1, **asked)
 
@@ -420,3 +425,36 @@ def test_pass_without_text_of_its_own_is_not_hashable() -> None:
     hook = {"hook": bound, "option": [1]}
     found = plan(level=3, use_inductor=True, inductor_compile_config=hook).unhashable_passes
     assert found == ("hook",)
+
+
+# --- What a runtime refuses
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_refused"),
+    [
+        ({"level": 0}, False),
+        ({"level": 2}, False),
+        ({"level": 2, "backend": "inductor"}, True),
+        ({"level": 3, "backend": "inductor"}, False),
+        ({"level": 3, "backend": "inductor", "splitting_ops": []}, True),
+        ({"level": 3, "backend": "a.b", "splitting_ops": ["a::b"]}, True),
+        ({"level": 3, "splitting_ops": []}, False),
+        ({"level": 3, "pass_config": {"enable_attn_fusion": True}}, True),
+        ({"level": 3, "use_inductor_graph_partition": True}, True),
+    ],
+)
+def test_attention_inside_compiled_code_must_write_its_cache(
+    asked: dict[str, Any], is_refused: bool
+) -> None:
+    facts = Facts(attention_ops=ATTENTION, device="cuda")
+    if "backend" not in asked and "use_inductor_graph_partition" not in asked:
+        asked = {**asked, "backend": "eager"} if asked["level"] else asked
+
+    def refused(facts: Facts) -> bool:
+        problems = misplaced_attention(plan(facts, **asked))
+        return [item.field for item in problems] == ["compilation.splitting_ops"]
+
+    assert refused(facts) is is_refused
+    assert not refused(replace(facts, attention_writes_cache=True))
+    assert not refused(replace(facts, attention_ops=()))

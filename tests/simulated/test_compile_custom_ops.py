@@ -29,6 +29,8 @@ class Double(CustomOp):
 
 @CustomOp.register("test_halve")
 class Halve(CustomOp):
+    optimized_for = ("cpu",)
+
     def forward_native(self, x):
         return x / 2
 
@@ -75,6 +77,13 @@ def test_form_runs_where_the_device_has_it():
     assert (halve.is_enabled, halve.is_optimized) == (True, False)
     assert halve(x).tolist() == [0.5, 0.5]
     assert copy.deepcopy(Double(on, "cpu"))(x).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("rules", "expected"), [("all", 3.0), ("none", 2.0)])
+def test_both_forms_are_traced_as_one_graph(rules, expected):
+    model = torch.nn.Sequential(Double(plan(rules), "cpu"))
+    traced = torch.compile(model, backend="eager", fullgraph=True)
+    assert traced(torch.ones(2)).tolist() == [expected, expected]
 
 
 def test_unknown_name_is_refused_with_the_nearest_first():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import graphrt
 import graphrt_llm
+from graphrt.config import CompilationConfig, PassConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```python" in page.read_text("utf-8"))
@@ -42,6 +44,23 @@ def test_the_reference_has_every_public_name_once() -> None:
     others = set(named) - {*public, "graphrt.errors", "graphrt_llm.errors"}
     assert set(public) <= set(named)
     assert all(name.count(".") == 2 for name in others), others
+
+
+def test_every_option_of_compiling_is_in_the_tables() -> None:
+    page = (DOCS / "compiling.md").read_text(encoding="utf-8")
+    row = re.compile(r"^\| (`\w[^|]*)\|([^|]*)\|([^|]*)\|", re.MULTILINE)
+    rows = {
+        name: (default.strip(), code.strip())
+        for names, default, code in row.findall(page)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    for kind in (CompilationConfig, PassConfig):
+        for item in fields(kind):
+            default, code = rows[item.name]
+            shown = repr(item.default).replace("'", '"')
+            assert default == (f"`{shown}`" if item.name != "pass_config" else ""), item.name
+            if kind is CompilationConfig:
+                assert (code == "x") is (item.metadata["affects"] == "graph"), item.name
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -107,7 +107,11 @@ class CustomOp(torch.nn.Module):
 
 
 class CustomOpCounts(NamedTuple):
-    """How many operations of a model the rules switched on and off, by name."""
+    """How many operations of a model the rules switched on and off.
+
+    ``enabled``: Name -> those that are to run their optimised form.
+    ``disabled``: Name -> those that run their plain form.
+    """
 
     enabled: Counter[str]
     disabled: Counter[str]

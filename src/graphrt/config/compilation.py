@@ -49,14 +49,14 @@ PASS_FLAGS = (
 
 # What other engines keep in the same class as the wishes, and where graphrt has it.
 _ELSEWHERE = {
-    "max_capture_size": "Plan.max_capture_size",
-    "bs_to_padded_graph_size": "Plan.padding_table",
-    "local_cache_dir": "the compiler, which derives it from cache_dir for each rank",
-    "enabled_custom_ops": "CompileReport.enabled_custom_ops",
-    "disabled_custom_ops": "CompileReport.disabled_custom_ops",
-    "traced_files": "CompileReport.traced_files",
-    "compilation_time": "CompileReport.compilation_time",
-    "static_forward_context": "ForwardContext.layers; give layers= to Runtime",
+    "max_capture_size": "Plan.max_capture_size has it",
+    "bs_to_padded_graph_size": "Plan.padding_table has it",
+    "local_cache_dir": "CompilePlan.cache_dir has it, one folder for all ranks",
+    "enabled_custom_ops": "graphrt.compile.count_custom_ops(model).enabled has it",
+    "disabled_custom_ops": "graphrt.compile.count_custom_ops(model).disabled has it",
+    "traced_files": "nothing has it: compiled code is cached by its graph, not by its files",
+    "compilation_time": "CompileReport.compilation_time has it",
+    "static_forward_context": "ForwardContext.layers has it; give layers= to Runtime",
 }
 
 
@@ -186,7 +186,7 @@ class PassConfig:
 
     def uuid(self) -> str:
         """SHA-256 of the fields that change what is compiled."""
-        return hash_of(_graph_fields(self))
+        return hash_of(graph_values(self, self))
 
     def _doubts(self) -> Iterator[tuple[type[Warning], str]]:
         for name in ("enable_fusion", "enable_attn_fusion", "enable_fi_allreduce_fusion"):
@@ -319,16 +319,16 @@ class CompilationConfig:
 
     def compute_hash(self) -> str:
         """SHA-256 of the options that change compiled code, the same in every process."""
-        return hash_of(_graph_fields(self))
+        return hash_of(graph_values(self, self))
 
     @staticmethod
     def _prepare(arguments: dict[str, Any]) -> Prepared:
         """Deprecated options become ``cudagraph_mode``; those that have no place here are named."""
-        given = dict(arguments)
+        given = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
         problems = [
-            ConfigProblem(name, "an argument", f"no such option: it is found in {_ELSEWHERE[name]}")
+            ConfigProblem(name, "an argument", f"no such option: {_ELSEWHERE[name]}")
             for name in _ELSEWHERE
-            if name in given and given.pop(name, _ELSEWHERE) is not _ELSEWHERE
+            if name in arguments
         ]
         mode = given.get("cudagraph_mode")
         old = {
@@ -404,11 +404,12 @@ def unhashable(values: Mapping[str, object]) -> tuple[str, ...]:
     )
 
 
-def _graph_fields(config: Any) -> dict[str, object]:
+def graph_values(config: Any, marked: Any) -> dict[str, object]:
+    """The values in ``config`` of the fields that ``marked`` says change compiled code."""
     return {
         item.name: getattr(config, item.name)
-        for item in fields(config)
-        if item.metadata["affects"] == "graph"
+        for item in fields(marked)
+        if item.metadata["affects"] == "graph" and hasattr(config, item.name)
     }
 
 

@@ -45,7 +45,7 @@ class _Changes:
         self.adjustments.append(Adjustment(field, asked, effective, reason))
         self.options = with_value(self.options, field, effective)
 
-    def refuse(self, field: str, found: str, accepted: str) -> None:
+    def wrong(self, field: str, found: str, accepted: str) -> None:
         self.problems.append(ConfigProblem(field, found, accepted))
 
 
@@ -89,11 +89,11 @@ def _level(changes: _Changes, facts: Facts, environment: Environment) -> Compila
             changes.set("level", level, why, CompilationLevel.PIECEWISE)
     elif level is not CompilationLevel.NO_COMPILATION and environment.compile_disabled:
         found = f"{level.name}, while TORCH_COMPILE_DISABLE is 1"
-        changes.refuse("level", found, "level 0, or the variable unset")
+        changes.wrong("level", found, "level 0, or the variable unset")
     if level is not CompilationLevel.PIECEWISE:
         at = f"level {int(level)}" + (f", because {why}" if why else "")
         for name, value in asked.items():
-            changes.refuse(name, f"{value} at {at}", "level 3")
+            changes.wrong(name, f"{value} at {at}", "level 3")
     return level
 
 
@@ -145,7 +145,7 @@ def _partition(changes: _Changes, level: CompilationLevel, backend: str, facts: 
     missing = [what for what, is_there in needs.items() if not is_there]
     if missing:
         found = f"True, without {', '.join(missing)}"
-        changes.refuse("use_inductor_graph_partition", found, ", ".join(needs))
+        changes.wrong("use_inductor_graph_partition", found, ", ".join(needs))
 
 
 def _passes(changes: _Changes, backend: str, facts: Facts) -> None:
@@ -155,10 +155,10 @@ def _passes(changes: _Changes, backend: str, facts: Facts) -> None:
     enabled = [f"pass_config.{name}" for name in PASS_FLAGS if getattr(passes, name)]
     if backend not in ("eager", "inductor"):
         for name in [*enabled, *(["inductor_passes"] if options.inductor_passes else [])]:
-            changes.refuse(name, f"with backend {backend!r}", "none, or backend eager or inductor")
+            changes.wrong(name, f"with backend {backend!r}", "none, or backend eager or inductor")
     if passes.enable_async_tp and facts.device != "cuda":
         found = f"True on device {facts.device or 'not known'}"
-        changes.refuse("pass_config.enable_async_tp", found, "False, or a CUDA device")
+        changes.wrong("pass_config.enable_async_tp", found, "False, or a CUDA device")
     whole = [f"pass_config.{name}" for name in _FULL_CHAIN if getattr(passes, name)]
     if not whole or options.use_inductor_graph_partition:
         return
@@ -170,7 +170,7 @@ def _passes(changes: _Changes, backend: str, facts: Facts) -> None:
     cut = [name for name in options.splitting_ops if op_name(name) in attention]
     if cut:
         found = f"{cut}, while {', '.join(whole)} needs attention inside the graph"
-        changes.refuse("splitting_ops", found, "no attention operator, or None")
+        changes.wrong("splitting_ops", found, "no attention operator, or None")
 
 
 def check_parallel_sizes(
@@ -226,6 +226,7 @@ def compile_plan(
         backend=settled.backend,
         splitting_ops=splitting_ops,
         attention_ops=facts.attention_ops,
+        attention_writes_cache=facts.attention_writes_cache,
         ranges=ranges,
         sizes=sizes,
         dynamic_shapes=options.dynamic_shapes,

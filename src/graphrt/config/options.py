@@ -164,6 +164,9 @@ class Facts:
       all.
     ``attention_ops``: The operators that compute attention. Level 3 cuts at them unless
       ``splitting_ops`` says where; ``splitting`` then follows from both.
+    ``attention_writes_cache``: Whether these operators write the cache that they read, as arguments
+      declared mutable. Only then compiled code may hold them: a compiler moves other writes to the
+      end of its graph, and attention would read the cache of the step before.
     ``device``: "cuda", "cpu" or "simulated"; None: not known, taken as one without Inductor.
     ``tp_size``: Ranks that share each layer by tensor parallelism.
     ``piecewise_available``: Whether piecewise graphs are possible. None: it follows from the
@@ -182,6 +185,7 @@ class Facts:
     has_break_points: bool = True
     splitting: Literal["attention", "other", "none"] = "attention"
     attention_ops: Annotated[tuple[str, ...], ListAsTuple] = ()
+    attention_writes_cache: bool = False
     device: Literal["cuda", "cpu", "simulated"] | None = None
     tp_size: Positive = 1
     piecewise_available: bool | None = None

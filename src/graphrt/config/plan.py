@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
-from graphrt.config.compilation import CompilationLevel, PassConfig, hash_of, unhashable
+from graphrt.config.compilation import (
+    PASS_FLAGS,
+    CompilationConfig,
+    CompilationLevel,
+    PassConfig,
+    graph_values,
+    hash_of,
+    unhashable,
+)
 from graphrt.config.options import RuntimeConfig, UBatchConfig
 
 # Checked before a table is built.
@@ -104,6 +112,7 @@ class CompilePlan:
       dotted path. Empty at level 0 only.
     ``splitting_ops``: Where level 3 cuts the traced graph; empty below it.
     ``attention_ops``: The operators that compute attention, as the facts name them.
+    ``attention_writes_cache``: Whether these write the cache that they read.
     ``ranges``: (first, last) size of each range that level 3 compiles for; last None: no limit.
       Ascending, without holes, the first from 1. Empty below level 3.
     ``sizes``: Sizes compiled with static shapes besides, ascending.
@@ -123,6 +132,7 @@ class CompilePlan:
     backend: str
     splitting_ops: tuple[str, ...]
     attention_ops: tuple[str, ...]
+    attention_writes_cache: bool
     ranges: tuple[tuple[int, int | None], ...]
     sizes: tuple[int, ...]
     dynamic_shapes: Literal["auto", "unbacked", "backed"]
@@ -142,23 +152,29 @@ class CompilePlan:
         return bool(self.attention_ops) and has_all(self.splitting_ops, self.attention_ops)
 
     @property
+    def moves_writes(self) -> bool:
+        """Whether what compiles a graph may move what the graph writes to its end.
+
+        Everything may but the backend "eager", which does too where passes rewrite the graph.
+        """
+        passes = self.pass_config
+        has_passes = any(getattr(passes, name) for name in PASS_FLAGS) or bool(self.inductor_passes)
+        return self.level > 0 and (self.backend != "eager" or has_passes)
+
+    @property
     def unhashable_passes(self) -> tuple[str, ...]:
         """Passes and options that nothing tells apart in another process: then nothing is cached.
 
         Those are callables without ``uuid()`` and without text of their own.
         """
-        return unhashable({**self.inductor_compile_config, **self.inductor_passes})
+        return unhashable(self.inductor_compile_config) + unhashable(self.inductor_passes)
 
     def compute_hash(self) -> str:
         """SHA-256 of what changes compiled code, the same in every process.
 
         Neither ranges and sizes, which each compiled piece has in its own key, nor paths are in it.
         """
-        names = (
-            *("level", "backend", "splitting_ops", "dynamic_shapes", "custom_ops", "pass_config"),
-            *("inductor_compile_config", "inductor_passes", "use_inductor_graph_partition"),
-        )
-        return hash_of({name: getattr(self, name) for name in names})
+        return hash_of(graph_values(self, CompilationConfig))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""What can be planned and no runtime does yet: refused, so that no option is lost in silence."""
+"""Plans that a runtime refuses: options that nothing reads yet, and attention that would be wrong.
+
+``resolve`` gives these plans, because they are sound as plans.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +25,17 @@ def unbuilt(plan: CompilePlan) -> Iterator[ConfigProblem]:
 
 def _problem(name: str, found: object, accepted: str) -> ConfigProblem:
     return ConfigProblem(f"compilation.{name}", str(found), accepted)
+
+
+def misplaced_attention(plan: CompilePlan) -> Iterator[ConfigProblem]:
+    """Attention inside compiled code that may read its cache before this step has written it."""
+    # A partition is Inductor's own graph, whatever it is cut at.
+    is_inside = not plan.attention_is_split or plan.use_inductor_graph_partition
+    if plan.attention_ops and plan.moves_writes and is_inside and not plan.attention_writes_cache:
+        found = (
+            f"{list(plan.splitting_ops)} at level {int(plan.level)}, so that backend"
+            f" {plan.backend!r} compiles {', '.join(plan.attention_ops)}, which may then read the"
+            " cache before this step has written it"
+        )
+        accepted = "level 3, cut at these operators; or facts with attention_writes_cache=True"
+        yield _problem("splitting_ops", found, accepted)

@@ -25,7 +25,7 @@ from graphrt.config import (
     resolve,
 )
 from graphrt.config.checked import config_error
-from graphrt.config.unbuilt import unbuilt
+from graphrt.config.unbuilt import misplaced_attention, unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.dispatch import CUDAGraphDispatcher, check_count
@@ -524,7 +524,7 @@ def _resolve(
 def _check_built(config: RuntimeConfig, resolved: Resolved) -> None:
     """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
     plan = resolved.plan
-    problems = list(unbuilt(resolved.compile))
+    problems = [*unbuilt(resolved.compile), *misplaced_attention(resolved.compile)]
     is_cut = any(mode is RuntimeMode.PIECEWISE for mode, _ in plan.capture_order)
     if plan.level is CompilationLevel.PIECEWISE and is_cut and not plan.splitting_ops:
         accepted = "names, or attention_ops in the facts: where PIECEWISE graphs end"
