@@ -23,6 +23,7 @@ from graphrt import (
     Verified,
 )
 from graphrt.batch import UBatchReason
+from graphrt.events import CacheMiss, Compiled
 
 FULL, KEY = RuntimeMode.FULL, BatchDescriptor(8)
 EVENTS: list[tuple[Event, int, str]] = [
@@ -32,6 +33,12 @@ EVENTS: list[tuple[Event, int, str]] = [
     (KeysChanged("m", 3, ()), logging.DEBUG, "missing: none"),
     (captured(FULL, 8, graphs=1), logging.DEBUG, "captured FULL"),
     (CaptureFailed("m", FULL, KEY, "GraphMemoryError", "no room"), logging.WARNING, "no room"),
+    (
+        Compiled("piece 0", 1, 8, 2.5, CacheMiss.ABSENT),
+        logging.DEBUG,
+        "compiled (absent) in 2.50 s",
+    ),
+    (Compiled("piece 0", 1, 8, 0.1, None), logging.DEBUG, "1 to 8 tokens: loaded"),
     (Verified(FULL, KEY, True, 0.0), logging.DEBUG, "equals eager"),
     (Verified(FULL, KEY, False, 0.5), logging.WARNING, "DIFFERS by 0.5"),
     (PaddingVerified(FULL, KEY, True, 0.0, 0), logging.DEBUG, "equals the unpadded"),

@@ -16,6 +16,7 @@ from graphrt.errors import (
     CompileError,
     ConfigError,
     ContractError,
+    StateAdvancedError,
 )
 from graphrt.events import Compiled as CompiledEvent
 from lab import MAX_REQS, MAX_TOKENS, WIDTH, RuntimeLab, assert_equal, values
@@ -165,13 +166,13 @@ def test_piece_with_another_constant_is_compiled_itself():
 
 def test_pieces_over_unlike_sizes_are_not_shared():
     def model(x):
-        twice = torch.sigmoid(torch.cat((x, x)))
-        thrice = torch.sigmoid(torch.cat((x, x, x)))
-        return torch.sigmoid(twice + 1.0).sum() * torch.sigmoid(thrice + 1.0).sum()
+        twice = torch.sigmoid(torch.sigmoid(torch.cat((x, x))) + 1.0)
+        thrice = torch.sigmoid(torch.sigmoid(torch.cat((x, x, x))) + 1.0)
+        return twice.mean() * thrice.mean()
 
     one, _ = compile_alone(model)
     captured = [piece.unique_id for piece in one.report.pieces if piece.kind == "captured"]
-    assert len(set(captured)) == len(captured)
+    assert len(captured) == len(set(captured)) == 5
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", COUNTING])
@@ -269,6 +270,39 @@ def test_write_to_memory_that_results_share_is_refused(backend):
     with pytest.raises(CompileError, match="shares") as caught:
         compile_alone(model, **asked)
     assert "test_compile_backends" in caught.value.source
+
+
+class Store(torch.nn.Module):
+    """Writes a table twice; what is read in between is a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(64, WIDTH))
+
+    def forward(self, *, x, ids, lens):
+        rows = self.table.narrow(0, 0, x.shape[0])
+        rows.copy_(x * 2.0)
+        gated = torch.sigmoid(rows)
+        self.table.narrow(0, 0, x.shape[0]).add_(1.0)
+        return {"rows": gated + rows + ids[:, None], "lens": lens * 2}
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_opaque_piece_returns_views_and_tells_what_it_writes(mode):
+    compilation = {"level": 3, "backend": COUNTING, "splitting_ops": ["torch.sigmoid"]}
+    model = Store()
+    asked = {"compilation": compilation}
+    with RuntimeLab(mode, model=model, asked=asked, may_overwrite=[model.table]) as lab:
+        lab.runtime.capture()
+        found = {k: v.clone() for k, v in lab.step(3, 2, seed=4).items()}
+        assert lab.runtime.last_decision.mode.name == mode
+    with torch.no_grad():
+        assert_equal(found, Store()(**values(3, 2, 4)))
+    with (
+        RuntimeLab(mode, model=Store(), asked={"compilation": compilation}) as lab,
+        pytest.raises(StateAdvancedError, match="table"),
+    ):
+        lab.runtime.capture()
 
 
 # -- level 1

@@ -255,7 +255,7 @@ class HasBreakPoint(Formula):
         (Prints, GraphBreakError, "print"),
         (ReadsValue, GraphBreakError, "item"),
         (SelectsRows, GraphBreakError, "contains"),
-        (BranchesOnSize, ShapeGuardError, "u0 > 4"),
+        (BranchesOnSize, ShapeGuardError, "> 4"),
         (HasBreakPoint, BreakError, "splitting ops"),
     ],
 )

@@ -43,7 +43,9 @@ def lab_of(model, mode="FULL", **options):
 def test_branch_that_every_size_takes_is_traced_backed(marking, backend):
     model = Branches()
     with lab_of(model, "FULL_AND_PIECEWISE", dynamic_shapes=marking, backend=backend) as lab:
-        notes = lab.runtime.capture().compile.notes
+        report = lab.runtime.capture()
+        notes = report.compile.notes
+        assert f"Compiled by {backend}: 3 pieces, 2 compiled, 2 unique" in str(report)
         assert (len(notes) == 1 and "test_compile_shapes" in notes[0]) is (marking == "auto")
         found = []
         for sizes in ((1, 1), (2, 1), (2, 2), (5, 2), (8, 4), (16, 1)):

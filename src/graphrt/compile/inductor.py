@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -66,7 +65,6 @@ class Inductor:
     def _entry(self, job: Job) -> tuple[CompileCache, str]:
         devices = {one.device for one in _tensors(job)}
         factors = {
-            "graphrt": version("graphrt"),
             "torch": torch_api.versions(),
             "device": _device_of(devices),
             "structure": job.structure,

@@ -124,16 +124,21 @@ def inductor_option_names() -> Sequence[str]:
 
 @cache
 def versions() -> Mapping[str, str]:
-    """What of torch and of Python compiled code depends on."""
-    triton = None
-    with suppress(PackageNotFoundError):  # Asked of the package, which may be imported or not.
-        triton = version("triton")
+    """What of graphrt, torch and Python compiled code depends on."""
     return {
+        "graphrt": _version("graphrt"),
         "torch": torch.__version__,
         "torch source": torch_key().hex(),
         "python": sys.version,
-        "triton": str(triton),
+        "triton": _version("triton"),
     }
+
+
+def _version(package: str) -> str:
+    """Of the package, whether it is imported or not; "" for one that is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 @cache

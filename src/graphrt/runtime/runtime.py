@@ -100,7 +100,7 @@ class RuntimeReport(RunnerReport):
     ``print`` shows it as a table. Its other fields are those of ``graphrt.runner.RunnerReport``.
 
     ``resolved``: The plan, and each option that could not be used as asked.
-    ``compile``: What level 3 compiled; None below it, and before it did.
+    ``compile``: What levels 1 to 3 compiled; None at level 0, and before they did.
     """
 
     resolved: Resolved
@@ -112,6 +112,14 @@ class RuntimeReport(RunnerReport):
             f"  {item.field}: {item.effective} instead of {item.asked}, because {item.reason}"
             for item in self.resolved.adjustments
         ]
+        found = self.compile
+        if found is not None:
+            lines.append(
+                f"Compiled by {found.backend}: {len(found.pieces)} pieces, {found.num_compiled} "
+                f"compiled, {found.num_unique} unique; {found.num_compiles} compiles, "
+                f"{found.num_loaded} from the cache, {found.compilation_time:.2f} s"
+            )
+            lines += [f"  {note}" for note in found.notes]
         return "\n".join([*lines, "", RunnerReport.__str__(self)])
 
 
@@ -136,7 +144,7 @@ class Runtime:
     both may overwrite where the examples point (a KV cache). Without a guard, a compared step runs
     the model twice on the same state. ``keep_alive``: tensors that kernels know by address alone.
     ``layers``: objects by name that operators and eager segments find in the forward context.
-    ``compile_part``: the module inside ``model`` that level 3 traces; None: ``model``. Its
+    ``compile_part``: the module inside ``model`` that is compiled; None: ``model``. Its
     ``forward`` is replaced until ``close()``; what the model does around it stays plain Python.
     ``op_impls``: Python functions to call in place of splitting ops, where the graph is cut: they
     may be break points themselves. It is traced here, or by ``capture(like=...)`` without
