@@ -14,6 +14,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -1325,6 +1326,73 @@ class DeviceContract:
                 ("x", False),
                 ("weight", False),
             ]
+
+    def test_prepared_threads_record_in_turns_on_two_streams(self, bench: Bench) -> None:
+        """As micro-batches do: each its own thread, all on the capture stream and a forked one."""
+        device, x = bench.device, bench.full((8, 8), 1.0)
+        compute, side = device.stream("capture"), device.stream("comm")
+        threads = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
+        for thread in threads:
+            thread.submit(device.prepare_thread, (compute, side)).result()
+
+        def body(recording: Recording) -> torch.Tensor:
+            def work(index: int) -> torch.Tensor:
+                with recording.join_thread(), torch.no_grad(), device.use(compute):
+                    part = x[4 * index : 4 * index + 4]
+                    product = part @ x
+                    received = torch.empty_like(product)
+                    device.order(side, compute)
+                    with device.use(side):
+                        received.copy_(product @ x)
+                    device.order(compute, side)
+                    return received + product
+
+            device.order(side, compute)
+            parts = [thread.submit(work, at).result() for at, thread in enumerate(threads)]
+            device.order(compute, side)
+            return torch.cat(parts)
+
+        graph, out = bench.record_with(body)
+        for thread in threads:
+            thread.shutdown()
+        x.fill_(2.0)
+        bench.replay(graph)
+        product = x @ x
+        assert torch.equal(out, product @ x + product)
+
+    def test_memory_used_on_another_stream_is_not_reused(self, bench: Bench) -> None:
+        device, x, side = bench.device, bench.full((LARGE,), 1.0), bench.device.stream("side")
+        addresses: list[int] = []
+
+        def body() -> torch.Tensor:
+            compute = device.current_stream()
+            device.order(side, compute)
+            with device.use(side):
+                born = x + 1
+                addresses.append(born.data_ptr())
+                device.record_use(born, compute)
+            device.order(compute, side)
+            total = born * 2
+            del born
+            with device.use(side):  # Before compute has read what it reads.
+                other = x + 3
+                addresses.append(other.data_ptr())
+            device.order(compute, side)
+            return total + other
+
+        graph, out = bench.record(body)
+        bench.replay(graph)
+        assert addresses[0] != addresses[1]
+        assert out[0].item() == 8.0
+
+    def test_unordered_eager_work_races_where_it_is_watched(self, bench: Bench) -> None:
+        device, x, side = bench.device, bench.full((8,), 1.0), bench.device.stream("side")
+        with device.watch_races():
+            device.order(side, device.current_stream())
+            with device.use(side):
+                y = x + 1
+            device.order(device.current_stream(), side)
+            assert (y * 2).tolist() == [4.0] * 8
 
     def test_opaque_call_is_replayed(self, bench: Bench) -> None:
         x = bench.full((4, 2), 1.0)

@@ -16,6 +16,7 @@ from benchmarks.cases import (
     staging,
     step,
     tails,
+    ubatch,
     wrapper,
 )
 from benchmarks.harness import Case
@@ -25,6 +26,7 @@ MODULES = (
     agreement,
     step,
     wrapper,
+    ubatch,
     program,
     replay,
     primitives,

@@ -310,7 +310,7 @@ def engine_step() -> Sequence[Row]:
         program = ready.program
         num_tokens, num_reqs = options.pop("num_tokens"), options.pop("num_reqs")
         uniform, exclude = options.pop("uniform"), options.pop("exclude")
-        step_info = options.pop("step_info")
+        step_info, query_lens = options.pop("step_info"), options.pop("query_lens")
         assert not options, f"the engine passes {options.keys()} too"
 
         def whole() -> None:
@@ -323,6 +323,7 @@ def engine_step() -> Sequence[Row]:
                     uniform=uniform,
                     exclude=exclude,
                     step_info=step_info,
+                    query_lens=query_lens,
                 )
 
         def by_hand() -> None:

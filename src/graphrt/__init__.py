@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Decision as Decision,
         Reason as Reason,
         RuntimeMode as RuntimeMode,
+        UBatchReason as UBatchReason,
     )
     from graphrt.config import (
         Adjustment as Adjustment,
@@ -138,7 +139,7 @@ if TYPE_CHECKING:
 
 _NAMES_OF_ROOM = {
     "batch": """
-        BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode
+        BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode UBatchReason
     """,
     "config": """
         Adjustment AttentionSupport CompilationConfig Facts Plan RankConfig RankVariables
@@ -203,8 +204,8 @@ __all__ = sorted(_ROOM_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("graphrt.errors")
+    if name in ("errors", "ubatch"):
+        return import_module(f"graphrt.{name}")
     room = _ROOM_OF.get(name)
     if room is None:
         raise AttributeError(f"module 'graphrt' has no attribute {name!r}")
@@ -214,4 +215,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "errors"]
+    return [*__all__, "__version__", "errors", "ubatch"]

@@ -163,26 +163,28 @@ class UBatchReason(IntEnum):
 
     Values are 1 to 255 (they travel between ranks in one byte, where 0 means "split") and never
     change meaning. Where several hold, the largest is told.
+
+    ``DISABLED``: The plan splits nothing.
+    ``BELOW_THRESHOLD``: Too few tokens for a split to pay.
+    ``TOO_FEW_TOKENS``: Fewer tokens (uniform batches: requests) than micro-batches.
+    ``LAST_SLICE_EMPTY``: A rank has so few tokens that its last micro-batch would be padding alone.
+    ``REQUEST_DEPENDENCY``: A request reads what another request of the same batch writes.
+    ``NO_FULL_GRAPH``: No split graph fits, and the step is too small, or not allowed, to be split
+      eagerly.
+    ``NOT_PROFITABLE``: Measured: the split graph is not faster.
+    ``PEER_IDLE``: A rank has no work.
+    ``ENGINE_DECLINED``: The engine asked for an unsplit step.
     """
 
     DISABLED = 1
-    """The plan splits nothing."""
     BELOW_THRESHOLD = 2
-    """Too few tokens for a split to pay."""
     TOO_FEW_TOKENS = 3
-    """Fewer tokens (uniform batches: requests) than micro-batches."""
     LAST_SLICE_EMPTY = 4
-    """A rank has so few tokens that its last micro-batch would be padding alone."""
     REQUEST_DEPENDENCY = 5
-    """A request reads what another request of the same batch writes."""
     NO_FULL_GRAPH = 6
-    """No split graph fits, and the step is too small, or not allowed, to be split eagerly."""
     NOT_PROFITABLE = 7
-    """Measured: the split graph is not faster."""
     PEER_IDLE = 8
-    """A rank has no work."""
     ENGINE_DECLINED = 9
-    """The engine asked for an unsplit step."""
 
 
 def ubatch_stride(num_tokens: int, query_len: int, num_ubatches: int) -> int:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.errors import ContextError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,6 +73,27 @@ class ForwardContext:
             raise TypeError(f"a forward context has no {', '.join(changes)}")
         return copy
 
+    def of_micro_batch(self, ubatch: Any, num_tokens: int) -> ForwardContext:
+        """The context of one micro-batch: mode NONE, and its part of what attention needs.
+
+        ``attn_metadata`` and ``slot_mapping``: of a list or tuple the member of its index, else
+        what they are; an empty mapping is None. Ranks cut alike, so they have as many tokens.
+        Errors: ``ContextError`` for a list that has not one member for each micro-batch.
+        """
+        part = self.derive(
+            cudagraph_runtime_mode=RuntimeMode.NONE, ubatch_slices=None, ubatch=ubatch
+        )
+        part.attn_metadata = _member("attn_metadata", self._metadata, ubatch)
+        slots = _member("slot_mapping", self.slot_mapping, ubatch)
+        part.slot_mapping = None if isinstance(slots, dict) and not slots else slots
+        if self.num_tokens_across_ranks is not None:
+            part.num_tokens_across_ranks = (num_tokens,) * len(self.num_tokens_across_ranks)
+        return part
+
+    @property
+    def _metadata(self) -> Any:
+        return self.attn_metadata
+
     def __enter__(self) -> ForwardContext:
         outer = current_forward_context()
         if outer is not None:
@@ -112,8 +134,25 @@ class CaptureContext(ForwardContext):
     def attn_metadata(self, value: Any) -> None:
         self._step_info = value
 
+    @property
+    def _metadata(self) -> Any:
+        return self._step_info
+
     def derive(self, **changes: Any) -> ForwardContext:
         return super().derive(**{"attn_metadata": self._step_info, **changes})
+
+
+def _member(name: str, value: Any, ubatch: Any) -> Any:
+    if type(value) not in (list, tuple):
+        return value
+    if len(value) != ubatch.count:
+        raise ContextError(
+            f"{name} of a step that is split into {ubatch.count} micro-batches",
+            expected="one value for each micro-batch, or one that is no list or tuple",
+            found=f"{len(value)} values",
+            do="prepare it for each slice",
+        )
+    return value[ubatch.index]
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)

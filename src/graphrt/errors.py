@@ -48,6 +48,11 @@
       LifetimeError                       LibraryClosedError | SuspendedError | RetiredProgramError
                                           | ForkedProcessError
       StreamRaceError                     unordered access from two streams
+      UBatchError                         a step split into micro-batches went wrong
+        UBatchBusyError                   a second thread in the same split callable
+        UBatchDeadlockError               no micro-batch has handed over for too long
+        InputNotSliceableError            an argument that nothing says how to cut
+        OutputsDifferError                micro-batches returned what cannot be put together
       RankError                           ranks that are to act as one do not
         RankDesyncError                   ranks are in different steps or captures
         PlanMismatchError                 ranks resolved different plans
@@ -368,6 +373,26 @@ class ForkedProcessError(LifetimeError):
 
 class StreamRaceError(GraphrtError, RuntimeError):
     """Two streams access the same bytes and no event orders them."""
+
+
+class UBatchError(GraphrtError, RuntimeError):
+    """A step that is split into micro-batches went wrong."""
+
+
+class UBatchBusyError(UBatchError):
+    """A second thread called what already runs micro-batches."""
+
+
+class UBatchDeadlockError(UBatchError):
+    """No micro-batch has handed over for too long. ``found`` has what each of them was doing."""
+
+
+class InputNotSliceableError(UBatchError, ValueError):
+    """An argument as long as the batch, of which nothing says how it is cut."""
+
+
+class OutputsDifferError(UBatchError, ValueError):
+    """Micro-batches returned values that cannot be put together."""
 
 
 class RankError(GraphrtError, RuntimeError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
+from graphrt.batch import BatchDescriptor, Reason, RuntimeMode, UBatchReason
 
 
 class CaptureBegan(NamedTuple):
@@ -162,6 +162,8 @@ class Replayed(NamedTuple):
     ``num_padded_tokens``: The captured size that served it.
     ``num_reqs``: Real requests; 0 where the batch has no such axis.
     ``uniform``: Whether it was a uniform decode batch.
+    ``num_ubatches``: Micro-batches it was split into; 1 where it was not.
+    ``ubatch_reason``: Why it was not split; None if it was, or where nothing splits steps.
     """
 
     mode: RuntimeMode
@@ -171,6 +173,8 @@ class Replayed(NamedTuple):
     num_reqs: int
     uniform: bool
     host_us: float
+    num_ubatches: int = 1
+    ubatch_reason: UBatchReason | None = None
 
 
 class RanEager(NamedTuple):
@@ -179,6 +183,7 @@ class RanEager(NamedTuple):
     ``num_tokens``: Real tokens, without padding.
     ``num_reqs``: Real requests; 0 where the batch has no such axis.
     ``uniform``: Whether it was a uniform decode batch.
+    ``num_ubatches``, ``ubatch_reason``: As in ``Replayed``.
     """
 
     reason: Reason
@@ -186,6 +191,8 @@ class RanEager(NamedTuple):
     num_reqs: int
     uniform: bool
     host_us: float
+    num_ubatches: int = 1
+    ubatch_reason: UBatchReason | None = None
 
 
 Event = (

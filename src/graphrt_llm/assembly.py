@@ -116,8 +116,20 @@ def assemble(
             dtype=model.dtype,
             device=device.torch_device,
         )
-        attention = choose_attention(config.attention_backend, cache)
+        is_split = config.runtime.ubatch.num_ubatches > 1
+        if is_split and config.attention_backend == "auto":
+            attention = AttentionChoice("sdpa", "the one that serves micro-batches")
+        else:
+            attention = choose_attention(config.attention_backend, cache)
         backend = make_attention(attention.name, cache, limits)
+        if is_split and not getattr(backend, "serves_micro_batches", False):
+            raise EngineConfigError(
+                "EngineConfig.attention_backend",
+                expected="one that prepares each micro-batch of a step by itself: 'sdpa'",
+                found=f"{attention.name!r}, with ubatch.num_ubatches ="
+                f" {config.runtime.ubatch.num_ubatches}",
+                do="use 'sdpa', or leave ubatch.num_ubatches at 1.",
+            )
         model.attention = backend
         facts = Facts(
             attention_groups={attention.name: backend.support}, attention_ops=(ATTENTION_OP,)

@@ -35,12 +35,12 @@ def input_specs(limits: Limits) -> tuple[BufferSpec, ...]:
         BufferSpec("input_ids", ("tokens",), torch.int64, any_token),
         BufferSpec("positions", ("tokens",), torch.int64, any_token),
         BufferSpec("slot_mapping", ("tokens",), torch.int64, Padding.fill(NULL_BLOCK)),
-        BufferSpec("token_requests", ("tokens",), torch.int64, null),
+        BufferSpec("token_requests", ("tokens",), torch.int64, null, rebase="requests"),
         BufferSpec(
             "block_tables", ("requests", limits.max_blocks), torch.int64, Padding.fill(NULL_BLOCK)
         ),
         BufferSpec("seq_lens", ("requests",), torch.int64, null),
-        BufferSpec("logits_indices", ("requests",), torch.int64, null),
+        BufferSpec("logits_indices", ("requests",), torch.int64, null, rebase="tokens"),
     )
 
 
@@ -154,8 +154,9 @@ class Examples:
 
         If there are as many tokens as requests, each decodes one; otherwise lengths are random, so
         that decodes and chunks of prompts are mixed. Another ``seed`` gives other lengths and
-        contents. No two tokens are written to one slot, so the result does not depend on the order
-        of writes. Before its new tokens a request reads what the cache happens to contain.
+        contents. No two tokens are written to one slot, and no request reads what another writes,
+        so the result does not depend on their order. Before its new tokens a request reads what
+        the cache happens to contain.
 
         Aliasing: ``values`` and ``step_info`` share the memory of lengths and block tables; no
                   other example does.
@@ -196,10 +197,19 @@ class Examples:
         used = tables[:, : num_used.max()]  # The context may allow many more.
         columns = np.arange(used.shape[1])
         is_used = columns < num_used[:, None]
-        used[is_used] = rng.choice(blocks, is_used.sum())
-        # Then blocks of its own for what it writes, so that no two tokens share a slot.
+        # Blocks of its own for what it writes, so that no two tokens share a slot.
         is_own = is_used & (columns >= starts[:, None] // size)
-        used[is_own] = rng.choice(blocks, is_own.sum(), replace=False)
+        own = rng.choice(blocks, is_own.sum(), replace=False)
+        used[is_own] = own
+        # It reads what no other request writes: of two micro-batches one reads before the other
+        # has written.
+        is_context = is_used & ~is_own
+        rest = np.setdiff1d(blocks, own, assume_unique=True)
+        if len(rest):
+            used[is_context] = rng.choice(rest, is_context.sum())
+        else:
+            own_first = used[np.arange(num_reqs), starts // size]
+            used[is_context] = own_first[is_context.nonzero()[0]]
 
         owners, positions = expand(starts, query_lens)
         input_ids = rng.integers(0, self._vocab_size, num_tokens)

@@ -124,6 +124,7 @@ class Runner:
                 batch.starts + batch.query_lens,
                 table.block_tables[batch.rows],
             ),
+            query_lens=batch.query_lens,
         )
         return outputs
 

@@ -26,10 +26,10 @@ DOORS = {
     "rich.console": ("cli/", "report/progress.py"),
     "rich.progress": ("report/progress.py",),
     # What starts threads. Locks and thread ids are anyone's.
-    "threading.Thread": ("ubatch/",),
-    "threading.Timer": ("ubatch/",),
-    "_thread.start_new_thread": ("ubatch/",),
-    "concurrent.futures": ("ubatch/",),
+    "threading.Thread": ("ubatch/baton.py",),
+    "threading.Timer": (),
+    "_thread.start_new_thread": (),
+    "concurrent.futures": (),
 }
 
 # State of the process: one guarded object each, because every library in the process shares it.

@@ -34,6 +34,9 @@ REPLAY = "simulated/test_verify_replay.py"
 UNWINDING = "simulated/test_cuda_unwinding.py"
 AGREEMENT = "pure/test_parallel_agreement.py"
 SPLIT_KEYS = "pure/test_config_ubatch.py"
+UBATCH = "graphrt/ubatch/"
+OVERLAP, BATON = "simulated/test_ubatch_overlap.py", "simulated/test_ubatch_baton.py"
+WRAPPED, SPLIT_STEPS = "simulated/test_ubatch_wrapper.py", "simulated/test_runtime_ubatch.py"
 
 MUTANTS = [
     # Arguments of a replay
@@ -219,8 +222,8 @@ MUTANTS = [
     Mutant(
         "resources are not prepared for an eager step",
         RUNNER + "executor.py",
-        "            resource.prepare(key, step_info)\n        with torch.no_grad()",
-        "            pass\n        with torch.no_grad()",
+        "            resource.prepare(key, step_info)\n        context = ",
+        "            pass\n        context = ",
         "simulated/test_runtime_steps.py simulated/test_runner_run.py",
     ),
     Mutant(
@@ -427,7 +430,7 @@ MUTANTS = [
     ),
     Mutant(
         "write after a read is no race",
-        SIMULATED + "streams.py",
+        SIMULATED + "races.py",
         "and (earlier.written or access.written)",
         "and earlier.written",
         "simulated/test_simulated_streams.py",
@@ -539,5 +542,103 @@ MUTANTS = [
         "own_lens[-1] -= max(0, loc[-1] - last)",
         "pass",
         "pure/test_ubatch_slices.py",
+    ),
+    Mutant(
+        "failed micro-batch hands the baton on as if nothing had happened",
+        UBATCH + "baton.py",
+        "self.holder = self.live[0] if self.is_aborting else worker.next",
+        "self.holder = worker.next",
+        BATON,
+    ),
+    Mutant(
+        "worker does not take over the caller's modes",
+        UBATCH + "baton.py",
+        "            for mode in self.modes:\n",
+        "            for mode in ():\n",
+        BATON,
+    ),
+    Mutant(
+        "mark of a transfer is taken after the hand-over",
+        UBATCH + "communication.py",
+        "        if self.hand_over(tag):\n            mark",
+        "        if True | self.hand_over(tag):\n            mark",
+        OVERLAP,
+    ),
+    Mutant(
+        "receive hook runs twice",
+        UBATCH + "communication.py",
+        "        fn, self._fn = self._fn, None\n",
+        "        fn = self._fn\n",
+        OVERLAP,
+    ),
+    Mutant(
+        "communication stream is not joined at the end",
+        UBATCH + "split.py",
+        "                device.order(compute, comm)\n",
+        "",
+        WRAPPED + " " + OVERLAP,
+    ),
+    Mutant(
+        "request in two slices keeps the row of the first",
+        UBATCH + "split.py",
+        "values[number].narrow(dim, 0, min(kept, values[number].size(dim)))",
+        "values[number].narrow(dim, 0, values[number].size(dim))",
+        WRAPPED,
+    ),
+    Mutant(
+        "places in the batch are not rebased",
+        UBATCH + "split.py",
+        "    if axes.rebase is not None:\n",
+        "    if False:\n",
+        WRAPPED,
+    ),
+    Mutant(
+        "called-off split records another graph",
+        UBATCH + "wrapper.py",
+        "        if key is None or key.num_ubatches > 1 or key in programs:\n",
+        "        if key is None or key.num_ubatches >= 1 or key in programs:\n",
+        WRAPPED,
+    ),
+    Mutant(
+        "multiprocessors stay divided after an error",
+        UBATCH + "sm_budget.py",
+        "            control.set_compute(compute_before)\n",
+        "            pass\n",
+        WRAPPED,
+    ),
+    Mutant(
+        "strided tensors race wherever their intervals meet",
+        SIMULATED + "races.py",
+        "    if one.is_dense and other.is_dense:\n",
+        "    if True:\n",
+        OVERLAP,
+    ),
+    Mutant(
+        "replay order ignores marks",
+        SIMULATED + "graph.py",
+        "                    other is stream or calls[0]",
+        "                    True or other is stream or calls[0]",
+        OVERLAP,
+    ),
+    Mutant(
+        "memory used on two streams is given to the next one",
+        SIMULATED + "device.py",
+        "        if block is not None and block.owner is not _ours(stream):\n",
+        "        if block is None:\n",
+        "simulated/test_device_contract_simulated.py " + OVERLAP,
+    ),
+    Mutant(
+        "split with an empty last slice is replayed",
+        "graphrt/runtime/runtime.py",
+        "if not last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):",
+        "if True:",
+        SPLIT_STEPS,
+    ),
+    Mutant(
+        "step that was not split does not say why",
+        "graphrt/runtime/runtime.py",
+        "        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why\n",
+        "        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, None\n",
+        SPLIT_STEPS,
     ),
 ]

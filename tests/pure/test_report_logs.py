@@ -22,6 +22,7 @@ from graphrt import (
     RuntimeMode,
     Verified,
 )
+from graphrt.batch import UBatchReason
 
 FULL, KEY = RuntimeMode.FULL, BatchDescriptor(8)
 EVENTS: list[tuple[Event, int, str]] = [
@@ -38,6 +39,16 @@ EVENTS: list[tuple[Event, int, str]] = [
     (Invalidated("model", 2, ("weight",)), logging.WARNING, "replaced: weight"),
     (Retired(1, 2, 300), logging.INFO, "300 bytes"),
     (full(), logging.DEBUG, "3 tokens replayed FULL of 4 (PADDED) in 100.0 us"),
+    (
+        full()._replace(num_ubatches=2),
+        logging.DEBUG,
+        "3 tokens replayed FULL of 4 (PADDED, 2 micro-batches) in 100.0 us",
+    ),
+    (
+        eager()._replace(ubatch_reason=UBatchReason.BELOW_THRESHOLD),
+        logging.DEBUG,
+        "6 tokens ran eager (MODE_NONE, not split: BELOW_THRESHOLD) in 200.0 us",
+    ),
     (eager(), logging.DEBUG, "6 tokens ran eager (MODE_NONE)"),
 ]
 

@@ -23,6 +23,7 @@ from graphrt import (
     RuntimeMode,
     Verified,
 )
+from graphrt.batch import UBatchReason
 from graphrt.errors import ConfigError, MissingExtraError
 from graphrt.report.prometheus import HOST_SECONDS_BOUNDS
 
@@ -108,3 +109,18 @@ def test_prometheus_without_its_library_names_the_extra(
     with pytest.raises(MissingExtraError, match=r"graphrt\[metrics\]") as raised:
         PrometheusObserver()
     assert raised.value.extra == "metrics"
+
+
+def test_split_steps_and_why_not_are_counted() -> None:
+    registry = CollectorRegistry()
+    observe = PrometheusObserver(registry)
+    observe(Replayed(RuntimeMode.FULL, Reason.HIT, 16, 16, 2, True, 400.0, 2))
+    for _ in range(2):
+        observe(RanEager(Reason.ABOVE_MAX, 90, 2, False, 1.0, 1, UBatchReason.NO_FULL_GRAPH))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert value("graphrt_ubatch_steps_total", split="true") == 1
+    assert value("graphrt_ubatch_steps_total", split="false") == 2
+    assert value("graphrt_unsplit_steps_total", reason="NO_FULL_GRAPH") == 2

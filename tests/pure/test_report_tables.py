@@ -11,6 +11,7 @@ from report_events import RUNS, captured, eager, full, run_of, steps
 from rich.console import Console
 
 from graphrt import Event, Reason, RuntimeMode
+from graphrt.batch import UBatchReason
 from graphrt.report import (
     Metrics,
     PolicyRun,
@@ -66,12 +67,23 @@ def test_the_json_fields_are_those_of_the_contract() -> None:
         "uniform_steps": {"FULL": 3, "PIECEWISE": 0, "NONE": 0},
         "tokens_by_runtime_mode": {"FULL": 9, "PIECEWISE": 0, "NONE": 6},
         "miss_reasons": {"ABOVE_MAX": 1},
+        "split_steps": 0,
+        "unsplit_reasons": {},
         "padding_percent": 100 * 3 / 18,
         "num_graphs": 6,
         "capture_seconds": 0.5,
         "graph_bytes": 2 * 1536,
         "seconds": 1.0,
     }
+
+
+def test_split_steps_are_shown_where_a_plan_splits_any() -> None:
+    why = UBatchReason.BELOW_THRESHOLD
+    events = [full(), full()._replace(num_ubatches=2), eager()._replace(ubatch_reason=why)]
+    shown = comparison_table([run_of("FULL", events), run_of("NONE", [eager()])])
+    assert cells(shown, "split steps") == ("1", "-")
+    assert cells(shown, "not split: BELOW_THRESHOLD") == ("1", "-")
+    assert "split" not in str(comparison_table([run_of("NONE", [eager()])]))
 
 
 def test_step_time_ratio_needs_a_baseline_with_steps() -> None:

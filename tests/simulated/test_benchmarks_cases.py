@@ -33,6 +33,7 @@ from benchmarks.cases import (
     staging,
     step as steps,
     tails,
+    ubatch as ubatches,
 )
 from benchmarks.harness import CannotRunError, Case, Row, row, time_host
 from benchmarks.models import DecodeStep, small_runtime
@@ -212,6 +213,14 @@ def test_the_watch_is_a_part_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) 
         assert "watch" in item.samples
         assert item.config["num_watched"] > 0
         assert rows[f"C-step-{name}-us"].is_reached, "it has no target"
+
+
+def test_the_cases_of_micro_batches_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ubatches, "INNER", 1)
+    monkeypatch.setattr(ubatches, "ROUNDS", 2)
+    monkeypatch.setattr(ubatches, "time_host", partial(time_host, blocks=1, block_ms=0.1))
+    rows = [item for case in ubatches.CASES for item in case.run()]
+    assert [item.metric for item in rows] == [case.number for case in ubatches.CASES]
 
 
 def test_the_parts_of_a_capture_and_of_a_start_are_all_found(

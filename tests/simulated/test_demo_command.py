@@ -90,6 +90,8 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "uniform_steps",
         "tokens_by_runtime_mode",
         "miss_reasons",
+        "split_steps",
+        "unsplit_reasons",
         "padding_percent",
         "num_graphs",
         "capture_seconds",

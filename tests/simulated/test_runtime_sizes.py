@@ -303,7 +303,7 @@ def test_compilation_that_a_runtime_lacks_is_refused(asked):
     assert resolve(config).plan.level  # As a plan it is sound.
 
 
-@pytest.mark.parametrize("asked", [{"ubatch": {"num_ubatches": 2}}, {"ranks": {"check_every": 5}}])
+@pytest.mark.parametrize("asked", [{"ranks": {"check_every": 5}}])
 def test_option_that_no_runtime_reads_yet_is_refused(asked):
     config = RuntimeConfig(max_num_seqs=4, **asked)
     with pytest.raises(ConfigError, match="yet"):

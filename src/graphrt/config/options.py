@@ -240,6 +240,8 @@ class UBatchConfig:
     ``num_comm_sms``: Multiprocessors left to communication while a split step runs.
     ``allow_eager``: Split large batches that no split graph serves eagerly. False: they are not
       split.
+    ``stall_timeout_s``: Seconds without a hand-over after which a split step or its capture is
+      given up.
     """
 
     num_ubatches: Annotated[int, Field(ge=1, le=MOST_UBATCHES)] = 1
@@ -247,6 +249,7 @@ class UBatchConfig:
     prefill_token_threshold: Tokens = 512
     num_comm_sms: Annotated[int, Field(ge=0)] = 20
     allow_eager: bool = True
+    stall_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
 
 
 @config_class

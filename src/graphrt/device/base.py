@@ -195,6 +195,21 @@ class Device(Protocol):
     def order(self, after: Stream, before: Stream) -> None:
         """``wait(after, mark(before))``: to fork, join or hand over."""
 
+    def prepare_thread(self, streams: Sequence[Stream]) -> None:
+        """Select this device on the calling thread, and let libraries set up for each stream there
+        (the BLAS handle): in a recording that the thread joins later, it is too late."""
+
+    def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Work on ``stream`` uses ``tensor``, which was allocated on another one: once freed, its
+        memory is not reused before that work has run, in a recording not at all."""
+
+    def watch_races(self) -> AbstractContextManager[Any]:
+        """While entered, by this thread and those that take over its modes, eager operations on
+        streams that nothing orders raise ``StreamRaceError`` (on the simulated device only).
+
+        A recording looks for races by itself.
+        """
+
     def begin(
         self,
         pool: Pool,

@@ -39,6 +39,16 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """For any kind of device. ``torch.is_autocast_enabled(kind)`` reads a string first."""
 
 
+class OfRecording:
+    """Base of the modes of an open recording: a thread that joins it gets modes of its own."""
+
+
+def modes_of_thread() -> tuple[Mode, ...]:
+    """The calling thread's function modes, then its dispatch modes, but for those of recordings."""
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return tuple(mode for mode in modes if not isinstance(mode, OfRecording))
+
+
 def enter(mode: Mode) -> None:
     """Put ``mode`` on top of the calling thread's stack."""
     # The base class's own step, whatever the mode adds: it keeps torch's flags in agreement with
@@ -158,6 +168,11 @@ def report_capturing() -> Iterator[None]:
         _capture_query.remove(thread)
 
 
+def reports_capturing() -> bool:
+    """Whether the calling thread is in ``report_capturing``."""
+    return _capture_query.is_told_here()
+
+
 class _CaptureQuery:
     """Replaces torch's function while some thread is in ``report_capturing``.
 
@@ -175,6 +190,9 @@ class _CaptureQuery:
 
     def __call__(self) -> bool:
         return threading.get_ident() in self._num_scopes or self._original()
+
+    def is_told_here(self) -> bool:
+        return threading.get_ident() in self._num_scopes
 
     def add(self, thread: int) -> None:
         with self._lock:

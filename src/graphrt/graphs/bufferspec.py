@@ -87,6 +87,9 @@ class BufferSpec:
     SGLang #10892, AReno #509); ``StaticBufferError`` for a padding value that the dtype cannot
     hold.
 
+    ``rebase``: the axis along which its values are places in the batch (the request of each token,
+    the last token of each request): a micro-batch counts them from its own first one.
+
     ``name``: The name of the parameter that gets it.
     ``dtype``: Of the buffer; a value that converts without changing kind is converted.
     """
@@ -98,6 +101,7 @@ class BufferSpec:
     _: KW_ONLY
     optional: bool = False
     written: bool = False
+    rebase: Literal["tokens", "requests"] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))

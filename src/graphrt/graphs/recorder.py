@@ -255,6 +255,20 @@ class ProgramRecorder:
             self.in_eager = False
         return value
 
+    def join_thread(self) -> AbstractContextManager[None]:
+        """A worker thread enters it to issue work for the open recording.
+
+        Errors: ``CaptureError`` where nothing is being recorded.
+        """
+        if self._recording is None:
+            raise CaptureError(
+                self._label,
+                expected="an open recording, which a thread can join",
+                found="none",
+                do="join it while the callable that is captured runs",
+            )
+        return self._recording.join_thread()
+
     def externals(
         self,
         reads: Reads,

@@ -156,19 +156,25 @@ class CUDAGraphWrapper:
         return inner
 
     def __getattr__(self, name: str) -> Any:
-        # Found through __dict__: a copy or an unpickled wrapper has no runnable yet. How to copy it
-        # is not the runnable's business either.
-        try:
-            runnable = self.__dict__[name if name in _COPY_PROTOCOL else "runnable"]
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__} without a runnable: {name!r}") from None
-        try:
-            return getattr(runnable, name)
-        except AttributeError:
-            raise AttributeError(
-                f"neither {type(self).__name__} nor its runnable of type "
-                f"{type(runnable).__name__} has an attribute {name!r}"
-            ) from None
+        return read_from_runnable(self, name)
+
+
+def read_from_runnable(wrapper: Any, name: str) -> Any:
+    """What a wrapper's ``__getattr__`` answers: the runnable's attribute."""
+    # Found through __dict__: a copy or an unpickled wrapper has no runnable yet. How to copy it is
+    # not the runnable's business either.
+    kind = type(wrapper).__name__
+    try:
+        runnable = wrapper.__dict__[name if name in _COPY_PROTOCOL else "runnable"]
+    except KeyError:
+        raise AttributeError(f"{kind} without a runnable: {name!r}") from None
+    try:
+        return getattr(runnable, name)
+    except AttributeError:
+        raise AttributeError(
+            f"neither {kind} nor its runnable of type "
+            f"{type(runnable).__name__} has an attribute {name!r}"
+        ) from None
 
 
 def _single_mode(mode: RuntimeMode | CUDAGraphMode) -> RuntimeMode:

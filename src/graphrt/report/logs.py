@@ -88,10 +88,18 @@ def _told(event: Event) -> str:
         case Replayed():
             return (
                 f"{event.num_tokens} tokens replayed {event.mode.name} of "
-                f"{event.num_padded_tokens} ({event.reason.name}) in {event.host_us:.1f} us"
+                f"{event.num_padded_tokens} ({event.reason.name}{_split(event)}) "
+                f"in {event.host_us:.1f} us"
             )
         case RanEager():
             return (
-                f"{event.num_tokens} tokens ran eager ({event.reason.name}) in "
-                f"{event.host_us:.1f} us"
+                f"{event.num_tokens} tokens ran eager ({event.reason.name}{_split(event)}) "
+                f"in {event.host_us:.1f} us"
             )
+
+
+def _split(event: Replayed | RanEager) -> str:
+    why = event.ubatch_reason
+    if why is not None:
+        return f", not split: {why.name}"
+    return "" if event.num_ubatches == 1 else f", {event.num_ubatches} micro-batches"

@@ -19,7 +19,7 @@ from functools import reduce
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
-from graphrt.batch import Reason, RuntimeMode
+from graphrt.batch import Reason, RuntimeMode, UBatchReason
 from graphrt.events import (
     Captured,
     CaptureFailed,
@@ -342,6 +342,8 @@ class Metrics:
     ``missing_keys``: Keys of all runners that no graph serves now, by reason.
     ``verifications``: Comparisons with eager execution.
     ``lifetimes``: What was invalidated and retired.
+    ``split_steps``: Steps that were split into micro-batches.
+    ``unsplit_reasons``: Steps that were not, by reason, where the plan splits any.
     """
 
     steps: Mapping[StepKind, StepCounts] = field(default_factory=dict)
@@ -353,6 +355,8 @@ class Metrics:
     missing_keys: Mapping[Reason, int] = field(default_factory=dict)
     verifications: VerificationTotals = field(default_factory=VerificationTotals)
     lifetimes: LifetimeTotals = field(default_factory=LifetimeTotals)
+    split_steps: int = 0
+    unsplit_reasons: Mapping[UBatchReason, int] = field(default_factory=dict)
 
     def merge(self, other: Metrics) -> Metrics:
         """The numbers of both, as of two ranks that stepped side by side."""
@@ -366,6 +370,8 @@ class Metrics:
             missing_keys=dict(Counter(self.missing_keys) + Counter(other.missing_keys)),
             verifications=self.verifications.plus(other.verifications),
             lifetimes=self.lifetimes.plus(other.lifetimes),
+            split_steps=self.split_steps + other.split_steps,
+            unsplit_reasons=dict(Counter(self.unsplit_reasons) + Counter(other.unsplit_reasons)),
         )
 
     def total(self) -> StepCounts:
@@ -429,15 +435,21 @@ class StepMetrics:
         """The latest of each owner."""
         self._verifications = VerificationTotals()
         self._lifetimes = LifetimeTotals()
+        self._split_steps = 0
+        self._unsplit: dict[UBatchReason, int] = {}
 
     def __call__(self, event: Event, /) -> None:
         if isinstance(event, Replayed):
-            mode, reason, num_tokens, num_padded_tokens, _, uniform, host_us = event
+            mode, reason, num_tokens, num_padded_tokens, _, uniform, host_us, split, why = event
             self._count_step((mode, num_padded_tokens, reason, uniform), num_tokens, host_us)
+            if why is not None or split != 1:
+                self._count_split(why)
             return
         if isinstance(event, RanEager):
-            reason, num_tokens, _, uniform, host_us = event
+            reason, num_tokens, _, uniform, host_us, split, why = event
             self._count_step((RuntimeMode.NONE, None, reason, uniform), num_tokens, host_us)
+            if why is not None or split != 1:
+                self._count_split(why)
             return
         match event:
             case Captured():
@@ -487,6 +499,12 @@ class StepMetrics:
         self._host_us[mode].add(host_us)
         self._series.add(mode, num_tokens)
 
+    def _count_split(self, why: UBatchReason | None) -> None:
+        if why is None:
+            self._split_steps += 1
+        else:
+            self._unsplit[why] = self._unsplit.get(why, 0) + 1
+
     def snapshot(self) -> Metrics:
         """The numbers so far, as a value that later events do not change."""
         # dict() copies in one step of the interpreter: safe beside a thread that counts.
@@ -512,4 +530,6 @@ class StepMetrics:
             missing_keys=dict(missing),
             verifications=self._verifications,
             lifetimes=self._lifetimes,
+            split_steps=self._split_steps,
+            unsplit_reasons=dict(self._unsplit),
         )

@@ -86,6 +86,11 @@ def _families(metrics: Metrics) -> Iterator[Metric]:
         steps.add_metric(labels, value)
     yield steps
 
+    split = {"true": metrics.split_steps, "false": sum(metrics.unsplit_reasons.values())}
+    yield _counter("graphrt_ubatch_steps", "Steps that could be split, by split.", "split", split)
+    unsplit = {reason.name: count for reason, count in metrics.unsplit_reasons.items()}
+    yield _counter("graphrt_unsplit_steps", "Steps that were not split, by why.", "reason", unsplit)
+
     modes = {mode.name: counts for mode, counts in metrics.by_mode().items()}
     tokens = {mode: counts.num_tokens for mode, counts in modes.items()}
     yield _counter("graphrt_tokens", "Tokens without padding.", "mode", tokens)

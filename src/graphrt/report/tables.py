@@ -55,6 +55,10 @@ class PolicySummary:
     """Without padding."""
     miss_reasons: dict[str, int]
     """Eager steps by reason; they sum to those of mode NONE."""
+    split_steps: int
+    """Steps that were split into micro-batches."""
+    unsplit_reasons: dict[str, int]
+    """Steps that were not, by reason; empty where the plan splits none."""
     padding_percent: float
     num_graphs: int
     capture_seconds: float
@@ -96,6 +100,8 @@ def _summary(run: PolicyRun, median: float | None, baseline: float | None) -> Po
         uniform_steps={mode.name: counts.uniform_steps for mode, counts in by_mode},
         tokens_by_runtime_mode={mode.name: counts.num_tokens for mode, counts in by_mode},
         miss_reasons={reason.name: steps for reason, steps in metrics.miss_reasons().items()},
+        split_steps=metrics.split_steps,
+        unsplit_reasons={why.name: steps for why, steps in metrics.unsplit_reasons.items()},
         padding_percent=metrics.total().padding_percent,
         num_graphs=captured.graphs,
         capture_seconds=run.capture_seconds,
@@ -230,6 +236,12 @@ def comparison_table(runs: Sequence[PolicyRun]) -> TextTable:
     for reason in eager_reasons(runs):
         cells = (_count(summary.miss_reasons.get(reason.name, 0)) for summary in summaries)
         add(reason.name, cells, is_part=True)
+    unsplit = {name for summary in summaries for name in summary.unsplit_reasons}
+    if unsplit or any(summary.split_steps for summary in summaries):
+        add("split steps", (_count(summary.split_steps) for summary in summaries))
+    for name in sorted(unsplit):
+        cells = (_count(summary.unsplit_reasons.get(name, 0)) for summary in summaries)
+        add(f"not split: {name}", cells, is_part=True)
     add("graphs", (_count(summary.num_graphs) for summary in summaries))
     add("graph memory", (size_text(summary.graph_bytes) for summary in summaries))
     add("capture", (_seconds(summary.capture_seconds) for summary in summaries))

@@ -76,6 +76,8 @@ class Call(NamedTuple):
     """The sizes of ``values``: other than ``sizes`` where the caller has padded them."""
     step_info: Any = None
     """What ``Resource.prepare`` and the forward context get."""
+    ubatch_slices: Sequence[Any] | None = None
+    """Where an eager run is cut into micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,7 +295,7 @@ class Executor:
 
         ``key``: the batch itself; of an input that depends on the key, the spec for these sizes.
         """
-        values, sizes, staged, step_info = call
+        values, sizes, staged, step_info, slices = call
         if self._expire is not None:
             self._expire()
         bound = self._unpadded(key, staged)
@@ -310,6 +312,7 @@ class Executor:
         context = ForwardContext(RuntimeMode.NONE, key, step_info, None, layers, across)
         for resource in self._resources:
             resource.prepare(key, step_info)
+        context.ubatch_slices = slices
         with torch.no_grad(), context:
             outputs = self.fn(**bound.views)
         if self._hands_eager_out and staged is sizes:
@@ -362,7 +365,7 @@ class Executor:
         Eager means ``fn`` itself on the key's *padded* views: padding is not bit-neutral, because
         another number of rows may choose another kernel. Resources are prepared once.
         """
-        values, sizes, staged, step_info = call
+        values, sizes, staged, step_info, _ = call
         key, bound = ready.key, ready.bound
         self.outputs.expire()
         bound.stage(staged, values)
@@ -405,7 +408,7 @@ class Executor:
 
         Resources are prepared for the key and for the batch. See ``check_padding``.
         """
-        values, sizes, staged, step_info = call
+        values, sizes, staged, step_info, _ = call
         key, bound = ready.key, ready.bound
         self.outputs.expire()
         unpadded_key = batch_key(key, sizes)
@@ -513,7 +516,7 @@ class Executor:
         captured = self._captured_with.pop(entry.key, None)
         try:
             if before_warmup is None:
-                self.replay(ready, *call)
+                self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
                 return
             subject = f"{entry.mode.name}, {entry.key}"
             if captured is not None:

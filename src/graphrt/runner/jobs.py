@@ -32,6 +32,7 @@ from graphrt.graphs import (
     require_no_grad,
 )
 from graphrt.graphs.values import own_copy
+from graphrt.ubatch import UBatchWrapper
 from graphrt.verify import (
     check_replay,
     require_compared,
@@ -53,8 +54,8 @@ Progress = Callable[[int, int, "CaptureJob"], None]
 class CaptureJob:
     """One key to capture: ``target(*args, **kwargs)`` in a step of ``mode`` and ``key``.
 
-    ``target``: a ``CUDAGraphWrapper``; with ``owner`` any callable, whose program is then found
-    under that name; or a callable that itself calls wrappers of ``mode``.
+    ``target``: a ``CUDAGraphWrapper`` or a ``UBatchWrapper``; with ``owner`` any callable, whose
+    program is then found under that name; or a callable that itself calls wrappers of ``mode``.
     ``make_inputs`` returns ``(args, kwargs)``; it is called anew for every warm-up and for the
     capture, and its tensors must lie where steps will find them. If it takes an argument, that is
     a seed: 0 for warm-up and capture, 1 for the first replay, which is then compared with eager.
@@ -80,9 +81,8 @@ class CaptureJob:
     @property
     def is_direct(self) -> bool:
         """True if the target is what is captured, rather than calling wrappers that are."""
-        return bool(self.owner) or (
-            isinstance(self.target, CUDAGraphWrapper) and self.target.runtime_mode is self.mode
-        )
+        wrapper = _wrapper_of(self.target)
+        return bool(self.owner) or (wrapper is not None and wrapper.runtime_mode is self.mode)
 
     @property
     def takes_seed(self) -> bool:
@@ -321,6 +321,8 @@ class _Run:
             with _guarded(state), run, scope.step(job.mode, job.key):
                 if job.is_direct:
                     fn, options = self._callable_of(job), self._options_of(job)
+                    if isinstance(job.target, UBatchWrapper):
+                        job.target.prepare(job.key)
                     program = capture_program(
                         self.library, job.name, job.mode, job.key, fn, args, kwargs, options
                     )
@@ -400,9 +402,9 @@ class _Run:
         return self._catalog.entry(job.name, job.mode, job.key)
 
     def _callable_of(self, job: CaptureJob) -> Callable[..., Any]:
-        target = job.target
-        if not isinstance(target, CUDAGraphWrapper):
-            return target
+        target = _wrapper_of(job.target)
+        if target is None:
+            return job.target
         if target.library is not self.library:
             raise ConfigError(
                 f"job of {job.name}",
@@ -414,8 +416,8 @@ class _Run:
 
     def _options_of(self, job: CaptureJob) -> CaptureOptions:
         """The options for one job: its wrapper's, and whether its recording is observed."""
-        options, target = self.options, job.target
-        if isinstance(target, CUDAGraphWrapper):
+        options, target = self.options, _wrapper_of(job.target)
+        if target is not None:
             options = target.options_within(options)
         is_simulated = self.library.device.name == "simulated"
         observe = options.observe or ("always" if is_simulated else "ends")
@@ -513,6 +515,12 @@ class _Run:
             )
         require_varied_for_memos(subject, captured, checked, self._hosts.get(id(fn)))
         program.is_compared = require_compared(subject, verification)
+
+
+def _wrapper_of(target: object) -> CUDAGraphWrapper | None:
+    if isinstance(target, UBatchWrapper):
+        return target.graphs
+    return target if isinstance(target, CUDAGraphWrapper) else None
 
 
 @contextmanager

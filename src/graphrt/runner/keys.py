@@ -254,7 +254,7 @@ def batch_key(key: BatchDescriptor, sizes: Mapping[str, int]) -> BatchDescriptor
     if isinstance(key.variant, BucketKey):
         return make_key(sizes, key.variant.variant)
     first = next(iter(sizes.values()))
-    return replace(key, num_tokens=first, num_reqs=None, uniform=False)
+    return replace(key, num_tokens=first, num_reqs=None, uniform=False, num_ubatches=1)
 
 
 def smaller_by_axis(

@@ -682,11 +682,13 @@ class CUDAGraphRunner:
         values: Values,
         step_info: Any = None,
         staged: Sizes | None = None,
+        ubatch_slices: Sequence[Any] | None = None,
     ) -> Any:
         """Run what was decided: the part of ``run`` that an engine with its own dispatcher calls.
 
         It emits no event. ``sizes``: the real sizes. ``staged``: those of ``values``, where the
-        caller has padded them. Shapes, aliasing, errors: as ``run``.
+        caller has padded them. ``ubatch_slices``: where an eager run is cut, for a callable that
+        cuts itself. Shapes, aliasing, errors: as ``run``.
         """
         staged = staged or sizes
         if decision.mode is not _EAGER and not self._look():
@@ -707,7 +709,8 @@ class CUDAGraphRunner:
                 if self._is_strict:
                     largest = largest_sizes(self._entries, self._axis_sizes)
                     raise miss_error(reason, sizes, "; ".join(above_largest(sizes, largest)))
-                return self._executor.eager(key, Call(values, sizes, staged, step_info))
+                call = Call(values, sizes, staged, step_info, ubatch_slices)
+                return self._executor.eager(key, call)
             # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
             ready = self._ready[mode].get(id(key))
             if ready is None:

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.batch import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    Decision,
+    Reason,
+    RuntimeMode,
+    UBatchReason,
+    last_ubatch_is_empty,
+    ubatch_stride,
+)
 from graphrt.config import (
     CompilationConfig,
     CompilationLevel,
@@ -51,6 +60,14 @@ from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Sub
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
 from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
+from graphrt.ubatch import (
+    InputAxes,
+    SMControl,
+    SplitCallable,
+    UBatchSlice,
+    make_slices,
+    wants_split,
+)
 
 if TYPE_CHECKING:
     from graphrt.compile import Compiled, CompileReport, PieceInfo
@@ -125,6 +142,8 @@ class Runtime:
     the model always meet. A rank without work calls ``step_idle``. ``ranks`` is the engine's to
     close, after the runtime. The examples of all ranks have the same sizes; values that an engine
     has padded by itself are refused where the ranks pad further.
+    ``sm_control``: divides the multiprocessors of steps in micro-batches (``config.ubatch``), for
+    which ``BufferSpec.rebase`` has to be said; whose inputs then do not depend on the key.
     ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
     kernels that sum in another order inside a graph.
 
@@ -160,6 +179,7 @@ class Runtime:
         compile_part: torch.nn.Module | None = None,
         op_impls: Mapping[str, Callable[..., Any]] | None = None,
         ranks: Exchange | None = None,
+        sm_control: SMControl | None = None,
     ) -> None:
         flat = {
             "mode": mode,
@@ -187,6 +207,7 @@ class Runtime:
         if plan.level is CompilationLevel.PIECEWISE:
             self._compiled = _compiled(plan, model, compile_part, op_impls)
         fn = model if self._compiled is None or compile_part is not None else self._compiled
+        self._split: SplitCallable | None = None
         self.library = GraphLibrary(
             device,
             budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
@@ -195,6 +216,16 @@ class Runtime:
         )
         self.device = self.library.device
         try:
+            if plan.ubatch.num_ubatches > 1:
+                axes, self._cuts_requests = _cut_axes(inputs, outputs)
+                fn = self._split = SplitCallable(
+                    fn,
+                    self.device,
+                    plan.ubatch,
+                    sm_control=sm_control,
+                    input_axes=axes,
+                    outputs=outputs,
+                )
             self.runner = CUDAGraphRunner(
                 fn,
                 inputs=inputs,
@@ -233,6 +264,7 @@ class Runtime:
         except BaseException:
             self._uncompile()
             self.library.close()
+            self._end_split()
             raise
         self._execute, self._execute_padding = self.runner.execute, self.runner.execute_padding
         if self._ranks is not None:
@@ -321,6 +353,8 @@ class Runtime:
         num_active_loras: int = 0,
         exclude: frozenset[RuntimeMode] = _NONE,
         step_info: Any = None,
+        query_lens: Iterable[int] | None = None,
+        unsplit: UBatchReason | None = None,
     ) -> Any:
         """Run one batch through the graph that fits it, or eagerly with a counted reason.
 
@@ -328,6 +362,10 @@ class Runtime:
         over "requests" each row is a request, as far as ``max_num_seqs`` permits.
         ``uniform``: every request brings exactly ``query_len`` tokens. None: it follows from the
         sizes where that is 1, else it is False, because with speculation only the engine knows.
+        ``query_lens``: the tokens of each request, in order; without them, a batch that is not
+        uniform is not cut into micro-batches where inputs or outputs have a row for each request.
+        ``unsplit``: why the engine does not want it cut; None: it may be. A cut step's
+        ``step_info`` reaches the micro-batches as ``ForwardContext.of_micro_batch`` says.
 
         Shapes:   each value has the real size along its buffer's axes ("tokens": ``num_tokens``,
                   "requests": ``num_reqs``), or the padded size of the key that serves the step,
@@ -356,25 +394,45 @@ class Runtime:
                 do="pass uniform=True only where every request brings exactly that many tokens",
             )
         runner = self.runner
-        if self._ranks is None:
+        slices = why = None
+        if self._ranks is not None:
+            objection = wants_split(num_tokens, uniform, self.plan.ubatch, unsplit)
+            decision = self._ranks.decide(
+                num_tokens, uniform, num_active_loras, exclude, objection
+            )
+            why = self._ranks.last_unsplit
+        elif self._split is None:
             decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
         else:
-            decision = self._ranks.decide(num_tokens, uniform, num_active_loras, exclude)
+            decision, slices, why = self._decide_split(
+                num_tokens, num_reqs, uniform, num_active_loras, exclude, query_lens, unsplit
+            )
         mode, key, reason = decision
         if reason is _NOT_CAPTURED_YET:
-            sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
-            runner.note_miss(num_tokens, uniform, num_active_loras, exclude, real_sizes=sizes)
-        outputs = self._execute(
-            decision, {TOKENS: num_tokens, REQUESTS: num_reqs}, values, step_info
-        )
+            self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, decision)
+        sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
+        if slices is None:
+            outputs = self._execute(decision, sizes, values, step_info)
+        else:
+            outputs = self._execute(decision, sizes, values, step_info, None, slices)
         if observer is not None:
             host_us = (perf_counter_ns() - started) / 1000
             # Other than decided, where the step found out that something had been replaced.
             mode, key, reason = runner.last_decision or decision
             observer(
-                RanEager(reason, num_tokens, num_reqs, uniform, host_us)
+                RanEager(reason, num_tokens, num_reqs, uniform, host_us, key.num_ubatches, why)
                 if mode is _EAGER
-                else Replayed(mode, reason, num_tokens, key.num_tokens, num_reqs, uniform, host_us)
+                else Replayed(
+                    mode,
+                    reason,
+                    num_tokens,
+                    key.num_tokens,
+                    num_reqs,
+                    uniform,
+                    host_us,
+                    key.num_ubatches,
+                    why,
+                )
             )
         return outputs
 
@@ -403,6 +461,83 @@ class Runtime:
     def last_settled(self) -> SettledStep | None:
         """What the ranks' votes of the latest step came to; None without ranks, or if all idled."""
         return None if self._ranks is None else self._ranks.last
+
+    def _note_miss(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: bool,
+        num_active_loras: int,
+        exclude: frozenset[RuntimeMode],
+        missed: Decision,
+    ) -> None:
+        self.runner.note_miss(
+            num_tokens,
+            uniform,
+            num_active_loras,
+            exclude,
+            missed.descriptor.num_ubatches,
+            real_sizes={TOKENS: num_tokens, REQUESTS: num_reqs},
+        )
+
+    def _query_lens(
+        self,
+        given: Iterable[int] | None,
+        num_tokens: int,
+        num_reqs: int,
+        query_len: int,
+        uniform: bool,
+    ) -> list[int] | None:
+        """The tokens of each request; None where a cut needs them and nobody knows."""
+        if given is None:
+            if uniform:
+                return [query_len] * num_reqs
+            # Nothing is cut by requests: as if there was one.
+            return None if self._cuts_requests else [num_tokens]
+        lens = [int(length) for length in given]
+        if sum(lens) != num_tokens or len(lens) != num_reqs:
+            raise BatchError(
+                "query_lens",
+                expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
+                found=f"{len(lens)} that add up to {sum(lens)}",
+                do="pass the tokens of each request of this batch, in order",
+            )
+        return lens
+
+    def _decide_split(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: bool,
+        num_active_loras: int,
+        exclude: frozenset[RuntimeMode],
+        query_lens: Iterable[int] | None,
+        unsplit: UBatchReason | None,
+    ) -> tuple[Decision, Sequence[UBatchSlice] | None, UBatchReason | None]:
+        """What a step runs, where an eager one is cut, and why it is not split."""
+        dispatch, config = self.runner.dispatcher.dispatch, self.plan.ubatch
+        query_len, num_ubatches = self._query_len if uniform else 1, config.num_ubatches
+        why = wants_split(num_tokens, uniform, config, unsplit)
+        if why is None and not ubatch_stride(num_tokens, query_len, num_ubatches):
+            why = UBatchReason.TOO_FEW_TOKENS
+        if why is None:
+            found = dispatch(num_tokens, uniform, num_active_loras, exclude, num_ubatches)
+            if found.mode is not _EAGER:
+                padded = found.descriptor.num_tokens
+                if not last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
+                    return found, None, None
+                why = UBatchReason.LAST_SLICE_EMPTY
+        if why is None:
+            why = UBatchReason.NO_FULL_GRAPH
+            may_cut = config.allow_eager and self.config.on_miss == "eager"
+            if may_cut and num_tokens >= config.prefill_token_threshold:
+                lens = self._query_lens(query_lens, num_tokens, num_reqs, query_len, uniform)
+                if lens is not None:
+                    slices = make_slices(lens, num_tokens, num_reqs, num_ubatches, query_len)
+                    return found, slices, None
+            if found.reason is _NOT_CAPTURED_YET:
+                self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, found)
+        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why
 
     def _read(
         self,
@@ -497,6 +632,11 @@ class Runtime:
         self.library.close()
         self.runner.close()
         self._uncompile()
+        self._end_split()
+
+    def _end_split(self) -> None:
+        if self._split is not None:
+            self._split.close()
 
     def __enter__(self) -> Self:
         return self
@@ -555,18 +695,14 @@ def _check_built(plan: Plan) -> None:
         accepted = "none: one trace serves every size"
         problems.append(ConfigProblem("compile_sizes", str(list(plan.compile_sizes)), accepted))
     is_cut = any(mode is RuntimeMode.PIECEWISE for mode, _ in plan.capture_order)
+    if plan.level is CompilationLevel.PIECEWISE and plan.ubatch.num_ubatches > 1:
+        found = f"{plan.ubatch.num_ubatches}, at level 3"
+        problems.append(ConfigProblem("ubatch.num_ubatches", found, "1 at level 3, or level 0"))
     if plan.level is CompilationLevel.PIECEWISE and is_cut and not plan.splitting_ops:
         accepted = "names, or attention_ops in the facts: where PIECEWISE graphs end"
         problems.append(ConfigProblem("compilation.splitting_ops", "None", accepted))
     if problems:
         raise config_error("Runtime", problems)
-    if plan.ubatch.num_ubatches > 1:
-        raise ConfigError(
-            f"ubatch.num_ubatches = {plan.ubatch.num_ubatches}",
-            expected="1, because a runtime does not split its steps yet",
-            found=str(plan.ubatch.num_ubatches),
-            do="leave it out; resolve and dispatch take it already",
-        )
 
 
 def _compiled(
@@ -604,6 +740,30 @@ def _as_asked(field: str) -> str:
     for name, known in _FIELDS.items():
         field = field.replace(known.removeprefix("compilation."), name)
     return field
+
+
+def _cut_axes(inputs: Any, outputs: OutputSpec) -> tuple[dict[str, InputAxes], bool]:
+    """How inputs are cut into micro-batches, and whether anything has a row for each request.
+
+    Errors: ``ConfigError`` for inputs that depend on the key.
+    """
+    if callable(inputs):
+        raise ConfigError(
+            "inputs of a runtime that splits steps into micro-batches",
+            expected="one list of BufferSpecs for all keys",
+            found="a function of the key",
+            do="declare them for the largest key, or leave ubatch.num_ubatches at 1",
+        )
+
+    def place(spec: BufferSpec, axis: str) -> int | None:
+        return spec.shape.index(axis) if axis in spec.shape else None
+
+    axes = {
+        spec.name: InputAxes(place(spec, TOKENS), place(spec, REQUESTS), spec.rebase)
+        for spec in inputs
+    }
+    lengths = [length for dims in (outputs.axes or {}).values() for length in dims.values()]
+    return axes, REQUESTS in lengths or any(cut.requests is not None for cut in axes.values())
 
 
 def _check_axes(inputs: Sequence[BufferSpec]) -> None:
@@ -644,14 +804,19 @@ def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:
 
 def _smaller_sizes(plan: Plan, mode: RuntimeMode, key: BatchDescriptor) -> list[Mapping[str, int]]:
     """The smallest batch that dispatch pads to a key; none if every batch fills it."""
-    kind = (mode, key.uniform, key.num_active_loras, key.num_ubatches)
+    # A split batch is padded as an unsplit one.
+    kind = (mode, key.uniform, key.num_active_loras)
     below = [
         other.num_tokens
         for at, other in plan.capture_order
-        if (at, other.uniform, other.num_active_loras, other.num_ubatches) == kind
-        and other.num_tokens < key.num_tokens
+        if (at, other.uniform, other.num_active_loras) == kind and other.num_tokens < key.num_tokens
     ]
     smallest = max(below, default=0) + 1
+    if key.num_ubatches > 1:
+        # Its last micro-batch is not empty, and it is large enough to be split.
+        stride = ubatch_stride(key.num_tokens, plan.query_len, key.num_ubatches)
+        least = stride * (key.num_ubatches - 1) + 1
+        smallest = max(smallest, least, plan.ubatch.decode_token_threshold)
     if key.uniform:
         num_reqs = -(-smallest // plan.query_len)
         return [{TOKENS: num_reqs * plan.query_len, REQUESTS: num_reqs}]

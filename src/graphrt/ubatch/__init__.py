@@ -1,5 +1,27 @@
-"""Micro-batches: how a batch is cut into slices. Torch-free."""
+"""Micro-batches: how a batch is cut into slices, and how they run while others communicate.
 
+A model calls what is torch-free; what runs micro-batches is imported on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from graphrt.ubatch.communication import (
+    Communication,
+    active,
+    communication,
+    compute_mark,
+    count,
+    index,
+    register_recv_hook,
+    run_recv_hook,
+    switch_to_comm,
+    switch_to_compute,
+    token_offset,
+    yield_,
+    yield_and_switch_to_comm,
+    yield_and_switch_to_compute,
+)
 from graphrt.ubatch.slices import (
     SliceMetadata,
     UBatchSlice,
@@ -8,4 +30,51 @@ from graphrt.ubatch.slices import (
     wants_split,
 )
 
-__all__ = ["SliceMetadata", "UBatchSlice", "make_slices", "slice_metadata", "wants_split"]
+if TYPE_CHECKING:
+    from graphrt.ubatch.baton import UBatchAborted
+    from graphrt.ubatch.sm_budget import SMControl
+    from graphrt.ubatch.split import CaptureHook, InputAxes, SplitCallable
+    from graphrt.ubatch.wrapper import UBatchWrapper
+
+_LATER = {
+    "UBatchAborted": "baton",
+    "SMControl": "sm_budget",
+    "CaptureHook": "split",
+    "InputAxes": "split",
+    "SplitCallable": "split",
+    "UBatchWrapper": "wrapper",
+}
+
+__all__ = [
+    "CaptureHook",
+    "Communication",
+    "InputAxes",
+    "SMControl",
+    "SliceMetadata",
+    "SplitCallable",
+    "UBatchAborted",
+    "UBatchSlice",
+    "UBatchWrapper",
+    "active",
+    "communication",
+    "compute_mark",
+    "count",
+    "index",
+    "make_slices",
+    "register_recv_hook",
+    "run_recv_hook",
+    "slice_metadata",
+    "switch_to_comm",
+    "switch_to_compute",
+    "token_offset",
+    "wants_split",
+    "yield_",
+    "yield_and_switch_to_comm",
+    "yield_and_switch_to_compute",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(f"graphrt.ubatch.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'graphrt.ubatch' has no attribute {name!r}")

@@ -82,7 +82,9 @@ class AttentionBackend(Protocol):
     For each step the engine calls ``prepare``, then ``begin``, then ``forward`` for each layer; in
     a replay ``forward`` runs for the eager segments of a PIECEWISE program only. Memory that a
     graph reads may neither grow nor move. A backend is a ``graphrt.Resource``, whose optional
-    methods are called too. ``register_attention_backend`` makes it known by name.
+    methods are called too. One that sets ``serves_micro_batches`` prepares every part of a step
+    that is split: ``prepare`` is called once, and ``graphrt.ubatch.index()`` says in ``begin`` and
+    ``forward`` which part they serve. ``register_attention_backend`` makes it known by name.
     """
 
     @property

@@ -8,6 +8,7 @@ for eager code, takes the step's lengths from the host and reads no further than
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from graphrt import AttentionSupport, BatchDescriptor
+from graphrt import AttentionSupport, BatchDescriptor, ubatch
 from graphrt_llm.attention.base import AttentionInputs, AttentionMetadata
 from graphrt_llm.blocks import blocks_for
 from graphrt_llm.errors import AttentionBackendError
@@ -32,6 +33,24 @@ class _Chunk(NamedTuple):
     num_new: int
     num_all: int
     """Cached and new tokens."""
+
+
+class _Step:
+    """What a backend keeps of one step, or of one micro-batch of it. The same object in each step,
+    so that what a run has left in it is seen to be reset before the next."""
+
+    def __init__(self) -> None:
+        self.key: BatchDescriptor | None = None
+        self.lengths: _Lengths | None = None
+        # Shared by all layers, made by the first that needs it.
+        self.decodes: tuple[Tensor, Tensor] | None = None
+        self.masks: dict[_Chunk, Tensor] = {}
+
+    def begin(self, key: BatchDescriptor, lengths: _Lengths | None) -> None:
+        self.key = key
+        self.lengths = lengths
+        self.decodes = None
+        self.masks.clear()
 
 
 class _Lengths(NamedTuple):
@@ -54,29 +73,32 @@ class SdpaAttention:
 
     support: ClassVar[AttentionSupport] = AttentionSupport.ALWAYS
     keep_alive: ClassVar[Sequence[Tensor]] = ()
+    serves_micro_batches: ClassVar[bool] = True
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self._kv_shape = (2, cache.config.num_kv_heads, cache.config.head_dim)
         self._num_groups = cache.config.num_heads // cache.config.num_kv_heads
-        self._key: BatchDescriptor | None = None
-        self._lengths: _Lengths | None = None
-        # Shared by all layers of a step, made by the first that needs it.
-        self._decodes: tuple[Tensor, Tensor] | None = None
-        self._masks: dict[_Chunk, Tensor] = {}
+        self._steps = [_Step()]
+        """One for each micro-batch; the first one for a step that is not split."""
 
     def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
         """Without a batch: for one request that has all tokens of the key, from position 0."""
         if step_info is None:
             step_info = AttentionMetadata((key.num_tokens,), (key.num_tokens,))
-        self._key = key
-        self._lengths = None if key.num_reqs is not None else _measure(step_info)
-        self._decodes = None
-        self._masks.clear()
+        while len(self._steps) < key.num_ubatches:
+            self._steps.append(_Step())
+        if key.num_reqs is not None:
+            for step in self._steps:
+                step.begin(key, None)
+            return
+        parts = _of_micro_batches(step_info, key.num_ubatches)
+        for step, part in zip(self._steps, parts, strict=False):
+            step.begin(key, _measure(*part))
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
         """For the static formula: the block tables [rows, max_blocks] to read, and their mask."""
-        key = self._key
+        key = self._steps[ubatch.index()].key
         if key is None:
             raise _unprepared()
         if key.num_reqs is None:
@@ -112,18 +134,19 @@ class SdpaAttention:
     def _attend_by_host_lengths(
         self, layer_index: int, q: Tensor, kv: Tensor, attn: AttentionInputs, out: Tensor
     ) -> None:
-        lengths = self._lengths
+        step = self._steps[ubatch.index()]
+        lengths = step.lengths
         if lengths is None:
             raise _unprepared()
         count = lengths.num_decodes
         if count:
-            if self._decodes is None:
+            if step.decodes is None:
                 num_blocks = blocks_for(lengths.longest_decode, self.cache.block_size)
                 keys = torch.arange(num_blocks * self.cache.block_size, device=q.device)
                 visible = keys < attn.seq_lens[:count, None, None]
                 tables = attn.block_tables[:count, :num_blocks].contiguous()
-                self._decodes = tables, self._additive(visible)
-            tables, mask = self._decodes
+                step.decodes = tables, self._additive(visible)
+            tables, mask = step.decodes
             self._attend_together(layer_index, q[:count], tables, mask, out[:count])
         for chunk in lengths.chunks:
             tokens = slice(chunk.start, chunk.start + chunk.num_new)
@@ -170,11 +193,12 @@ class SdpaAttention:
         if num_new < num_all:
             table = attn.block_tables[chunk.request, : blocks_for(num_all, self.cache.block_size)]
             kv = self.cache.layers[layer_index].index_select(0, table).flatten(0, 1)[:num_all]
-            mask = self._masks.get(chunk)
+            masks = self._steps[ubatch.index()].masks
+            mask = masks.get(chunk)
             if mask is None:
                 everything = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device)
                 visible = everything.tril_(num_all - num_new)
-                mask = self._masks[chunk] = self._additive(visible)
+                mask = masks[chunk] = self._additive(visible)
         keys, values = kv.permute(1, 2, 0, 3).unsqueeze(2).unbind()
         # [key heads, heads of a group, tokens, width]; the group shares its keys by a stride of 0.
         groups = (-1, self._num_groups, -1, -1)
@@ -196,10 +220,32 @@ class SdpaAttention:
         )
 
 
-def _measure(step_info: AttentionMetadata) -> _Lengths:
+def _of_micro_batches(
+    info: AttentionMetadata, num_ubatches: int
+) -> list[tuple[AttentionMetadata, int]]:
+    """The lengths of each micro-batch, cut where the runtime cuts the batch, and how many of its
+    requests, counted from the first, do not go on in the next one."""
+    if num_ubatches == 1:
+        return [(info, len(info.query_lens))]
+    lens, seq_lens = [int(n) for n in info.query_lens], [int(n) for n in info.seq_lens]
+    loc = [0, *accumulate(lens)]
+    longest = max(lens), max(seq_lens)
+    slices = ubatch.make_slices(lens, loc[-1], len(lens), num_ubatches)
+    found = []
+    for part in slices:
+        of = ubatch.slice_metadata(part, loc, seq_lens, *longest)
+        new = [end - begin for begin, end in pairwise(of.query_start_loc)]
+        goes_on = loc[part.request_slice.stop] > part.token_slice.stop
+        found.append((AttentionMetadata(new, of.seq_lens), len(new) - goes_on))
+    return found
+
+
+def _measure(step_info: AttentionMetadata, most_decodes: int) -> _Lengths:
+    # Of a request that goes on, the tensors have the length at its end.
     new, all_ = np.asarray(step_info.query_lens), np.asarray(step_info.seq_lens)
     is_longer = new > 1
     num_decodes = int(is_longer.argmax()) if is_longer.any() else len(new)
+    num_decodes = min(num_decodes, most_decodes)
     ends = new.cumsum()
     chunks = tuple(
         _Chunk(i, int(ends[i] - new[i]), int(new[i]), int(all_[i]))

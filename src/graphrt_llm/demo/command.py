@@ -111,6 +111,9 @@ def demo(
             "--expert-parallel", help="Ranks share the experts; without --model a tiny Qwen3-MoE."
         ),
     ] = False,
+    ubatches: Annotated[
+        int, typer.Option(min=1, max=8, help="Micro-batches of a step; also runs unsplit.")
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -151,6 +154,7 @@ def demo(
             seed=seed,
             level=level,
             expert_parallel=expert_parallel,
+            ubatches=ubatches,
         )
         with _exchange(started) as exchange:
             agreed = run(options, as_json=as_json, ranks=exchange)
@@ -228,7 +232,7 @@ def run(options: Options, *, as_json: bool, ranks: Exchange | None = None) -> bo
             prepared.load,
             tie_tolerance=prepared.tie_tolerance,
             phases=bars,
-            make_uncompiled=prepared.make_uncompiled,
+            make_plain=prepared.make_plain,
         )
     parts = None if ranks is None else gather(ranks, of_rank(ranks.rank, outcomes))
     agreed = are_identical(outcomes) if parts is None else all_identical(parts)

@@ -25,8 +25,8 @@ TIE_TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.06, "bfloat16": 
 """By how much padding, which changes the order of sums, may change logits: some spacings of the
 dtype at the logits' size. In float64 no choice is that close in practice."""
 
-UNCOMPILED = "UNCOMPILED"
-"""The name of the run that compiled ones are compared with."""
+UNCOMPILED, UNSPLIT = "UNCOMPILED", "UNSPLIT"
+"""Names of the run that compiled ones, and those in micro-batches, are compared with."""
 
 MakeEngine = Callable[[CUDAGraphMode, Observer], LLMEngine]
 
@@ -74,19 +74,19 @@ def compare_policies(
     *,
     tie_tolerance: float,
     phases: Phases,
-    make_uncompiled: MakeEngine | None = None,
+    make_plain: tuple[str, MakeEngine] | None = None,
 ) -> list[Outcome]:
     """Serve ``load`` under each of ``modes``; the first one's tokens are the reference.
 
-    ``make_uncompiled``: first serve it with such an engine, without graphs, as ``UNCOMPILED``.
+    ``make_plain``: first serve it with such an engine, without graphs, under that name.
 
     One engine exists at a time, so that memory holds one model and one cache.
     Errors: those of ``make_engine``, ``LLMEngine.capture`` and ``serve``.
     """
     outcomes: list[Outcome] = []
     runs = [(mode.name, mode, make_engine) for mode in modes]
-    if make_uncompiled is not None:
-        runs.insert(0, (UNCOMPILED, CUDAGraphMode.NONE, make_uncompiled))
+    if make_plain is not None:
+        runs.insert(0, (make_plain[0], CUDAGraphMode.NONE, make_plain[1]))
     for name, mode, make in runs:
         metrics = StepMetrics()
         with make(mode, metrics) as engine:

@@ -21,7 +21,7 @@ from graphrt import (
     read_trace,
 )
 from graphrt_llm.config import DeviceName, DType, EngineConfig, LoadFormat
-from graphrt_llm.demo.compare import TIE_TOLERANCE, Load, MakeEngine
+from graphrt_llm.demo.compare import TIE_TOLERANCE, UNCOMPILED, UNSPLIT, Load, MakeEngine
 from graphrt_llm.demo.report import Setting
 from graphrt_llm.engine import LLMEngine
 from graphrt_llm.model_config import ModelConfig
@@ -54,6 +54,8 @@ class Options(NamedTuple):
     level: int = 0
     """Of compilation."""
     expert_parallel: bool = False
+    ubatches: int = 1
+    """Micro-batches of a step that is large enough to be split."""
 
 
 class Prepared(NamedTuple):
@@ -62,8 +64,8 @@ class Prepared(NamedTuple):
     setting: Setting
     load: Load
     make_engine: MakeEngine
-    make_uncompiled: MakeEngine | None
-    """What a compiled run is compared with."""
+    make_plain: tuple[str, MakeEngine] | None
+    """Name and engine of what a compiled run, or one in micro-batches, is compared with."""
     tie_tolerance: float
     report: Path | None
 
@@ -107,7 +109,10 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
     )
 
     def make_engine(
-        mode: CUDAGraphMode, observer: Observer, level: int = options.level
+        mode: CUDAGraphMode,
+        observer: Observer,
+        level: int = options.level,
+        ubatches: int = options.ubatches,
     ) -> LLMEngine:
         sizes: tuple[int, ...] | None = None if mode is CUDAGraphMode.NONE else CAPTURE_SIZES
         if mode is CUDAGraphMode.FULL_DECODE_ONLY:
@@ -117,16 +122,30 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
         compilation = CompilationConfig(
             level=wanted, cudagraph_mode=mode, cudagraph_capture_sizes=sizes
         )
-        asked = replace(config, runtime=replace(config.runtime, compilation=compilation))
+        runtime = replace(config.runtime, compilation=compilation)
+        if ubatches > 1:
+            # Far below what pays: the demo's batches are small, and it is about the tokens.
+            split: Any = {
+                "num_ubatches": ubatches,
+                "decode_token_threshold": ubatches,
+                "prefill_token_threshold": 8 * ubatches,
+            }
+            runtime = replace(runtime, ubatch=split)
+        asked = replace(config, runtime=runtime)
         if options.model is None:
             return LLMEngine.with_random_weights(described, asked, observer=observer, ranks=ranks)
         return LLMEngine.from_model_dir(options.model, asked, observer=observer, ranks=ranks)
+
+    make_plain: tuple[str, MakeEngine] | None = None
+    if options.level or options.ubatches > 1:
+        name = UNCOMPILED if options.level else UNSPLIT
+        make_plain = name, partial(make_engine, level=0, ubatches=1)
 
     return Prepared(
         setting=Setting(trace, len(requests), model, dtype, options.seed, STEP_SECONDS),
         load=Load(requests, STEP_SECONDS, options.seed),
         make_engine=make_engine,
-        make_uncompiled=partial(make_engine, level=0) if options.level else None,
+        make_plain=make_plain,
         tie_tolerance=TIE_TOLERANCE[dtype],
         report=report,
     )

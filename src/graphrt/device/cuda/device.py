@@ -218,6 +218,18 @@ class CUDADevice:
     def order(self, after: Stream, before: Stream) -> None:
         self.wait(after, self.mark(before))
 
+    def prepare_thread(self, streams: Sequence[Stream]) -> None:
+        torch.cuda.set_device(self.index)
+        for stream in streams:
+            with self.use(stream):
+                torch.cuda.current_blas_handle()
+
+    def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(_own(stream).torch_stream)
+
+    def watch_races(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def begin(
         self,
         pool: Pool,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphrt.device.base import TensorUse
 from graphrt.device.cuda import private
 from graphrt.device.cuda.pool import storage_address
-from graphrt.device.torch_modes import is_for_parts
+from graphrt.device.torch_modes import OfRecording, is_for_parts
 from graphrt.source import caller_source
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -164,7 +164,7 @@ class UseTracker:
         return tuple(use for address, use in self._uses.items() if not self._is_pooled(address))
 
 
-class Observer(TorchDispatchMode):
+class Observer(OfRecording, TorchDispatchMode):
     """Runs every operation unchanged, and notes it in a tracker."""
 
     supports_higher_order_operators = True

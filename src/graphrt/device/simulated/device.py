@@ -23,6 +23,7 @@ from graphrt.device.simulated.memory import (
     SimulatedPool,
     without_modes,
 )
+from graphrt.device.simulated.races import RaceWatch
 from graphrt.device.simulated.recorder import Shared, SimulatedRecording, is_recording
 from graphrt.device.simulated.streams import SimulatedMark, SimulatedStream
 from graphrt.device.torch_modes import report_capturing
@@ -154,6 +155,18 @@ class SimulatedDevice:
 
     def order(self, after: Stream, before: Stream) -> None:
         self.wait(after, self.mark(before))
+
+    def prepare_thread(self, streams: Sequence[Stream]) -> None:
+        """It has no libraries that set anything up."""
+
+    def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
+        block = self._memory.block_at(tensor.untyped_storage().data_ptr())
+        if block is not None and block.owner is not _ours(stream):
+            # Nothing is ever issued there, so nothing takes the bytes.
+            block.owner = SimulatedStream(f"used on {stream.name}")
+
+    def watch_races(self) -> AbstractContextManager[Any]:
+        return RaceWatch(self._thread, self.shared.operators)
 
     def synchronize(self, stream: Stream | None = None) -> None:
         """Everything has run already. Inside a recording it is as illegal as on CUDA."""

@@ -5,8 +5,10 @@ It runs in inference mode and without autocast, which are of the caller and not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from graphrt.device.base import TensorUse
 from graphrt.device.simulated.memory import POISON, DeviceMemory, PoolMemory
 from graphrt.device.simulated.ops import leaves
+from graphrt.device.simulated.streams import SimulatedStream
 from graphrt.errors import (
     CaptureError,
     DeviceReplayError,
@@ -35,6 +38,8 @@ class Faults:
     """The end of a recording fails."""
     replay_op: int | None = None
     """The kernel that fails at replay; those before it have run."""
+    replay_order: int | None = None
+    """No fault: replay in a random order that streams and marks permit; the seed of the order."""
 
     def check_op(self, number: int, operation: str, source: Source) -> None:
         if number == self.op:
@@ -76,6 +81,9 @@ class Workspace:
 class Call:
     """One recorded kernel. ``store`` takes its result, where that needs memory."""
 
+    stream: SimulatedStream
+    clock: Mapping[SimulatedStream, int]
+    """How far into each stream it comes after; in its own, its place."""
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -138,13 +146,50 @@ class SimulatedGraph:
             if self.poisons_first:
                 for one in self.scratch:
                     one.fill_(POISON)
-            for at, call in enumerate(self.calls):
+            seed = self.faults.replay_order
+            for at, call in enumerate(self.calls if seed is None else self._shuffled(seed)):
                 if at == fault:
                     raise self._failed(call, "an injected fault")
                 try:
                     call.run()
                 except Exception as error:
                     raise self._failed(call, str(error)) from error
+
+    def _shuffled(self, seed: int) -> Iterator[Call]:
+        """The calls in a random order in which each comes after what it waited for."""
+        random, waiting = Random(seed), self._by_stream()
+        while waiting:
+            ready = [
+                stream
+                for stream, calls in waiting.items()
+                if all(
+                    other is stream or calls[0].clock.get(other, 0) < others[0].clock[other]
+                    for other, others in waiting.items()
+                )
+            ]
+            stream = random.choice(ready)
+            yield waiting[stream].popleft()
+            if not waiting[stream]:
+                del waiting[stream]
+
+    def _by_stream(self) -> dict[SimulatedStream, deque[Call]]:
+        found: dict[SimulatedStream, deque[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.stream, deque()).append(call)
+        return found
+
+    def schedule_length(self, cost: Callable[[str], float]) -> float:
+        """When the last call ends, if each takes ``cost(operation)`` and waits only for its stream
+        and for marks. It checks the order of a schedule, and predicts no time."""
+        ended: dict[SimulatedStream, list[tuple[int, float]]] = {}
+        for call in self.calls:
+            begins = 0.0
+            for stream, ticks in call.clock.items():
+                done = [end for tick, end in ended.get(stream, ()) if tick <= ticks]
+                begins = max(begins, done[-1] if done else 0.0)
+            end = begins + cost(call.operation)
+            ended.setdefault(call.stream, []).append((call.clock[call.stream], end))
+        return max((calls[-1][1] for calls in ended.values()), default=0.0)
 
     def reset(self) -> None:
         if self.is_reset:

@@ -346,6 +346,9 @@ class DeviceMemory:
                 return arena
         return None
 
+    def block_at(self, address: int) -> LiveBlock | None:
+        return next((pool.live[address] for pool in self.pools if address in pool.live), None)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         return self.arena_at(tensor.untyped_storage().data_ptr()) is not None
 

@@ -39,7 +39,6 @@ from graphrt.device.simulated.graph import Call, Faults, SimulatedGraph, Workspa
 from graphrt.device.simulated.memory import (
     DeviceMemory,
     PoolMemory,
-    extent_bytes,
     without_modes,
 )
 from graphrt.device.simulated.ops import (
@@ -51,14 +50,11 @@ from graphrt.device.simulated.ops import (
     leaves,
     tensors_in,
 )
-from graphrt.device.simulated.streams import (
-    Access,
-    CallingThread,
-    RecordedStreams,
-    SimulatedStream,
-)
+from graphrt.device.simulated.races import Accesses
+from graphrt.device.simulated.streams import CallingThread, RecordedStreams, SimulatedStream
 from graphrt.device.simulated.tensors import RecordedTensors
 from graphrt.device.torch_modes import (
+    OfRecording,
     enter,
     is_for_parts,
     leave,
@@ -113,6 +109,7 @@ class SimulatedRecording:
         self._function: Any = None
         """The function of torch's that runs now, as Python called it."""
         self._first_error: BaseException | None = None
+        self._accesses = Accesses()
         self._calls: list[Call] = []
         self._uses_rng = False
         self._workspaces: dict[SimulatedStream, Workspace] = {}
@@ -389,6 +386,8 @@ class SimulatedRecording:
             ]
             store = partial(copy_results, targets)
         call = Call(
+            stream,
+            dict(stream.clock),
             function,
             tuple([self._tensors.aliased(one, at in written, name) for at, one in enumerate(args)]),
             {key: self._tensors.aliased(one, key in written, name) for key, one in kwargs.items()},
@@ -401,7 +400,7 @@ class SimulatedRecording:
             touched += [(one, key in written) for key, one in kwargs.items()]
             touched.append((results, True))
             for value, is_written in touched:
-                self._note_access(value, is_written, name, stream, source)
+                self._accesses.note(value, is_written, name, stream, source)
         self._calls.append(call)
 
     def _take_workspace(self, stream: SimulatedStream, source: Source) -> None:
@@ -420,18 +419,8 @@ class SimulatedRecording:
         self._streams.issue(stream, operation, source)
         return stream
 
-    def _note_access(
-        self, value: Any, written: bool, operation: str, stream: SimulatedStream, source: Source
-    ) -> None:
-        for tensor in tensors_in(value):
-            length = extent_bytes(tensor.shape, tensor.stride(), tensor.dtype)
-            start, tick = tensor.data_ptr(), stream.clock[stream]
-            if length:
-                access = Access(start, start + length, written, operation, source, tick)
-                self._streams.access(stream, access)
 
-
-class _OperatorRecorder(TorchDispatchMode):
+class _OperatorRecorder(OfRecording, TorchDispatchMode):
     """Sees every operator of the thread it is entered in."""
 
     supports_higher_order_operators = True
@@ -460,7 +449,7 @@ def is_recording() -> bool:
     return any(isinstance(mode, _OperatorRecorder) for mode in _get_current_dispatch_mode_stack())
 
 
-class _FunctionRecorder(TorchFunctionMode):
+class _FunctionRecorder(OfRecording, TorchFunctionMode):
     """Sees the calls that Python answers without asking the dispatcher, such as ``tolist``."""
 
     def __init__(self, recording: SimulatedRecording) -> None:

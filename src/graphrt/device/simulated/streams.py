@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from graphrt.errors import StreamRaceError, UnjoinedStreamError
+from graphrt.errors import UnjoinedStreamError
 from graphrt.source import Source
 
 
@@ -35,7 +35,7 @@ class SimulatedStream:
 
     def mark(self) -> SimulatedMark:
         if self.recording is not None:
-            self.recording.check_races()
+            self.recording.checks_races = True
         return SimulatedMark(self, dict(self.clock), self.recording)
 
     def wait(self, mark: SimulatedMark) -> None:
@@ -68,19 +68,8 @@ class SimulatedMark(NamedTuple):
     recording: RecordedStreams | None
 
 
-class Access(NamedTuple):
-    """One recorded operation that touches the bytes ``start`` to ``end``."""
-
-    start: int
-    end: int
-    written: bool
-    operation: str
-    source: Source
-    tick: int
-
-
 class RecordedStreams:
-    """The streams of one recording, and what they touch."""
+    """The streams of one recording."""
 
     def __init__(self, label: str, stream: SimulatedStream) -> None:
         self.label = label
@@ -88,7 +77,8 @@ class RecordedStreams:
         self.is_open = True
         self._joined_at: dict[SimulatedStream, int] = {}
         """How far each stream was when it came in."""
-        self._accesses: dict[SimulatedStream, dict[tuple[int, int, bool], Access]] | None = None
+        self.checks_races = False
+        """True from the first mark on. Until then there is one stream, and no race."""
         self.add(stream)
 
     def add(self, stream: SimulatedStream) -> None:
@@ -123,50 +113,6 @@ class RecordedStreams:
         self.is_open = False
         for stream in self._joined_at:
             stream.recording = None
-
-    def check_races(self) -> None:
-        """From now on. Until the first mark there is one stream, and no race."""
-        if self._accesses is None:
-            self._accesses = {}
-
-    @property
-    def checks_races(self) -> bool:
-        return self._accesses is not None
-
-    def access(self, stream: SimulatedStream, access: Access) -> None:
-        """Errors: ``StreamRaceError`` naming both operations."""
-        assert self._accesses is not None, "call check_races() first"
-        for other, accesses in self._accesses.items():
-            if other is stream:
-                continue
-            known = stream.clock.get(other, 0)
-            for earlier in accesses.values():
-                if (
-                    earlier.tick > known
-                    and earlier.start < access.end
-                    and access.start < earlier.end
-                    and (earlier.written or access.written)
-                ):
-                    raise _race(other, earlier, stream, access)
-        # The latest access to the same bytes is the one that others must come after.
-        mine = self._accesses.setdefault(stream, {})
-        mine[access.start, access.end, access.written] = access
-
-
-def _race(
-    other: SimulatedStream, earlier: Access, stream: SimulatedStream, access: Access
-) -> StreamRaceError:
-    def described(one: Access, on: SimulatedStream) -> str:
-        verb = "writes" if one.written else "reads"
-        return f"{one.operation} {verb} them on stream {on.name!r} at {one.source}"
-
-    start, end = max(earlier.start, access.start), min(earlier.end, access.end)
-    return StreamRaceError(
-        f"two streams touch the same {end - start} bytes and nothing orders them",
-        expected="a mark on one stream and a wait for it on the other, between the two",
-        found=f"{described(earlier, other)}; {described(access, stream)}",
-        do=f"order the second after the first: device.order({stream.name!r}, {other.name!r}).",
-    )
 
 
 class _ThreadState(NamedTuple):

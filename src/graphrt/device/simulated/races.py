@@ -1,0 +1,184 @@
+"""Races between streams: two accesses to the same bytes that nothing orders, one of them a write.
+
+Recordings look for them from their first mark on, and eager code where ``RaceWatch`` is entered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphrt.context import current_forward_context
+from graphrt.device.simulated.memory import extent_bytes, without_modes
+from graphrt.device.simulated.ops import Operators, decompose, tensors_in
+from graphrt.device.simulated.streams import CallingThread, SimulatedStream
+from graphrt.device.torch_modes import is_for_parts
+from graphrt.errors import StreamRaceError
+from graphrt.source import Source, caller_source
+
+
+class _Access(NamedTuple):
+    """One operation that touches elements between the bytes ``start`` and ``end``."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements."""
+    itemsize: int
+    written: bool
+    operation: str
+    where: str
+    """Micro-batch and tag; empty outside."""
+    source: Source
+    tick: int
+
+    def mask(self, low: int, high: int) -> torch.Tensor:
+        """[high - low]: which of the bytes from ``low`` on it touches."""
+        steps = [(n, step) for n, step in zip(self.shape, self.stride, strict=True) if step]
+        index = torch.zeros(1, dtype=torch.int64)
+        for n, step in [*steps, (self.itemsize, 0)]:
+            unit = step * self.itemsize or 1
+            index = (index[:, None] + torch.arange(n) * unit).flatten()
+        index = index + (self.start - low)
+        mask = torch.zeros(high - low, dtype=torch.bool)
+        mask[index[(index >= 0) & (index < high - low)]] = True
+        return mask
+
+    @property
+    def is_dense(self) -> bool:
+        count = self.itemsize
+        for n, step in zip(self.shape, self.stride, strict=True):
+            count *= n if step else 1
+        return count == self.end - self.start
+
+
+class Accesses:
+    """What the operations of each stream have touched so far."""
+
+    def __init__(self) -> None:
+        self._by_stream: dict[SimulatedStream, dict[Any, _Access]] = {}
+
+    def note(
+        self, value: Any, written: bool, operation: str, stream: SimulatedStream, source: Source
+    ) -> None:
+        """Errors: ``StreamRaceError`` naming both operations."""
+        for tensor in tensors_in(value):
+            length = extent_bytes(tensor.shape, tensor.stride(), tensor.dtype)
+            if length:
+                start = tensor.data_ptr()
+                self._add(
+                    stream,
+                    _Access(
+                        start,
+                        start + length,
+                        tuple(tensor.shape),
+                        tensor.stride(),
+                        tensor.dtype.itemsize,
+                        written,
+                        operation,
+                        _micro_batch(),
+                        source,
+                        stream.clock[stream],
+                    ),
+                )
+
+    def _add(self, stream: SimulatedStream, access: _Access) -> None:
+        for other, accesses in self._by_stream.items():
+            if other is stream:
+                continue
+            known = stream.clock.get(other, 0)
+            for earlier in accesses.values():
+                if (
+                    earlier.tick > known
+                    and earlier.start < access.end
+                    and access.start < earlier.end
+                    and (earlier.written or access.written)
+                    and (shared := _num_shared(earlier, access))
+                ):
+                    raise _race(other, earlier, stream, access, shared)
+        # The latest access to the same bytes is the one that others must come after.
+        self._by_stream.setdefault(stream, {})[access[:6]] = access
+
+
+def _num_shared(one: _Access, other: _Access) -> int:
+    """Bytes that both touch. Strided tensors may lie between each other's elements."""
+    low, high = max(one.start, other.start), min(one.end, other.end)
+    if one.is_dense and other.is_dense:
+        return high - low
+    with without_modes():
+        return int((one.mask(low, high) & other.mask(low, high)).sum())
+
+
+def _micro_batch() -> str:
+    context = current_forward_context()
+    ubatch = None if context is None else context.ubatch
+    if ubatch is None:
+        return ""
+    tag = "" if ubatch.tag is None else f"{ubatch.tag!r}, "
+    return f"{tag}micro-batch {ubatch.index}, "
+
+
+def _race(
+    other: SimulatedStream, earlier: _Access, stream: SimulatedStream, access: _Access, shared: int
+) -> StreamRaceError:
+    def told(one: _Access, on: SimulatedStream) -> str:
+        return f"{one.operation} ({one.where}stream {on.name!r}, at {one.source})"
+
+    did = "wrote" if earlier.written else "reads"
+    does = "writes" if access.written else "reads"
+    return StreamRaceError(
+        f"two streams touch the same {shared} bytes and nothing orders them",
+        expected="a mark on one stream and a wait for it on the other, between the two",
+        found=f"{told(access, stream)} {does} what {told(earlier, other)} {did}, and does not "
+        "wait for it",
+        do=f"mark {other.name!r} and wait for the mark on {stream.name!r}; in a micro-batch, use "
+        "ubatch.communication, and allocate buffers before it",
+    )
+
+
+class RaceWatch(TorchDispatchMode):
+    """Runs operations as they are, and looks for races between the streams they are issued on.
+
+    What they touch stays allocated while it is entered: on a GPU one stream's memory would not
+    become another's either.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, thread: CallingThread, operators: Operators) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._thread = thread
+        self._operators = operators
+        self._accesses = Accesses()
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if is_for_parts(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **kwargs)
+        traits = self._operators.traits(func)
+        if traits.is_composite:
+            with self:
+                return decompose(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if traits.moves_no_data or traits.only_allocates:
+            return result
+        stream, source = self._thread.stream, caller_source()
+        stream.clock[stream] += 1
+        touched = [(one, at in traits.written) for at, one in enumerate(args)]
+        touched += [(one, key in traits.written) for key, one in kwargs.items()]
+        touched.append((result, True))
+        for value, written in touched:
+            for tensor in tensors_in(value):
+                if tensor.layout is torch.strided:
+                    storage = tensor.untyped_storage()
+                    self._kept.setdefault(storage.data_ptr(), storage)
+                    self._accesses.note(tensor, written, traits.name, stream, source)
+        return result

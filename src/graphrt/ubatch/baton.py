@@ -1,0 +1,309 @@
+"""One thread for each micro-batch, and the baton: the right to run, which one of them has.
+
+Threads, and not greenlets or generators, because a yield may lie below any operator of torch's, and
+a switch of stacks below the dispatcher ends the process. They outlive the step: libraries keep
+workspaces for each thread and stream, whose addresses a captured graph holds.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrt.device.torch_modes import (
+    Mode,
+    enter,
+    leave,
+    modes_of_thread,
+    report_capturing,
+    reports_capturing,
+)
+from graphrt.errors import UBatchBusyError, UBatchDeadlockError
+
+
+class UBatchAborted(BaseException):
+    """Unwinds a micro-batch because another one failed, or the caller was interrupted."""
+
+
+class Worker:
+    """One thread of a crew, and where its micro-batch is."""
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index = index
+        self.next: Worker = self
+        """Who gets the baton next."""
+        self.tag: str | None = None
+        """Of its latest yield."""
+        self.stream = ""
+        """The name of its current stream, for the report of a stall."""
+        self.lock = _locked()
+        """Released to give it the baton."""
+        self.ended = _locked()
+        """Released when it ends after a stall."""
+        self.task: Callable[[], None] | None = None
+        self.run: _Run | None = None
+        self.is_abandoned = False
+        self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
+        self.thread.start()
+
+    def hand_over(self, tag: str) -> None:
+        """Let the others run; return when it is this one's turn again.
+
+        Errors: ``UBatchAborted`` once another micro-batch has failed, at each further call too.
+        """
+        run, following = self.run, self.next
+        assert run is not None, "only a running micro-batch yields"
+        self.tag = tag
+        if following is not self and not run.is_aborting:
+            run.num_hand_overs += 1
+            run.holder = following
+            following.lock.release()
+            self.lock.acquire()
+        if run.is_aborting:
+            raise UBatchAborted(f"micro-batch {self.index}: another one failed")
+
+    def describe(self, role: str, stack: Sequence[str]) -> str:
+        where = "before its first yield" if self.tag is None else f"after yield {self.tag!r}"
+        lines = "".join(stack).rstrip()
+        return f"micro-batch {self.index} ({role}, {where}, on stream {self.stream!r})\n{lines}"
+
+
+class _Run:
+    """One call of ``WorkerCrew.run``. An abandoned worker keeps its own."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.live = list(workers)
+        self.holder = workers[0]
+        self.num_hand_overs = 0
+        self.results: list[Any] = [None] * len(workers)
+        self.error: BaseException | None = None
+        self.is_aborting = False
+        self.is_stalled = False
+        self.is_done = False
+        self.done = _locked()
+
+    def fail(self, worker: Worker, error: BaseException) -> None:
+        """Keep the first error; later ones are notes of it."""
+        if self.error is not None:
+            self.error.add_note(f"while micro-batch {worker.index} unwound: {error!r}")
+            return
+        where = "before its first yield" if worker.tag is None else f"after yield {worker.tag!r}"
+        error.add_note(f"in micro-batch {worker.index} of {len(self.results)}, {where}")
+        self.error = error
+        self.is_aborting = True
+
+    def leave(self, worker: Worker) -> None:
+        """A worker ends: the baton goes on, of an aborted run to the lowest index."""
+        self.live.remove(worker)
+        self.num_hand_overs += 1
+        if self.is_stalled:  # The caller releases one after the other.
+            worker.ended.release()
+            return
+        if not self.live:
+            self.is_done = True
+            self.done.release()
+            return
+        for one in self.live:
+            if one.next is worker:
+                one.next = worker.next
+        self.holder = self.live[0] if self.is_aborting else worker.next
+        self.holder.lock.release()
+
+
+class WorkerCrew:
+    """As many persistent threads as micro-batches, of which one runs at a time.
+
+    If k counts the yields of a worker, what lies between them runs in the order of (k, index): the
+    model alone decides, so that it is the same in every run and on every rank.
+    ``stall_timeout_s``: seconds without a hand-over after which a run is given up.
+    """
+
+    def __init__(self, num_workers: int, stall_timeout_s: float = 60.0) -> None:
+        self.num_abandoned = 0
+        """Threads that never came back, and run on by themselves."""
+        self.stall_timeout_s = stall_timeout_s
+        self._num_workers = num_workers
+        self._workers: list[Worker] = []
+        self._process = 0
+        self._busy = threading.Lock()
+
+    def run(self, bodies: Sequence[Callable[[Worker], Any]]) -> list[Any]:
+        """Run ``bodies[i]`` on worker i, and return what they returned.
+
+        Each runs in a copy of the caller's context, and in its grad and inference mode, autocast
+        and torch modes. Errors: ``UBatchBusyError`` if a run is open; ``UBatchDeadlockError``; the
+        first error of a body, with a note of its micro-batch and yield. The crew stays usable.
+        """
+        if self._process != os.getpid():  # Threads and locks do not survive a fork.
+            self._process, self._busy, self._workers = os.getpid(), threading.Lock(), []
+        if not self._busy.acquire(blocking=False):
+            raise UBatchBusyError(
+                "micro-batches",
+                expected="one thread at a time that runs them",
+                found="a second one",
+                do="call it from one thread, or make one wrapper for each thread",
+            )
+        try:
+            return self._run(bodies)
+        finally:
+            self._busy.release()
+
+    def _run(self, bodies: Sequence[Callable[[Worker], Any]]) -> list[Any]:
+        if not self._workers:
+            names = [f"graphrt micro-batch {index}" for index in range(self._num_workers)]
+            self._workers = [Worker(index, name) for index, name in enumerate(names)]
+        workers = self._workers
+        run, state = _Run(workers), ThreadState.read()
+        for worker, body in zip(workers, bodies, strict=True):
+            worker.next = workers[(worker.index + 1) % len(workers)]
+            worker.tag, worker.stream, worker.run = None, "", run
+            context = contextvars.copy_context()
+            worker.task = partial(context.run, _work, run, worker, body, state)
+        workers[0].lock.release()
+        self._wait(run)
+        for worker in workers:
+            worker.run = run if worker.is_abandoned else None
+        error, run.error = run.error, None
+        if error is None:
+            return run.results
+        try:
+            raise error
+        finally:
+            del error, run  # Together with the traceback they would be a cycle that holds tensors.
+
+    def _wait(self, run: _Run) -> None:
+        """Wait for the end of a run; an interrupt ends it at the next yields."""
+        seen = -1
+        while not run.is_done:
+            try:
+                while not run.is_done and not run.done.acquire(timeout=self.stall_timeout_s):
+                    if run.num_hand_overs == seen:
+                        self._give_up(run)
+                        return
+                    seen = run.num_hand_overs
+            except BaseException as error:  # noqa: BLE001  Raised by the caller, when all ended.
+                run.error = run.error or error
+                run.is_aborting = True
+
+    def _give_up(self, run: _Run) -> None:
+        """End a run in which nothing has moved: release who waits, abandon who never returns."""
+        frames = sys._current_frames()
+        found = [
+            worker.describe(
+                "holds the baton" if worker is run.holder else "parked",
+                traceback.format_stack(frames.get(worker.thread.ident or 0)),
+            )
+            for worker in run.live
+        ]
+        del frames
+        error = UBatchDeadlockError(
+            f"micro-batches: no hand-over in {self.stall_timeout_s} s",
+            expected="each micro-batch to reach its next yield, or its end",
+            found="\n".join(found),
+            do="look for what the holder waits for: a transfer that no other rank takes part in, "
+            "or a lock of a parked micro-batch; stall_timeout_s sets the limit",
+        )
+        if run.error is not None:
+            error.add_note(f"while unwinding after {run.error!r}")
+        run.error, run.is_aborting, run.is_stalled = error, True, True
+        for worker in [one for one in run.live if one is not run.holder]:
+            if worker.lock.locked():
+                worker.lock.release()
+            worker.ended.acquire(timeout=self.stall_timeout_s)
+        for worker in list(run.live):
+            worker.is_abandoned = True
+            self.num_abandoned += 1
+        self.close()
+
+    def close(self) -> None:
+        """End the threads. Idempotent; a later run makes new ones."""
+        workers = [worker for worker in self._workers if not worker.is_abandoned]
+        self._workers = []
+        if self._process == os.getpid():
+            for worker in workers:
+                worker.lock.release()
+            for worker in workers:
+                worker.thread.join()
+
+
+class ThreadState(NamedTuple):
+    """What torch keeps for a thread: the modes that its code runs in."""
+
+    is_inference: bool
+    has_grad: bool
+    autocasts: tuple[tuple[str, torch.dtype], ...]
+    caches_casts: bool
+    reports_capturing: bool
+    modes: tuple[Mode, ...]
+    """Function modes, then dispatch modes, without those of an open recording."""
+
+    @classmethod
+    def read(cls) -> ThreadState:
+        """Of the calling thread."""
+        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return cls(
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
+            torch.is_autocast_cache_enabled(),
+            reports_capturing(),
+            modes_of_thread(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Put the calling thread into it."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.has_grad))
+            for kind, dtype in self.autocasts:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, cache_enabled=self.caches_casts)
+                )
+            if self.reports_capturing:
+                stack.enter_context(report_capturing())
+            for mode in self.modes:
+                enter(mode)
+                stack.callback(leave, mode)
+            yield
+
+
+def _locked() -> Any:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _serve(worker: Worker) -> None:
+    while True:
+        worker.lock.acquire()
+        task, worker.task = worker.task, None
+        if task is None:
+            return
+        task()
+        del task
+        if worker.is_abandoned:
+            return
+
+
+def _work(run: _Run, worker: Worker, body: Callable[[Worker], Any], state: ThreadState) -> None:
+    try:
+        if not run.is_aborting:
+            with state.entered():
+                run.results[worker.index] = body(worker)
+    except UBatchAborted as error:
+        if not run.is_aborting:  # Raised by the body itself.
+            run.fail(worker, error)
+    except BaseException as error:  # noqa: BLE001  Raised by the caller.
+        run.fail(worker, error)
+    finally:
+        run.leave(worker)

@@ -1,0 +1,45 @@
+"""How many multiprocessors communication and computation get while a split step is issued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class SMControl(Protocol):
+    """What an engine implements over its communication library and its matrix products.
+
+    Launch sizes are part of a captured graph: a replay calls none of this.
+    """
+
+    def max_comm_sms(self) -> int | None:
+        """The most that communication can use; None: no limit."""
+
+    def get(self) -> tuple[int, int]:
+        """Multiprocessors of communication and of computation, as they are set now."""
+
+    def set_comm(self, number: int) -> None: ...
+
+    def set_compute(self, number: int) -> None: ...
+
+
+@contextmanager
+def sm_budget(control: SMControl | None, num_comm_sms: int, num_sms: int) -> Iterator[None]:
+    """While entered, communication has ``num_comm_sms`` of ``num_sms``, as far as it can use them,
+    and computation the rest; then both what they had before."""
+    most = None if control is None else control.max_comm_sms()
+    comm = num_comm_sms if most is None else min(num_comm_sms, most)
+    if control is None or comm == 0:
+        yield
+        return
+    comm_before, compute_before = control.get()
+    try:
+        control.set_comm(comm)
+        control.set_compute(num_sms - comm)
+        yield
+    finally:
+        try:
+            control.set_comm(comm_before)
+        finally:
+            control.set_compute(compute_before)
