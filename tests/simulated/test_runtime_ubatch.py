@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -275,6 +276,35 @@ def test_overlap_that_changes_the_result_is_never_published() -> None:
     assert 1 in found
     assert {key.num_ubatches for _, key in other.runtime.report().missing} == {2}
     other.runtime.close()
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8,)])
+def test_input_that_is_not_rebased_is_found(sizes: tuple[int, ...]) -> None:
+    """Micro-batches agree with each other then, and not with the whole batch."""
+    inputs = [replace(spec, rebase=None) for spec in INPUTS]
+
+    def places(found: Mapping[str, int], seed: int) -> Example:
+        made = values([1] * found["requests"], seed)
+        # In range for each half too, so that nothing fails.
+        return Example({**made, "last": made["last"] % 2, "owners": made["owners"] % 2})
+
+    runtime = Runtime(
+        Model(),
+        inputs=inputs,
+        outputs=OUTPUTS,
+        examples=places,
+        device="simulated",
+        config=RuntimeConfig(
+            compilation={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
+            max_num_seqs=8,
+            max_num_batched_tokens=16,
+            ubatch={**SPLIT, "decode_token_threshold": 8},
+        ),
+        verify_tolerance=1e-6,
+    )
+    with pytest.raises(VerificationError, match="num_ubatches=2"):
+        runtime.capture()
+    runtime.close()
 
 
 def test_metrics_count_splits_and_why_not() -> None:

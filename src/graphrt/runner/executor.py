@@ -303,7 +303,7 @@ class Executor:
             bound.stage(staged, values)
         except InputMismatchError:
             padded = self._sizes_padded_to(values, staged)
-            if padded is None:
+            if padded is None or slices is not None:  # Slices are of the real size.
                 raise
             key, staged = batch_key(key, padded), padded
             bound = self._unpadded(key, staged)
@@ -558,6 +558,9 @@ class Executor:
         """
         padded = self.axis_sizes(entry.key)
         smallest = [s for s in self._smaller_sizes(entry.mode, entry.key) if s != padded]
+        if not smallest and entry.key.num_ubatches > 1:
+            # Without padding: only this compares micro-batches with the batch as a whole.
+            smallest = [padded]
         missed = entry.missed_sizes
         if missed is None or missed == padded or missed.keys() != padded.keys():
             return smallest

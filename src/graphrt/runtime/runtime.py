@@ -142,8 +142,9 @@ class Runtime:
     the model always meet. A rank without work calls ``step_idle``. ``ranks`` is the engine's to
     close, after the runtime. The examples of all ranks have the same sizes; values that an engine
     has padded by itself are refused where the ranks pad further.
-    ``sm_control``: divides the multiprocessors of steps in micro-batches (``config.ubatch``), for
-    which ``BufferSpec.rebase`` has to be said; whose inputs then do not depend on the key.
+    ``sm_control``: divides the multiprocessors while a step in micro-batches is issued. With these
+    (``config.ubatch``) ``inputs`` are one list for all keys, and those whose values are places in
+    the batch say so (``BufferSpec.rebase``).
     ``observer`` gets every event. ``verify_tolerance`` None means bit-equal; a tolerance is for
     kernels that sum in another order inside a graph.
 
@@ -364,8 +365,9 @@ class Runtime:
         sizes where that is 1, else it is False, because with speculation only the engine knows.
         ``query_lens``: the tokens of each request, in order; without them, a batch that is not
         uniform is not cut into micro-batches where inputs or outputs have a row for each request.
-        ``unsplit``: why the engine does not want it cut; None: it may be. A cut step's
-        ``step_info`` reaches the micro-batches as ``ForwardContext.of_micro_batch`` says.
+        A batch that is cut eagerly comes unpadded. ``unsplit``: why the engine does not want it
+        cut; None: it may be. A cut step's ``step_info`` reaches the micro-batches as
+        ``ForwardContext.of_micro_batch`` says.
 
         Shapes:   each value has the real size along its buffer's axes ("tokens": ``num_tokens``,
                   "requests": ``num_reqs``), or the padded size of the key that serves the step,
@@ -397,9 +399,7 @@ class Runtime:
         slices = why = None
         if self._ranks is not None:
             objection = wants_split(num_tokens, uniform, self.plan.ubatch, unsplit)
-            decision = self._ranks.decide(
-                num_tokens, uniform, num_active_loras, exclude, objection
-            )
+            decision = self._ranks.decide(num_tokens, uniform, num_active_loras, exclude, objection)
             why = self._ranks.last_unsplit
         elif self._split is None:
             decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import graphrt_llm.kernels.eager as eager
-from graphrt import get_forward_context
+from graphrt import get_forward_context, ubatch
 from graphrt_llm.collectives import ExpertGroup
 from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.models.parameters import CheckpointTensor, Device, Projection
@@ -87,10 +87,12 @@ class Experts(nn.Module):
         across = None if context is None else context.num_tokens_across_ranks
         theirs = own if across is None else list(across)
         received = message.new_empty((sum(theirs), message.shape[1]))
-        group.all_to_all(received, message, theirs, own)
+        with ubatch.communication("experts.dispatch", message):
+            group.all_to_all(received, message, theirs, own)
         computed = self._of_experts(received[:, :width], received[:, width:])
         returned = rows.new_empty((sum(own), width))
-        group.all_to_all(returned, computed, own, theirs)
+        with ubatch.communication("experts.combine", computed):
+            group.all_to_all(returned, computed, own, theirs)
         parts = returned.view(world, num_tokens, width).unbind()
         total = parts[0]
         for part in parts[1:]:
