@@ -22,6 +22,8 @@ ROOMS = [
     "graphrt.planner",
     "graphrt.planner.trace",
     "graphrt.report",
+    "graphrt.ubatch",
+    "graphrt.ubatch.communication",
     "graphrt.ubatch.slices",
     "graphrt.cli",
     "graphrt_llm.blocks",
