@@ -23,6 +23,7 @@ from graphrt import (
     ForwardContext,
     OutputSpec,
     Reason,
+    Replayed,
     Runtime,
     RuntimeMode,
     SimulatedDevice,
@@ -385,6 +386,43 @@ def experts() -> None:
     exchange.close()
 
 
+def micro_batches() -> None:
+    """Shared experts with steps of two micro-batches: the tokens of one process."""
+    described = ModelConfig.named("tiny-moe")
+    prompts = [[number + 1, 2, 3] for number in range(7)]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    own = prompts[:4] if RANK == 0 else prompts[4:]
+    with LLMEngine.with_random_weights(described, TINY_CONFIG) as alone:
+        expected = [alone.generate(prompt, params) for prompt in own]
+    exchange = TorchExchange()
+    for mode in ("NONE", "FULL_AND_PIECEWISE"):
+        asked = replace(
+            TINY_CONFIG,
+            expert_parallel=True,
+            runtime=replace(
+                TINY_CONFIG.runtime,
+                ubatch={  # type: ignore[arg-type]
+                    "num_ubatches": 2,
+                    "decode_token_threshold": 2,
+                    "prefill_token_threshold": 2,
+                },
+                compilation=CompilationConfig(
+                    cudagraph_mode=mode,  # type: ignore[arg-type]
+                    cudagraph_capture_sizes=None if mode == "NONE" else (1, 2, 4, 16),
+                ),
+            ),
+        )
+        steps: list[Any] = []
+        with LLMEngine.with_random_weights(
+            described, asked, ranks=exchange, observer=steps.append
+        ) as engine:
+            engine.capture()
+            found = engine.generate(own, params)
+            split = [e for e in steps if isinstance(e, Replayed) and e.num_ubatches > 1]
+            say(mode=mode, same=found == expected, split=len(split))
+    exchange.close()
+
+
 def many() -> None:
     """Random steps of several ranks, after one capture: no rank is left behind."""
     import random
@@ -420,6 +458,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "interrupted": interrupted,
     "engines": engines,
     "experts": experts,
+    "micro-batches": micro_batches,
     "many": many,
     "on gpus": on_gpus,
 }

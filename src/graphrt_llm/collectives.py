@@ -26,19 +26,23 @@ class ExpertGroup:
         self.number = max(_groups, default=0) + 1
         _groups[self.number] = self
         # Communicators are built by the first call, which may not be inside a capture.
-        self.all_to_all(torch.zeros((world, 1), device=device), [1] * world, [1] * world)
+        row = torch.zeros((world, 1), device=device)
+        self.all_to_all(torch.empty_like(row), row, [1] * world, [1] * world)
 
     def all_to_all(
-        self, sent: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]
-    ) -> Tensor:
-        """Rows for each rank in, rows of each rank out, both by rank.
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_rows: Sequence[int],
+        sent_rows: Sequence[int],
+    ) -> None:
+        """Send rows of ``sent`` to each rank, and receive some from each; both lie by rank.
 
-        Shapes: ``sent`` [sum(sent_rows), width], result [sum(received_rows), width], new.
+        Shapes: ``received`` [sum(received_rows), width], ``sent`` [sum(sent_rows), width].
         """
-        result: Tensor = torch.ops.graphrt_llm.all_to_all(
-            sent, list(sent_rows), list(received_rows), self.number
+        torch.ops.graphrt_llm.all_to_all(
+            received, sent, list(received_rows), list(sent_rows), self.number
         )
-        return result
 
     def close(self) -> None:
         """Destroy the group. Idempotent."""
@@ -50,20 +54,17 @@ class ExpertGroup:
 _groups: dict[int, ExpertGroup] = {}
 
 
-def _all_to_all(sent: Tensor, sent_rows: list[int], received_rows: list[int], group: int) -> Tensor:
-    received = sent.new_empty((sum(received_rows), sent.shape[1]))
+def _all_to_all(
+    received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], group: int
+) -> None:
     dist.all_to_all_single(received, sent, received_rows, sent_rows, group=_groups[group].group)
-    return received
-
-
-def _shape(sent: Tensor, sent_rows: list[int], received_rows: list[int], group: int) -> Tensor:
-    return sent.new_empty((sum(received_rows), sent.shape[1]))
 
 
 _library = torch.library.Library("graphrt_llm", "FRAGMENT")
 _library.define(
-    "all_to_all(Tensor sent, int[] sent_rows, int[] received_rows, int group) -> Tensor"
+    "all_to_all(Tensor(a!) received, Tensor sent, int[] received_rows, int[] sent_rows, int group)"
+    " -> ()"
 )
 _library.impl("all_to_all", _all_to_all, "CPU")
 _library.impl("all_to_all", _all_to_all, "CUDA")
-_library.impl("all_to_all", _shape, "Meta")
+_library.impl("all_to_all", lambda *args: None, "Meta")

@@ -223,8 +223,8 @@ MUTANTS = [
     Mutant(
         "resources are not prepared for an eager step",
         RUNNER + "executor.py",
-        "            resource.prepare(key, step_info)\n        with torch.no_grad(), context:",
-        "            pass\n        with torch.no_grad(), context:",
+        "            resource.prepare(key, step_info)\n        context = ",
+        "            pass\n        context = ",
         "simulated/test_runtime_steps.py simulated/test_runner_run.py",
     ),
     Mutant(

@@ -25,7 +25,7 @@ def num_blocks(free: int, mode: str = "FULL", **changes: object) -> int:
     config = replace(engine_config(mode, num_blocks=None), **changes)
     with pytest.MonkeyPatch.context() as patch:
         device = SimulatedDevice(driver_bytes=free)
-        patch.setattr("graphrt_llm.assembly.make_device", lambda name: device)
+        patch.setattr("graphrt_llm.assembly.make_device", lambda name, index: device)
         patch.setattr("graphrt_llm.assembly.SIMULATED_BYTES", free)
         with LLMEngine.with_random_weights(TINY, config) as engine:
             assert engine.attention_backend.cache.num_blocks == engine.limits.num_blocks

@@ -78,7 +78,7 @@ class Watch:
 def finish_capture(engine: LLMEngine) -> None:
     """Idle steps capture the missing graphs."""
     for _ in range(len(engine.runtime.report().missing)):
-        assert engine.step() == ((), 0, 0, False, None, 0)
+        assert engine.step() == ((), 0, 0, False, None, 0, False)
     assert not engine.runtime.report().missing
 
 

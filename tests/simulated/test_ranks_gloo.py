@@ -24,6 +24,7 @@ SCENARIOS = (
     "mismatch",
     "engines",
     "experts",
+    "micro-batches",
 )
 
 
@@ -129,6 +130,12 @@ def test_ranks_that_share_experts_give_the_tokens_of_one() -> None:
             "FULL_AND_PIECEWISE",
         ]
         assert all(line["same"] and not line["missing"] for line in modes)
+
+
+def test_ranks_that_share_experts_split_their_steps() -> None:
+    for eager, graphs in said_in("micro-batches"):
+        assert (eager["same"], eager["split"]) == (True, 0)
+        assert (graphs["same"], graphs["split"]) == (True, 8)
 
 
 def said_at_the_end(ended: Ended) -> list[Any]:

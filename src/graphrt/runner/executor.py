@@ -309,10 +309,9 @@ class Executor:
             bound = self._unpadded(key, staged)
             bound.stage(staged, values)
         across, layers = self.num_tokens_across_ranks, self._layers
-        context = ForwardContext(RuntimeMode.NONE, key, step_info, None, layers, across)
-        context.ubatch_slices = slices
         for resource in self._resources:
             resource.prepare(key, step_info)
+        context = ForwardContext(RuntimeMode.NONE, key, step_info, None, layers, across, slices)
         with torch.no_grad(), context:
             outputs = self.fn(**bound.views)
         if self._hands_eager_out and staged is sizes:

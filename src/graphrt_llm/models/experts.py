@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import graphrt_llm.kernels.eager as eager
-from graphrt import get_forward_context
+from graphrt import get_forward_context, ubatch
 from graphrt_llm.collectives import ExpertGroup
 from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.models.parameters import CheckpointTensor, Device, Projection
@@ -86,11 +86,16 @@ class Experts(nn.Module):
         # Eager and unpadded, each rank brings a size of its own; else all have the same.
         across = None if context is None else context.num_tokens_across_ranks
         theirs = own if across is None else list(across)
-        received = group.all_to_all(message, own, theirs)
+        received = message.new_empty((sum(theirs), message.shape[1]))
+        with ubatch.communication("experts.dispatch", message):
+            group.all_to_all(received, message, theirs, own)
         computed = self._of_experts(received[:, :width], received[:, width:])
-        returned = group.all_to_all(computed, theirs, own).view(world, num_tokens, width)
-        total = returned[0]
-        for part in returned[1:]:
+        returned = rows.new_empty((sum(own), width))
+        with ubatch.communication("experts.combine", computed):
+            group.all_to_all(returned, computed, own, theirs)
+        parts = returned.view(world, num_tokens, width).unbind()
+        total = parts[0]
+        for part in parts[1:]:
             total = total + part
         return total
 
