@@ -24,9 +24,11 @@ $(DEV_ENV): pyproject.toml | $(BIN)/python
 demo: $(DEMO_ENV)
 	$(BIN)/graphrt demo
 
+# Two processes, and the tests of a file in one of them, because they share what is slow to make.
+TEST_PROCESSES ?= 2
 test: $(DEV_ENV)
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/pure tests/simulated tests/architecture
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/pure tests/simulated tests/architecture
 
 check: $(DEV_ENV)
 	$(BIN)/ruff format --check .
