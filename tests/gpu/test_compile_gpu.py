@@ -10,6 +10,9 @@ from graphrt import CompilationConfig
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 
+# Of torch's own modules as they are imported, and its advice about TF32.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 PROMPTS = [[1, 2, 3, 4, 5], [9] * 20, [7], [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
