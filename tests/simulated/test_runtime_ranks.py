@@ -6,7 +6,7 @@ import pytest
 
 from graphrt import Reason
 from graphrt.errors import ConfigError
-from graphrt.parallel import InProcessExchange
+from graphrt.parallel import InProcessExchange, Lockstep
 from lab import FULL, NONE, RuntimeLab, assert_equal
 
 
@@ -58,6 +58,16 @@ def test_one_graph_less_than_the_others_makes_every_step_eager() -> None:
         lab.runtime.capture()
         lab.step(3, 2)
         assert lab.runtime.last_decision.mode is not NONE
+
+
+def test_ranks_that_compile_otherwise_have_other_plans(monkeypatch) -> None:
+    texts = []
+    monkeypatch.setattr(Lockstep, "require_same_plan", lambda _, text: texts.append(text))
+    for options in ({}, {"max_autotune": True}):
+        compilation = {"level": 2, "backend": "inductor", "inductor_compile_config": options}
+        with RuntimeLab(asked={"compilation": compilation}, ranks=InProcessExchange(1).ranks[0]):
+            pass
+    assert texts[0] != texts[1]
 
 
 def test_what_one_rank_may_not_do_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.batch import Decision, Reason, RuntimeMode, UBatchReason
-from graphrt.config import AttentionSupport, Facts, Plan, RankConfig, RuntimeConfig
+from graphrt.config import AttentionSupport, Facts, RankConfig, Resolved, RuntimeConfig
 from graphrt.errors import ConfigError, PeerFailedError, VerificationError
 from graphrt.graphs import Key
 from graphrt.parallel import (
@@ -78,8 +78,11 @@ class RankedSteps:
     same graphs.
     """
 
-    def __init__(self, lockstep: Lockstep, runner: CUDAGraphRunner, plan: Plan) -> None:
-        lockstep.require_same_plan(plan_text(plan, {"torch": torch.__version__}))
+    def __init__(self, lockstep: Lockstep, runner: CUDAGraphRunner, resolved: Resolved) -> None:
+        plan, compiled = resolved.plan, resolved.compile.compute_hash()
+        lockstep.require_same_plan(
+            plan_text(plan, {"torch": torch.__version__, "compile": compiled})
+        )
         self._lockstep = lockstep
         self._runner = runner
         # Split eagerly, all ranks would have to pad to one size, which no eager step does.

@@ -281,7 +281,9 @@ class Runtime:
                 smaller_sizes=partial(_smaller_sizes, plan),
                 lockstep=lockstep,
             )
-            self._ranks = None if lockstep is None else RankedSteps(lockstep, self.runner, plan)
+            self._ranks = (
+                None if lockstep is None else RankedSteps(lockstep, self.runner, self.resolved)
+            )
             if self._compiled is not None:
                 if compile_part is not None:
                     compile_part.forward = self._compiled
