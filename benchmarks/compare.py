@@ -27,8 +27,9 @@ def read(path: Path) -> dict[str, Result]:
 
 
 def is_reached(row: Result) -> bool:
+    """Also where a row has no target to miss."""
     value, target = row["value"], row["target"]
-    return bool(value >= target if row["higher_is_better"] else value <= target)
+    return target is None or bool(value >= target if row["higher_is_better"] else value <= target)
 
 
 def overlap(old: Result, new: Result) -> bool:

@@ -39,6 +39,7 @@ def result(value: float, spread: float = 0.01, **fields: Any) -> dict[str, Any]:
         (result(0.9), result(1.1), ["WORSE", "target now MISSED"]),
         (result(1.1), result(0.9), ["better", "target now reached"]),
         (result(1.1), result(1.11), ["target missed"]),
+        (result(1.1, target=None), result(1.2, target=None), ["WORSE"]),
         (result(0.5), result(0.5, device="CPU"), ["ANOTHER DEVICE"]),
         (result(0.5), result(0.5, target=2.0), ["another target or unit"]),
         (
