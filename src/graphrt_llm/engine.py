@@ -294,15 +294,27 @@ class LLMEngine:
                 found=f"{', '.join(map(repr, self._adapters)) or 'a ' + type(name).__name__}",
                 do="remove_lora(name) first, or choose another name.",
             )
+        if directory is not None and not isinstance(directory, str | Path):
+            raise AdapterError(
+                f"adapter {name!r}", expected="a directory, or None", found=repr(directory)
+            )
         if directory is not None:
             adapter = load_lora(directory, self._model_config, max_rank=weights.max_rank)
-        elif 1 <= rank <= weights.max_rank:
+        elif type(rank) is int and 1 <= rank <= weights.max_rank:
             adapter = random_lora(self._model_config, rank=rank, seed=seed)
         else:
             raise AdapterError(
                 f"adapter {name!r}: rank",
                 expected=f"1 to EngineConfig.max_lora_rank = {weights.max_rank}",
-                found=str(rank),
+                found=repr(rank),
+            )
+        overflow = weights.first_overflow(adapter)
+        if overflow is not None:
+            layer, part = overflow
+            raise AdapterError(
+                f"adapter {name!r}, layer {layer}, {part}",
+                expected=f"values that are finite in {weights.qkv_a.dtype}, also once scaled",
+                found=f"others, with a scaling of {adapter.scaling:g}",
             )
         self._adapters[name] = adapter
 
@@ -325,7 +337,7 @@ class LLMEngine:
         del self._adapters[name]
 
     def _adapter(self, name: str) -> LoRAAdapter:
-        adapter = self._adapters.get(name)
+        adapter = self._adapters.get(name) if isinstance(name, str) else None
         if adapter is None:
             raise UnknownAdapterError(
                 f"adapter {name!r}",
