@@ -382,6 +382,12 @@ class LLMEngine:
         while len(self._in_flight) > 1 or (self._in_flight and self.scheduler.would_preempt()):
             self._finish_oldest()
         batch = self.scheduler.schedule()
+        if batch is None and self._ranks is not None and self._in_flight:
+            # Others may wait for the requests that end with these tokens. Only a rank without any
+            # says that it is idle, because all ranks stop when all say so.
+            while self._in_flight:
+                self._finish_oldest()
+            batch = self.scheduler.schedule()
         if batch is not None:
             self._num_preempted += len(batch.preempted)
         has_captured = self._num_missing > 0 and self._capture_next(batch, exclude)
