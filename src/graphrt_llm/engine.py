@@ -294,15 +294,27 @@ class LLMEngine:
                 found=f"{', '.join(map(repr, self._adapters)) or 'a ' + type(name).__name__}",
                 do="remove_lora(name) first, or choose another name.",
             )
+        if directory is not None and not isinstance(directory, str | Path):
+            raise AdapterError(
+                f"adapter {name!r}", expected="a directory, or None", found=repr(directory)
+            )
         if directory is not None:
             adapter = load_lora(directory, self._model_config, max_rank=weights.max_rank)
-        elif 1 <= rank <= weights.max_rank:
+        elif type(rank) is int and 1 <= rank <= weights.max_rank:
             adapter = random_lora(self._model_config, rank=rank, seed=seed)
         else:
             raise AdapterError(
                 f"adapter {name!r}: rank",
                 expected=f"1 to EngineConfig.max_lora_rank = {weights.max_rank}",
-                found=str(rank),
+                found=repr(rank),
+            )
+        overflow = weights.first_overflow(adapter)
+        if overflow is not None:
+            layer, part = overflow
+            raise AdapterError(
+                f"adapter {name!r}, layer {layer}, {part}",
+                expected=f"values that are finite in {weights.qkv_a.dtype}, also once scaled",
+                found=f"others, with a scaling of {adapter.scaling:g}",
             )
         self._adapters[name] = adapter
 
@@ -325,7 +337,7 @@ class LLMEngine:
         del self._adapters[name]
 
     def _adapter(self, name: str) -> LoRAAdapter:
-        adapter = self._adapters.get(name)
+        adapter = self._adapters.get(name) if isinstance(name, str) else None
         if adapter is None:
             raise UnknownAdapterError(
                 f"adapter {name!r}",
@@ -370,6 +382,12 @@ class LLMEngine:
         while len(self._in_flight) > 1 or (self._in_flight and self.scheduler.would_preempt()):
             self._finish_oldest()
         batch = self.scheduler.schedule()
+        if batch is None and self._ranks is not None and self._in_flight:
+            # Others may wait for the requests that end with these tokens. Only a rank without any
+            # says that it is idle, because all ranks stop when all say so.
+            while self._in_flight:
+                self._finish_oldest()
+            batch = self.scheduler.schedule()
         if batch is not None:
             self._num_preempted += len(batch.preempted)
         has_captured = self._num_missing > 0 and self._capture_next(batch, exclude)

@@ -17,8 +17,8 @@ class KVCache:
     """One tensor for all layers: [num_layers, num_blocks, block_size, 2, num_kv_heads, head_dim].
 
     The axis of 2 is keys, values: side by side, so that one copy stores a token and one gather
-    reads a block. Zero at first: a slot without a token is masked out of the softmax, but a weight
-    of 0 times a value that is not finite would still be NaN.
+    reads a block. Zero at first, and 0 is stored for what is not finite: a slot without a token of
+    its request is masked out of the softmax, but a weight of 0 times such a value would be NaN.
 
     Errors: ``EngineConfigError`` for less than 1 block of 1 token beside the null block.
     """

@@ -147,6 +147,7 @@ class LoRAWeights(nn.Module):
             # Not zeros: with these, the check of a first replay could see no mistake.
             noise = torch.Generator(device).manual_seed(0)
             self.every: Tensor
+            self.qkv_a: Tensor
             self.register_buffer("every", torch.arange(max_loras, device=device), persistent=False)
             for name, (in_features, out_features) in self._shapes.items():
                 rows = len(out_features) * max_rank
@@ -174,6 +175,18 @@ class LoRAWeights(nn.Module):
             active_loras = self.every
         absent = lora_slots[:, None] != active_loras
         return LoRAStep(self, slots, absent[:, :, None])
+
+    def first_overflow(self, adapter: LoRAAdapter) -> tuple[int, str] | None:
+        """The first linear map whose factors are not finite in the dtype of this memory.
+
+        Such an adapter would change other requests of its batch: 0 times infinity is not 0.
+        """
+        dtype = self.qkv_a.dtype
+        for place, (down, up) in adapter.factors.items():
+            scaled = up.double() * adapter.scaling
+            if not all(factor.to(dtype).isfinite().all() for factor in (down, scaled)):
+                return place
+        return None
 
     @torch.no_grad()
     def load(self, slot: int, adapter: LoRAAdapter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,11 @@ _REQUIRED: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_rslora": (True, False, None),
+    "alora_invocation_tokens": (None,),
+    # Others change the weights of the model as well.
+    "init_lora_weights": ("gaussian", "orthogonal", "eva", True, False, None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
@@ -125,13 +131,16 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float, frozenset[str]]
     check(type(rank) is int and rank >= 1, "r", "an integer >= 1")
     check(rank <= max_rank, "r", f"a rank of at most EngineConfig.max_lora_rank = {max_rank}")
     alpha: Any = described.get("lora_alpha", 8)
-    check(isinstance(alpha, int | float) and math.isfinite(alpha), "lora_alpha", "a finite number")
+    # Compared, because an integer may be too large for a float.
+    is_number = type(alpha) in (int, float) and abs(alpha) <= sys.float_info.max
+    check(is_number, "lora_alpha", "a finite number")
     known = {part.rpartition(".")[2] for parts in PARTS.values() for part in parts}
     targets: Any = described.get("target_modules")
     if targets == "all-linear":
         targets = sorted(known)
     expected = f"a list of {', '.join(sorted(known))}, or 'all-linear'"
-    is_list = isinstance(targets, list) and bool(targets) and all(t in known for t in targets)
+    is_list = isinstance(targets, list) and bool(targets)
+    is_list = is_list and all(isinstance(t, str) and t in known for t in targets)
     check(is_list, "target_modules", expected)
     scaling = alpha / (math.sqrt(rank) if described.get("use_rslora") else rank)
     return rank, scaling, frozenset(targets)

@@ -14,7 +14,7 @@ import torch
 from llm_traffic import TRAFFIC, engine_config, prompt
 from safetensors.torch import load_file, save_file
 
-from graphrt import SimulatedDevice
+from graphrt import InProcessExchange, SimulatedDevice
 from graphrt.errors import CaptureInProgressError, GraphrtError
 from graphrt_llm import FinishReason, LLMEngine, SamplingParams
 from graphrt_llm.errors import (
@@ -339,3 +339,22 @@ def test_invalid_configurations_are_refused(change):
     with pytest.raises(GraphrtError) as raised:
         LLMEngine.tiny(replace(engine_config(), **change))
     assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_says_idle_when_no_request_is_left(overlap: bool) -> None:
+    """Also where requests wait for others, of which only tokens in flight are missing."""
+    ranks = InProcessExchange(1).ranks[0]
+    with LLMEngine.tiny(engine_config("NONE", overlap=overlap), ranks=ranks) as engine:
+        tokens: dict[str, int] = {}
+        for index in range(2 * engine.limits.max_num_seqs):
+            params = SamplingParams(max_tokens=2, ignore_eos=True)
+            tokens[engine.add_request(prompt(index, 1), params)] = 0
+        is_idle = False
+        while not is_idle:
+            result = engine.step()
+            is_idle = result.all_idle
+            for output in result.outputs:
+                tokens[output.request_id] += len(output.new_token_ids)
+        assert not engine.has_unfinished()
+        assert set(tokens.values()) == {2}

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from graphrt import CompilationConfig, InProcessExchange
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.errors import EngineConfigError, ModelConfigError
 from graphrt_llm.model_config import ModelConfig
+from graphrt_llm.models.experts import Experts
 
 MOE = ModelConfig.named("tiny-moe")
 PROMPTS = [[1, 2, 3], [4] * 20, [5, 6]]
@@ -37,6 +39,20 @@ def test_every_policy_gives_the_same_tokens() -> None:
 
 def test_compiled_experts_give_the_same_tokens() -> None:
     assert tokens(level=3) == tokens(cudagraph_mode="FULL_DECODE_ONLY")
+
+
+def test_an_expert_that_overflows_changes_only_its_rows() -> None:
+    torch.manual_seed(0)
+    experts = Experts(MOE, None, torch.float16, "cpu")
+    for parameter in experts.parameters():
+        parameter.copy_(torch.randn(parameter.shape) / parameter.shape[0] ** 0.5)
+    rows = torch.randn(16, MOE.hidden_size).half()
+    expected, gets_first = experts(rows), experts._weights(rows)[:, 0] != 0
+    experts.down[0].weight.fill_(6e4)
+    found = experts(rows)
+    assert not found[gets_first].isfinite().all()
+    assert 0 < gets_first.sum() < 16
+    assert torch.equal(found[~gets_first], expected[~gets_first])
 
 
 @pytest.mark.parametrize(

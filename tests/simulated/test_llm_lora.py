@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from llm_adapters import merge, record_logits
+from llm_adapters import merge, record_logits, save_peft
 from llm_traffic import MODES, engine_config, prompt
 
 from graphrt import CompilationConfig, RanEager, Reason, Replayed, RuntimeConfig
@@ -228,10 +228,13 @@ def test_a_wrong_adapter_is_refused_and_the_engine_serves_on():
         for wrong, error in (
             (lambda: engine.add_lora("a"), AdapterError),
             (lambda: engine.add_lora("b", rank=17), AdapterError),
+            (lambda: engine.add_lora("b", rank=2.5), AdapterError),
+            (lambda: engine.add_lora("b", 5), AdapterError),
             (lambda: engine.add_lora("b", "/nowhere"), AdapterError),
             (lambda: engine.remove_lora("a"), AdapterInUseError),
             (lambda: engine.remove_lora("b"), KeyError),
             (lambda: engine.add_request([1], lora="b"), KeyError),
+            (lambda: engine.add_request([1], lora=["a"]), KeyError),
         ):
             with pytest.raises(error) as raised:
                 wrong()
@@ -243,6 +246,35 @@ def test_a_wrong_adapter_is_refused_and_the_engine_serves_on():
         assert engine.generate([prompt(0, 5)], FOUR) == [reference(None, 0, 5)[0]]
     with LLMEngine.tiny(engine_config()) as engine, pytest.raises(AdapterError):
         engine.add_lora("a")
+
+
+def test_an_adapter_that_overflows_is_refused(tmp_path):
+    save_peft(random_lora(ModelConfig.tiny()), tmp_path, lora_alpha=1e9)
+    with LLMEngine.tiny(replace(lora_config("NONE"), dtype="float16")) as engine:
+        with pytest.raises(AdapterError, match=r"finite in torch\.float16"):
+            engine.add_lora("a", tmp_path)
+        assert engine.loras == ()
+    with LLMEngine.tiny(lora_config("NONE")) as engine:
+        engine.add_lora("a", tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_values_that_overflow_stay_with_their_request(tmp_path, mode):
+    """Also those left in cache blocks that another request gets."""
+    save_peft(random_lora(ModelConfig.tiny()), tmp_path, lora_alpha=4e4)
+    with LLMEngine.tiny(replace(lora_config(mode), dtype="float16")) as engine:
+        engine.add_lora("a")
+        engine.add_lora("large", tmp_path)
+        engine.capture()
+        prompts = [prompt(0, 3), prompt(1, 2), prompt(2, 9)]
+        expected = engine.generate(prompts[:2], FOUR, loras=[None, "a"])
+        logits = record_logits(engine)
+        for _ in range(3):
+            engine.generate([prompts[2]] * 4, FOUR, loras="large")
+        assert not all(row.isfinite().all() for rows in logits.values() for row in rows)
+        mixed = engine.generate(prompts, FOUR, loras=[None, "a", "large"])
+        assert mixed[:2] == expected
+        assert engine.generate(prompts[:2], FOUR, loras=[None, "a"]) == expected
 
 
 def test_adapters_of_a_model_with_experts_are_refused() -> None:

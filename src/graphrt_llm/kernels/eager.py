@@ -71,7 +71,7 @@ def rotate_and_store(
         normed = F.rms_norm(heads, (width,), None, eps)
         rotate(normed[:, :num_rotated].mul_(qk_norm), rotation, out=rotated)
     kv = heads[:, num_rotated - slots.shape[2] :].view(num_tokens, 2, -1, width)
-    slots.index_copy_(0, slot_mapping, kv)
+    slots.index_copy_(0, slot_mapping, kv.nan_to_num_(0.0, 0.0, 0.0))
 
 
 def rotate(heads: Tensor, rotation: Tensor, out: Tensor | None = None) -> Tensor:

@@ -172,7 +172,7 @@ class DecoderLayer(nn.Module):
             rotated = F.rms_norm(heads, (width,), None, self.eps)[:, :num_rotated] * self.qk_norm
         heads = torch.cat((eager.rotate(rotated, rotation), heads[:, num_rotated:]), 1)
         kv = heads[:, num_heads:].view(num_tokens, 2, -1, width)
-        slots.index_copy_(0, attn.slot_mapping, kv)
+        slots.index_copy_(0, attn.slot_mapping, kv.nan_to_num(0.0, 0.0, 0.0))
         attended = heads.new_empty((num_tokens, num_heads, width))
         attention_operator(heads, *attn, attended, self.index)
         residual = _plus(residual, attended.flatten(1), *self.attention_out.matrix)

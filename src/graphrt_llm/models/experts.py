@@ -70,6 +70,8 @@ class Experts(nn.Module):
             gate, up = eager.linear(rows, *gate_up.matrix).chunk(2, -1)
             weight = weights[:, number, None]
             part = eager.linear(F.silu(gate) * up, *down.matrix) * weight
+            # Filled and not multiplied by 0: an expert may overflow for a row that it does not get.
+            part = part.masked_fill(weight == 0, 0)
             total = part if total is None else total + part
         assert total is not None, "every rank has an expert"
         return total
