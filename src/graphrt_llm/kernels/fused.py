@@ -99,10 +99,8 @@ def _rotate_and_store(
         # A slot has the layout of a token: all keys, then all values.
         slot = tl.load(slot_mapping + token)
         target = slots + (slot * 2 * num_kv_heads + head - num_heads) * width + element
-        is_finite = tl.abs(first.to(tl.float32)) < float("inf")
-        tl.store(target, tl.where(is_finite, first, 0.0), mask=inside)
-        is_finite = tl.abs(second.to(tl.float32)) < float("inf")
-        tl.store(target + HALF, tl.where(is_finite, second, 0.0), mask=inside)
+        tl.store(target, first, mask=inside)
+        tl.store(target + HALF, second, mask=inside)
 
 
 _launch_rms_norm = Launcher(triton.jit(_rms_norm))
