@@ -326,6 +326,14 @@ def test_functions_of_one_name_do_not_share_compiled_code():
     assert torch.equal(one(x), model(x))
 
 
+def test_default_overload_cuts_where_the_operator_is_called_by_name():
+    asked = {"splitting_ops": ["graphrt_tests::hides.default"], "backend": "eager"}
+    one, _ = compile_alone(lambda x: hides(x * 2.0) * 2.0, **asked)
+    assert [piece.kind for piece in one.report.pieces] == ["captured", "splitting", "captured"]
+    one, _ = compile_alone(lambda x: torch.ops.graphrt_tests.hides(x * 2.0) * 2.0, **asked)
+    assert [piece.kind for piece in one.report.pieces] == ["captured", "splitting", "captured"]
+
+
 class Store(torch.nn.Module):
     """Writes a table twice; what is read in between is a view of it."""
 

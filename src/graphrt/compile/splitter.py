@@ -100,6 +100,8 @@ class SplittingOps:
         if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return self._of_function.get(id(target))
         namespace, op, *overload = str(target).split(".")
+        if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:
+            overload = ["default"]
         found = self._of_op.get((f"{namespace}::{op}", ""))
         if found is None and overload:
             found = self._of_op.get((f"{namespace}::{op}", overload[0]))
@@ -341,6 +343,8 @@ def _structure(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
 def _named(target: Any) -> str:
     """The same in every process for what torch and Python define; of the user's code, which may
     be another one by the same name, only while this process runs."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return ", ".join(_named(getattr(target, one)) for one in target.overloads())
     if isinstance(target, torch._ops.OpOverload):
         name = f"{target} {target._schema}"
         is_traced_through = target.namespace not in _NAMESPACES_OF_TORCH and (
