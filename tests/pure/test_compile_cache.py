@@ -54,6 +54,14 @@ def test_entry_cut_anywhere_is_corrupt(tmp_path_factory, length):
     assert cache.read(key) == b"new"
 
 
+def test_entry_of_nested_brackets_is_corrupt(tmp_path):
+    cache, key = one_entry(tmp_path, b"code")
+    [entry] = cache.entries()
+    entry.path.write_bytes(b"[" * 50_000 + b"\n")
+    assert cache.read(key) is CacheMiss.CORRUPT
+    assert [cache.is_good(one) for one in cache.entries()] == [False]
+
+
 @pytest.mark.parametrize(
     ("torch", "device", "reason"),
     [("other", "device", CacheMiss.FOREIGN_TORCH), ("torch", "other", CacheMiss.FOREIGN_DEVICE)],

@@ -272,6 +272,68 @@ def test_write_to_memory_that_results_share_is_refused(backend):
     assert "test_compile_backends" in caught.value.source
 
 
+@pytest.mark.parametrize("backend", ["eager", COUNTING])
+def test_write_to_one_of_two_overlapping_views_is_refused(backend):
+    """A compiler that takes them for two memories reads the other as it was before."""
+
+    def model(x):
+        rows = x.view(-1, 2, WIDTH // 2)
+        gate = torch.sigmoid(x)
+        x.mul_(3.0)
+        return rows.sum(1) + gate.sum()
+
+    asked = {"backend": backend}
+    if backend == "eager":
+        one, _ = compile_alone(model, **asked)
+        x = torch.ones(3, WIDTH)
+        assert torch.equal(one(x.clone()), model(x))
+        return
+    with pytest.raises(CompileError, match="two views of one memory") as caught:
+        compile_alone(model, **asked)
+    assert "test_compile_backends" in caught.value.source
+
+
+def test_write_to_one_of_two_disjoint_views_is_compiled():
+    keys, values = torch.zeros(4, 2, WIDTH).unbind(1)
+
+    def model(x):
+        gate = torch.sigmoid(x)
+        return gate * keys.fill_(1.0).sum() + values.fill_(2.0).sum()
+
+    one, _ = compile_alone(model)
+    x = torch.ones(3, WIDTH)
+    assert torch.equal(one(x), model(x))
+
+
+def scaled_by(scale):
+    @torch.compiler.allow_in_graph
+    def function(x):
+        return x * scale
+
+    return function
+
+
+def test_functions_of_one_name_do_not_share_compiled_code():
+    double, triple = scaled_by(2.0), scaled_by(3.0)
+
+    def model(x):
+        x = torch.sigmoid(double(x))
+        x = torch.sigmoid(triple(x))
+        return torch.sigmoid(double(x))
+
+    one, _ = compile_alone(model)
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(one(x), model(x))
+
+
+def test_default_overload_cuts_where_the_operator_is_called_by_name():
+    asked = {"splitting_ops": ["graphrt_tests::hides.default"], "backend": "eager"}
+    one, _ = compile_alone(lambda x: hides(x * 2.0) * 2.0, **asked)
+    assert [piece.kind for piece in one.report.pieces] == ["captured", "splitting", "captured"]
+    one, _ = compile_alone(lambda x: torch.ops.graphrt_tests.hides(x * 2.0) * 2.0, **asked)
+    assert [piece.kind for piece in one.report.pieces] == ["captured", "splitting", "captured"]
+
+
 class Store(torch.nn.Module):
     """Writes a table twice; what is read in between is a view of it."""
 
@@ -283,8 +345,8 @@ class Store(torch.nn.Module):
         rows = self.table.narrow(0, 0, x.shape[0])
         rows.copy_(x * 2.0)
         gated = torch.sigmoid(rows)
-        self.table.narrow(0, 0, x.shape[0]).add_(1.0)
-        return {"rows": gated + rows + ids[:, None], "lens": lens * 2}
+        written = self.table.narrow(0, 0, x.shape[0]).add_(1.0)
+        return {"rows": gated + written + ids[:, None], "lens": lens * 2}
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])

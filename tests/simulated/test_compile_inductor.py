@@ -10,11 +10,12 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from graphrt import CompilationConfig
+from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled
 from graphrt.errors import UnrecordedCodeError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent
@@ -155,6 +156,22 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     told = [process.communicate()[0].strip() for process in running]
     assert told[0] == told[1] != ""
     assert len(list(tmp_path.glob("v*/objects/*/*"))) == 3
+
+
+def test_precision_of_one_backend_is_a_key_of_its_own(tmp_path):
+    asked = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+    x, before = torch.ones(4, 4), torch.backends.cuda.matmul.fp32_precision
+    num_loaded = []
+    try:
+        for precision in ("ieee", "tf32", "tf32"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            one = Compiled(lambda x: x * 2.0, plan, limits={"tokens": 8})
+            one.trace(partial(one, x), [(x, 0, "tokens")])
+            num_loaded.append(one.report.num_loaded)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert num_loaded == [0, 0, 1]
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):

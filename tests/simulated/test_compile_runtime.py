@@ -8,6 +8,8 @@ import re
 import weakref
 from array import array
 from dataclasses import replace
+from enum import Enum
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -416,6 +418,75 @@ def test_part_of_two_runtimes_is_refused():
     assert "forward" not in vars(part)
     with compiled("NONE", Outer(part), compile_part=part) as lab:
         lab.step(3, 2)
+
+
+def test_part_gets_the_forward_back_that_it_had():
+    part = Formula()
+    before = part.forward = partial(Formula.forward, part)
+    with compiled("NONE", Outer(part), compile_part=part) as lab:
+        assert part.forward is not before
+        lab.step(3, 2)
+    assert part.forward is before
+
+
+class Mode(Enum):
+    ONE = 1
+    TWO = 2
+
+
+class Doubled:
+    factor = 2.0
+
+
+class Scale(torch.nn.Module):
+    def forward(self, x):
+        return x * 2.0
+
+
+class Reads(Formula):
+    """Reads one thing of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.mode, self.op, self.sizes = Mode.ONE, torch.ops.aten.tanh, {1, 2}
+        self.by_class, self.module = Doubled(), Scale()
+        self.first = self.second = torch.nn.Parameter(torch.ones(1))
+
+    def between(self, hidden):
+        hidden = self.op(hidden) + (1.0 if self.mode is Mode.ONE else 2.0)
+        hidden = hidden * self.by_class.factor + (1.0 if 2 in self.sizes else 3.0)
+        return self.module(hidden) * self.first + self.second
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda model: setattr(model, "mode", Mode.TWO), "mode"),
+        (lambda model: setattr(model, "op", torch.ops.aten.relu), "op"),
+        (lambda model: setattr(model, "sizes", {1, 3}), "sizes"),
+        (lambda model: setattr(model.by_class, "factor", 3.0), "factor"),
+        (lambda model: setattr(model.module, "forward", torch.tanh), "forward"),
+        (lambda model: setattr(model, "second", torch.nn.Parameter(torch.zeros(1))), "second"),
+    ],
+    ids=["enum", "operator", "set", "attribute of the class", "method", "shared tensor"],
+)
+def test_what_the_trace_read_is_compared_by_what_it_is(change, told):
+    with compiled("NONE", Reads()) as lab:
+        lab.runtime.check_externals()
+        change(lab.model)
+        with pytest.raises(GuardAuditError, match=told):
+            lab.runtime.check_externals()
+
+
+def test_arguments_that_were_one_tensor_stay_one():
+    compilation = CompilationConfig(level=2, compile_cache=False)
+    plan = resolve(RuntimeConfig(compilation=compilation)).compile
+    one = Compiled(lambda x, y: x * 2.0 + y, plan, limits={"tokens": 8})
+    x = torch.ones(4, 2)
+    one.trace(lambda: one(x, x), [(x, 0, "tokens")])
+    assert torch.equal(one(x, x), x * 3.0)
+    with pytest.raises(ContractError, match="argument 1"):
+        one(x, torch.zeros(4, 2))
 
 
 # -- the cut

@@ -190,7 +190,10 @@ def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _header(line: bytes) -> dict[str, Any]:
-    header = json.loads(line)
+    try:
+        header = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("no header") from error
     if not isinstance(header, dict):
         raise ValueError("no header")
     return header

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -79,16 +80,23 @@ def _output(value: Any, given: Mapping[int, int]) -> Callable[[Sequence[Any]], A
         return lambda args: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     offset = value.storage_offset()
     # A view of an argument: what is written through one of them is read through the other.
-    return lambda args: (
-        args[at].view(dtype).as_strided(shape, stride, args[at].storage_offset() + offset)
-    )
+    return lambda args: _view(args[at].view(dtype), shape, stride, offset)
+
+
+def _view(base: torch.Tensor, shape: Any, stride: Any, offset: Any) -> torch.Tensor:
+    return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
 def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
-    """Errors: ``CompileError`` where a piece writes what two results of a compiled one share.
+    """Errors: ``CompileError`` where a piece writes what two results of a compiled one share, or
+    a compiled one what it takes twice, as views of one memory.
 
-    A compiler keeps what its code returns, not which of it lies in one memory.
+    A compiler keeps what its code returns, not which of it lies in one memory, and takes arguments
+    for memory of their own.
     """
+    for piece in pieces:
+        if piece.kind == "captured":
+            _refuse_views_of_written(piece)
     shared: dict[int, str] = {}
     for piece in pieces:
         written = [value for node in piece.nodes for value in written_by(node)]
@@ -108,6 +116,48 @@ def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
             for storage in made:
                 if storage and storage not in given and made.count(storage) > 1:
                     shared[storage] = piece.name
+
+
+def _refuse_views_of_written(piece: Piece) -> None:
+    written = {_storage(value): node for node in piece.nodes for value in written_by(node)}
+    for first, second in combinations(piece.inputs, 2):
+        storage = _storage(first)
+        if storage and storage == _storage(second) and storage in written:
+            one, other = (node.meta["example_value"] for node in (first, second))
+            if _may_overlap(one, other):
+                at = line_of(written[storage])
+                raise CompileError(
+                    f"{first.name} and {second.name}, which {piece.name} takes and writes at {at}",
+                    expected="memory that compiled code takes once, if it writes it",
+                    found="two views of one memory, which a compiler takes for two memories",
+                    do="clone one, make the view where it is read, or use backend='eager'",
+                    source=at,
+                )
+
+
+def _may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """False only if two views of one memory share no element."""
+    numbers = (*one.shape, *one.stride(), *other.shape, *other.stride())
+    offsets = (one.storage_offset(), other.storage_offset())
+    is_known = all(isinstance(number, int) for number in (*numbers, *offsets))
+    if not is_known or one.dtype != other.dtype:
+        return True
+    # Is there a place of each for which the difference of their offsets is made up?
+    terms = [(s, 0, n - 1) for n, s in zip(one.shape, one.stride(), strict=True)]
+    terms += [(s, 1 - n, 0) for n, s in zip(other.shape, other.stride(), strict=True)]
+    terms = sorted((term for term in terms if term[0]), reverse=True)
+
+    def can_be(wanted: int, at: int) -> bool:
+        if at == len(terms):
+            return wanted == 0
+        stride, low, high = terms[at]
+        least = sum(s * first for s, first, _ in terms[at + 1 :])
+        most = sum(s * last for s, _, last in terms[at + 1 :])
+        low = max(low, -((most - wanted) // stride))
+        high = min(high, (wanted - least) // stride)
+        return any(can_be(wanted - stride * k, at + 1) for k in range(low, high + 1))
+
+    return 0 not in (*one.shape, *other.shape) and can_be(int(offsets[1] - offsets[0]), 0)
 
 
 def refuse_hidden_reads(piece: Piece, attention: SplittingOps) -> None:

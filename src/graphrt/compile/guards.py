@@ -7,7 +7,8 @@ compared at every call of the compiled code; what else the trace read, before ea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -20,7 +21,10 @@ Axes = Mapping[int, Mapping[int, str]]
 """By id of a tensor: its dimensions that vary, and their axes."""
 
 _HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType)
+_BY_IDENTITY = (
+    *(type, FunctionType, BuiltinFunctionType, ModuleType, Enum),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+)
 
 
 def environment(device_type: str) -> dict[str, object]:
@@ -51,6 +55,7 @@ class Contract:
         self, args: Any, kwargs: Any, axes: Axes, sizes: Mapping[str, int], least: int = 1
     ) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._same = _first_places(leaves)
         paths = pytree.tree_flatten_with_path((args, kwargs))[0]
         self._names = [_argument_name(path) for path, _ in paths]
         self._most = dict(sizes)
@@ -75,6 +80,13 @@ class Contract:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if structure != self._structure:
             raise _breach("arguments", str(self._structure), str(structure))
+        for at, first in enumerate(_first_places(leaves)):
+            if first != self._same[at]:
+                told = [
+                    "a tensor of its own" if one == at else f"the tensor of {self._names[one]}"
+                    for one in (self._same[at], first)
+                ]
+                raise _breach(self._names[at], *told)
         found: dict[str, tuple[int, str]] = {}
         for name, expected, leaf in zip(self._names, self._leaves, leaves, strict=True):
             if not isinstance(expected, _Tensor):
@@ -133,6 +145,15 @@ class Contract:
             raise _breach(f"strides of {name}", str(expected.stride), str(leaf.stride()))
 
 
+def _first_places(leaves: Sequence[Any]) -> list[int]:
+    """Of each leaf where it is found first: a tensor given twice is one input of the graph."""
+    first: dict[int, int] = {}
+    return [
+        first.setdefault(id(leaf), at) if isinstance(leaf, torch.Tensor) else at
+        for at, leaf in enumerate(leaves)
+    ]
+
+
 def _breach(what: str, expected: str, found: str) -> ContractError:
     return ContractError(
         what,
@@ -164,11 +185,13 @@ class Audit:
 
     def __init__(self, guards: Iterable[Any], scope: Mapping[str, Any], globals_: Any) -> None:
         self._scope = {**scope, "G": globals_}
-        reads = {
-            guard.name: _Read(guard.name, _told(guard.value))
-            for guard in guards
-            if guard.name and guard.has_value and not re.match(r"(args|kwargs)\b", guard.name)
-        }
+        reads = {}
+        for guard in guards:
+            if guard.name and guard.has_value and not re.match(r"(args|kwargs)\b", guard.name):
+                reads[guard.name] = _Read(guard.name, _told(guard.value))
+                for name in _absent(guard):
+                    expression = f"{name!r} in {guard.name}.__dict__"
+                    reads[expression] = _Read(expression, _told(False))
         self._reads = []
         unchecked = []
         for read in reads.values():
@@ -177,6 +200,7 @@ class Audit:
             else:
                 unchecked.append(_shown(read.expression))
         self.unchecked = tuple(unchecked)
+        self._shared = self._sharing()
 
     @property
     def num_checked(self) -> int:
@@ -198,12 +222,39 @@ class Audit:
                     found=repr(now[1]),
                     do="put it back, or make another runtime, which traces the model as it is now",
                 )
+        for expression, first in self._sharing().items():
+            if first != (before := self._shared[expression]):
+                raise GuardAuditError(
+                    _shown(expression),
+                    expected=f"the tensor that {_shown(before)} is, as when it was traced",
+                    found="another one" if first == expression else f"that of {_shown(first)}",
+                    do="put it back, or make another runtime, which traces the model as it is now",
+                )
+
+    def _sharing(self) -> dict[str, str]:
+        """Of each tensor that the trace read, where it read that same tensor first: it is one
+        input of the graph."""
+        # With the tensors, because an id is one's own only while it lives.
+        first: dict[int, tuple[str, Any]] = {}
+        found = {}
+        for code, read in self._reads:
+            if read.told[0] == "a tensor":
+                value = eval(code, self._scope)
+                found[read.expression] = first.setdefault(id(value), (read.expression, value))[0]
+        return found
 
     def _now(self, read: _Read, code: Any = None) -> tuple[str, object]:
         try:
             return _told(eval(code or read.expression, self._scope))
         except Exception as error:  # noqa: BLE001 - whatever it is, it stands there no more
             return "error", f"{type(error).__name__}: {error}"
+
+
+def _absent(guard: Any) -> Iterator[str]:
+    """Attributes that the trace looked for in an object and found in its class instead."""
+    if guard.guard_type == "NOT_PRESENT_IN_GENERIC_DICT":
+        made_by = getattr(getattr(guard, "orig_guard", None), "create_fn", None)
+        yield from getattr(made_by, "keywords", {}).values()
 
 
 def _told(value: Any) -> tuple[str, object]:
@@ -217,8 +268,12 @@ def _told(value: Any) -> tuple[str, object]:
         return "an object", value
     if isinstance(value, dict):
         return type(value).__name__, tuple(map(str, value))
-    if isinstance(value, list | tuple | set | frozenset | torch.nn.ModuleList):
+    if isinstance(value, set | frozenset):
+        return type(value).__name__, frozenset(value)
+    if isinstance(value, list | tuple | torch.nn.ModuleList):
         return type(value).__name__, len(value)
+    if isinstance(value, torch.nn.Module):
+        return "an object of", (type(value), type(value).forward)
     return "an object of", type(value)
 
 

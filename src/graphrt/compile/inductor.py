@@ -73,7 +73,7 @@ class Inductor:
             "inductor": torch_api.inductor_options(),
             "modes": {
                 **environment(next(iter(devices)).type if devices else "cpu"),
-                "matmul precision": torch.get_float32_matmul_precision(),
+                "matmul precision": torch_api.matmul_precision(),
                 "threads": torch.get_num_threads(),
                 "inference mode": torch.is_inference_mode_enabled(),
             },

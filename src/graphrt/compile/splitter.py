@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
+from uuid import uuid4
 
 import sympy
 import torch
@@ -23,6 +24,10 @@ _TRIVIAL = re.compile(
     r"(new_|sym_)?(empty|size)(_like)?|view(_as)?|transpose|permute|(un)?squeeze|expand|select"
     r"|narrow|chunk|split|unbind|getitem"
 )
+
+_MODULES_OF_TORCH = ("torch", "operator", "_operator", "math", "builtins")
+_NAMESPACES_OF_TORCH = ("aten", "prim", "prims")
+_PROCESS = uuid4().hex
 
 
 class PieceInfo(NamedTuple):
@@ -95,6 +100,8 @@ class SplittingOps:
         if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return self._of_function.get(id(target))
         namespace, op, *overload = str(target).split(".")
+        if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:
+            overload = ["default"]
         found = self._of_op.get((f"{namespace}::{op}", ""))
         if found is None and overload:
             found = self._of_op.get((f"{namespace}::{op}", overload[0]))
@@ -334,9 +341,25 @@ def _structure(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
 
 
 def _named(target: Any) -> str:
+    """The same in every process for what torch and Python define; of the user's code, which may
+    be another one by the same name, only while this process runs."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return ", ".join(_named(getattr(target, one)) for one in target.overloads())
     if isinstance(target, torch._ops.OpOverload):
-        return f"{target} {target._schema}"
-    return f"{target.__module__}.{getattr(target, '__qualname__', target)}"
+        name = f"{target} {target._schema}"
+        is_traced_through = target.namespace not in _NAMESPACES_OF_TORCH and (
+            torch._C._dispatch_has_kernel_for_dispatch_key(
+                target.name(), "CompositeImplicitAutograd"
+            )
+        )
+        return f"{name} {_PROCESS}" if is_traced_through else name
+    module = getattr(target, "__module__", None) or "torch"
+    name = f"{module}.{getattr(target, '__qualname__', target)}"
+    # Kernels of Triton are numbers in the arguments.
+    is_kernel = "triton_kernel" in str(target)
+    if is_kernel or module.partition(".")[0] not in _MODULES_OF_TORCH:
+        return f"{name} {_PROCESS} {id(target)}"
+    return name
 
 
 def _digest(constant: Any) -> str:

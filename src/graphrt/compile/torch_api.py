@@ -122,6 +122,19 @@ def inductor_option_names() -> Sequence[str]:
     return tuple(inductor_config.get_config_copy())
 
 
+def matmul_precision() -> Sequence[str]:
+    """What products of float32 are rounded to, on each backend.
+
+    Asked of each, because the question for all raises once they were set one by one.
+    """
+    backends: Any = torch.backends
+    kinds = (backends.cuda.matmul, backends.cudnn, backends.mkldnn)
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        return (torch.get_float32_matmul_precision(),)
+    products = (kind.matmul for kind in kinds if hasattr(kind, "matmul"))
+    return [getattr(kind, "fp32_precision", "") for kind in (backends, *kinds, *products)]
+
+
 @cache
 def versions() -> Mapping[str, str]:
     """What of graphrt, torch and Python compiled code depends on."""

@@ -221,6 +221,9 @@ class Runtime:
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
         self._compiled: Compiled | Stock | None = None
         self._compile_part = compile_part
+        # The forward that stands in the module itself, before that of its class.
+        own = getattr(compile_part, "__dict__", {})
+        self._forward = {"forward": own["forward"]} if "forward" in own else {}
         self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
             axis for spec in inputs for axis in spec.axes
         }
@@ -659,6 +662,7 @@ class Runtime:
         part = self._compile_part
         if part is not None and vars(part).get("forward") is self._compiled is not None:
             del part.forward
+            vars(part).update(self._forward)
 
     def close(self) -> None:
         """Retire every program, drop the buffers, release the device if this runtime made it.
