@@ -60,11 +60,21 @@ def test_one_graph_less_than_the_others_makes_every_step_eager() -> None:
         assert lab.runtime.last_decision.mode is not NONE
 
 
-def test_ranks_that_compile_otherwise_have_other_plans(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compilation": {"custom_ops": ("none",)}},
+        {"compilation": {"cudagraph_num_of_warmups": 3}},
+        {"verify_every": 7},
+        {"verify_first_replay": False},
+        {"on_miss": "strict"},
+        {"on_capture_error": "skip"},
+    ],
+)
+def test_ranks_that_run_otherwise_have_other_plans(monkeypatch, other) -> None:
     texts = []
     monkeypatch.setattr(Lockstep, "require_same_plan", lambda _, text: texts.append(text))
-    for rules in ((), ("none",)):
-        asked = {"compilation": {"custom_ops": rules}}
+    for asked in ({}, other):
         with RuntimeLab(asked=asked, ranks=InProcessExchange(1).ranks[0]):
             pass
     assert texts[0] != texts[1]
