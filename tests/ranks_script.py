@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,8 @@ class Meeting(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.eye(WIDTH) * 2)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+        self.number = max(_meetings, default=0) + 1
+        _meetings[self.number] = self
         self.fails_at = self.is_wrong_at = 0
         self.memo: Any = None
 
@@ -80,8 +83,20 @@ class Meeting(torch.nn.Module):
     @break_point
     def meet(self, rows: Any) -> Any:
         total = rows[:1].clone()
-        self.group.allreduce([total]).wait()
+        torch.ops.graphrt_ranks_script.add_up(total, self.number)
         return rows + 0 * total
+
+
+def _add_up(x: torch.Tensor, number: int) -> None:
+    _meetings[number].group.allreduce([x]).wait()
+
+
+# A group must have no references left when the process ends.
+_meetings: WeakValueDictionary[int, Meeting] = WeakValueDictionary()
+# An operator, because FULL graphs record it: those of torch.distributed do not say what they write.
+_library = torch.library.Library("graphrt_ranks_script", "FRAGMENT")
+_library.define("add_up(Tensor(a!) x, int number) -> ()")
+_library.impl("add_up", _add_up, "CPU")
 
 
 def runtime(

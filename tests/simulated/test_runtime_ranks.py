@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+from typing import Any
+
 import pytest
 
 from graphrt import Reason
 from graphrt.errors import ConfigError
-from graphrt.parallel import InProcessExchange, Lockstep
+from graphrt.parallel import NUM_WORDS, InProcessExchange, Lockstep, launch_ranks
+from graphrt.parallel.exchange import _Storage
 from lab import FULL, NONE, RuntimeLab, assert_equal
 
 
@@ -60,11 +64,21 @@ def test_one_graph_less_than_the_others_makes_every_step_eager() -> None:
         assert lab.runtime.last_decision.mode is not NONE
 
 
-def test_ranks_that_compile_otherwise_have_other_plans(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compilation": {"custom_ops": ("none",)}},
+        {"compilation": {"cudagraph_num_of_warmups": 3}},
+        {"verify_every": 7},
+        {"verify_first_replay": False},
+        {"on_miss": "strict"},
+        {"on_capture_error": "skip"},
+    ],
+)
+def test_ranks_that_run_otherwise_have_other_plans(monkeypatch, other) -> None:
     texts = []
     monkeypatch.setattr(Lockstep, "require_same_plan", lambda _, text: texts.append(text))
-    for rules in ((), ("none",)):
-        asked = {"compilation": {"custom_ops": rules}}
+    for asked in ({}, other):
         with RuntimeLab(asked=asked, ranks=InProcessExchange(1).ranks[0]):
             pass
     assert texts[0] != texts[1]
@@ -78,3 +92,43 @@ def test_what_one_rank_may_not_do_is_refused() -> None:
     for asked in ({"ranks": {"step_timeout_s": 5}}, {"ranks": {"check_every": 5}}):
         with pytest.raises(ConfigError, match="ranks"):
             RuntimeLab(asked=asked)
+
+
+class LateWork:
+    """Ends just as a wait for it gives up."""
+
+    def __init__(self, error: RuntimeError | None) -> None:
+        self.error, self.num_waits = error, 0
+
+    def wait(self, *timeout: Any) -> None:
+        self.num_waits += 1
+        if self.num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_message_that_comes_as_the_wait_ends_is_taken() -> None:
+    storage = _Storage(NUM_WORDS, 2, is_on_device=False)
+    assert storage.wait(LateWork(None), 0.1)
+    with pytest.raises(RuntimeError, match="broken"):
+        storage.wait(LateWork(RuntimeError("broken")), 0.1)
+
+
+def test_rank_that_cannot_be_started_ends_the_others(monkeypatch) -> None:
+    started: list[Any] = []
+
+    class Second(subprocess.Popen):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if started:
+                raise OSError("no memory for another process")
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Second)
+    with pytest.raises(OSError, match="another process"):
+        launch_ranks(2, ["-c", "import time; time.sleep(60)"])
+    assert started[0].wait(timeout=30) < 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from simulated_recording import record
 
@@ -18,6 +19,7 @@ from graphrt.errors import (
     EnvironmentMismatchError,
     StreamRaceError,
     UnjoinedStreamError,
+    UnsupportedOperationError,
 )
 
 
@@ -309,3 +311,45 @@ def test_race_is_found_iff_no_orders_connect_two_accesses(steps: list[Any]) -> N
         found = True
     assert found == races
     device.close()
+
+
+def exchange(received: torch.Tensor, sent: torch.Tensor) -> None:
+    dist.all_to_all_single(received, sent)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("touch", ["sent.add_(1)", "received + 1", "received.zero_()"])
+def test_collective_races_with_what_it_moves(
+    device: SimulatedDevice, alone: None, touch: str, waits: bool
+) -> None:
+    streams, sent, received = Streams(device), torch.ones(4), torch.zeros(4)
+    caught = nullcontext() if waits else pytest.raises(StreamRaceError, match="alltoall")
+    with device.watch_races(), caught, device.use(streams.capture):
+        with streams.on_side():
+            exchange(received, sent)
+        if waits:
+            streams.join()
+        exec(touch, {"sent": sent, "received": received})
+
+
+def test_value_read_by_the_host_races(device: SimulatedDevice) -> None:
+    streams, x = Streams(device), torch.ones(4)
+    with device.watch_races(), device.use(streams.capture):
+        with streams.on_side():
+            x.add_(1)
+        assert len(x) == 4
+        with pytest.raises(StreamRaceError):
+            x[0].item()
+
+
+def test_plain_collective_is_not_recorded_in_part(device: SimulatedDevice, alone: None) -> None:
+    sent, received = torch.ones(4), torch.zeros(4)
+    with pytest.raises(UnsupportedOperationError, match="alltoall"):
+        record(device, device.new_pool(), lambda: exchange(received, sent))

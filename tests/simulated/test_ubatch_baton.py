@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -193,6 +194,29 @@ def test_interrupt_in_the_caller_releases_all(crew: WorkerCrew) -> None:
         crew.run([body] * 2)
     assert sorted(ended[1:]) == [0, 1]
     assert traced(crew, [1, 1])
+
+
+@pytest.mark.parametrize("line", [0, 1, 2, 3, 6])
+def test_interrupt_at_the_start_leaves_no_worker_running(crew: WorkerCrew, line: int) -> None:
+    lines, before = list[int](), sys.gettrace()
+
+    def interrupt(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not WorkerCrew._wait.__code__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == line + 1:
+                raise KeyboardInterrupt
+        return interrupt
+
+    assert traced(crew, [1, 1])
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            crew.run([lambda worker: worker.hand_over("round")] * 2)
+    finally:
+        sys.settrace(before)
+    assert traced(crew, [2, 2])
 
 
 def test_stuck_worker_is_named_and_replaced() -> None:

@@ -317,11 +317,16 @@ def test_what_cannot_be_cut_or_joined_is_refused(lab: Lab) -> None:
         assert "argument" in str(caught.value)
         with pytest.raises(InputNotSliceableError):
             step(wrapper, NONE, KEY, slices_of(KEY), x[:7], 1)
+    wrapped = Wrapped(lab, lambda x, other: x, input_axes={"x": 0, "other": 0})
+    with wrapped as wrapper, pytest.raises(InputNotSliceableError, match="mapping"):
+        step(wrapper, NONE, KEY, slices_of(KEY), x, other=[other, other])
     results: list[Callable[[], Any]] = [
         lambda: (1, 2)[: 1 + ubatch.index()],
         lambda: ubatch.index(),
         lambda: torch.zeros(()),
         lambda: {f"k{ubatch.index()}": 1},
+        lambda: torch.zeros(1, WIDTH),
+        lambda: torch.zeros(4, dtype=(torch.int32, torch.int64)[ubatch.index()]),
     ]
     for result in results:
         wrapped = Wrapped(lab, lambda x, result=result: result())

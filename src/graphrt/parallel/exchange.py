@@ -470,9 +470,10 @@ class _Storage:
             try:
                 work.wait(_duration(seconds))
             except RuntimeError:
-                if work.is_completed():
-                    raise
-                return False
+                if not work.is_completed():
+                    return False
+                # It has failed, which this repeats, or else ended as the time was over.
+                work.wait()
             return True
         return self._wait_for_device(work, seconds)
 

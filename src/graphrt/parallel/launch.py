@@ -23,25 +23,25 @@ def launch_ranks(world: int, arguments: Sequence[str]) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen([sys.executable, *arguments], env=environment_of_rank(rank, world, port))
-        for rank in range(world)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
     deadline: float | None = None
     status = 0
     try:
-        while any(rank.poll() is None for rank in ranks):
+        for rank in range(world):
+            environment = environment_of_rank(rank, world, port)
+            ranks.append(subprocess.Popen([sys.executable, *arguments], env=environment))
+        while any(started.poll() is None for started in ranks):
             try:
                 sleep(0.05)
             except KeyboardInterrupt:
                 status = 130
-            if deadline is None and (status or any(rank.poll() for rank in ranks)):
+            if deadline is None and (status or any(started.poll() for started in ranks)):
                 deadline = monotonic() + LEAVE_S
             if deadline is not None and monotonic() > deadline:
                 break
     finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
+        for started in ranks:
+            if started.poll() is None:
+                started.kill()
     # A negative one is the signal that ended it.
-    return max([status, *(abs(rank.wait()) for rank in ranks)])
+    return max([status, *(abs(started.wait()) for started in ranks)])

@@ -80,9 +80,15 @@ class RankedSteps:
 
     def __init__(self, lockstep: Lockstep, runner: CUDAGraphRunner, resolved: Resolved) -> None:
         plan, compiled = resolved.plan, resolved.compile.compute_hash()
-        lockstep.require_same_plan(
-            plan_text(plan, {"torch": torch.__version__, "compile": compiled})
-        )
+        config = resolved.config
+        # Runs that only some ranks make would wait for the others in their collectives.
+        runs = {
+            name: getattr(config, name)
+            for name in ("on_miss", "on_capture_error", "verify_first_replay", "verify_every")
+        }
+        warmups = config.compilation.cudagraph_num_of_warmups
+        also = {"torch": torch.__version__, "compile": compiled, "warmups": warmups, **runs}
+        lockstep.require_same_plan(plan_text(plan, also))
         self._lockstep = lockstep
         self._runner = runner
         # Split eagerly, all ranks would have to pad to one size, which no eager step does.

@@ -134,7 +134,8 @@ class WorkerCrew:
         self._num_workers = num_workers
         self._workers: list[Worker] = []
         self._process = 0
-        self._busy = threading.Lock()
+        self._open: list[object] = []
+        """The run that is open, if one is, and calls that are about to be refused."""
 
     def run(self, bodies: Sequence[Callable[[Worker], Any]]) -> list[Any]:
         """Run ``bodies[i]`` on worker i, and return what they returned.
@@ -144,18 +145,22 @@ class WorkerCrew:
         first error of a body, with a note of its micro-batch and yield. The crew stays usable.
         """
         if self._process != os.getpid():  # Threads and locks do not survive a fork.
-            self._process, self._busy, self._workers = os.getpid(), threading.Lock(), []
-        if not self._busy.acquire(blocking=False):
-            raise UBatchBusyError(
-                "micro-batches",
-                expected="one thread at a time that runs them",
-                found="a second one",
-                do="call it from one thread, or make one wrapper for each thread",
-            )
+            self._process, self._workers = os.getpid(), []
+            self._open.clear()
+        own = object()
         try:
+            # Inside, because an interrupt right behind a lock that is taken would leave it so.
+            self._open.append(own)
+            if self._open[0] is not own:
+                raise UBatchBusyError(
+                    "micro-batches",
+                    expected="one thread at a time that runs them",
+                    found="a second one",
+                    do="call it from one thread, or make one wrapper for each thread",
+                )
             return self._run(bodies)
         finally:
-            self._busy.release()
+            self._open.remove(own)
 
     def _run(self, bodies: Sequence[Callable[[Worker], Any]]) -> list[Any]:
         if not self._workers:
@@ -168,8 +173,7 @@ class WorkerCrew:
             worker.tag, worker.stream, worker.run = None, "", run
             context = contextvars.copy_context()
             worker.task = partial(context.run, _work, run, worker, body, state)
-        workers[0].lock.release()
-        self._wait(run)
+        self._wait(run, workers[0])
         for worker in workers:
             worker.run = run if worker.is_abandoned else None
         error, run.error = run.error, None
@@ -180,11 +184,15 @@ class WorkerCrew:
         finally:
             del error, run  # Together with the traceback they would be a cycle that holds tensors.
 
-    def _wait(self, run: _Run) -> None:
-        """Wait for the end of a run; an interrupt ends it at the next yields."""
-        seen = -1
+    def _wait(self, run: _Run, first: Worker) -> None:
+        """Give ``first`` the baton, wait for the end; an interrupt ends it at the next yields."""
+        seen, is_begun = -1, False
         while not run.is_done:
             try:
+                if not is_begun:
+                    # In here, because an interrupt must not leave workers running by themselves.
+                    is_begun = True
+                    first.lock.release()
                 while not run.is_done and not run.done.acquire(timeout=self.stall_timeout_s):
                     if run.num_hand_overs == seen:
                         self._give_up(run)
@@ -230,6 +238,7 @@ class WorkerCrew:
         self._workers = []
         if self._process == os.getpid():
             for worker in workers:
+                worker.task = None  # Of a run that an interrupt ended before it began.
                 worker.lock.release()
             for worker in workers:
                 worker.thread.join()

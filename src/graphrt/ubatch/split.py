@@ -254,7 +254,16 @@ class SplitCallable:
             return _cut_tensor(name, value, axes, part)
         if isinstance(value, Mapping):
             return {key: _cut_tensor(name, member, axes, part) for key, member in value.items()}
-        return value if axes.tokens is None else value[part.token_slice]
+        if axes == InputAxes():
+            return value
+        if isinstance(value, Sequence) or axes.tokens is None:
+            raise InputNotSliceableError(
+                f"argument {name} of a step in micro-batches",
+                expected="a tensor, a mapping of tensors, or an object that tokens are cut of",
+                found=type(value).__qualname__,
+                do="pass a mapping, or InputAxes() in input_axes to pass it whole",
+            )
+        return value[part.token_slice]
 
     def _joined(self, results: Sequence[Any], slices: Sequence[UBatchSlice]) -> Any:
         """One result of those of all micro-batches, in their order."""
@@ -279,24 +288,46 @@ class SplitCallable:
                 if value is not first and value != first:
                     raise _differ(path, 0, first, number, value)
             return first
+        declared = self._outputs.get(path, {})
         dim, axis = next(
-            (
-                (dim, length)
-                for dim, length in self._outputs.get(path, {}).items()
-                if length in ("tokens", "requests")
-            ),
+            ((dim, length) for dim, length in declared.items() if length in ("tokens", "requests")),
             (0, "tokens"),
         )
         for number, value in enumerate(values):
-            if not value.dim() or value.dim() != first.dim():
+            if (value.dim(), value.dtype) != (first.dim(), first.dtype) or not value.dim():
                 raise _differ(path, 0, first, number, value)
+        if not declared:
+            axis = _axis_of_rows([value.size(0) for value in values], slices)
+        lengths = [_length_of(axis, part) for part in slices]
+        is_known = not declared or declared.get(dim) in ("tokens", "requests")
+        if is_known and [value.size(dim) for value in values] != lengths:
+            raise OutputsDifferError(
+                f"output {path!r} of a step in micro-batches",
+                expected=f"{lengths} rows of the micro-batches along dimension {dim}: {axis}",
+                found=str([tuple(value.shape) for value in values]),
+                do="return one row for each token or request of the micro-batch, and say in "
+                "outputs along which dimension",
+            )
         if axis == "requests":
             # Of a request in two slices, the later one has its last token.
             following = [part.request_slice for part in slices[1:]]
             for number, after in enumerate(following):
                 kept = after.start - slices[number].request_slice.start
-                values[number] = values[number].narrow(dim, 0, min(kept, values[number].size(dim)))
+                values[number] = values[number].narrow(dim, 0, kept)
         return torch.cat(values, dim)
+
+
+def _length_of(axis: str, part: UBatchSlice) -> int:
+    where = part.token_slice if axis == "tokens" else part.request_slice
+    return int(where.stop - where.start)
+
+
+def _axis_of_rows(rows: list[int], slices: Sequence[UBatchSlice]) -> str:
+    """What an output that is not declared has rows of: tokens, unless it is requests."""
+    fits = [
+        axis for axis in ("tokens", "requests") if rows == [_length_of(axis, p) for p in slices]
+    ]
+    return fits[0] if fits else "tokens"
 
 
 def slices_of_key(key: BatchDescriptor) -> tuple[UBatchSlice, ...]:

@@ -167,13 +167,20 @@ class RaceWatch(TorchDispatchMode):
         if traits.is_composite:
             with self:
                 return decompose(func, args, kwargs)
+        # A collective whose answer is no tensor looks like a question about metadata.
+        reads_data = func.namespace == "c10d" or (
+            traits.asks_metadata and self._operators.reads_data(func, args, kwargs)
+        )
         result = func(*args, **kwargs)
-        if traits.moves_no_data or traits.only_allocates:
+        if not reads_data and (traits.moves_no_data or traits.only_allocates):
             return result
         stream, source = self._thread.stream, caller_source()
         stream.clock[stream] += 1
-        touched = [(one, at in traits.written) for at, one in enumerate(args)]
-        touched += [(one, key in traits.written) for key, one in kwargs.items()]
+        places = traits.written
+        if func.namespace == "c10d" and not places:
+            places = _written_by_collective(func)
+        touched = [(one, at in places) for at, one in enumerate(args)]
+        touched += [(one, key in places) for key, one in kwargs.items()]
         touched.append((result, True))
         for value, written in touched:
             for tensor in tensors_in(value):
@@ -182,3 +189,12 @@ class RaceWatch(TorchDispatchMode):
                     self._kept.setdefault(storage.data_ptr(), storage)
                     self._accesses.note(tensor, written, traits.name, stream, source)
         return result
+
+
+def _written_by_collective(func: Any) -> frozenset[int | str]:
+    """Which arguments it writes: schemas of torch.distributed leave that out."""
+    names = [argument.name for argument in func._schema.arguments]
+    found = {at for at, name in enumerate(names) if name.startswith("output")}
+    if not found and func._schema.name != "c10d::send":
+        found = {at for at, name in enumerate(names) if name.startswith("tensor")}
+    return frozenset(found)

@@ -263,6 +263,8 @@ class SimulatedRecording:
     ) -> Any:
         """Record ``func``, or run it if it moves no data. ``mode``: what records its parts."""
         traits = self._shared.operators.traits(func)
+        if func.namespace == "c10d":
+            raise _collective_error(traits.name)
         if traits.makes_constant:
             return self._host_tensor(func(*args, **kwargs))
         if self._tensors.has_host and self._is_on_host(func, traits, args, kwargs):
@@ -520,3 +522,15 @@ def _returned(results: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[
     if len(places) > 1:
         return tuple(returned)
     return returned[0] if returned else None
+
+
+def _collective_error(name: str) -> UnsupportedOperationError:
+    source = caller_source()
+    return UnsupportedOperationError(
+        f"{name} cannot be recorded on the simulated device",
+        expected="operators whose schema says which tensors they write",
+        found=f"a collective of torch.distributed, which does not, at {source.with_text}",
+        do="call it in an operator of your own (torch.library) that says so, or in a break point.",
+        operation=name,
+        source=source.with_text,
+    )
