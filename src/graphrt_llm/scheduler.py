@@ -126,7 +126,7 @@ class AdapterSlots:
         return place
 
     def give_back(self, place: int) -> None:
-        """One user less; -1 is nobody's."""
+        """A request no longer uses the slot ``place``; -1 is the place of requests without one."""
         if place >= 0:
             self._users[place] -= 1
             if not self._users[place]:

@@ -221,7 +221,7 @@ class Runtime:
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
         self._compiled: Compiled | Stock | None = None
         self._compile_part = compile_part
-        # The forward that stands in the module itself, before that of its class.
+        # A ``forward`` set on the instance hides its class's: close() puts it back.
         own = getattr(compile_part, "__dict__", {})
         self._forward = {"forward": own["forward"]} if "forward" in own else {}
         self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
