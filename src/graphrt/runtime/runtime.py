@@ -86,7 +86,7 @@ _FIELDS = {
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
 }
-"""The flat wishes of a ``Runtime``, and the field of its config that each stands for."""
+"""The options that a ``Runtime`` takes without a config, and the field that each stands for."""
 
 _NONE: frozenset[RuntimeMode] = frozenset()
 # CPython 3.11 looks a member up through a Python property; a step has no time for that.
@@ -127,7 +127,7 @@ class Runtime:
     """Serves a model's steps through captured graphs.
 
     ``mode`` (a ``CUDAGraphMode`` or its name), ``sizes`` (``cudagraph_capture_sizes``, in tokens),
-    ``max_num_seqs`` and ``max_num_batched_tokens`` are the common wishes; ``config`` has all, and
+    ``max_num_seqs`` and ``max_num_batched_tokens`` are the common options; ``config`` has all, and
     is given instead of them.
 
     ``model`` is called with keyword arguments named as ``inputs``: views of static buffers, padded
@@ -162,7 +162,7 @@ class Runtime:
 
     A ``device`` given by name is made and closed by the runtime; one given as an object is not.
     Not thread-safe; two runtimes never share anything.
-    Errors: ``ConfigError`` for what cannot be honoured, a wish beside ``config`` included;
+    Errors: ``ConfigError`` for what cannot be honoured, an option beside ``config`` included;
     ``StaticBufferError`` for an input over another axis; at level 3 ``CompileError`` and those
     below it, and ``BreakError`` for a break point in what is traced.
     """
@@ -694,7 +694,7 @@ class Runtime:
 def _resolve(
     config: RuntimeConfig | None, flat: Mapping[str, Any], facts: Facts | None
 ) -> tuple[RuntimeConfig, Resolved]:
-    """The config of ``config`` or of the ``flat`` wishes that are not None, and its plan.
+    """The config of ``config`` or of the ``flat`` options that are not None, and its plan.
 
     Errors: ``ConfigError``, in the words of whoever asked.
     """
@@ -707,11 +707,11 @@ def _resolve(
         if asked:
             raise ConfigError(
                 f"{', '.join(asked)} beside config",
-                expected="each wish once: as an argument, or as a field of the config",
+                expected="each option once: as an argument, or as a field of the config",
                 found=", ".join(
                     f"{name}={asked[name]!r} and config.{_FIELDS[name]}" for name in asked
                 ),
-                do="leave config out, or put all wishes into it",
+                do="leave config out, or put all options into it",
             )
         return config, resolve(config, facts)
     try:
