@@ -93,6 +93,9 @@ class LoadsKernels(SimulatedDevice):
         super().__init__()
         self.loaded = array("q", [0])
 
+    def load(self, num_bytes) -> None:
+        self.loaded[0] = num_bytes
+
     def memory(self, pool=None):
         reading = super().memory(pool)
         return reading._replace(free_bytes=reading.free_bytes - self.loaded[0])
@@ -106,7 +109,7 @@ def test_memory_past_the_allocator_is_of_its_phase(phase) -> None:
         in_scope = get_forward_context().capture_scope is not None
         now = "capture" if device.is_capturing() else "warmup" if in_scope else "check"
         if now == phase:
-            device.loaded[0] = 12345
+            device.load(12345)
         return torch.relu(input)
 
     with runner_of(fn, device=device) as runner:
@@ -116,8 +119,18 @@ def test_memory_past_the_allocator_is_of_its_phase(phase) -> None:
         expected = dict.fromkeys(("warmup", "capture", "check", "rest", "tensors", "cached"), 0)
         expected |= {} if phase == "capture" else {phase: 12345}
         assert {name: taken._asdict()[name] for name in expected} == expected
-        device.loaded[0] += 777
+        device.load(777)
         assert runner.capture().memory_taken == taken, "nothing more was captured"
+    device.close()
+
+
+def test_memory_taken_between_phases_is_the_rest(monkeypatch) -> None:
+    device = LoadsKernels()
+    with runner_of(torch.relu, device=device) as runner:
+        # Called when all is checked.
+        monkeypatch.setattr(runner.library, "settle", lambda _: device.load(99))
+        taken = runner.capture().memory_taken
+        assert taken.rest == 99 == taken.total - taken.pools - taken.executables
     device.close()
 
 
