@@ -169,6 +169,7 @@ def test_padding_counted_for_two_runners_together_is_not_told() -> None:
         assert {graph.padding_percent for graph in one.report().graphs} == {None}
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(-(1 << 40), 1 << 40), min_size=8, max_size=8))
 def test_each_part_of_memory_taken_is_shown_or_zero(parts) -> None:
     here = DeviceMemory(free=1 << 30, reserved=1 << 20, pools=0, executables=0, tensors=0)
