@@ -31,6 +31,8 @@ class MemoryReading(NamedTuple):
     total_bytes: int
     reserved_bytes: int
     """Held by the allocator, used or not."""
+    tensor_bytes: int
+    """Of these, blocks that tensors hold."""
     pool_bytes: int
     """Held by the pool that was passed; 0 without one."""
 

@@ -30,6 +30,7 @@ from graphrt.events import (
     CaptureEnded,
     Event,
     KeysChanged,
+    MemoryTaken,
     Observer,
     RanEager,
     Replayed,
@@ -93,6 +94,7 @@ from graphrt.runner.keys import (
 )
 from graphrt.runner.progress import Progress, shown
 from graphrt.runner.report import (
+    CaptureMemory,
     DeviceMemory,
     Misses,
     RunnerReport,
@@ -295,6 +297,7 @@ class CUDAGraphRunner:
         """Dispatches as if everything were captured. Made when it is asked for."""
         self._capture_seconds = 0.0
         self._memory: tuple[DeviceMemory, DeviceMemory] | None = None
+        self._memory_taken = MemoryTaken()
         """Before the first capture, and after the last one that ended without an error."""
         self._misses: dict[Reason, Misses] = {}
         self._told: KeysChanged | None = None
@@ -488,7 +491,6 @@ class CUDAGraphRunner:
             )
         self.library.require_no_recording(f"capture of {self.name}")
         started = perf_counter()
-        before = DeviceMemory.read(self.library)
         self._executor.outputs.expire()
         if self._host is None:
             self._host = HostSnapshot(self.fn)
@@ -500,8 +502,6 @@ class CUDAGraphRunner:
                 together = self._lockstep.capturing(lambda: missing_text(self.missing()))
             with interrupted_between_steps() as check_interrupt, torch.no_grad(), together:
                 yield partial(self._capture, self._host, check_interrupt)
-            first = self._memory[0] if self._memory else before
-            self._memory = first, DeviceMemory.read(self.library)
         finally:
             self._capture_seconds += perf_counter() - started
             self._refresh()
@@ -517,7 +517,7 @@ class CUDAGraphRunner:
         """Capture ``entries`` in one scope, and check each first replay after it."""
         if entries:
             self._emit(CaptureBegan(self.name, len(entries)))
-        started = perf_counter()
+        started, memory, taken = perf_counter(), CaptureMemory(self.library), MemoryTaken()
         done, total = 0, 2 * len(entries)
 
         def tick(key: BatchDescriptor) -> None:
@@ -554,12 +554,16 @@ class CUDAGraphRunner:
                 progress=lambda number, total, job: tick(job.key),
                 later=[key for _, key in self._entries],
                 host=host,
+                ended=memory.ended,
             )
+            after, taken = memory.taken()
+            self._memory = (self._memory or (memory.before,))[0], after
+            self._memory_taken = self._memory_taken.plus(taken)
         finally:
             if entries:
                 num_served = sum(entry.reason is Reason.HIT for entry in self._entries.values())
                 seconds = perf_counter() - started
-                self._emit(CaptureEnded(self.name, len(entries), num_served, seconds))
+                self._emit(CaptureEnded(self.name, len(entries), num_served, seconds, taken))
 
     def _emit(self, event: Event) -> None:
         if self._observer is not None:
@@ -913,6 +917,7 @@ class CUDAGraphRunner:
                 held for e in entries if e.program is not None for held in e.program.externals
             ),
             memory=self._memory,
+            memory_taken=self._memory_taken,
         )
 
     def explain(self, subject: Subject | None = None) -> str:

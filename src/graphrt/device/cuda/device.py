@@ -335,10 +335,12 @@ class CUDADevice:
 
     def memory(self, pool: Pool | None = None) -> MemoryReading:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+        held = torch.cuda.memory_stats_as_nested_dict(self.index)
         return MemoryReading(
             free_bytes=free_bytes,
             total_bytes=total_bytes,
-            reserved_bytes=torch.cuda.memory_reserved(self.index),
+            reserved_bytes=held["reserved_bytes"]["all"]["current"],
+            tensor_bytes=held["allocated_bytes"]["all"]["current"],
             pool_bytes=0 if pool is None else pool.bytes(),
         )
 
