@@ -11,7 +11,15 @@ import torch
 from llm_adapters import record_logits
 from llm_traffic import MODES, TRAFFIC, check_same_tokens, engine_config, serve
 
-from graphrt import CompilationConfig, RanEager, Replayed, RuntimeConfig, generate_azure_like
+from graphrt import (
+    CompilationConfig,
+    PaddingVerified,
+    RanEager,
+    Replayed,
+    RuntimeConfig,
+    RuntimeMode,
+    generate_azure_like,
+)
 from graphrt_llm import EngineConfig, LLMEngine, ModelConfig, SamplingParams, serve as serve_trace
 from graphrt_llm.errors import EngineConfigError
 
@@ -112,6 +120,33 @@ def test_sampled_tokens_with_drafts_keep_their_distribution():
     assert statistic < 103.4
 
 
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_drafts_behind_the_context_change_nothing(mode):
+    """At its end a request has drafts at positions that the model does not have; every step is
+    compared with the unpadded batch, all of its rows.
+    """
+    model = replace(REPEATS, max_position_embeddings=11)
+    asked, params = [prompt(0, 8), prompt(1, 5)], SamplingParams(max_tokens=3)
+    found = []
+    for drafts, verify_every in ((0, None), (4, 1)):
+        events = []
+        config = RuntimeConfig(
+            compilation=CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=[5, 10]),
+            max_num_seqs=2,
+            max_num_batched_tokens=10,
+            num_speculative_tokens=drafts,
+            verify_every=verify_every,
+        )
+        config = EngineConfig(runtime=config, block_size=8, num_blocks=65, dtype="float64")
+        with LLMEngine.with_random_weights(model, config, observer=events.append) as engine:
+            engine.capture()
+            found.append(engine.generate(asked, params))
+            assert not engine.runtime.report().missing
+    assert found[0] == found[1]
+    assert all(event.equal for event in events if isinstance(event, PaddingVerified))
+    assert any(isinstance(event, PaddingVerified) for event in events)
+
+
 def test_every_query_length_and_size_is_reached_by_a_batch():
     """Uniform and mixed batches of every size, each served by its smallest key."""
     for q in (1, 2, 3, 5):
@@ -130,18 +165,23 @@ def test_every_query_length_and_size_is_reached_by_a_batch():
             events.clear()
             for number in range(1, 7):
                 engine.generate([prompt(n, 1 + n) for n in range(number)], TWO)
-            for length in range(2, 33):
+            for length in range(1, 33):
                 engine.generate([prompt(length, length)], SamplingParams(max_tokens=1))
+            engine.add_request(prompt(0, 1), SamplingParams(max_tokens=1))
+            engine.step(exclude={RuntimeMode.FULL})
             steps = [event for event in events if isinstance(event, Replayed | RanEager)]
             for step in steps:
                 is_above = not step.uniform and step.num_tokens > plan.max_capture_size
                 assert isinstance(step, RanEager) == is_above, step
             steps = [step for step in steps if isinstance(step, Replayed)]
-            uniform = {step.num_padded_tokens for step in steps if step.uniform}
-            mixed = {step.num_padded_tokens for step in steps if not step.uniform}
-            assert uniform == set(plan.decode_capture_sizes)
-            # A batch of one token, or of q = 2, is a uniform one whatever it computes.
-            assert mixed >= {size for size in plan.capture_sizes if size not in (1, q)}
+            by_mode = {
+                mode: {step.num_padded_tokens for step in steps if step.mode is mode}
+                for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+            }
+            assert by_mode[RuntimeMode.FULL] == set(plan.decode_capture_sizes)
+            # A request with one token left computes q, so with drafts no batch has a single token.
+            sizes = set(plan.capture_sizes) - ({1} if q > 1 else set())
+            assert by_mode[RuntimeMode.PIECEWISE] == sizes
             assert {step.num_reqs for step in steps if step.uniform} == set(range(1, 7))
 
 

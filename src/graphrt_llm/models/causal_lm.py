@@ -124,13 +124,10 @@ class DecoderLayer(nn.Module):
         kernels = self.kernels
         normed, qkv, heads, attended, attended_rows, gate_up, gated = scratch
         norm = self.attention_norm
-        if lora is None:
-            kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
-        else:
-            # Adapters read the normed rows, which the kernels need not write.
-            rows = F.rms_norm(residual, norm.shape, norm, self.eps)
-            eager.linear(rows, *self.qkv.matrix, qkv)
-            lora.add("qkv", self.index, rows, qkv)
+        kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
+        if lora is not None:
+            # It norms for itself, because the kernels need not write the normed rows.
+            lora.add("qkv", self.index, residual, qkv, norm, self.eps)
         slots = backend.cache.slots[self.index]
         kernels.rotate_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         attend(backend, self.index, heads, attn, shared, out=attended)
@@ -146,11 +143,9 @@ class DecoderLayer(nn.Module):
         if lora is None:
             kernels.norm_gate(residual, norm, self.eps, *matrix, normed, gate_up, gated)
         else:
-            # They add before the gate, which the kernels may apply inside the product.
-            rows = F.rms_norm(residual, norm.shape, norm, self.eps)
-            eager.linear(rows, *matrix, gate_up)
-            lora.add("gate_up", self.index, rows, gate_up)
-            eager.apply_gate(gate_up, gated)
+            # Before the gate, which the kernels may apply inside the product.
+            kernels.norm_linear(residual, norm, self.eps, *matrix, normed, gate_up)
+            lora.add("gate_up", self.index, residual, gate_up, norm, self.eps, gated)
         kernels.add_linear(residual, gated, *self.down.matrix)
         if lora is not None:
             lora.add("down", self.index, gated, residual)
@@ -207,7 +202,8 @@ class CausalLM(nn.Module):
 
     Weights are undefined until ``load_safetensors`` or ``random_weights`` has filled them, and
     ``attention`` has to be set to a backend over a cache of the same configuration. ``group``: the
-    ranks that share its experts.
+    ranks that share its experts. ``num_drafts``: positions behind the context that a step computes
+    too, because a request at its end has drafts, or padding in their place, like any other.
     """
 
     def __init__(
@@ -216,6 +212,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: Device = "cpu",
         group: ExpertGroup | None = None,
+        num_drafts: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -239,7 +236,8 @@ class CausalLM(nn.Module):
                 else parameter((config.vocab_size, config.hidden_size), dtype, device)
             )
             self.rotary: Tensor
-            self.register_buffer("rotary", rotary_table(config).to(device, dtype), persistent=False)
+            rotary = rotary_table(config, num_drafts).to(device, dtype)
+            self.register_buffer("rotary", rotary, persistent=False)
 
     def forward(
         self,
@@ -341,8 +339,10 @@ class SplitLM(nn.Module):
         return logits
 
 
-def rotary_table(config: ModelConfig) -> Tensor:
-    """[max_position_embeddings, 2, 1, head_dim] float32 on the CPU: cosines, and signed sines.
+def rotary_table(config: ModelConfig, num_more: int = 0) -> Tensor:
+    """[max_position_embeddings + num_more, 2, 1, head_dim]: cosines, and signed sines.
+
+    In float32, on the CPU.
 
     The first half of the sines is negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
     The axis of 1 is for heads. Always float32, because checkpoints were trained with its roundings:
@@ -360,7 +360,7 @@ def rotary_table(config: ModelConfig) -> Tensor:
         span = scaling.high_freq_factor - scaling.low_freq_factor
         kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    positions = torch.arange(config.max_position_embeddings + num_more, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
