@@ -21,6 +21,7 @@ from graphrt_llm.attention.registry import (
     make_attention,
     register_attention_backend,
 )
+from graphrt_llm.attention.switching import Switch, SwitchingAttention
 
 __all__ = [
     "ATTENTION_OP",
@@ -31,6 +32,8 @@ __all__ = [
     "AttentionInputs",
     "AttentionMetadata",
     "AttentionStep",
+    "Switch",
+    "SwitchingAttention",
     "attend",
     "attention",
     "attention_backends",
