@@ -8,7 +8,9 @@ from typing import NamedTuple
 import graphrt_llm.attention.flashinfer as flashinfer
 import graphrt_llm.attention.paged as paged
 from graphrt_llm.attention.base import AttentionBackend
+from graphrt_llm.attention.building import FlashInferBuild, missing_modules
 from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.attention.switching import SwitchingAttention
 from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
@@ -97,6 +99,22 @@ def _for_any_batch(cache: KVCache) -> AttentionChoice:
     if obstacle is None:
         return AttentionChoice("flashinfer", "the fastest that serves this cache")
     return AttentionChoice("sdpa", f"flashinfer needs {obstacle.expected}, found: {obstacle.found}")
+
+
+def make_cold_attention(cache: KVCache, limits: Limits) -> AttentionBackend | None:
+    """``paged`` over FlashInfer, which serves before FlashInfer's kernels are built.
+
+    Until then this package's kernel serves all decode batches, and sdpa the others. None where
+    nothing has to be built.
+    """
+    modules = missing_modules(cache)
+    if not modules:
+        return None
+    most = limits.max_num_seqs
+    first = paged.PagedAttention(SdpaAttention(cache), paged.triton_decode(cache, most), most)
+    later = flashinfer.FlashInferAttention(cache, limits)
+    switching = SwitchingAttention(first, later, FlashInferBuild(modules))
+    return paged.PagedAttention(switching, paged.triton_decode(cache))
 
 
 _MEMBERS = tuple(name for name in vars(AttentionBackend) if not name.startswith("_"))
