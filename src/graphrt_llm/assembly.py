@@ -262,7 +262,8 @@ def _load(
             do="name the dtype to compute in.",
         )
     dtype: torch.dtype = getattr(torch, name)
-    model = CausalLM(model_config, dtype=dtype, device=device.torch_device, group=group)
+    num_drafts = config.runtime.num_speculative_tokens
+    model = CausalLM(model_config, dtype, device.torch_device, group, num_drafts)
     if model_dir is None or config.load_format == "dummy":
         random_weights(model, seed=config.seed)
     else:

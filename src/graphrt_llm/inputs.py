@@ -72,7 +72,6 @@ class HostInputs:
         self._block_size = limits.block_size
         self._max_loras = limits.max_loras
         self._query_len = limits.query_len
-        self._last_position = limits.max_model_len - 1
         self._tensors: dict[str, Tensor] = {}
         self._arrays: dict[str, Ints] = {}
         self._axis: dict[str, str] = {}
@@ -101,9 +100,6 @@ class HostInputs:
             self._block_size,
             self._query_len,
         )
-        if self._query_len > 1:
-            # Padding may lie behind the context, where there is no rotation.
-            values["positions"] = np.minimum(positions, self._last_position)
         if self._max_loras:
             active = batch.active_loras
             values["lora_slots"] = batch.lora_slots[owners]

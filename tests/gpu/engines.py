@@ -47,6 +47,7 @@ def engine_config(
     sizes: tuple[int, ...] = (1, 2, 4, 8, 64),
     overlap: bool | None = None,
     max_model_len: int = 256,
+    max_num_seqs: int = 8,
     **runtime: Any,
 ) -> EngineConfig:
     return EngineConfig(
@@ -55,7 +56,7 @@ def engine_config(
                 cudagraph_mode=mode,
                 cudagraph_capture_sizes=None if mode == "NONE" else list(sizes),
             ),
-            max_num_seqs=8,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=128,
             **runtime,
         ),

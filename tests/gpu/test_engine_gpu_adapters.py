@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from engines import BACKENDS, QWEN, compare_tokens, engine_config, greedy, prompts
+from dataclasses import replace
 
-from graphrt import CUDAGraphMode, Event, PaddingVerified, Replayed, Verified
+import pytest
+from engines import (
+    BACKENDS,
+    QWEN,
+    compare,
+    compare_tokens,
+    engine_config,
+    greedy,
+    make_engine,
+    prompts,
+)
+
+from graphrt import CUDAGraphMode, Event, PaddingVerified, RanEager, Replayed, Verified
 from graphrt_llm import LLMEngine, ModelConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:::flashinfer.*")
@@ -77,3 +88,40 @@ def test_bfloat16_replays_with_adapters_and_drafts_equal_eager(backend, options)
     assert told.identical, told.differences
     assert all(e.equal for e in seen if isinstance(e, Verified | PaddingVerified))
     assert any(isinstance(event, Replayed) for event in seen)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_are_verified_in_full_graphs(backend, mode, k):
+    """Few and many requests, so that kernels of both sizes of batches run."""
+    model = replace(QWEN, vocab_size=64)  # Texts repeat, so that drafts exist and are accepted.
+    sizes = tuple((1 + k) * count for count in (1, 4, 18, 24))
+    seen: list[Event] = []
+    options = {"backend": backend, "dtype": "float16", "max_num_seqs": 24}
+    with (
+        make_engine(model, "NONE", **options) as reference,
+        make_engine(
+            model,
+            mode,
+            observer=seen.append,
+            sizes=sizes,
+            num_speculative_tokens=k,
+            verify_every=3,
+            **options,
+        ) as engine,
+    ):
+        for count in (3, 20):
+            asked = prompts(count, 64)
+            expected = reference.generate(asked, greedy(40))
+            seen.clear()
+            told = compare(
+                reference, asked, expected, engine.generate(asked, greedy(40)), "float16"
+            )
+            assert told.identical, told.differences
+            steps = [e for e in seen if isinstance(e, Replayed | RanEager) and e.uniform]
+            assert steps
+            assert all(isinstance(step, Replayed) and step.mode.name == "FULL" for step in steps)
+        assert all(e.equal for e in seen if isinstance(e, Verified | PaddingVerified))
+        assert engine.drafts.accepted > 0
+        assert not engine.runtime.report().missing

@@ -156,3 +156,34 @@ def test_other_dtypes_and_devices_use_eager_kernels():
     assert choose_kernels(torch.float64, CUDA) is EAGER
     assert choose_kernels(torch.float32, CUDA) is EAGER
     assert choose_kernels(torch.bfloat16, torch.device("cpu")) is EAGER
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_keys_and_values_not_finite_are_stored_as_zero(dtype, has_norm):
+    """By both implementations: 0 times what stayed in a slot would be no number."""
+    most = torch.finfo(dtype).max
+    heads = normal(3, 4 + 2 * 2, 32, dtype=dtype)
+    rotation = normal(3, 2, 1, 32, dtype=dtype)
+    norm = normal(6, 32, dtype=dtype).mul_(4) if has_norm else None
+    # Values as they come; keys also where turning or scaling them overflows.
+    heads[0, 6, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    heads[1, 4, :] = float("nan")
+    heads[2, 5, :] = most
+    rotation[2] = 1.5
+    found = {}
+    for kernels in (EAGER, choose_kernels(dtype, CUDA)):
+        slots = normal(5, 2, 2, 32, dtype=dtype)
+        slots[:] = 7
+        mapping = torch.tensor([4, 0, 2], device=CUDA)
+        kernels.rotate_and_store(heads.clone(), norm, 1e-6, rotation, slots, mapping)
+        assert slots.isfinite().all()
+        assert slots[4, 1, 0, :3].eq(0).all()
+        assert slots[0, 0, 0].eq(0).all()
+        assert slots[[1, 3]].eq(7).all()
+        found[kernels.name] = slots.double()
+    eps = 8 * torch.finfo(dtype).eps
+    rows = [0, 4]
+    torch.testing.assert_close(found["triton"][rows], found["eager"][rows], rtol=eps, atol=eps)
+    if not has_norm:
+        assert found["triton"][2, 0, 1, 16:].eq(0).all(), "3 times the largest number"

@@ -75,6 +75,24 @@ def test_every_length_gives_the_result_of_the_formula(config, dtype):
         assert out[LENGTHS.index(0)].eq(0).all()
 
 
+@pytest.mark.parametrize("query_len", [2, 3, 5])
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["group of 2", "group of 4"])
+def test_drafts_see_what_is_before_each_of_them(config, query_len):
+    # Splits that begin within the new tokens, of which the first see nothing.
+    found = [query_len, 31, 32, 33, 34, 0, 512, 513, 514, 516, 1025, 2000]
+    cache, tables = random_cache(config), random_tables(found)
+    decode = paged.triton_decode(cache, query_len)
+    q = queries(config, len(found) * query_len)
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=CUDA)
+    decode(q, cache.layers[0], tables, torch.tensor(found, device=CUDA), out)
+    for place in range(query_len):
+        lengths = [max(0, length - query_len + 1 + place) for length in found]
+        rows = slice(place, None, query_len)
+        wanted = expected(q[rows], cache.layers[0], tables, lengths)
+        torch.testing.assert_close(out[rows].double(), wanted, rtol=2e-2, atol=1e-2)
+        assert out[rows][found.index(0)].eq(0).all()
+
+
 def test_a_row_is_the_same_bits_in_every_batch_and_at_every_call():
     cache, tables = random_cache(QWEN), random_tables(LENGTHS)
     decode = paged.triton_decode(cache)

@@ -5,6 +5,8 @@ The real library runs in the GPU lane only.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import fake_flashinfer
 import numpy as np
 import pytest
@@ -42,8 +44,8 @@ def wrappers(monkeypatch):
     return fake_flashinfer.install(monkeypatch)
 
 
-def decode_key(num_reqs: int) -> BatchDescriptor:
-    return BatchDescriptor(num_reqs, num_reqs, uniform=True)
+def decode_key(num_reqs: int, query_len: int = 1) -> BatchDescriptor:
+    return BatchDescriptor(num_reqs * query_len, num_reqs, uniform=True)
 
 
 def compare(backend, cache: KVCache, spans, key: BatchDescriptor | None, seed: int) -> None:
@@ -52,13 +54,17 @@ def compare(backend, cache: KVCache, spans, key: BatchDescriptor | None, seed: i
     tables = shuffled_tables(len(spans), MAX_BLOCKS, NUM_BLOCKS, generator)
     num_tokens = sum(new for _, new in spans)
     padding = 0 if key is None else key.num_tokens - num_tokens
-    rows = 0 if key is None or key.num_reqs is None else padding
+    rows = 0 if key is None or key.num_reqs is None else key.num_reqs - len(spans)
     step = make_step(spans, tables, BLOCK, pad_tokens=padding, pad_requests=rows)
     metadata = step.metadata._replace(block_tables=tables.numpy())
     q = torch.randn(num_tokens + padding, 4, 16, generator=generator, dtype=torch.float64)
     kv = torch.randn(num_tokens + padding, 2, 2, 16, generator=generator, dtype=torch.float64)
     before = cache.tensor.clone()
     results = []
+    if key is not None and key.num_reqs is not None:
+        # Padding of a uniform batch: as many tokens a request.
+        positions = step.positions.view(key.num_reqs, -1)
+        positions[len(spans) :] = torch.arange(positions.shape[1])
     for one in (make_attention("sdpa", cache), backend):
         cache.tensor.copy_(before)
         one.prepare(key or BatchDescriptor(num_tokens), metadata)
@@ -123,6 +129,28 @@ def test_a_static_wrapper_serves_growing_and_padded_batches(wrappers):
     assert [len(wrapper.plans) for wrapper in static] == [21, 21]
 
 
+@settings(max_examples=30, deadline=None)
+@given(query_len=st.integers(2, 4), data=st.data())
+def test_drafts_in_a_full_graph_see_what_is_before_them(query_len, data):
+    """Growing and padded batches of one wrapper, whose rows are the tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = fake_flashinfer.install(patch)
+        cache = random_cache()
+        limits = replace(LIMITS, query_len=query_len)
+        backend = make_attention("flashinfer", cache, limits)
+        assert backend.support is AttentionSupport.UNIFORM_BATCH
+        backend.prepare(decode_key(4, query_len), None)
+        [static] = [wrapper for wrapper in made if wrapper.is_static]
+        assert len(static.last) == 4 * query_len
+        before = st.integers(0, BLOCK * MAX_BLOCKS - query_len)
+        for seed in range(2):
+            starts = data.draw(st.lists(before, min_size=1, max_size=4))
+            spans = [(start, query_len) for start in starts]
+            compare(backend, cache, spans, decode_key(4, query_len), seed)
+            compare(backend, cache, spans, None, seed)
+        assert [wrapper for wrapper in made if wrapper.is_static] == [static]
+
+
 def test_padding_rows_read_one_token_of_the_null_block(wrappers):
     staging = make_attention("flashinfer", random_cache(), LIMITS)._staging
     staging.stage(6, np.full(6, 24), np.full((6, MAX_BLOCKS), 39), BLOCK)
@@ -149,7 +177,6 @@ def test_piecewise_keys_are_prepared_without_a_batch(wrappers):
 
 def test_full_graphs_other_than_decode_are_refused(wrappers):
     backend = make_attention("flashinfer", random_cache(), LIMITS)
-    assert backend.support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     with pytest.raises(AttentionBackendError, match="decode"):
         backend.prepare(BatchDescriptor(8, 4, uniform=True), None)
 

@@ -125,6 +125,30 @@ def test_rows_beyond_the_requests_are_zeroed():
     assert out[4:].eq(0).all()
 
 
+@pytest.mark.parametrize(
+    ("key", "batch", "runs"),
+    [
+        (BatchDescriptor(24, num_reqs=8, uniform=True), None, 24),
+        (BatchDescriptor(24, num_reqs=8, uniform=True), lengths(3, 3), 24),
+        (BatchDescriptor(64), lengths(3, 3), 3 * paged.MAX_REQUESTS),
+        (BatchDescriptor(51, num_reqs=17, uniform=True), lengths(3), 0),
+        (BatchDescriptor(24, num_reqs=8), lengths(3, 3), 0),
+        (BatchDescriptor(64), lengths(3, 1), 0),
+        (BatchDescriptor(64), lengths(1, 1), 0),
+        (BatchDescriptor(64), None, 0),
+    ],
+)
+def test_uniform_batches_with_drafts_run_the_kernel(key, batch, runs):
+    """As many tokens of each request as it was made for, and of no other number."""
+    recorder = Recorder()
+    backend = paged.PagedAttention(recorder, recorder.decode, query_len=3)
+    backend.prepare(key, batch)
+    out = run(backend, key.num_tokens, key.num_reqs or 32)
+    assert [call for call in recorder.calls if "decode" in call] == [f"decode {runs}"] * bool(runs)
+    assert out[:runs].eq(1).all()
+    assert out[runs:].eq(0 if runs else 2).all()
+
+
 def test_kernel_and_fallback_alternate_between_steps():
     recorder = Recorder()
     backend = paged.PagedAttention(recorder, recorder.decode)

@@ -11,7 +11,14 @@ import torch
 from llm_adapters import record_logits
 from llm_traffic import MODES, TRAFFIC, check_same_tokens, engine_config, serve
 
-from graphrt import CompilationConfig, RanEager, Replayed, RuntimeConfig, generate_azure_like
+from graphrt import (
+    CompilationConfig,
+    PaddingVerified,
+    RanEager,
+    Replayed,
+    RuntimeConfig,
+    generate_azure_like,
+)
 from graphrt_llm import EngineConfig, LLMEngine, ModelConfig, SamplingParams, serve as serve_trace
 from graphrt_llm.errors import EngineConfigError
 
@@ -110,6 +117,33 @@ def test_sampled_tokens_with_drafts_keep_their_distribution():
     statistic = ((observed - count * joint) ** 2 / (count * joint)).sum()
     # 63 degrees of freedom: 103.4 is the quantile of 0.999.
     assert statistic < 103.4
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_drafts_behind_the_context_change_nothing(mode):
+    """At its end a request has drafts at positions that the model does not have; every step is
+    compared with the unpadded batch, all of its rows.
+    """
+    model = replace(REPEATS, max_position_embeddings=11)
+    asked, params = [prompt(0, 8), prompt(1, 5)], SamplingParams(max_tokens=3)
+    found = []
+    for drafts, verify_every in ((0, None), (4, 1)):
+        events = []
+        config = RuntimeConfig(
+            compilation=CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=[5, 10]),
+            max_num_seqs=2,
+            max_num_batched_tokens=10,
+            num_speculative_tokens=drafts,
+            verify_every=verify_every,
+        )
+        config = EngineConfig(runtime=config, block_size=8, num_blocks=65, dtype="float64")
+        with LLMEngine.with_random_weights(model, config, observer=events.append) as engine:
+            engine.capture()
+            found.append(engine.generate(asked, params))
+            assert not engine.runtime.report().missing
+    assert found[0] == found[1]
+    assert all(event.equal for event in events if isinstance(event, PaddingVerified))
+    assert any(isinstance(event, PaddingVerified) for event in events)
 
 
 def test_every_query_length_and_size_is_reached_by_a_batch():

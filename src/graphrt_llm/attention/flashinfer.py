@@ -2,9 +2,13 @@
 
 FlashInfer splits work over the GPU by a *plan*, made on the host from a batch's lengths before
 every step. A graph's kernels read the plan from addresses that never change, so a FULL graph
-replays with the plan of its step. The launch shape depends on the number of requests alone, so each
+replays with the plan of its step. The launch shape depends on the number of tokens alone, so each
 captured number has its own wrapper; they share all memory but their plans, because steps run one at
 a time.
+
+With speculative decoding each new token of a request is a row of its own in the decode kernels,
+with the length up to itself: they find its keys in the GPU's cache. FlashInfer's kernels for chunks
+read them once, but reserve tiles of 128 rows for a request inside a graph, whatever it brings.
 """
 
 from __future__ import annotations
@@ -59,12 +63,13 @@ def obstacle(cache: KVCache) -> Obstacle | None:
 class _Staging:
     """What the kernels read of a batch, in one block of host memory and its copy on the device.
 
-    For ``rows`` requests: where the blocks of each begin [rows + 1], tokens in its last block
-    [rows], then the blocks themselves. One copy moves all of it.
+    For ``rows`` requests, or tokens of requests: where the blocks of each begin [rows + 1], tokens
+    in its last block [rows], then the blocks themselves. One copy moves all of it.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
-        size = 2 * limits.max_num_seqs + 1 + limits.max_num_seqs * limits.max_blocks
+        rows = limits.max_num_seqs * limits.query_len
+        size = 2 * rows + 1 + rows * limits.max_blocks
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._array: NDArray[np.int32] = self._host.numpy()
         self.memory = torch.zeros(size, dtype=torch.int32, device=device)
@@ -107,7 +112,7 @@ class FlashInferAttention:
     Errors: ``AttentionBackendError`` where ``obstacle`` finds one.
     """
 
-    support: ClassVar[AttentionSupport] = AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    support: ClassVar[AttentionSupport] = AttentionSupport.UNIFORM_BATCH
 
     def __init__(self, cache: KVCache, limits: Limits | None) -> None:
         found = obstacle(cache)
@@ -127,6 +132,7 @@ class FlashInferAttention:
         self._make_decode = decode.BatchDecodeWithPagedKVCacheWrapper
 
         self.cache = cache
+        self._query_len = limits.query_len
         config = cache.config
         self._tensor_cores = config.num_heads // config.num_kv_heads >= TENSOR_CORE_GROUP
         self._shape = (config.num_heads, config.num_kv_heads, config.head_dim, cache.block_size)
@@ -143,7 +149,7 @@ class FlashInferAttention:
         )
         self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=self._tensor_cores)
         self._static: dict[int, Any] = {}
-        """By number of requests: the wrappers of FULL graphs."""
+        """By number of tokens: the wrappers of FULL graphs."""
         self._planned: set[Any] = set()
         """Decode wrappers that have had a whole plan, which compiles and loads their kernels."""
 
@@ -176,21 +182,21 @@ class FlashInferAttention:
         )
 
     def _prepare_without_batch(self, key: BatchDescriptor) -> None:
-        """Plan for requests of one token each, or one request with all tokens, in the null block.
+        """Plan for requests of equally many tokens, or one that has all, in the null block.
 
-        A number of requests seen for the first time gets its wrapper here, and its kernels are
+        A number of tokens seen for the first time gets its wrapper here, and its kernels are
         compiled: before the warm-ups, hence before any recording.
         """
         if key.num_reqs is not None:
-            if key.num_reqs != key.num_tokens:
+            if key.num_reqs * self._query_len != key.num_tokens:
                 raise AttentionBackendError(
                     "attention backend 'flashinfer'",
-                    expected="FULL graphs of decode batches, one token a request",
+                    expected=f"FULL graphs of decode batches, {self._query_len} tokens a request",
                     found=f"a key of {key.num_tokens} tokens of {key.num_reqs} requests",
                     do="let the runtime resolve the mode from the backend's support.",
                 )
-            if key.num_reqs not in self._static:
-                self._static[key.num_reqs] = self._make_static(key.num_reqs)
+            if key.num_tokens not in self._static:
+                self._static[key.num_tokens] = self._make_static(key.num_tokens)
         num_reqs = key.num_reqs or 1
         lengths = np.full(num_reqs, key.num_tokens // num_reqs)
         num_blocks = -(-int(lengths[0]) // self.cache.block_size)
@@ -235,8 +241,12 @@ class FlashInferAttention:
         # step may be pending; the device makes them first, so this hardly ever waits.
         if self._copied is not None:
             self._copied.synchronize()
-        static = None if key.num_reqs is None else self._static.get(key.num_reqs)
+        static = None if key.num_reqs is None else self._static.get(key.num_tokens)
         rows = len(seq_lens) if static is None else key.num_tokens
+        if static is not None and self._query_len > 1:
+            behind = np.arange(self._query_len - 1, -1, -1)
+            seq_lens = (seq_lens[:, None] - behind).ravel()
+            tables = tables.repeat(self._query_len, 0)
         self._staging.stage(rows, seq_lens, tables, self.cache.block_size)
         if static is not None:
             self._wrapper, self._num_tokens = static, rows

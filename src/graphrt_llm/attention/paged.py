@@ -2,7 +2,7 @@
 
 With few requests, launches take most of the time of a decode step's attention. This kernel needs no
 plan on the host and no second launch to combine its parts: 6 us on an H200, FlashInfer's two 10.
-With many requests, or several new tokens each, another backend has the faster kernels.
+With many requests, or chunks of prompts, another backend has the faster kernels.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ as fast, and also needs a plan."""
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
+MOST_QUERIES = 64
+"""Queries of a request that share a key head, its heads times its new tokens, up to which a program
+holds their results in registers."""
+
 
 class Decode(Protocol):
     """The kernel; see ``kernels.paged_decode.PagedDecode``."""
@@ -53,8 +57,8 @@ def obstacle(cache: KVCache) -> Obstacle | None:
     return None
 
 
-def triton_decode(cache: KVCache) -> Decode:
-    """The Triton kernel, with memory for ``MAX_REQUESTS``.
+def triton_decode(cache: KVCache, query_len: int = 1) -> Decode:
+    """The Triton kernel, with memory for ``MAX_REQUESTS`` of ``query_len`` new tokens each.
 
     Errors: ``AttentionBackendError`` where ``obstacle`` finds one.
     """
@@ -63,17 +67,19 @@ def triton_decode(cache: KVCache) -> Decode:
         raise AttentionBackendError("attention backend 'paged'", **found._asdict())
     from graphrt_llm.kernels.paged_decode import PagedDecode
 
-    return PagedDecode(cache.layers[0], cache.config.num_heads, MAX_REQUESTS)
+    return PagedDecode(cache.layers[0], cache.config.num_heads, MAX_REQUESTS, query_len)
 
 
 class PagedAttention:
-    """``decode`` for batches of at most ``MAX_REQUESTS`` with one token each; else ``fallback``.
+    """``decode`` for uniform batches of at most ``MAX_REQUESTS``; else ``fallback``.
 
     ``fallback``: a backend over the same cache, whose ``support`` is that of the pair.
+    ``query_len``: new tokens of each request of a uniform batch.
     """
 
-    def __init__(self, fallback: AttentionBackend, decode: Decode) -> None:
+    def __init__(self, fallback: AttentionBackend, decode: Decode, query_len: int = 1) -> None:
         self.cache = fallback.cache
+        self._query_len = query_len
         self.support = fallback.support
         self._fallback = fallback
         self._decode = decode
@@ -85,12 +91,16 @@ class PagedAttention:
         return *self._decode.keep_alive, *self._fallback.keep_alive
 
     def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
+        q = self._query_len
         if key.num_reqs is None and step_info is not None:
-            num_reqs = len(step_info.query_lens)
-            self._uses_decode = num_reqs <= MAX_REQUESTS and max(step_info.query_lens) == 1
+            lens = step_info.query_lens
+            self._uses_decode = len(lens) <= MAX_REQUESTS and min(lens) == max(lens) == q
         else:
-            # Without a batch, the eager segments of a PIECEWISE key are the fallback's.
-            self._uses_decode = _is_decode_graph(key)
+            # Without a batch, the eager segments of a PIECEWISE key are the fallback's. Uniform,
+            # because one request of a mixed batch may have all of its tokens.
+            num_reqs = key.num_reqs or 0
+            is_decode = key.uniform and num_reqs * q == key.num_tokens
+            self._uses_decode = is_decode and num_reqs <= MAX_REQUESTS
         if not self._uses_decode:
             self._fallback.prepare(key, step_info)
 
@@ -108,18 +118,13 @@ class PagedAttention:
         if not self._uses_decode:
             self._fallback.forward(layer_index, heads, attn, shared, out)
             return
-        # One token a request: row i of the batch is request i. Padded requests have length 0; rows
-        # beyond the requests are padding of a PIECEWISE graph, and have to be finite.
+        # Equally many tokens a request, in order. Padded requests have length 0; rows beyond the
+        # requests are padding of a PIECEWISE graph, and have to be finite.
         layer, (_, _, tables, lengths) = self.cache.layers[layer_index], attn
-        num_tokens = heads.shape[0]
-        rows = min(num_tokens, lengths.shape[0], MAX_REQUESTS)
+        num_tokens, q = heads.shape[0], self._query_len
+        rows = q * min(num_tokens // q, lengths.shape[0], MAX_REQUESTS)
         if rows == num_tokens:
             self._decode(heads, layer, tables, lengths, out)
         else:
             self._decode(heads[:rows], layer, tables, lengths, out[:rows])
             out[rows:].zero_()
-
-
-def _is_decode_graph(key: BatchDescriptor) -> bool:
-    # Uniform, because one request of a mixed batch may have all of its tokens.
-    return key.uniform and key.num_reqs == key.num_tokens <= MAX_REQUESTS

@@ -22,9 +22,12 @@ AUTO = "auto"
 
 
 def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
-    decode = paged.triton_decode(cache)
+    query_len = 1 if limits is None else limits.query_len
+    decode = paged.triton_decode(cache, query_len)
     fallback = make_attention(_for_any_batch(cache).name, cache, limits)
-    return paged.PagedAttention(fallback, decode)
+    if query_len * cache.config.num_heads > paged.MOST_QUERIES * cache.config.num_kv_heads:
+        return fallback
+    return paged.PagedAttention(fallback, decode, query_len)
 
 
 # State of the process, as names of plug-ins are. Entries are added whole and never change.

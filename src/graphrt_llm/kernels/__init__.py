@@ -47,8 +47,7 @@ class Kernels(NamedTuple):
     keys are normalised (where ``qk_norm`` [num_heads + num_kv_heads, head_dim] is given) and
     rotated in place. ``rotation`` [tokens, 2, 1, head_dim]: the tokens' rows of the rotary table.
     Keys and values are copied to ``slots`` [num_slots, 2, num_kv_heads, head_dim] at
-    ``slot_mapping``; by ``eager`` with 0 for those that are not finite, because they would stay in
-    the cache.
+    ``slot_mapping``, with 0 for those that are not finite, because they would stay in the cache.
     """
 
 

@@ -96,9 +96,14 @@ def _rotate_and_store(
         tl.store(source + HALF, second, mask=inside)
 
     if head >= num_heads:
-        # A slot has the layout of a token: all keys, then all values.
+        # A slot has the layout of a token: all keys, then all values. Of what is not finite, also
+        # once it has the dtype of the cache, nothing is stored: it would stay behind in the slot.
         slot = tl.load(slot_mapping + token)
         target = slots + (slot * 2 * num_kv_heads + head - num_heads) * width + element
+        first = first.to(slots.dtype.element_ty)
+        second = second.to(slots.dtype.element_ty)
+        first = tl.where(tl.abs(first.to(tl.float32)) < float("inf"), first, 0.0)
+        second = tl.where(tl.abs(second.to(tl.float32)) < float("inf"), second, 0.0)
         tl.store(target, first, mask=inside)
         tl.store(target + HALF, second, mask=inside)
 

@@ -1,8 +1,9 @@
-"""Attention of one new token a request over the paged cache, in one Triton launch.
+"""Attention of a decoding request's new tokens over the paged cache, in one Triton launch.
 
 A request's context is split among programs, which read it at the same time; the last of them to
 finish combines the parts. The split depends on the length alone: a graph needs no plan, and a row's
-result is the same bits in every batch and with every padding.
+result is the same bits in every batch and with every padding. Drafts of a request are further rows
+of its heads, which tensor cores have room for anyway: keys and values are read once for all.
 
 Source: online softmax and its split over the keys, Dao 2023 (FlashAttention-2, Flash-Decoding).
 """
@@ -27,7 +28,7 @@ NUM_SPLITS = 16
 """Programs that share one request's context of one key head; a short context leaves some idle."""
 NUM_WARPS = 4
 MIN_DOT = 16
-"""Fewest rows of a product on tensor cores; the heads of a group are padded to it."""
+"""Fewest rows of a product on tensor cores; a group's heads of all new tokens are padded to it."""
 
 
 def _decode(
@@ -44,7 +45,9 @@ def _decode(
     scale,
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
-    PADDED_GROUP: tl.constexpr,  # noqa: N803
+    QUERY_LEN: tl.constexpr,  # noqa: N803
+    QUERIES: tl.constexpr,  # noqa: N803
+    PADDED_QUERIES: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
@@ -58,17 +61,20 @@ def _decode(
     begin = split * share
     end = tl.minimum(begin + share, length)
 
-    member = tl.arange(0, PADDED_GROUP)
+    # A member is a head of one new token: all heads of the first, then those of the next.
+    member = tl.arange(0, PADDED_QUERIES)
     element = tl.arange(0, HEAD_DIM)
-    is_member = member < GROUP
-    head = kv_head * GROUP + member
-    target = out + (row * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + element[None, :]
+    is_member = member < QUERIES
+    new = member // GROUP
+    head = kv_head * GROUP + member % GROUP
+    place_out = (row * QUERY_LEN + new) * NUM_KV_HEADS * GROUP + head
+    target = out + place_out[:, None] * HEAD_DIM + element[None, :]
     if begin < end:
-        source = q + row * q_stride + head[:, None] * HEAD_DIM + element[None, :]
-        query = tl.load(source, mask=is_member[:, None], other=0.0)
-        largest = tl.full((PADDED_GROUP,), float("-inf"), tl.float32)
-        total = tl.zeros((PADDED_GROUP,), tl.float32)
-        values = tl.zeros((PADDED_GROUP, HEAD_DIM), tl.float32)
+        source = q + (row * QUERY_LEN + new)[:, None] * q_stride + head[:, None] * HEAD_DIM
+        query = tl.load(source + element[None, :], mask=is_member[:, None], other=0.0)
+        largest = tl.full((PADDED_QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((PADDED_QUERIES,), tl.float32)
+        values = tl.zeros((PADDED_QUERIES, HEAD_DIM), tl.float32)
         for start in range(begin, end, TILE):
             token = start + tl.arange(0, TILE)
             is_token = token < end
@@ -81,10 +87,19 @@ def _decode(
             v = tl.load(keys + NUM_KV_HEADS * HEAD_DIM, mask=is_token[:, None], other=0.0)
             # The hardware computes powers of two; ``scale`` includes the change of base.
             scores = tl.dot(query, tl.trans(k)) * scale
-            scores = tl.where(is_token[None, :], scores, float("-inf"))
+            if QUERY_LEN == 1:
+                scores = tl.where(is_token[None, :], scores, float("-inf"))
+            else:
+                seen = length - QUERY_LEN + 1 + new
+                is_seen = is_token[None, :] & (token[None, :] < seen[:, None])
+                scores = tl.where(is_seen, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
-            shrink = tl.exp2(largest - new_largest)
-            exponentials = tl.exp2(scores - new_largest[:, None])
+            pivot = new_largest
+            if QUERY_LEN > 1:
+                # The first tokens may see none of a split: minus infinity less itself is no number.
+                pivot = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            shrink = tl.exp2(largest - pivot)
+            exponentials = tl.exp2(scores - pivot[:, None])
             total = total * shrink + tl.sum(exponentials, 1)
             values = values * shrink[:, None] + tl.dot(exponentials.to(v.dtype), v)
             largest = new_largest
@@ -95,11 +110,11 @@ def _decode(
             tl.store(target, result.to(out.dtype.element_ty), mask=is_member[:, None])
         else:
             first = (row * NUM_KV_HEADS + kv_head) * NUM_SPLITS
-            mine = parts + ((first + split) * GROUP + member)[:, None] * HEAD_DIM + element[None, :]
-            tl.store(mine, values, mask=is_member[:, None])
-            my_weight = weights + (first + split) * 2 * GROUP + member
+            mine = parts + ((first + split) * QUERIES + member)[:, None] * HEAD_DIM
+            tl.store(mine + element[None, :], values, mask=is_member[:, None])
+            my_weight = weights + (first + split) * 2 * QUERIES + member
             tl.store(my_weight, largest, mask=is_member)
-            tl.store(my_weight + GROUP, total, mask=is_member)
+            tl.store(my_weight + QUERIES, total, mask=is_member)
             # All threads have stored before one of them counts this split as finished.
             tl.debug_barrier()
             counter = finished + row * NUM_KV_HEADS + kv_head
@@ -107,12 +122,12 @@ def _decode(
             if num_before == num_used - 1:
                 each = tl.arange(0, NUM_SPLITS)
                 is_used = each < num_used
-                for number in tl.static_range(GROUP):
-                    place = weights + (first + each) * 2 * GROUP + number
+                for number in tl.static_range(QUERIES):
+                    place = weights + (first + each) * 2 * QUERIES + number
                     maxima = tl.load(place, mask=is_used, other=float("-inf"), cache_modifier=".cg")
-                    sums = tl.load(place + GROUP, mask=is_used, other=0.0, cache_modifier=".cg")
+                    sums = tl.load(place + QUERIES, mask=is_used, other=0.0, cache_modifier=".cg")
                     factors = tl.exp2(maxima - tl.max(maxima, 0))
-                    their = parts + ((first + each) * GROUP + number)[:, None] * HEAD_DIM
+                    their = parts + ((first + each) * QUERIES + number)[:, None] * HEAD_DIM
                     loaded = tl.load(
                         their + element[None, :],
                         mask=is_used[:, None],
@@ -120,12 +135,13 @@ def _decode(
                         cache_modifier=".cg",
                     )
                     merged = tl.sum(loaded * factors[:, None], 0) / tl.sum(sums * factors, 0)
-                    place_out = row * NUM_KV_HEADS * GROUP + kv_head * GROUP + number
-                    tl.store(out + place_out * HEAD_DIM + element, merged.to(out.dtype.element_ty))
+                    row_out = (row * QUERY_LEN + number // GROUP) * NUM_KV_HEADS + kv_head
+                    there = out + (row_out * GROUP + number % GROUP) * HEAD_DIM + element
+                    tl.store(there, merged.to(out.dtype.element_ty))
                 tl.store(counter, 0)
     elif split == 0 and length == 0:
         # A padding row of uninitialised memory, perhaps NaN, would spread through later layers.
-        nothing = tl.zeros((PADDED_GROUP, HEAD_DIM), out.dtype.element_ty)
+        nothing = tl.zeros((PADDED_QUERIES, HEAD_DIM), out.dtype.element_ty)
         tl.store(target, nothing, mask=is_member[:, None])
 
 
@@ -133,23 +149,27 @@ _launch_decode = Launcher(triton.jit(_decode))
 
 
 class PagedDecode:
-    """The kernel for up to ``max_rows`` rows over caches of one shape, and its scratch memory.
+    """The kernel for up to ``max_rows`` requests over caches of one shape, and its scratch memory.
 
     ``cache``: [num_blocks, block_size, 2, num_kv_heads, head_dim] of one layer, as an example.
-    Calls share scratch memory: make them on one stream, or in graphs that replay on one.
+    ``query_len``: new tokens of each request. Calls share scratch memory: make them on one stream,
+    or in graphs that replay on one.
     """
 
-    def __init__(self, cache: Tensor, num_heads: int, max_rows: int) -> None:
+    def __init__(self, cache: Tensor, num_heads: int, max_rows: int, query_len: int = 1) -> None:
         _, block_size, _, num_kv_heads, head_dim = cache.shape
         group = num_heads // num_kv_heads
         self.max_rows = max_rows
         self._num_kv_heads = num_kv_heads
+        self._query_len = query_len
         self._scale = math.log2(math.e) / math.sqrt(head_dim)
-        padded_group = max(MIN_DOT, triton.next_power_of_2(group))
+        queries = group * query_len
         self._constants = (
             num_kv_heads,
             group,
-            padded_group,
+            query_len,
+            queries,
+            max(MIN_DOT, triton.next_power_of_2(queries)),
             head_dim,
             block_size,
             TILE,
@@ -158,8 +178,8 @@ class PagedDecode:
         shape = (max_rows, num_kv_heads, NUM_SPLITS)
         with torch.inference_mode(False):
             # Of each split: its weighted values; its largest score and the sum of its weights.
-            self._parts = torch.zeros(*shape, group, head_dim, device=cache.device)
-            self._weights = torch.zeros(*shape, 2, group, device=cache.device)
+            self._parts = torch.zeros(*shape, queries, head_dim, device=cache.device)
+            self._weights = torch.zeros(*shape, 2, queries, device=cache.device)
             # Number of finished splits; 0 again at the end of every launch.
             self._finished = torch.zeros(shape[:2], dtype=torch.int32, device=cache.device)
 
@@ -171,14 +191,14 @@ class PagedDecode:
     def __call__(
         self, heads: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor
     ) -> None:
-        """Write to ``out`` the attention of each query over its row's first ``seq_lens`` tokens.
+        """Write to ``out`` the attention of each request's last tokens, each up to itself.
 
-        Shapes: ``heads`` [rows, >= num_heads, head_dim], queries first, rows may be strided;
-                ``cache`` as at construction; ``block_tables`` [>= rows, max_blocks]; ``seq_lens``
-                [>= rows]; ``out`` [rows, num_heads, head_dim], contiguous. A length of 0 gives
-                zeros.
+        Shapes: ``heads`` [requests * query_len, >= num_heads, head_dim], queries first, rows may be
+                strided; ``cache`` as at construction; ``block_tables`` [>= requests, max_blocks];
+                ``seq_lens`` [>= requests], new tokens included; ``out`` [requests * query_len,
+                num_heads, head_dim], contiguous. A length of 0 gives zeros.
         """
-        num_rows = heads.shape[0]
+        num_rows = heads.shape[0] // self._query_len
         assert num_rows <= self.max_rows, "more rows than the scratch memory has room for"
         scratch = (self._parts, self._weights, self._finished)
         _launch_decode(

@@ -207,7 +207,8 @@ class CausalLM(nn.Module):
 
     Weights are undefined until ``load_safetensors`` or ``random_weights`` has filled them, and
     ``attention`` has to be set to a backend over a cache of the same configuration. ``group``: the
-    ranks that share its experts.
+    ranks that share its experts. ``num_drafts``: positions behind the context that a step computes
+    too, because a request at its end has drafts, or padding in their place, like any other.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: Device = "cpu",
         group: ExpertGroup | None = None,
+        num_drafts: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -239,7 +241,8 @@ class CausalLM(nn.Module):
                 else parameter((config.vocab_size, config.hidden_size), dtype, device)
             )
             self.rotary: Tensor
-            self.register_buffer("rotary", rotary_table(config).to(device, dtype), persistent=False)
+            rotary = rotary_table(config, num_drafts).to(device, dtype)
+            self.register_buffer("rotary", rotary, persistent=False)
 
     def forward(
         self,
@@ -341,8 +344,10 @@ class SplitLM(nn.Module):
         return logits
 
 
-def rotary_table(config: ModelConfig) -> Tensor:
-    """[max_position_embeddings, 2, 1, head_dim] float32 on the CPU: cosines, and signed sines.
+def rotary_table(config: ModelConfig, num_more: int = 0) -> Tensor:
+    """[max_position_embeddings + num_more, 2, 1, head_dim]: cosines, and signed sines.
+
+    In float32, on the CPU.
 
     The first half of the sines is negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
     The axis of 1 is for heads. Always float32, because checkpoints were trained with its roundings:
@@ -360,7 +365,7 @@ def rotary_table(config: ModelConfig) -> Tensor:
         span = scaling.high_freq_factor - scaling.low_freq_factor
         kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    positions = torch.arange(config.max_position_embeddings + num_more, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
