@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,6 +13,7 @@ from test_llm_attention_registered import PlainAttention
 from graphrt import Event, RuntimeMode, StepMetrics, Withdrawn
 from graphrt_llm import KVCache, Limits, LLMEngine, register_attention_backend
 from graphrt_llm.attention import SwitchingAttention
+from graphrt_llm.attention.building import ProcessBuild
 from graphrt_llm.attention.sdpa import SdpaAttention
 from graphrt_llm.errors import AttentionBackendError
 
@@ -42,7 +44,7 @@ class Counting(SdpaAttention):
         super().prepare(*args)
 
 
-BUILDS: list[Stub] = []
+BUILDS: list[Any] = []
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +155,31 @@ def test_a_closed_engine_ends_its_build(switching):
     with engine_of("NONE", "before_serving", False) as engine:
         engine.step()
     assert BUILDS[-1].num_closed == 1
+
+
+def ended(build: ProcessBuild) -> str:
+    """What ``poll`` says at the end; the processes are tiny."""
+    for process in build._processes:
+        process.wait(30)
+    found = build.poll()
+    assert found is not None
+    return found
+
+
+def test_a_process_build_tells_how_it_ended():
+    assert ended(ProcessBuild([["-c", "pass"], ["-c", "print('all is well')"]])) == ""
+    wrong = "import sys; print('no nvcc'); sys.exit(3)"
+    assert ended(ProcessBuild([["-c", "pass"], ["-c", wrong]])) == "exit codes [0, 3]: no nvcc"
+    asked = "import os, sys, graphrt_llm; sys.exit(os.environ['ASKED'] != 'yes')"
+    assert ended(ProcessBuild([["-c", asked]], {"ASKED": "yes"})) == ""
+
+
+def test_a_closed_process_build_leaves_no_process(switching, expected):
+    build = ProcessBuild([["-c", "input()"], ["-c", "import time; time.sleep(60)"]])
+    BUILDS.append(build)
+    with engine_of("FULL_AND_PIECEWISE", "by_priority", True) as engine:
+        assert build._processes[1].poll() is None
+        # What graphs hold is found by a walk, which meets the processes too.
+        assert serve(engine, TRAFFIC)[:2] == expected
+    assert [process.returncode is None for process in build._processes] == [False, False]
+    build.close()

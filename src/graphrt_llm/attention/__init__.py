@@ -19,6 +19,7 @@ from graphrt_llm.attention.registry import (
     attention_backends,
     choose_attention,
     make_attention,
+    make_cold_attention,
     register_attention_backend,
 )
 from graphrt_llm.attention.switching import Switch, SwitchingAttention
@@ -40,5 +41,6 @@ __all__ = [
     "attention_operator",
     "choose_attention",
     "make_attention",
+    "make_cold_attention",
     "register_attention_backend",
 ]

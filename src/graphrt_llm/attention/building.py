@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -48,31 +48,40 @@ def _spec(kind: str, dtype_name: str, head_dim: int) -> Any:
     return gen_batch_prefill_module("fa2", *asked, False)
 
 
-class FlashInferBuild:
-    """A process for each of ``modules``; a ``switching.Build``."""
+def flashinfer_build(modules: Sequence[tuple[str, str, int]]) -> ProcessBuild:
+    """Begin to build ``modules`` of FlashInfer, each in a process."""
+    from flashinfer.jit import current_compilation_context
 
-    def __init__(self, modules: Sequence[tuple[str, str, int]]) -> None:
-        from flashinfer.jit import current_compilation_context
+    # They name the cache's folder, and finding them needs a CUDA call.
+    archs = sorted(current_compilation_context.TARGET_CUDA_ARCHS)
+    environment = {
+        "FLASHINFER_CUDA_ARCH_LIST": " ".join(f"{major}.{minor}" for major, minor in archs),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return ProcessBuild([["-m", __name__, *map(str, module)] for module in modules], environment)
 
-        # They name the cache's folder, and finding them needs a CUDA call.
-        archs = sorted(current_compilation_context.TARGET_CUDA_ARCHS)
-        environment = {
-            **os.environ,
-            "FLASHINFER_CUDA_ARCH_LIST": " ".join(f"{major}.{minor}" for major, minor in archs),
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
+
+class ProcessBuild:
+    """A ``switching.Build`` by processes of this Python: one for each of ``arguments``."""
+
+    def __init__(
+        self, arguments: Iterable[Sequence[str]], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the build
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", __name__, *map(str, module)],
+                [sys.executable, *each],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    **(environment or {}),
+                },
                 start_new_session=True,
             )
-            for module in modules
+            for each in arguments
         ]
 
     def poll(self) -> str | None:
