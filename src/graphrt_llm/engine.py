@@ -207,6 +207,11 @@ class LLMEngine:
         config = config or TINY_CONFIG
         return cls.with_random_weights(ModelConfig.tiny(), config, observer=observer, ranks=ranks)
 
+    @property
+    def is_building(self) -> bool:
+        """True while the kernels of another attention backend are built, which steps will take."""
+        return self._switching is not None
+
     def capture(
         self, progress: Callable[[int, int, BatchDescriptor], None] | None = None
     ) -> RuntimeReport:

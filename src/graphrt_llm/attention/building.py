@@ -67,18 +67,16 @@ class ProcessBuild:
     def __init__(
         self, arguments: Iterable[Sequence[str]], environment: Mapping[str, str] | None = None
     ) -> None:
+        # The child finds what this process does, however that was put on the path.
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})}
+        command = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the build
         self._processes = [
             subprocess.Popen(
-                [sys.executable, *each],
+                [*command, *each],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    **(environment or {}),
-                },
                 start_new_session=True,
             )
             for each in arguments
