@@ -14,6 +14,7 @@ from benchmarks.cases import (
     primitives,
     program,
     replay,
+    serving,
     staging,
     step,
     tails,
@@ -39,6 +40,7 @@ MODULES = (
     compiled,
     tails,
     engine,
+    serving,
 )
 
 

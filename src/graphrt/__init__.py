@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         Replayed as Replayed,
         Retired as Retired,
         Verified as Verified,
+        Withdrawn as Withdrawn,
     )
     from graphrt.graphs import (
         BufferSet as BufferSet,
@@ -166,7 +167,7 @@ _NAMES_OF_ROOM = {
     """,
     "events": """
         CaptureBegan CaptureEnded CaptureFailed Captured Event Invalidated KeysChanged Observer
-        PaddingVerified RanEager Replayed Retired Verified
+        PaddingVerified RanEager Replayed Retired Verified Withdrawn
     """,
     "graphs": """
         BufferSet BufferSpec CUDAGraphOptions CUDAGraphWrapper CaptureOptions GraphBudget

@@ -217,6 +217,19 @@ class Invalidated(NamedTuple):
     names: tuple[str, ...]
 
 
+class Withdrawn(NamedTuple):
+    """Programs serve no more because they are to be captured anew, with other kernels.
+
+    ``owner``: The name under which they were found.
+    ``num_programs``: How many; 0 where the change came before any was captured.
+    ``reason``: Why, in the words of who asked.
+    """
+
+    owner: str
+    num_programs: int
+    reason: str
+
+
 class Retired(NamedTuple):
     """A generation was retired and its memory freed.
 
@@ -288,6 +301,7 @@ Event = (
     | Verified
     | PaddingVerified
     | Invalidated
+    | Withdrawn
     | Retired
     | Replayed
     | RanEager

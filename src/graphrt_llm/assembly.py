@@ -34,6 +34,7 @@ from graphrt_llm.attention import (
     attention as attention_impl,
     choose_attention,
     make_attention,
+    make_cold_attention,
 )
 from graphrt_llm.blocks import blocks_for
 from graphrt_llm.collectives import ExpertGroup
@@ -112,6 +113,7 @@ def assemble(
         )
     started = rank_variables() if ranks is not None else None
     device = make_device(config.device, None if started is None else started.local_rank)
+    backend: AttentionBackend | None = None
     try:
         group = _expert_group(model_config, config, device, ranks)
         model = _load(model_config, config, model_dir, device, group)
@@ -146,7 +148,15 @@ def assemble(
             attention = AttentionChoice("sdpa", "the one that serves micro-batches")
         else:
             attention = choose_attention(config.attention_backend, cache)
-        backend = make_attention(attention.name, cache, limits)
+        is_auto = config.attention_backend == "auto" and not is_split
+        if is_auto and config.capture == "by_priority":
+            backend = make_cold_attention(cache, limits)
+        if backend is None:
+            backend = make_attention(attention.name, cache, limits)
+        else:
+            # Whoever captures before serving waits for the compilers instead.
+            reason = f"{attention.reason}, once its kernels are built; until then sdpa"
+            attention = attention._replace(reason=reason)
         if is_split and not getattr(backend, "serves_micro_batches", False):
             raise EngineConfigError(
                 "EngineConfig.attention_backend",
@@ -205,6 +215,8 @@ def assemble(
             ranks=ranks,
         )
     except BaseException:
+        if backend is not None and (switching := getattr(backend, "switching", None)) is not None:
+            switching.close()
         device.close()
         raise
     is_cuda = device.torch_device.type == "cuda"

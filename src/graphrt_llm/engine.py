@@ -33,7 +33,7 @@ from graphrt import (
     interrupted_between_steps,
 )
 from graphrt_llm.assembly import TINY_CONFIG, EngineParts, assemble
-from graphrt_llm.attention import AttentionBackend
+from graphrt_llm.attention import AttentionBackend, AttentionChoice, SwitchingAttention
 from graphrt_llm.config import EngineConfig
 from graphrt_llm.errors import (
     AdapterError,
@@ -113,6 +113,8 @@ class LLMEngine:
         # What stands in each slot on the device; None also while it is written.
         self._loaded: list[object] = [None] * limits.max_loras
         self._expert_group = parts.expert_group
+        # While the kernels of another attention backend are being built.
+        self._switching = getattr(parts.attention_backend, "switching", None)
         # Graphs that steps may still capture.
         planned = self.runtime.plan.capture_order
         self._num_missing = len(planned) if parts.captures_by_priority else 0
@@ -203,6 +205,11 @@ class LLMEngine:
         """``with_random_weights`` of the built-in tiny model. Default: small limits, float64."""
         config = config or TINY_CONFIG
         return cls.with_random_weights(ModelConfig.tiny(), config, observer=observer, ranks=ranks)
+
+    @property
+    def is_building(self) -> bool:
+        """True while the kernels of another attention backend are built, which steps will take."""
+        return self._switching is not None
 
     def capture(
         self, progress: Callable[[int, int, BatchDescriptor], None] | None = None
@@ -384,6 +391,8 @@ class LLMEngine:
         # There are two host storages: of two steps in flight one must end before the next begins.
         while len(self._in_flight) > 1 or (self._in_flight and self.scheduler.would_preempt()):
             self._finish_oldest()
+        if self._switching is not None:
+            self._poll_attention(self._switching)
         batch = self.scheduler.schedule()
         if batch is None and self._ranks is not None and self._in_flight:
             # Others may wait for the requests that end with these tokens. Only a rank without any
@@ -427,6 +436,21 @@ class LLMEngine:
             decision=self.runtime.last_decision,
             num_preempted=num_preempted,
         )
+
+    def _poll_attention(self, switching: SwitchingAttention) -> None:
+        """Take the attention backend whose kernels are built now, if they are."""
+        switch = switching.poll()
+        if switch is None:
+            return
+        self._switching = None
+        name, reason = self.attention
+        if switch.failure:
+            self.attention = AttentionChoice(name, f"{reason}; not built: {switch.failure}")
+        else:
+            self.attention = AttentionChoice(name, f"{reason}; it is built now")
+        keys = [(RuntimeMode.FULL, key) for key in switch.keys]
+        self.runtime.withdraw(keys, f"attention {self.attention.reason}")
+        self._num_missing += len(keys)
 
     def _capture_next(self, batch: ScheduledBatch | None, exclude: frozenset[RuntimeMode]) -> bool:
         """Capture the graph of ``batch`` if it is missing, or else another; True if one was tried.
@@ -634,6 +658,9 @@ class LLMEngine:
         self.abort_all()
         self.runtime.close()
         self._is_closed = True
+        if self._switching is not None:
+            self._switching.close()
+            self._switching = None
         self._in_flight.clear()
         self._device.close()
         if self._expert_group is not None:

@@ -33,6 +33,7 @@ from graphrt.events import (
     Replayed,
     Retired,
     Verified,
+    Withdrawn,
 )
 
 K = TypeVar("K")
@@ -321,12 +322,17 @@ class VerificationTotals(NamedTuple):
 
 
 class LifetimeTotals(NamedTuple):
-    """Sums over programs that were invalidated or retired."""
+    """Sums over programs that were invalidated, retired or withdrawn.
+
+    ``withdrawals``: Changes of kernels for which programs were withdrawn, perhaps none of them.
+    """
 
     invalidated_programs: int = 0
     retired_generations: int = 0
     retired_programs: int = 0
     freed_bytes: int = 0
+    withdrawals: int = 0
+    withdrawn_programs: int = 0
 
     def plus(self, other: LifetimeTotals) -> LifetimeTotals:
         return LifetimeTotals(*_sums(self, other))
@@ -514,6 +520,10 @@ class StepMetrics:
                 self._lifetimes = self._lifetimes.plus(LifetimeTotals(programs))
             case Retired(num_programs=programs, freed_bytes=freed):
                 self._lifetimes = self._lifetimes.plus(LifetimeTotals(0, 1, programs, freed))
+            case Withdrawn(num_programs=programs):
+                self._lifetimes = self._lifetimes.plus(
+                    LifetimeTotals(withdrawals=1, withdrawn_programs=programs)
+                )
             # Kinds of events that are added later are not counted here.
 
     def _count_step(

@@ -34,6 +34,7 @@ from graphrt.events import (
     Observer,
     RanEager,
     Replayed,
+    Withdrawn,
 )
 from graphrt.graphs import (
     CaptureOptions,
@@ -433,6 +434,25 @@ class CUDAGraphRunner:
                         self.library.catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
                     self._refresh()
         return len(self._keys.pending())
+
+    def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
+        """Let the programs of ``keys`` serve no more, because other kernels would run now.
+
+        For a choice on the host that nothing compares. Runs of these keys are eager
+        (``NOT_CAPTURED_YET``) until ``capture`` or ``capture_next`` has captured them anew. The
+        programs' memory is freed with their generation. Returns how many there were; emits
+        ``Withdrawn`` with ``reason``, also for none. Between two runs.
+        """
+        self._require_idle("withdraw")
+        if self._lockstep is not None:
+            raise one_rank_error("withdraw")
+        chosen = self._keys.select(list(keys))
+        programs = [entry.program for entry in chosen if entry.program is not None]
+        for program in programs:
+            self.library.catalog.withdraw(program)
+        self._emit(Withdrawn(self.name, len(programs), reason))
+        self._refresh()
+        return len(programs)
 
     def _invalidate_with_others(self) -> None:
         """Invalidate the programs that another rank has none of: all capture the same keys."""

@@ -360,6 +360,10 @@ class Runtime:
         self._audit()
         return self.runner.capture_next(at_most, first=first, allow=allow)
 
+    def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
+        """Have the graphs of ``keys`` captured anew. See ``CUDAGraphRunner.withdraw``."""
+        return self.runner.withdraw(keys, reason)
+
     def key_for(
         self,
         num_tokens: int,
