@@ -21,6 +21,7 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.graphs.reachable import (
     MISSING,
     Place,
+    Reach,
     attributes_of,
     entries_of,
     is_host_scalar,
@@ -105,7 +106,8 @@ class Reads:
     """What one callable reads besides its arguments, as a walk found it.
 
     It is shared by the programs of the callable. ``prepared``: resources; what they set before
-    each run is no change. ``breaks``: see ``reach``.
+    each run is no change. ``breaks`` False: without what break points alone reach. ``reached``:
+    what a walk has just found; None to walk now.
     """
 
     __slots__ = (
@@ -132,11 +134,14 @@ class Reads:
         prepared: Iterable[object] = (),
         *,
         breaks: bool = True,
+        reached: Reach | None = None,
     ) -> None:
         self.target = target
         self.breaks = breaks
         self._later: Reads | None = None
-        found = reach(target, breaks=breaks)
+        found = reached or reach(target)
+        if not breaks:
+            found = found.outside_breaks or found
         of_resources = _parts_of(prepared)
         values: list[Place] = []
         links: list[Place] = []

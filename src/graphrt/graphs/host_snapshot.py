@@ -14,7 +14,7 @@ import functools
 import gc
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, chain, compress, count
 from operator import is_, is_not
@@ -26,6 +26,8 @@ import torch
 from graphrt.graphs.reachable import (
     MISSING,
     Place,
+    Reach,
+    Walk,
     attributes_of,
     is_host_scalar,
     reach,
@@ -42,6 +44,9 @@ _NO_OBJECTS = (type, tuple, frozenset, ModuleType, BaseException)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CACHE = type(functools.lru_cache(lambda: None))
 
+_NOT_LOOKED_AT = ("default", "member", "length")
+"""Kinds of places that may change without being noticed here."""
+
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
@@ -51,7 +56,7 @@ Kind = Literal["object", "container", "cell", "global", "class", "slot"]
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("first", "get", "keys", "kind", "name", "path", "target", "values")
+    __slots__ = ("first", "get", "keys", "kind", "name", "path", "row", "target", "values")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
@@ -62,6 +67,8 @@ class _Held:
         """Of a single variable or attribute; other names in ``target`` are not looked at."""
         self.get: Callable[[Any, Any], Any] | None = _GETTERS.get(kind)
         """Reads the one under ``name``, or ``MISSING``."""
+        self.row: int | None = None
+        """Its place in the columns of the snapshot."""
         self.keys, self.values = self.first = self.read()
 
     def read(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -219,20 +226,20 @@ class HostSnapshot:
 
     def __init__(self, runnable: object) -> None:
         self.runnable = runnable
+        # Of attributes and entries: targets, lengths and values as columns, which are compared in
+        # one go, because a call for each would cost ten times as much.
         self._dicts: list[_Held] = []
-        self._named: list[_Held] = []
-        """Single variables and attributes."""
+        self._targets: list[dict[Any, Any]] = []
+        self._lengths: list[int] = []
+        self._values: list[Any] = []
         self._others: list[_Held] = []
-        self._empty: list[_Held] = []
-        """Containers that have held nothing so far."""
+        """Single variables and attributes, and other containers."""
+        self._empty: list[tuple[str, Any, Kind]] = []
+        """Containers that have held nothing so far: most of a module's."""
         self._empty_targets: list[Any] = []
-        self._flat: tuple[list[Any], list[int], list[Any], list[Any]] | None = None
-        """Targets, lengths and values of all ``_dicts``, and how each single variable is read:
-        compared in one go, which is fast."""
         self._known: set[tuple[int, Any]] = set()
-        self._entered: dict[int, Any] = {}
-        """Objects that were walked, by id: what is set later mostly leads back to them."""
-        self._home: Collection[str] = ()
+        self._moved: dict[_Held, None] = {}
+        """What did not always hold the same."""
         self._caches: list[tuple[_Held, Any, Any, int]] = []
         """Holder and key of each ``functools`` cache, it, and its misses so far."""
         self._ran: set[tuple[int, Any]] | None = None
@@ -241,70 +248,74 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
-        self._is_first = False
-        self._adopt("", runnable)
+        self._walk = Walk(runnable)
+        self._reached: Reach | None = self._adopt("", runnable)
+        """What the walk found, for as long as nothing of it was seen to change."""
+
+    def reach(self) -> Reach:
+        """What the callable reaches, if no run is going on: of the walk that was made already,
+        where nothing has changed since."""
+        found = self._reached
+        if found is None or any(
+            place.kind in _NOT_LOOKED_AT and place.read() is not place.value
+            for place in found.places
+        ):
+            return reach(self.runnable)
+        return found
 
     # -- what is in it
 
-    def _adopt(self, path: str, value: Any) -> None:
+    def _adopt(self, path: str, value: Any) -> Reach:
         """Add everything that ``value`` reaches and that is not in it yet."""
-        reached = reach(value, known=self._entered, home=self._home)
-        self._home = reached.home
-        prefix = f"{path}." if path else ""
+        reached = self._walk.follow(value, path)
         for name, found in reached.objects.items():
-            joined = path + name if name.startswith("[") else prefix + name
-            self._add_object(joined if name else path, found)
-        self._entered |= {
-            id(found): found
-            for found in reached.objects.values()
-            if not issubclass(type(found), FunctionType)
-        }
+            self._add_object(name, found)
         # Two objects may have one path; the places of both are listed.
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
-            self._add_place(prefix, place, entered)
+            self._add_place(place, entered)
+        return reached
 
     def _add_object(self, path: str, value: Any) -> None:
         # By class: an object may answer for its class as it likes, or raise.
-        if issubclass(type(value), _CONTAINERS):
+        kind: Any = type(value)
+        if issubclass(kind, _CONTAINERS):
             self._add(path, value, "container")
-        elif issubclass(type(value), FunctionType):
+        elif kind is FunctionType:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
             self._add(path.removesuffix("()"), vars(value), "object")
-        elif not issubclass(type(value), _NO_OBJECTS):
+        elif not issubclass(kind, _NO_OBJECTS):
             own = attributes_of(value)
             if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
                 self._add(path, own, "object")
-                registers = _REGISTERS if issubclass(type(value), torch.nn.Module) else ()
+                registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
                 for name, item in own.items():
                     if name in registers:
                         self._add(path, item, "object")
                     elif type(item) in _CONTAINERS:
                         # Also where no code names it: it may be reached in another way.
                         self._add(f"{path}.{name}" if path else name, item, "container")
-            kind: Any = type(value)
             for base, name in _caches_of(kind):
                 self._add(f"{path}.{name}" if path else name, base, "class", name)
 
-    def _add_place(self, prefix: str, place: Place, entered: set[int]) -> None:
-        path, owner, name = prefix + place.path, place.owner, place.name
-        if place.kind == "length":
+    def _add_place(self, place: Place, entered: set[int]) -> None:
+        path, owner, name, kind = place.path, place.owner, place.name, place.kind
+        if kind == "length":
             return  # What is in the container says it, where that was entered.
-        if place.kind in ("cell", "global"):
-            self._add(path, owner, place.kind, name)
+        if kind == "cell" or kind == "global":
+            self._add(path, owner, kind, name)
         elif issubclass(type(owner), ModuleType):
             self._add(path, vars(owner), "global", name)
-        elif place.kind == "member":
-            kind = owner if issubclass(type(owner), type) else type(owner)
-            base = next((one for one in kind.__mro__ if name in one.__dict__), None)
+        elif kind == "member":
+            base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
             if base is not None:
                 self._add(path, base, "class", name)
         else:
             if id(owner) not in entered:
                 entered.add(id(owner))
                 self._add_object(path.removesuffix(f".{name}"), owner)
-            if place.kind == "attribute" and _is_fixed_attribute(type(owner), name):
+            if kind == "attribute" and _is_fixed_attribute(type(owner), name):  # type: ignore[arg-type]  # types are hashable
                 self._add(path, owner, "slot", name)
 
     def _add(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
@@ -312,17 +323,21 @@ class HostSnapshot:
         if known in self._known:
             return
         self._known.add(known)
-        self._flat = None
-        held = _Held(path, target, kind, name)
-        if not held.keys and type(target) in _CONTAINERS:
-            self._empty.append(held)  # Most of a module's containers.
+        if not target and type(target) in _CONTAINERS:
+            self._empty.append((path, target, kind))
             self._empty_targets.append(target)
-            return
-        self._keep(held)
+        else:
+            self._keep(_Held(path, target, kind, name))
 
     def _keep(self, held: _Held) -> None:
-        is_plain = held.kind == "object" and type(held.target) is dict
-        (self._named if held.get else self._dicts if is_plain else self._others).append(held)
+        if held.kind == "object" and type(held.target) is dict:
+            held.row = len(self._dicts)
+            self._dicts.append(held)
+            self._targets.append(held.target)
+            self._lengths.append(len(held.values))
+            self._values += held.values
+        else:
+            self._others.append(held)
         for key, value in zip(held.keys, held.values, strict=True):
             if type(value) is _CACHE:
                 self._caches.append((held, key, value, value.cache_info().misses))
@@ -330,72 +345,63 @@ class HostSnapshot:
     # -- what changed
 
     def _touched(self) -> list[_Held]:
-        """What does not hold what it held at the last ``_sync``."""
+        """What does not hold what it held when it was last noted."""
         if any(self._empty_targets):
-            filled = [held for held in self._empty if held.target]
-            self._empty = [held for held in self._empty if not held.target]
-            self._empty_targets = [held.target for held in self._empty]
-            self._flat = None
-            for held in filled:
-                self._keep(held)
-        if self._flat is None:
-            self._flat = (
-                [held.target for held in self._dicts],
-                [len(held.values) for held in self._dicts],
-                [value for held in self._dicts for value in held.values],
-                [
-                    (held, held.get, held.target, held.name, (*held.values, MISSING)[0])
-                    for held in self._named
-                ],
-            )
-        targets, lengths, values, named = self._flat
-        touched = [held for held in self._others if not held.is_untouched()]
-        touched += [
-            held for held, get, target, name, value in named if get(target, name) is not value
-        ]
-        if list(map(len, targets)) != lengths:
-            touched += [held for held in self._dicts if not held.is_untouched()]
-            return touched
-        now = chain.from_iterable(map(dict.values, targets))
-        places = list(compress(count(), map(is_not, now, values)))
+            empty, self._empty, self._empty_targets = self._empty, [], []
+            for path, target, kind in empty:
+                if target:
+                    held = _Held(path, target, kind)
+                    held.keys, held.values = held.first = (), ()
+                    self._keep(held)
+                else:
+                    self._empty.append((path, target, kind))
+                    self._empty_targets.append(target)
+        touched = []
+        now: list[Any] = list(map(dict.values, self._targets))
+        if list(map(len, now)) != self._lengths:
+            for row, length in enumerate(self._lengths):
+                if len(now[row]) != length:
+                    touched.append(self._dicts[row])
+                    now[row] = self._dicts[row].values
+        places = list(compress(count(), map(is_not, chain.from_iterable(now), self._values)))
         if places:
             # Few are: to ask each dict would cost more than to find those that hold them.
-            ends = list(accumulate(lengths))
-            touched += [
-                self._dicts[n] for n in dict.fromkeys(bisect_right(ends, p) for p in places)
-            ]
-        return touched
-
-    def _sync(self) -> list[_Change]:
-        """Note what differs from the last time; return that."""
-        changes = []
-        for held in self._touched():
-            self._flat = None
-            before, now = (held.keys, held.values), held.read()
-            held.keys, held.values = now
-            change = _Change(held, before, now)
-            changes.append(change)
-            for key in change.keys:
-                found = change.value(now, key)
-                for value in found if key is _ALL else (found,):
-                    if not (issubclass(type(value), torch.Tensor) or is_host_scalar(value)):
-                        self._adopt(held.name_of(key), value)
-        return changes
+            ends = list(accumulate(self._lengths))
+            rows = dict.fromkeys(bisect_right(ends, place) for place in places)
+            touched += [self._dicts[row] for row in rows]
+        return touched + [held for held in self._others if not held.is_untouched()]
 
     def _pending(self) -> list[_Change]:
-        """What differs from the last ``_sync``, which goes on to count."""
+        """What differs from what was noted last."""
         return [_Change(held, (held.keys, held.values), held.read()) for held in self._touched()]
 
-    def _undo(self) -> None:
-        """Put everything back as it was at the last ``_sync``."""
-        for held in self._touched():
-            held.write(held.keys, held.values)
+    def _note(self, changes: list[_Change]) -> None:
+        """Take what holders hold now as what they hold."""
+        if changes:
+            self._reached = None
+        for change in changes:
+            held = change.held
+            self._moved[held] = None
+            held.keys, held.values = change.now
+            if held.row is not None:
+                if len(held.values) == self._lengths[held.row]:
+                    start = sum(self._lengths[: held.row])
+                    self._values[start : start + len(held.values)] = held.values
+                else:
+                    self._lengths[held.row] = len(held.values)
+                    self._values = [value for each in self._dicts for value in each.values]
+        for change in changes:
+            for key in change.keys:
+                found = change.value(change.now, key)
+                for value in found if key is _ALL else (found,):
+                    if not (issubclass(type(value), torch.Tensor) or is_host_scalar(value)):
+                        self._adopt(change.held.name_of(key), value)
 
     def _since_first(self) -> list[_Change]:
-        """What differs from the snapshot, as of the last ``_sync``."""
+        """What differs from the snapshot, as of what was noted last."""
         return [
             _Change(held, held.first, (held.keys, held.values))
-            for held in (*self._dicts, *self._named, *self._others)
+            for held in self._moved
             if held.first[1] is not held.values
         ]
 
@@ -405,7 +411,7 @@ class HostSnapshot:
         ``only_tensors``: where tensors are now.
         """
         if self._ran is None:
-            self._sync()
+            self._note(self._pending())
         names = [
             change.held.name_of(key)
             for change in self._since_first()
@@ -422,7 +428,9 @@ class HostSnapshot:
         Not so a memo that was put back and that a step of the caller's has made again.
         """
         memos = (self._ran or set()) - self._advancing
-        for change in self._sync():
+        changes = self._pending()
+        self._note(changes)
+        for change in changes:
             held = change.held
             keys = [key for key in change.keys if (id(held.target), key) not in memos]
             if keys == [_ALL]:
@@ -454,37 +462,43 @@ class HostSnapshot:
         if self._ran is None:
             self._ran = set()
         self._note_between()
-        self._is_first = is_first
         try:
             yield
         except BaseException:
-            self._note_run(self._pending())
-            self._undo()
+            changes = self._pending()
+            self._note_run(changes, is_first)
+            for change in changes:
+                change.held.write(*change.before)
             raise
         changes = self._pending()
-        self._note_run(changes)
+        self._note_run(changes, is_first)
         if refuses is not None:
-            for change in changes:
-                change.put_back(
-                    key
-                    for key in change.keys
-                    if refuses(change.held.name_of(key), change.value(change.now, key))
-                )
-        if changes:
-            self._sync()
+            refused = [
+                (change, key)
+                for change in changes
+                for key in change.keys
+                if refuses(change.held.name_of(key), change.value(change.now, key))
+            ]
+            for change, key in refused:
+                change.put_back([key])
+            if refused:
+                changes = self._pending()
+        self._note(changes)
 
-    def _note_run(self, changes: list[_Change]) -> None:
+    def _note_run(self, changes: list[_Change], is_first: bool) -> None:
         assert self._ran is not None, "only runs are noted"
         for change in changes:
             places = {(id(change.held.target), key) for key in change.keys}
             self._ran |= places
-            if not self._is_first:
+            if not is_first:
                 self._advancing |= places
                 if change.is_growth:
                     self._advancing.add((id(change.held.target), _ALL))
 
     def _note_between(self) -> None:
-        for change in self._sync():
+        changes = self._pending()
+        self._note(changes)
+        for change in changes:
             self._between |= {(id(change.held.target), key) for key in change.keys}
 
     def restore_advanced(self, *, memos: bool = False) -> None:
@@ -495,21 +509,20 @@ class HostSnapshot:
         if not (self._advancing or memos):
             return
         self._note_between()
-        is_put_back = False
+        put_back = []
         for change in self._since_first():
-            held = change.held
-            keys = [
-                key
-                for key in change.keys
-                if _is_in(self._advancing, held, key) or (memos and self._is_of_a_run(held, key))
-            ]
-            if is_whole := _is_in(self._advancing, held, _ALL):
+            held, before = change.held, (change.held.keys, change.held.values)
+            if _is_in(self._advancing, held, _ALL):
                 held.write(*held.first)
             else:
-                change.put_back(keys)
-            is_put_back = is_put_back or is_whole or bool(keys)
-        if is_put_back:
-            self._sync()
+                change.put_back(
+                    key
+                    for key in change.keys
+                    if _is_in(self._advancing, held, key)
+                    or (memos and self._is_of_a_run(held, key))
+                )
+            put_back.append(_Change(held, before, held.read()))
+        self._note([change for change in put_back if change.keys])
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -528,7 +541,8 @@ class HostSnapshot:
                 held.set(key, functools.lru_cache(**options)(cache.__wrapped__))
             yield
         finally:
-            self._undo()
+            for held in self._touched():
+                held.write(held.keys, held.values)
 
     def _filled_caches(self) -> list[tuple[_Held, Any, Any]]:
         """``functools`` caches with a new entry that may depend on inputs, and where they stand."""
@@ -570,8 +584,13 @@ def _caches_of(kind: type) -> tuple[tuple[type, str], ...]:
     )
 
 
+def _base_with(kind: type, name: str) -> type | None:
+    return next((base for base in kind.__mro__ if name in base.__dict__), None)
+
+
+@functools.lru_cache(maxsize=4096)
 def _is_fixed_attribute(kind: type, name: str) -> bool:
-    base = next((base for base in kind.__mro__ if name in base.__dict__), None)
+    base = _base_with(kind, name)
     # Types written in C have members too, which are read-only or made anew by each read.
     return (
         base is not None

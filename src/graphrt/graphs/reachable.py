@@ -19,7 +19,7 @@ import dis
 import functools
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import (
@@ -27,7 +27,6 @@ from types import (
     CodeType,
     FunctionType,
     GetSetDescriptorType,
-    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -55,7 +54,7 @@ PlaceKind = Literal[
 MAX_ITEMS = 4096
 """Of a container with more items, only those under a string that the code names are followed."""
 MAX_OBJECTS = 200_000
-"""A walk ends after so many objects, and says so."""
+"""A walk ends after so many objects."""
 
 
 class _Missing(Enum):
@@ -96,40 +95,22 @@ class Place(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The result of a walk."""
+    """What a walk found."""
 
     places: tuple[Place, ...]
     """A parent before what was reached through it."""
     objects: Mapping[str, Any]
     """Every object that was entered, by path: modules, plain objects, containers, functions."""
-    is_complete: bool
-    """False: there were more than ``MAX_OBJECTS`` objects."""
-    home: Collection[str]
-    """Packages whose code is the callable's own: its own, and those of its modules."""
+    outside_breaks: Reach | None
+    """Without what break points alone reach; None if that is all."""
 
 
-def reach(
-    target: object,
-    *,
-    breaks: bool = True,
-    known: Mapping[int, Any] = MappingProxyType({}),
-    home: Collection[str] = (),
-) -> Reach:
-    """Walk everything ``target`` reaches. ``breaks`` False: not what break points alone reach.
-    ``known``: objects by id that are not entered. ``home``: of the walk that ``target`` continues,
-    because what a callable keeps of an installed package does not make that package its own.
+def reach(target: object) -> Reach:
+    """Walk everything ``target`` reaches.
 
     It costs about a microsecond for each place. The result keeps alive all that it names.
     """
-    call: Any = target
-    while isinstance(call, functools.partial):
-        call = call.func
-    own = {_package_of(call), _package_of(type(getattr(call, "__self__", call)))}
-    walk = _Walk(breaks, set(home) or own, known)
-    reached = walk.run(target)
-    if walk.skipped & walk.home:  # A module of a package was found after other code of it.
-        reached = _Walk(breaks, walk.home, known).run(target)
-    return reached
+    return Walk(target).follow(target)
 
 
 def is_host_scalar(value: Any) -> bool:
@@ -465,50 +446,81 @@ class _Class:
                     self.members.setdefault(name, []).append(value)
 
 
-class _Walk:
-    """One walk, by depth, in the order of definition."""
+class Walk:
+    """A walk by depth, in the order of definition, that can go on from what is found later."""
 
-    def __init__(self, breaks: bool, home: set[str], known: Mapping[int, Any]) -> None:
-        self._breaks = breaks
-        self.home = home
-        """Installed packages whose code is the callable's own: those of its modules."""
-        self.skipped: set[str] = set()
+    def __init__(self, target: object) -> None:
+        call: Any = target
+        while isinstance(call, functools.partial):
+            call = call.func
+        owner = type(getattr(call, "__self__", call))
+        self._home = {_package_of(call), _package_of(owner)}
+        """Packages whose code is the callable's own: its own, and those of its modules."""
+        self._skipped: set[str] = set()
         """Other installed packages, whose code was not read."""
         self._places: list[Place] = []
         self._objects: dict[str, Any] = {}
-        self._seen: dict[int, Any] = dict(known)
-        """By id, with the object, which lives until the walk ends."""
+        self._seen: dict[int, Any] = {}
+        """By id, with the object, which lives as long as the walk."""
         self._classes: dict[type, _Class] = {}
         self._names: set[str] = set()
         self._strings: set[str] = set()
-        self._asked: set[tuple[str, str]] = set()
+        self._asked: dict[str, list[str]] = {}
         self._iterated: set[str] = set()
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
         """Members of classes that no code has named so far."""
         self._stack: list[tuple[str, Any]] = []
+        self._broken: list[Any] = []
+        """What break points run."""
         self._large: list[tuple[str, dict[Any, Any]]] = []
         self._methods: list[tuple[FunctionType, _Class]] = []
         """Named, and not read yet."""
 
-    def run(self, target: object) -> Reach:
-        self._stack.append(("", target))
-        while self._stack and len(self._seen) < MAX_OBJECTS:
-            path, value = self._stack.pop()
+    def follow(self, target: object, path: str = "") -> Reach:
+        """Walk everything that ``target`` reaches and that this walk has not entered yet."""
+        if id(target) in self._seen:
+            return Reach((), {}, None)
+        num_seen = len(self._seen)
+        found = self._run(path, target)
+        if self._skipped & self._home:  # A module of a package was found after other code of it.
+            for key in list(self._seen)[num_seen:]:
+                del self._seen[key]
+            self._classes.clear()
+            found = self._run(path, target)
+        return found
+
+    def _run(self, path: str, target: object) -> Reach:
+        self._places, self._objects, self._unnamed = [], {}, {}
+        self._skipped.clear()
+        self._enter_all([(path, target)])
+        outside = None
+        if self._broken:
+            outside = self._found(None)
+            self._enter_all([("", value) for value in reversed(self._broken)])
+            self._broken.clear()
+        return self._found(outside)
+
+    def _enter_all(self, targets: list[tuple[str, Any]]) -> None:
+        stack = self._stack = targets
+        while stack and len(self._seen) < MAX_OBJECTS:
+            path, value = stack.pop()
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
-                first = len(self._stack)
+                first = len(stack)
                 self._enter(path, value)
                 self._read_methods()
                 # What was found first is entered first.
-                self._stack[first:] = reversed(self._stack[first:])
-            if not self._stack:
+                stack[first:] = reversed(stack[first:])
+            if not stack:
                 self._enter_large()
-        for places in self._unnamed.values():
-            self._places += [place for place in places if place.kind != "member"]
-        self._add_asked()
-        return Reach(tuple(self._places), self._objects, not self._stack, self.home)
+
+    def _found(self, outside_breaks: Reach | None) -> Reach:
+        unnamed = (place for places in self._unnamed.values() for place in places)
+        places = [*self._places, *(place for place in unnamed if place.kind != "member")]
+        places += self._not_there()
+        return Reach(tuple(places), dict(self._objects), outside_breaks)
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -558,7 +570,7 @@ class _Walk:
     def _enter_container(self, path: str, value: Any) -> None:
         kind = type(value)
         if not issubclass(kind, dict):  # A dict gets entries of other keys: a memo for each size.
-            self._add_length(path, value, len(value))
+            self._places.append(_length(path, value, len(value)))
         if issubclass(kind, dict):
             if len(value) > MAX_ITEMS:
                 self._large.append((path, value))
@@ -578,9 +590,6 @@ class _Walk:
         if kind.__module__ not in ("builtins", "collections"):
             self._enter_object(path, value)
 
-    def _add_length(self, path: str, value: Any, length: int) -> None:
-        self._places.append(Place(f"{path}.__len__()", value, None, "length", length))
-
     def _enter_large(self) -> None:
         """Of containers that are too large, what the code names. After the code is known."""
         for path, value in self._large:
@@ -590,23 +599,19 @@ class _Walk:
                     self._add(Place(f"{path}[{name!r}]", value, name, "item", item))
         self._large.clear()
 
-    def _add_asked(self) -> None:
+    def _not_there(self) -> Iterator[Place]:
         """What code asks for by a string, and what is not there: it may be set later. And the
         length of a dict that code goes through."""
-        asked: dict[str, list[str]] = {}
-        for name, attribute in self._asked:
-            asked.setdefault(name, []).append(attribute)
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2]
             is_dict = issubclass(type(owner), dict)
             if is_dict and last in self._iterated:
-                self._add_length(path, owner, len(owner))
-            for name in asked.get(last, ()):
+                yield _length(path, owner, len(owner))
+            for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
-                    self._places.append(Place(f"{path}[{name!r}]", owner, name, "item", MISSING))
+                    yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
                 elif attributes_of(owner) and read_attribute(owner, name) is MISSING:
-                    place = Place(f"{path}.{name}", owner, name, "attribute", MISSING)
-                    self._places.append(place)
+                    yield Place(f"{path}.{name}", owner, name, "attribute", MISSING)
 
     def _is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
@@ -614,13 +619,13 @@ class _Walk:
         if _is_foreign(module):
             return True
         package = module.partition(".")[0] if isinstance(module, str) else ""
-        if package in self.home or not _is_installed(package):
+        if package in self._home or not _is_installed(package):
             return False
-        self.skipped.add(package)
+        self._skipped.add(package)
         return True
 
     def _enter_module(self, path: str, module: torch.nn.Module) -> None:
-        self.home.add(_package_of(type(module)))
+        self._home.add(_package_of(type(module)))
         self._objects[path] = module
         prefix = f"{path}." if path else ""
         places = self._places
@@ -633,9 +638,9 @@ class _Walk:
                 places.append(Place(prefix + name, module, name, kind, value))
         self._enter_attributes(path, module, own)
         if issubclass(type(module), _CONTAINERS):
-            self._add_length(path, module, len(module._modules))
+            places.append(_length(path, module, len(module._modules)))
         for name in _HOOKS:
-            self._add_length(prefix + name, own[name], len(own[name]))
+            places.append(_length(prefix + name, own[name], len(own[name])))
             for key, hook in own[name].items():
                 self._add(Place(f"{prefix}{name}[{key}]", own[name], key, "item", hook))
         for name, child in module._modules.items():
@@ -721,8 +726,8 @@ class _Walk:
         home = function.__globals__.get("__name__")
         if home == _BREAKS:  # Its other variables are graphrt's own.
             wrapped = attributes_of(function).get("__wrapped__")
-            if self._breaks and wrapped is not None:
-                self._stack.append(("", wrapped))
+            if wrapped is not None:
+                self._broken.append(wrapped)
             return
         if function.__closure__:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
@@ -738,7 +743,8 @@ class _Walk:
             return
         self._objects.setdefault(f"{function.__qualname__}()", function)
         self._strings |= names.strings
-        self._asked |= names.asked
+        for name, string in names.asked:
+            self._asked.setdefault(name, []).append(string)
         self._iterated |= names.iterated
         self._name(names.attributes if known is not None else names.attributes | names.own)
         scope = function.__globals__
@@ -824,6 +830,10 @@ def _is_data(member: Any) -> bool:
         or issubclass(kind, torch.Tensor)
         or not any("__get__" in base.__dict__ for base in kind.__mro__)
     )
+
+
+def _length(path: str, owner: Any, length: int) -> Place:
+    return Place(f"{path}.__len__()", owner, None, "length", length)
 
 
 def _key(key: Any) -> str:

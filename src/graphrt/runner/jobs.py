@@ -312,10 +312,10 @@ class _Run:
         before = len(scope.programs)
         # A target that calls wrappers runs for real around their recordings.
         state = None if job.is_direct else self.options.state
-        host = self._host_of(job, scope)
         is_first = self.options.warmups == 0
         try:
             args, kwargs = self._inputs(job)
+            host = self._host_of(job, scope)
             # The capture of a direct job is a run of its own.
             run = nullcontext() if job.is_direct else host.run(is_first=is_first)
             with _guarded(state), run, scope.step(job.mode, job.key):
