@@ -205,12 +205,17 @@ def _reads(
 ) -> Reads:
     """What ``fn`` reads now: of an earlier walk, where nothing was replaced since."""
     owner = (recorder.owner, recorder.mode)
+    is_before = known is None  # Tensors that moved are found after the recording.
     if known is None:
         programs = (p for g in reversed(library.generations) for p in reversed(g.programs))
         known = next((p.reads for p in programs if (p.owner, p.mode) == owner), None)
     # Eager segments read afresh at each replay what they read.
     breaks = recorder.mode is RuntimeMode.FULL
-    if known is not None and known.holds(fn, breaks=breaks):
+    if (
+        known is not None
+        and known.leads_to_the_same(fn, breaks=breaks)
+        and (is_before or known.has_same_tensors())
+    ):
         return known
     inputs = {
         tensor.untyped_storage().data_ptr()

@@ -293,10 +293,11 @@ class _Run:
         return any(program is not None and program.is_valid for program in programs)
 
     def warm_up(self, job: CaptureJob, scope: CaptureScope) -> None:
-        warmups, host = self.options.warmups, self._host_of(job, scope)
+        warmups = self.options.warmups
         scope.prepare_for_capture(job.key)
         with _guarded(self.options.state if warmups else None):
             for number in range(warmups):
+                host = self._host_of(job, scope)
                 # Libraries branch on "is this a capture": the last warm-up takes the same branch.
                 is_last = number == warmups - 1
                 reported = scope.device.report_capturing() if is_last else nullcontext()
