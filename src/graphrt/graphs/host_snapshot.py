@@ -25,7 +25,6 @@ import torch
 
 from graphrt.graphs.reachable import (
     MISSING,
-    Place,
     Reach,
     Walk,
     attributes_of,
@@ -273,7 +272,20 @@ class HostSnapshot:
         # Two objects may have one path; the places of both are listed.
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
-            self._add_place(place, entered)
+            path, owner, name, kind = place.path, place.owner, place.name, place.kind
+            if kind == "cell" or kind == "global":
+                self._add(path, owner, kind, name)
+            elif kind == "member":
+                base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
+                if base is not None:
+                    self._add(path, base, "class", name)
+            elif kind != "length" and id(owner) not in entered:
+                # What is in a container says its length.
+                if issubclass(type(owner), ModuleType):
+                    self._add(path, vars(owner), "global", name)
+                else:
+                    entered.add(id(owner))
+                    self._add_object(path.removesuffix(f".{name}"), owner)
         return reached
 
     def _add_object(self, path: str, value: Any) -> None:
@@ -298,25 +310,8 @@ class HostSnapshot:
                         self._add(f"{path}.{name}" if path else name, item, "container")
             for base, name in _caches_of(kind):
                 self._add(f"{path}.{name}" if path else name, base, "class", name)
-
-    def _add_place(self, place: Place, entered: set[int]) -> None:
-        path, owner, name, kind = place.path, place.owner, place.name, place.kind
-        if kind == "length":
-            return  # What is in the container says it, where that was entered.
-        if kind == "cell" or kind == "global":
-            self._add(path, owner, kind, name)
-        elif issubclass(type(owner), ModuleType):
-            self._add(path, vars(owner), "global", name)
-        elif kind == "member":
-            base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
-            if base is not None:
-                self._add(path, base, "class", name)
-        else:
-            if id(owner) not in entered:
-                entered.add(id(owner))
-                self._add_object(path.removesuffix(f".{name}"), owner)
-            if kind == "attribute" and _is_fixed_attribute(type(owner), name):  # type: ignore[arg-type]  # types are hashable
-                self._add(path, owner, "slot", name)
+            for name in _slots_of(kind):
+                self._add(f"{path}.{name}" if path else name, value, "slot", name)
 
     def _add(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         known = (id(target), name)
@@ -338,6 +333,8 @@ class HostSnapshot:
             self._values += held.values
         else:
             self._others.append(held)
+        if _CACHE not in map(type, held.values):
+            return
         for key, value in zip(held.keys, held.values, strict=True):
             if type(value) is _CACHE:
                 self._caches.append((held, key, value, value.cache_info().misses))
@@ -589,13 +586,14 @@ def _base_with(kind: type, name: str) -> type | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_fixed_attribute(kind: type, name: str) -> bool:
-    base = _base_with(kind, name)
+def _slots_of(kind: type) -> tuple[str, ...]:
     # Types written in C have members too, which are read-only or made anew by each read.
-    return (
-        base is not None
-        and "__slots__" in base.__dict__
-        and type(base.__dict__[name]) is MemberDescriptorType
+    return tuple(
+        name
+        for base in kind.__mro__
+        if "__slots__" in base.__dict__
+        for name, value in base.__dict__.items()
+        if type(value) is MemberDescriptorType and _base_with(kind, name) is base
     )
 
 

@@ -422,8 +422,6 @@ def _package_of(value: object) -> str:
 class _Class:
     """What the walk knows of one class."""
 
-    __slots__ = ("is_foreign", "is_module", "members", "members_of_slots", "own")
-
     def __init__(self, kind: type, is_foreign: bool) -> None:
         self.is_module = issubclass(kind, torch.nn.Module)
         self.is_foreign = is_foreign
@@ -444,6 +442,25 @@ class _Class:
                     type(value) is FunctionType and name not in _NOT_CALLED
                 ):
                     self.members.setdefault(name, []).append(value)
+        self.data = {n: each[0] for n, each in self.members.items() if _is_data(each[0])}
+        """Members that instances share as values."""
+        self.hideable: dict[str, Any] = {}
+        """Methods that are called on its objects, of which an attribute may hide one."""
+        self.unset: set[str] = set()
+        """Attributes in ``own`` that the class itself does not have."""
+        self._note_method("forward")
+
+    def _note_method(self, name: str) -> None:
+        if name in self.members and name not in self.data:
+            self.hideable[name] = self.members[name][0]
+
+    def add_own(self, name: str) -> None:
+        self.own.add(name)
+        if not self.is_foreign:
+            self._note_method(name)
+        has_name = name in self.members or name in self.members_of_slots
+        if not has_name and not hasattr(torch.nn.Module, name):
+            self.unset.add(name)
 
 
 class Walk:
@@ -528,6 +545,9 @@ class Walk:
             kind, (dict, list, tuple, set, frozenset, deque)
         ):
             self._enter_container(path, value)
+        elif issubclass(kind, torch.nn.Module):
+            self._enter_module(path, value)
+            return
         elif kind is FunctionType:
             self._enter_function(value, None)
             return
@@ -543,9 +563,6 @@ class Walk:
             return
         elif issubclass(kind, type):
             self._enter_class(path, value)
-            return
-        elif issubclass(kind, torch.nn.Module):
-            self._enter_module(path, value)
             return
         elif kind.__module__ != "builtins":
             self._enter_object(path, value)
@@ -666,32 +683,29 @@ class Walk:
         skipped = _MODULE_OWN if known.is_module else ()
         for name, value in attributes.items():
             if name not in skipped:
-                self._add_attribute(known, Place(prefix + name, owner, name, "attribute", value))
+                self._add_attribute(known, prefix + name, owner, name, "attribute", value)
         for name, descriptor in known.members_of_slots.items():
-            place = Place(prefix + name, owner, name, "attribute", _filled(descriptor, owner))
-            self._add_attribute(known, place)
-        registers: set[str] = set()
-        if known.is_module:
-            registers.update(owner._parameters, owner._buffers, owner._modules)
-        for name, values in known.members.items():
-            if name not in attributes and _is_data(values[0]):
-                self._add_attribute(known, Place(prefix + name, owner, name, "member", values[0]))
-        methods = {"forward"} if known.is_foreign else {*known.own, "forward"}
-        for name in methods - attributes.keys():
-            method = known.members.get(name, (0,))[0]
-            if not _is_data(method):  # An attribute may hide it.
-                self._places.append(Place(prefix + name, owner, name, "member", method))
-        for name in known.own:
-            is_known = name in attributes or name in known.members_of_slots or name in known.members
-            if not (is_known or name in registers or hasattr(torch.nn.Module, name)):
+            value = _filled(descriptor, owner)
+            self._add_attribute(known, prefix + name, owner, name, "attribute", value)
+        for name, value in known.data.items():
+            if name not in attributes:
+                self._add_attribute(known, prefix + name, owner, name, "member", value)
+        for name, value in known.hideable.items():
+            if name not in attributes:
+                self._places.append(Place(prefix + name, owner, name, "member", value))
+        registers = [getattr(owner, each) for each, _ in _REGISTERS] if known.is_module else []
+        for name in known.unset:
+            if name not in attributes and not any(name in register for register in registers):
                 self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
 
-    def _add_attribute(self, known: _Class, place: Place) -> None:
-        name = place.name
+    def _add_attribute(
+        self, known: _Class, path: str, owner: Any, name: str, kind: PlaceKind, value: Any
+    ) -> None:
         if name in self._names or name in known.own:
-            self._add(place)
+            self._add(Place(path, owner, name, kind, value))
         else:
-            self._unnamed.setdefault(name, []).append(place._replace(is_named=False))
+            place = Place(path, owner, name, kind, value, is_named=False)
+            self._unnamed.setdefault(name, []).append(place)
 
     def _enter_class(self, path: str, kind: type) -> None:
         """A class that code names: of its members, those that code names."""
@@ -699,10 +713,8 @@ class Walk:
             self._objects.setdefault(path, kind)
             known = self._know(kind)
             prefix = f"{path}." if path else ""
-            for name, values in known.members.items():
-                if _is_data(values[0]):
-                    place = Place(prefix + name, kind, name, "member", values[0])
-                    self._add_attribute(known, place)
+            for name, value in known.data.items():
+                self._add_attribute(known, prefix + name, kind, name, "member", value)
 
     def _enter_method(self, path: str, method: MethodType) -> None:
         owner, function = method.__self__, method.__func__
@@ -787,7 +799,7 @@ class Walk:
     def _name_own(self, known: _Class, names: frozenset[str]) -> None:
         """Follow the attributes and members of one class that its own methods read."""
         for name in names - known.own:
-            known.own.add(name)
+            known.add_own(name)
             self._enter_members(known, known.members.get(name, ()))
             places = self._unnamed.pop(name, ())
             others = []
