@@ -14,12 +14,12 @@ import functools
 import gc
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, chain, compress, count
 from operator import is_, is_not
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -55,7 +55,7 @@ Kind = Literal["object", "container", "cell", "global", "class", "slot"]
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("first", "get", "keys", "kind", "name", "path", "row", "target", "values")
+    __slots__ = ("first", "get", "kind", "last", "name", "path", "row", "target")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
@@ -68,90 +68,85 @@ class _Held:
         """Reads the one under ``name``, or ``MISSING``."""
         self.row: int | None = None
         """Its place in the columns of the snapshot."""
-        self.keys, self.values = self.first = self.read()
+        self.first = self.last = self.read()
 
-    def read(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What it holds now: keys (or indices) and values."""
+    def read(self) -> dict[Any, Any]:
+        """What it holds now, by key, index or element. Runs no code of the user's but a hash."""
         target = self.target
         if self.get is not None:
             value = self.get(target, self.name)
-            return ((), ()) if value is MISSING else ((self.name,), (value,))
+            return {} if value is MISSING else {self.name: value}
         if isinstance(target, dict):
-            methods = _dict_type(target)
-            return tuple(methods.keys(target)), tuple(methods.values(target))
-        values = tuple(target)
-        return values if isinstance(target, set) else tuple(range(len(values))), values
+            if isinstance(target, OrderedDict):  # It has an order of its own.
+                return dict(OrderedDict.items(target))
+            return dict.copy(target)
+        return {v: v for v in target} if isinstance(target, set) else dict(enumerate(target))
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
-        target, values = self.target, self.values
+        target, last = self.target, self.last
         if self.get is not None:
-            return self.get(target, self.name) is (values[0] if values else MISSING)
-        if type(target) is dict:
-            return (
-                len(target) == len(values)
-                and all(map(is_, target.values(), values))
-                and all(map(is_, target, self.keys))
-            )
-        keys, now = self.read()
-        if isinstance(target, set):
-            return set(map(id, keys)) == set(map(id, self.keys))
-        is_same = len(now) == len(values) and all(map(is_, now, values))
-        return is_same and (isinstance(target, list | deque) or all(map(is_, keys, self.keys)))
+            return self.get(target, self.name) is last.get(self.name, MISSING)
+        now = target if type(target) is dict else self.read()
+        return (
+            len(now) == len(last)
+            and all(map(is_, now.values(), last.values()))
+            and (not isinstance(target, dict) or all(map(is_, now, last)))
+        )
 
-    def write(self, keys: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        """Make it hold exactly these."""
+    def write(self, wanted: dict[Any, Any]) -> None:
+        """Make it hold exactly this. Runs no code of the user's but a hash."""
         target = self.target
-        if self.kind != "container":
-            was, wanted = (dict(zip(*side, strict=True)) for side in (self.read(), (keys, values)))
+        if isinstance(target, set):  # Also the one that a module keeps of its buffers.
+            set.clear(target)
+            set.update(target, wanted)
+        elif self.kind != "container":
+            was = self.read()
             for key in was | wanted:
-                if was.get(key, MISSING) is not wanted.get(key, MISSING):
-                    self.set(key, wanted.get(key, MISSING))
+                value = wanted.get(key, MISSING)
+                if was.get(key, MISSING) is not value:
+                    self._set(key, value)
         elif isinstance(target, dict):
             methods = _dict_type(target)
             methods.clear(target)
-            for key, value in zip(keys, values, strict=True):
+            for key, value in wanted.items():
                 methods.__setitem__(target, key, value)
         elif isinstance(target, list):
-            list.__setitem__(target, slice(None), values)
-        elif isinstance(target, set):
-            set.clear(target)
-            set.update(target, values)
-        elif isinstance(target, deque):
+            list.__setitem__(target, slice(None), wanted.values())
+        else:
             deque.clear(target)
-            deque.extend(target, values)
+            deque.extend(target, wanted.values())
 
-    def set(self, key: Any, value: Any) -> None:
-        """Set or, with ``MISSING``, remove one entry. Runs no code of the user's but a key's."""
-        target, is_gone = self.target, value is MISSING
-        if self.kind == "cell":
-            if not is_gone:
-                target.cell_contents = value
-            elif self.read()[0]:
-                del target.cell_contents
-        elif self.kind in ("class", "slot"):
-            methods = type if self.kind == "class" else object
-            if not is_gone:
-                methods.__setattr__(target, key, value)
-            elif self.read()[0]:
-                methods.__delattr__(target, key)
-        elif isinstance(target, dict):
+    def _set(self, key: Any, value: Any) -> None:
+        """Set or, with ``MISSING``, remove a variable or an attribute."""
+        target = self.target
+        if self.kind in ("object", "global"):
             # Not through setattr: a module would register what is registered already.
             methods = _dict_type(target)
-            if is_gone:
-                methods.pop(target, key, None)
+            if value is MISSING:
+                methods.pop(target, key)
             else:
                 methods.__setitem__(target, key, value)
-        elif isinstance(target, set):
-            (set.discard if is_gone else set.add)(target, key)
+            return
+        set_to, remove = _SETTERS[self.kind]
+        if value is MISSING:
+            remove(target, key)
         else:
-            target[key] = value
+            set_to(target, key, value)
 
     def name_of(self, key: Any) -> str:
         """How the user writes the place."""
         if self.kind != "object":
             return self.path
         return f"{self.path}.{key}" if self.path else str(key)
+
+    def change(self, before: dict[Any, Any], now: dict[Any, Any]) -> _Change:
+        is_sequence = isinstance(self.target, list | deque) and self.kind == "container"
+        if is_sequence and len(before) != len(now):
+            return _Change(self, before, now, [_ALL])
+        keys = dict.fromkeys([*before, *now])
+        differing = [k for k in keys if before.get(k, MISSING) is not now.get(k, MISSING)]
+        return _Change(self, before, now, differing)
 
 
 _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
@@ -160,6 +155,14 @@ _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "slot": read_attribute,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
+_SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
+    "cell": (
+        lambda cell, _, value: setattr(cell, "cell_contents", value),
+        lambda cell, _: delattr(cell, "cell_contents"),
+    ),
+    "class": (type.__setattr__, type.__delattr__),
+    "slot": (object.__setattr__, object.__delattr__),
+}
 
 
 def _dict_type(target: dict[Any, Any]) -> Any:
@@ -167,51 +170,42 @@ def _dict_type(target: dict[Any, Any]) -> Any:
     return OrderedDict if isinstance(target, OrderedDict) else dict
 
 
-def _changed_keys(
-    held: _Held,
-    before: tuple[tuple[Any, ...], tuple[Any, ...]],
-    now: tuple[tuple[Any, ...], tuple[Any, ...]],
-) -> list[Any]:
-    """The keys under which two readings differ; another order alone is no difference."""
-    if not isinstance(held.target, dict | set) and held.kind == "container":
-        if len(before[0]) != len(now[0]):
-            return [_ALL]
-        return [index for index in now[0] if before[1][index] is not now[1][index]]
-    old, new = dict(zip(*before, strict=True)), dict(zip(*now, strict=True))
-    keys = dict.fromkeys([*old, *new])
-    return [key for key in keys if old.get(key, MISSING) is not new.get(key, MISSING)]
+class _Change(NamedTuple):
+    """What one holder held, what it holds now, and the keys under which these differ.
 
+    Another order alone is no difference; another length of a list is one of ``_ALL``.
+    """
 
-class _Change:
-    """What one holder held, what it holds now, and the keys under which these differ."""
-
-    __slots__ = ("before", "held", "keys", "now")
-
-    def __init__(self, held: _Held, before: Any, now: Any) -> None:
-        self.held = held
-        self.before = before
-        self.now = now
-        self.keys = _changed_keys(held, before, now)
+    held: _Held
+    before: dict[Any, Any]
+    now: dict[Any, Any]
+    keys: list[Any]
 
     @property
     def is_growth(self) -> bool:
         """True if a container got or lost entries: what is in it depends on how often it ran."""
-        return self.held.kind == "container" and (
-            self.keys == [_ALL] or len(self.before[0]) != len(self.now[0])
-        )
+        return self.held.kind == "container" and len(self.before) != len(self.now)
 
-    def value(self, side: Any, key: Any) -> Any:
-        keys, values = side
-        return values if key is _ALL else dict(zip(keys, values, strict=True)).get(key, MISSING)
+    def value(self, key: Any) -> Any:
+        """What is there now, under one of ``keys``."""
+        return tuple(self.now.values()) if key is _ALL else self.now.get(key, MISSING)
 
-    def put_back(self, keys: Iterable[Any]) -> None:
-        """Put back what was there before under ``keys``."""
-        chosen = list(keys)
-        if len(chosen) == len(self.keys):
-            self.held.write(*self.before)
-        else:
-            for key in chosen:
-                self.held.set(key, self.value(self.before, key))
+    def put_back(self, keys: Collection[Any]) -> None:
+        """Put back what was there before under ``keys``; the order too, if these are all."""
+        if len(keys) == len(self.keys):
+            self.held.write(self.before)
+        elif keys:
+            mixed = dict(self.now)
+            for key in keys:
+                _put(mixed, key, self.before.get(key, MISSING))
+            self.held.write(mixed)
+
+
+def _put(values: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is MISSING:
+        values.pop(key, None)
+    else:
+        values[key] = value
 
 
 class HostSnapshot:
@@ -329,13 +323,13 @@ class HostSnapshot:
             held.row = len(self._dicts)
             self._dicts.append(held)
             self._targets.append(held.target)
-            self._lengths.append(len(held.values))
-            self._values += held.values
+            self._lengths.append(len(held.last))
+            self._values += held.last.values()
         else:
             self._others.append(held)
-        if _CACHE not in map(type, held.values):
+        if _CACHE not in map(type, held.last.values()):
             return
-        for key, value in zip(held.keys, held.values, strict=True):
+        for key, value in held.last.items():
             if type(value) is _CACHE:
                 self._caches.append((held, key, value, value.cache_info().misses))
 
@@ -348,7 +342,7 @@ class HostSnapshot:
             for path, target, kind in empty:
                 if target:
                     held = _Held(path, target, kind)
-                    held.keys, held.values = held.first = (), ()
+                    held.first = held.last = {}
                     self._keep(held)
                 else:
                     self._empty.append((path, target, kind))
@@ -359,7 +353,7 @@ class HostSnapshot:
             for row, length in enumerate(self._lengths):
                 if len(now[row]) != length:
                     touched.append(self._dicts[row])
-                    now[row] = self._dicts[row].values
+                    now[row] = self._dicts[row].last.values()
         places = list(compress(count(), map(is_not, chain.from_iterable(now), self._values)))
         if places:
             # Few are: to ask each dict would cost more than to find those that hold them.
@@ -370,7 +364,7 @@ class HostSnapshot:
 
     def _pending(self) -> list[_Change]:
         """What differs from what was noted last."""
-        return [_Change(held, (held.keys, held.values), held.read()) for held in self._touched()]
+        return [held.change(held.last, held.read()) for held in self._touched()]
 
     def _note(self, changes: list[_Change]) -> None:
         """Take what holders hold now as what they hold."""
@@ -379,28 +373,23 @@ class HostSnapshot:
         for change in changes:
             held = change.held
             self._moved[held] = None
-            held.keys, held.values = change.now
+            held.last = change.now
             if held.row is not None:
-                if len(held.values) == self._lengths[held.row]:
+                if len(held.last) == self._lengths[held.row]:
                     start = sum(self._lengths[: held.row])
-                    self._values[start : start + len(held.values)] = held.values
+                    self._values[start : start + len(held.last)] = held.last.values()
                 else:
-                    self._lengths[held.row] = len(held.values)
-                    self._values = [value for each in self._dicts for value in each.values]
+                    self._lengths[held.row] = len(held.last)
+                    self._values = [value for each in self._dicts for value in each.last.values()]
         for change in changes:
             for key in change.keys:
-                found = change.value(change.now, key)
-                for value in found if key is _ALL else (found,):
+                for value in change.value(key) if key is _ALL else (change.value(key),):
                     if not (issubclass(type(value), torch.Tensor) or is_host_scalar(value)):
                         self._adopt(change.held.name_of(key), value)
 
     def _since_first(self) -> list[_Change]:
         """What differs from the snapshot, as of what was noted last."""
-        return [
-            _Change(held, held.first, (held.keys, held.values))
-            for held in self._moved
-            if held.first[1] is not held.values
-        ]
+        return [h.change(h.first, h.last) for h in self._moved if h.first is not h.last]
 
     def changed(self, *, only_tensors: bool = False) -> tuple[str, ...]:
         """Name what runs changed since the snapshot; if none was noted, whatever changed.
@@ -414,7 +403,7 @@ class HostSnapshot:
             for change in self._since_first()
             for key in change.keys
             if self._is_of_a_run(change.held, key)
-            and not (only_tensors and not tensors_of(change.value(change.now, key)))
+            and not (only_tensors and not tensors_of(change.value(key)))
         ]
         names += [f"{held.name_of(key)}()" for held, key, _ in self._filled_caches()]
         return tuple(dict.fromkeys(names))
@@ -430,14 +419,11 @@ class HostSnapshot:
         for change in changes:
             held = change.held
             keys = [key for key in change.keys if (id(held.target), key) not in memos]
-            if keys == [_ALL]:
-                held.first = change.now
-            else:
-                merged = dict(zip(*held.first, strict=True))
-                for key in keys:
-                    value = change.value(change.now, key)
-                    merged.pop(key, None) if value is MISSING else merged.update({key: value})
-                held.first = tuple(merged), tuple(merged.values())
+            merged = dict(change.now if keys == [_ALL] else held.first)
+            for key in keys:
+                if key is not _ALL:
+                    _put(merged, key, change.value(key))
+            held.first = merged
 
     def _is_of_a_run(self, held: _Held, key: Any) -> bool:
         return self._ran is None or (
@@ -465,21 +451,20 @@ class HostSnapshot:
             changes = self._pending()
             self._note_run(changes, is_first)
             for change in changes:
-                change.held.write(*change.before)
+                change.held.write(change.before)
             raise
         changes = self._pending()
         self._note_run(changes, is_first)
         if refuses is not None:
-            refused = [
-                (change, key)
-                for change in changes
-                for key in change.keys
-                if refuses(change.held.name_of(key), change.value(change.now, key))
-            ]
-            for change, key in refused:
-                change.put_back([key])
-            if refused:
-                changes = self._pending()
+            for change in changes:
+                change.put_back(
+                    [
+                        key
+                        for key in change.keys
+                        if refuses(change.held.name_of(key), change.value(key))
+                    ]
+                )
+            changes = [change.held.change(change.before, change.held.read()) for change in changes]
         self._note(changes)
 
     def _note_run(self, changes: list[_Change], is_first: bool) -> None:
@@ -506,20 +491,19 @@ class HostSnapshot:
         if not (self._advancing or memos):
             return
         self._note_between()
-        put_back = []
+        changes = []
         for change in self._since_first():
-            held, before = change.held, (change.held.keys, change.held.values)
-            if _is_in(self._advancing, held, _ALL):
-                held.write(*held.first)
-            else:
-                change.put_back(
+            held = change.held
+            change.put_back(
+                [
                     key
                     for key in change.keys
                     if _is_in(self._advancing, held, key)
                     or (memos and self._is_of_a_run(held, key))
-                )
-            put_back.append(_Change(held, before, held.read()))
-        self._note([change for change in put_back if change.keys])
+                ]
+            )
+            changes.append(held.change(held.last, held.read()))
+        self._note(changes)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -535,11 +519,11 @@ class HostSnapshot:
                 change.put_back([k for k in change.keys if self._is_of_a_run(change.held, k)])
             for held, key, cache in caches:
                 options = cache.cache_parameters()
-                held.set(key, functools.lru_cache(**options)(cache.__wrapped__))
+                held.write(held.read() | {key: functools.lru_cache(**options)(cache.__wrapped__)})
             yield
         finally:
             for held in self._touched():
-                held.write(held.keys, held.values)
+                held.write(held.last)
 
     def _filled_caches(self) -> list[tuple[_Held, Any, Any]]:
         """``functools`` caches with a new entry that may depend on inputs, and where they stand."""
