@@ -304,7 +304,7 @@ class HostSnapshot:
                         self._add(f"{path}.{name}" if path else name, item, "container")
             for base, name in _caches_of(kind):
                 self._add(f"{path}.{name}" if path else name, base, "class", name)
-            for name in _slots_of(kind):
+            for name in _fixed_attributes_of(kind):
                 self._add(f"{path}.{name}" if path else name, value, "slot", name)
 
     def _add(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
@@ -570,7 +570,7 @@ def _base_with(kind: type, name: str) -> type | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots_of(kind: type) -> tuple[str, ...]:
+def _fixed_attributes_of(kind: type) -> tuple[str, ...]:
     # Types written in C have members too, which are read-only or made anew by each read.
     return tuple(
         name
