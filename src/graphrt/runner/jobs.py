@@ -298,10 +298,11 @@ class _Run:
         return any(program is not None and program.is_valid for program in programs)
 
     def warm_up(self, job: CaptureJob, scope: CaptureScope) -> None:
-        warmups, host = self.options.warmups, self._host_of(job, scope)
+        warmups = self.options.warmups
         scope.prepare_for_capture(job.key)
         with _guarded(self.options.state if warmups else None):
             for number in range(warmups):
+                host = self._host_of(job, scope)
                 # Libraries branch on "is this a capture": the last warm-up takes the same branch.
                 is_last = number == warmups - 1
                 reported = scope.device.report_capturing() if is_last else nullcontext()
@@ -317,10 +318,10 @@ class _Run:
         before = len(scope.programs)
         # A target that calls wrappers runs for real around their recordings.
         state = None if job.is_direct else self.options.state
-        host = self._host_of(job, scope)
         is_first = self.options.warmups == 0
         try:
             args, kwargs = self._inputs(job)
+            host = self._host_of(job, scope)
             # The capture of a direct job is a run of its own.
             run = nullcontext() if job.is_direct else host.run(is_first=is_first)
             with _guarded(state), run, scope.step(job.mode, job.key):
