@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -73,16 +73,20 @@ def stock_compile(
 
 
 def compile_by_inductor(
-    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], sizes: str
 ) -> Any:
     """An artifact that is called with what the piece takes. ``inputs``: fake; their mode is the
-    current tracing context's."""
-    return torch._inductor.standalone_compile(
-        module,
-        list(inputs),
-        dynamic_shapes="from_tracing_context",
-        options={"config_patches": dict(options)},
-    )
+    current tracing context's. ``sizes``: names all that they may have.
+    """
+    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends.
+    config = cast(Any, torch.compiler).config
+    with config.patch(cache_key_tag=f"{config.cache_key_tag} {sizes}"):
+        return torch._inductor.standalone_compile(
+            module,
+            list(inputs),
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": dict(options)},
+        )
 
 
 def to_bytes(artifact: Any) -> bytes | None:
