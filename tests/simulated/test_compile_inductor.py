@@ -253,3 +253,16 @@ def test_operator_of_few_rows_is_plain_in_pieces_for_more(tmp_path):
     ROWS.clear()
     run("none", 0, ["1-8"])
     assert ROWS == []
+
+
+def test_results_over_an_argument_stay_views_at_later_calls(tmp_path):
+    asked = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+    one = Compiled(lambda x: (x.view(-1), x + 1.0), plan, limits={"tokens": 8})
+    first = torch.zeros(4, 2)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (4, 3, 8):
+        x = torch.randn(size, 2)
+        view, more = one(x)
+        assert (view.shape, view.data_ptr()) == ((size * 2,), x.data_ptr())
+        assert torch.equal(more, x + 1.0)
