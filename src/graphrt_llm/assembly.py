@@ -171,7 +171,8 @@ def assemble(
             attention_ops=(ATTENTION_OP,),
             device="cuda" if device.name == "cuda" else "simulated",
         )
-        level = resolve(config.runtime, facts).plan.level
+        compiling = resolve(config.runtime, facts).compile
+        level = compiling.level
         if level == 1:
             raise EngineConfigError(
                 "RuntimeConfig.compilation.level",
@@ -187,7 +188,7 @@ def assemble(
                 found=str(config.runtime.max_loras),
                 do="use level 0, which cuts at break points.",
             )
-        split = SplitLM(model, backend) if is_traced else None
+        split = SplitLM(model, backend, compiling) if is_traced else None
         scheduler = Scheduler(limits)
         examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)
         runtime = Runtime(
