@@ -212,6 +212,27 @@ def capture_fails(phase: str, on_error: str) -> None:
     exchange.close()
 
 
+def comparison_raises() -> None:
+    """One rank raises in a sampled comparison: the model, then for a batch that does not fit."""
+    exchange = TorchExchange()
+    model = Meeting()
+    with runtime(exchange, model, verify_every=2) as made:
+        made.capture()
+        for num_tokens, broken in ((8, "model"), (4, "batch")):
+            say(**step(made, 2, 2))
+            batch = values(num_tokens, 3)
+            if RANK == 1 and broken == "batch":
+                batch["x"] = batch["x"][:, 1:]
+            model.fails_at = num_tokens if RANK == 1 and broken == "model" else 0
+            try:
+                made.step(batch, num_tokens=num_tokens, num_reqs=3)
+            except (GraphrtError, ValueError) as error:
+                say(error=type(error).__name__, text=str(error))
+            model.fails_at = 0
+            say(**step(made, num_tokens, 3))
+    exchange.close()
+
+
 def late() -> None:
     exchange = TorchExchange()
     exchange.start([0] * 10).result()
@@ -467,6 +488,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "warm-up fails and is raised": lambda: capture_fails("warmup", "raise"),
     "comparison fails and is skipped": lambda: capture_fails("comparison", "skip"),
     "comparison fails and is raised": lambda: capture_fails("comparison", "raise"),
+    "sampled comparison raises": comparison_raises,
     "late": late,
     "dies": dies,
     "mismatch": mismatch,

@@ -22,6 +22,7 @@ SCENARIOS = (
     "comparison fails and is raised",
     "interrupted",
     "mismatch",
+    "sampled comparison raises",
     "engines",
     "experts",
     "micro-batches",
@@ -113,6 +114,17 @@ def test_unequal_plans_name_the_first_line_that_differs() -> None:
         assert told["error"] == "PlanMismatchError"
         assert "(num_tokens=4) on rank 0;" in told["text"]
         assert "(num_tokens=2) on rank 1" in told["text"]
+
+
+def test_sampled_comparison_of_one_rank_raises_on_all() -> None:
+    first, second = said_in("sampled comparison raises")
+    for rank, said in enumerate((first, second)):
+        served = [said[0], said[3]]
+        assert [(line["mode"], line["tokens"]) for line in served] == [("PIECEWISE", 2)] * 2
+        assert [said[n]["reason"] for n in (2, 5)] == ["CAPTURE_FAILED"] * 2, rank
+    for n, error in ((1, "ValueError"), (4, "InputMismatchError")):
+        assert (first[n]["error"], second[n]["error"]) == ("PeerFailedError", error)
+        assert f"a failure on rank 1: {error}" in first[n]["text"]
 
 
 def test_ranks_of_an_engine_give_the_tokens_of_one() -> None:

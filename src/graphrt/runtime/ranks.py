@@ -10,7 +10,7 @@ import torch
 
 from graphrt.batch import Decision, Reason, RuntimeMode, UBatchReason
 from graphrt.config import AttentionSupport, Facts, RankConfig, Resolved, RuntimeConfig
-from graphrt.errors import ConfigError, PeerFailedError, VerificationError
+from graphrt.errors import ConfigError
 from graphrt.graphs import Key
 from graphrt.parallel import (
     Exchange,
@@ -105,21 +105,33 @@ class RankedSteps:
         self.note_captured()
 
     def note_captured(self) -> None:
-        """The ranks have the same graphs: after a capture, or a comparison that failed on all."""
-        self._agreed = self._runner.missing()
-        self._graphs = plan_hash(missing_text(self._agreed)) & 0xFFFF
-        self._dispatcher, self._differs = self._runner.dispatcher, None
+        """The ranks have the same graphs, because all have just captured."""
+        missing = self._runner.missing()
+        self._agree_on(missing, missing)
+
+    def _agree_on(self, agreed: Mapping[Key, Reason], missing: Mapping[Key, Reason]) -> None:
+        self._agreed = agreed
+        self._graphs = plan_hash(missing_text(agreed)) & 0xFFFF
+        self._dispatcher = self._runner.dispatcher
+        self._differs = _first_difference(agreed, missing)
 
     def noting_drops(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, after which a program that all ranks found wrong together is no difference."""
+        """``run``, after which a program whose comparison failed is no difference: whichever rank
+        it failed on, all drop it."""
 
         def noted(*args: Any) -> Any:
-            agreed = self.has_agreed_graphs
+            before = self._agreed if self.has_agreed_graphs else None
             try:
                 return run(*args)
-            except (VerificationError, PeerFailedError):
-                if agreed:
-                    self.note_captured()
+            except Exception:
+                if before is not None:
+                    now = self._runner.missing()
+                    agreed = {
+                        key: before.get(key, why)
+                        for key, why in now.items()
+                        if key in before or why is Reason.CAPTURE_FAILED
+                    }
+                    self._agree_on(agreed, now)
                 raise
 
         return noted
