@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from graphrt import (
+    BatchDescriptor,
     CompilationConfig,
     ForwardContext,
     OutputSpec,
@@ -45,13 +46,19 @@ from graphrt.parallel import (
 )
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
-from graphrt_llm.collectives import ExpertGroup
+from graphrt_llm.attention import AttentionInputs, AttentionMetadata
+from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.collectives import RankGroup
+from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.weights import random_weights
 from lab import INPUTS, OUTPUTS, WIDTH, config, example, values
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 Said = dict[str, Any]
+
+
+SPLIT: Any = {"num_ubatches": 2, "decode_token_threshold": 2, "prefill_token_threshold": 2}
 
 
 def say(**said: Any) -> None:
@@ -376,7 +383,7 @@ def on_gpus() -> None:
 def most_apart_from_one_process(described: ModelConfig) -> float:
     """How far a layer of shared experts is from all of them in one process, in float64."""
     sizes = (5, 3)
-    group = ExpertGroup(RANK, WORLD, torch.device("cpu"))
+    group = RankGroup(RANK, WORLD, torch.device("cpu"))
     layers = []
     for each in (None, group):
         model = CausalLM(described, torch.float64, group=each)
@@ -437,11 +444,7 @@ def micro_batches() -> None:
             expert_parallel=True,
             runtime=replace(
                 TINY_CONFIG.runtime,
-                ubatch={  # type: ignore[arg-type]
-                    "num_ubatches": 2,
-                    "decode_token_threshold": 2,
-                    "prefill_token_threshold": 2,
-                },
+                ubatch=SPLIT,
                 compilation=CompilationConfig(
                     cudagraph_mode=mode,  # type: ignore[arg-type]
                     cudagraph_capture_sizes=None if mode == "NONE" else (1, 2, 4, 16),
@@ -456,6 +459,75 @@ def micro_batches() -> None:
             found = engine.generate(own, params)
             split = [e for e in steps if isinstance(e, Replayed) and e.num_ubatches > 1]
             say(mode=mode, same=found == expected, split=len(split))
+    exchange.close()
+
+
+def largest_difference_of_logits(device: str = "cpu", **changes: Any) -> float:
+    """Between a model that the ranks share and all of it, in float64, as a share of the largest."""
+    described = replace(ModelConfig.tiny(), **changes)
+    group = RankGroup(RANK, WORLD, torch.device(device))
+    tokens = torch.arange(7, device=device)
+    zeros = torch.zeros_like(tokens)
+    inputs = AttentionInputs(
+        tokens, zeros, torch.zeros(1, 1, dtype=torch.int64, device=device), 7 + zeros[:1]
+    )
+    logits = []
+    for each in (None, group):
+        model = CausalLM(described, torch.float64, device, group=each)
+        random_weights(model, seed=3)
+        cache = KVCache(
+            model.config, num_blocks=2, block_size=16, dtype=torch.float64, device=device
+        )
+        model.attention = SdpaAttention(cache)
+        model.attention.prepare(BatchDescriptor(7), AttentionMetadata([7], [7]))
+        logits.append(model(tokens * 70, tokens, inputs, tokens))
+    group.close()
+    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+
+
+def tensor_parallel() -> None:
+    """Ranks that share every layer: logits and tokens of one process; unequal requests."""
+    for changes in ({}, {"num_kv_heads": 1, "attention_bias": True, "mlp_bias": True}):
+        say(largest=largest_difference_of_logits(**changes))
+    prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8, 9] * 20]
+    params = [SamplingParams(max_tokens=9, ignore_eos=True)] * 4
+    params.append(SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5))
+    with LLMEngine.tiny() as alone:
+        expected = alone.generate(prompts, params)
+    exchange = TorchExchange()
+    for name, mode, also in (
+        ("eager", "NONE", {}),
+        ("full", "FULL_DECODE_ONLY", {}),
+        ("piecewise", "FULL_AND_PIECEWISE", {"verify_every": 3}),
+        ("drafts", "FULL_DECODE_ONLY", {"num_speculative_tokens": 2}),
+        ("split", "FULL_AND_PIECEWISE", {"ubatch": SPLIT}),
+    ):
+        compilation = CompilationConfig(
+            cudagraph_mode=mode,  # type: ignore[arg-type]
+            cudagraph_capture_sizes=None if mode == "NONE" else (1, 2, 4, 6, 16),
+        )
+        asked = replace(
+            TINY_CONFIG,
+            tensor_parallel=True,
+            runtime=replace(TINY_CONFIG.runtime, compilation=compilation, **also),
+        )
+        steps: list[Any] = []
+        with LLMEngine.tiny(asked, ranks=exchange, observer=steps.append) as engine:
+            missing = engine.capture().missing
+            found = engine.generate(prompts, params)
+            say(
+                name=name,
+                same=found == expected,
+                missing=len(missing),
+                replayed=sum(isinstance(e, Replayed) for e in steps),
+                split=sum(isinstance(e, Replayed) and e.num_ubatches > 1 for e in steps),
+                margin=engine.top2_margin([1, 2, 3]) > 0,
+            )
+    with LLMEngine.tiny(asked, ranks=exchange) as engine:
+        try:
+            engine.generate(prompts[: 1 + RANK], params[: 1 + RANK])
+        except GraphrtError as error:
+            say(error=type(error).__name__, notes=error.__notes__)
     exchange.close()
 
 
@@ -496,6 +568,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "engines": engines,
     "experts": experts,
     "micro-batches": micro_batches,
+    "tensor parallel": tensor_parallel,
     "many": many,
     "on gpus": on_gpus,
 }

@@ -26,6 +26,7 @@ SCENARIOS = (
     "engines",
     "experts",
     "micro-batches",
+    "tensor parallel",
 )
 
 
@@ -148,6 +149,22 @@ def test_ranks_that_share_experts_split_their_steps() -> None:
     for eager, graphs in said_in("micro-batches"):
         assert (eager["same"], eager["split"]) == (True, 0)
         assert (graphs["same"], graphs["split"]) == (True, 8)
+
+
+def test_ranks_that_share_layers_give_the_tokens_of_one() -> None:
+    for said in said_in("tensor parallel"):
+        assert all(line["largest"] < 1e-12 for line in said[:2])
+        runs = {line.pop("name"): line for line in said[2:-1]}
+        assert all(line["same"] and not line["missing"] for line in runs.values())
+        assert [name for name, line in runs.items() if not line["replayed"]] == ["eager"]
+        assert [name for name, line in runs.items() if line["split"]] == ["split"]
+        assert all(line["margin"] for line in runs.values())
+
+
+def test_ranks_that_share_layers_with_other_batches_all_raise() -> None:
+    for said, tokens in zip(said_in("tensor parallel"), (3, 23), strict=True):
+        assert said[-1]["error"] == "RankDesyncError"
+        assert f"(here: {tokens} tokens)" in said[-1]["notes"][0]
 
 
 def said_at_the_end(ended: Ended) -> list[Any]:

@@ -63,11 +63,14 @@ class RankConfig:
     ``step_timeout_s``: Most seconds that a rank waits for the others in a step.
     ``capture_timeout_s``: The same in a capture.
     ``check_every``: Steps between two comparisons among ranks that decide without a message.
+    ``same_batch``: The ranks share a model and see one batch, as with tensor parallelism: other
+      sizes than those of the other ranks are an error.
     """
 
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     capture_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     check_every: Positive = 256
+    same_batch: bool = False
 
 
 @config_class

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.batch import Decision, Reason, RuntimeMode, UBatchReason
 from graphrt.config import AttentionSupport, Facts, RankConfig, Resolved, RuntimeConfig
-from graphrt.errors import ConfigError
+from graphrt.errors import ConfigError, RankDesyncError
 from graphrt.graphs import Key
 from graphrt.parallel import (
     Exchange,
@@ -90,6 +90,7 @@ class RankedSteps:
         also = {"torch": torch.__version__, "compile": compiled, "warmups": warmups, **runs}
         lockstep.require_same_plan(plan_text(plan, also))
         self._lockstep = lockstep
+        self._same_batch = config.ranks.same_batch
         self._runner = runner
         # Split eagerly, all ranks would have to pad to one size, which no eager step does.
         self._rules = SplitRules.of(plan)._replace(allow_eager=False)
@@ -193,8 +194,19 @@ class RankedSteps:
         return None if settled is None else settled.decision
 
     def _settle(self, vote: RankVote) -> SettledStep | None:
-        lockstep, rules = self._lockstep, self._rules
-        agreement = lockstep.agree(vote, rules, self._graphs)
+        lockstep, rules, about = self._lockstep, self._rules, self._graphs
+        if self._same_batch:
+            # In the tag, so that every rank finds out, and not only the one with fewest tokens.
+            about ^= hash((vote.num_tokens_unpadded, vote.uniform, vote.miss_reason)) & 0xFFFF
+        try:
+            agreement = lockstep.agree(vote, rules, about)
+        except RankDesyncError as error:
+            if self._same_batch:
+                error.add_note(
+                    "these ranks share a model and must see one batch: give each of them the same "
+                    f"requests in the same order (here: {vote.num_tokens_unpadded} tokens)"
+                )
+            raise
         self.last = settle(agreement, vote, self._runner.dispatcher.dispatch, rules)
         across = lockstep.num_tokens_across_ranks
         # An idle rank brings one token of padding to an eager step.
