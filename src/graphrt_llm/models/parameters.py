@@ -24,9 +24,9 @@ class CheckpointTensor(NamedTuple):
     def shared(self, dim: int, rank: int, world: int) -> CheckpointTensor:
         """The tensor of which ``destination`` is the part of ``rank``: of ``world`` along ``dim``.
 
-        The tensor itself if it has no such dimension.
+        The tensor itself for one rank, and if it has no such dimension.
         """
-        if dim >= len(self.shape):
+        if world == 1 or dim >= len(self.shape):
             return self
         size = self.shape[dim]
         shape = (*self.shape[:dim], world * size, *self.shape[dim + 1 :])
