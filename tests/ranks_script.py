@@ -325,8 +325,11 @@ class Summing(torch.nn.Module):
     def __init__(self, device: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(2 * torch.eye(WIDTH, device=device))
+        self.fails_at = 0
 
     def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
+        if len(x) == self.fails_at and torch.cuda.is_current_stream_capturing():
+            raise ValueError("this rank cannot capture so many tokens")
         rows = x @ self.weight
         total = rows.sum(0)
         dist.all_reduce(total)
@@ -374,10 +377,69 @@ def on_gpus() -> None:
         torch.testing.assert_close(out["rows"].cpu(), expected, rtol=1e-2, atol=1e-2)
     say(hits=sum(graph.hits for graph in made.report().graphs) > 0)
     made.close()
+    model = Summing(device.torch_device)
+    model.fails_at = 4 * RANK
+    made = Runtime(
+        model,
+        inputs=INPUTS,
+        outputs=OutputSpec(OUTPUTS),
+        examples=example,
+        config=config("FULL", on_capture_error="skip"),
+        device=device,
+        ranks=exchange,
+    )
+    made.capture()
+    report = made.report()
+    say(
+        missing=[f"{key.num_tokens} {why.name}" for (_, key), why in report.missing.items()],
+        failures=list(report.failures.values()),
+    )
+    for num_tokens in (3, 8):
+        made.step(values(num_tokens, 3), num_tokens=num_tokens, num_reqs=3)
+        say(mode=made.last_decision.mode.name)  # type: ignore[union-attr]
+    made.close()
     exchange.close()
     del nccl, made
     device.close()
     dist.destroy_process_group()
+
+
+def engines_on_gpus() -> None:
+    """Ranks that share experts or layers over NCCL: the tokens of one GPU."""
+    prompts = [[number + 1, 2, 3] for number in range(8)] + [[4] * 20, [5] * 9]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    exchange = TorchExchange()
+    for name, model, shares in (
+        ("experts", "tiny-moe", {"expert_parallel": True}),
+        ("layers", "tiny", {"tensor_parallel": True}),
+    ):
+        described = ModelConfig.named(model)
+        own = prompts if name == "layers" else prompts[RANK::WORLD]
+        on_gpu = replace(TINY_CONFIG, device="cuda", **shares)
+        with LLMEngine.with_random_weights(described, replace(TINY_CONFIG, device="cuda")) as alone:
+            expected = [alone.generate(prompt, params) for prompt in own]
+        for ubatch in ({}, SPLIT):
+            compilation = CompilationConfig(
+                cudagraph_mode="FULL_AND_PIECEWISE", cudagraph_capture_sizes=(1, 2, 4, 6, 10, 64)
+            )
+            asked = replace(
+                on_gpu, runtime=replace(on_gpu.runtime, compilation=compilation, ubatch=ubatch)
+            )
+            steps: list[Any] = []
+            with LLMEngine.with_random_weights(
+                described, asked, ranks=exchange, observer=steps.append
+            ) as engine:
+                missing = engine.capture().missing
+                found = engine.generate(own, params)
+            replayed = [e for e in steps if isinstance(e, Replayed)]
+            say(
+                name=name,
+                same=found == expected,
+                missing=[f"{key} {why.name}" for key, why in missing.items()],
+                modes=sorted({e.mode.name for e in replayed}),
+                is_split=any(e.num_ubatches > 1 for e in replayed),
+            )
+    exchange.close()
 
 
 def most_apart_from_one_process(described: ModelConfig) -> float:
@@ -571,6 +633,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "tensor parallel": tensor_parallel,
     "many": many,
     "on gpus": on_gpus,
+    "engines on gpus": engines_on_gpus,
 }
 
 ENDING = {"late", "dies", "on gpus"}
