@@ -146,9 +146,10 @@ def test_ranks_that_share_experts_give_the_tokens_of_one() -> None:
 
 
 def test_ranks_that_share_experts_split_their_steps() -> None:
-    for eager, graphs in said_in("micro-batches"):
+    for eager, graphs, unsplit in said_in("micro-batches"):
         assert (eager["same"], eager["split"]) == (True, 0)
         assert (graphs["same"], graphs["split"]) == (True, 8)
+        assert unsplit == {"same": True, "split": 0, "reasons": ["NOT_PROFITABLE", "NO_FULL_GRAPH"]}
 
 
 def test_ranks_that_share_layers_give_the_tokens_of_one() -> None:

@@ -42,6 +42,8 @@ class UBatchConfig:
     ``num_comm_sms``: Multiprocessors left to communication while a split step runs.
     ``allow_eager``: Split large batches that no split graph serves eagerly. False: they are not
       split.
+    ``auto_off``: On a GPU, a ``Runtime`` times each split graph and its unsplit twin once both are
+      captured, and leaves a size unsplit (``NOT_PROFITABLE``) where that is not slower.
     ``stall_timeout_s``: Seconds without a hand-over after which a split step or its capture is
       given up.
     """
@@ -51,6 +53,7 @@ class UBatchConfig:
     prefill_token_threshold: Tokens = 512
     num_comm_sms: Annotated[int, Field(ge=0)] = 20
     allow_eager: bool = True
+    auto_off: bool = True
     stall_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
 
 

@@ -576,6 +576,22 @@ class CUDAGraphRunner:
     def _comparing(self, entry: Entry) -> AbstractContextManager[None]:
         return nullcontext() if self._lockstep is None else self._lockstep.comparing(entry)
 
+    def time_replays(self, keys: Sequence[Key]) -> list[int]:
+        """Nanoseconds that a replay of each of these ready keys takes on an example, host and
+        device together; of several ranks, which all call this, on the slowest.
+
+        Ends the outputs of runs. State stays as it was.
+        """
+        self._require_idle("time_replays")
+        entries = [self._entries[key] for key in keys]
+        self._is_running = True
+        try:
+            with torch.no_grad():
+                times = self._executor.time_replays(entries, self.library.device.synchronize)
+        finally:
+            self._is_running = False
+        return times if self._lockstep is None else self._lockstep.slowest(times)
+
     def trace(
         self,
         sizes: Sizes,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.batch import Decision, Reason, RuntimeMode, UBatchReason
+from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode, UBatchReason
 from graphrt.config import AttentionSupport, Facts, RankConfig, Resolved, RuntimeConfig
 from graphrt.errors import ConfigError, RankDesyncError
 from graphrt.graphs import Key
@@ -115,6 +115,10 @@ class RankedSteps:
         self._graphs = plan_hash(missing_text(agreed)) & 0xFFFF
         self._dispatcher = self._runner.dispatcher
         self._differs = _first_difference(agreed, missing)
+
+    def leave_unsplit(self, keys: frozenset[BatchDescriptor]) -> None:
+        """Split none of ``keys`` from here on; all ranks were told the same."""
+        self._rules = self._rules._replace(unprofitable=keys)
 
     def noting_drops(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, after which a program whose comparison failed is no difference: whichever rank

@@ -141,6 +141,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
                 "num_ubatches": ubatches,
                 "decode_token_threshold": ubatches,
                 "prefill_token_threshold": 8 * ubatches,
+                "auto_off": False,
             }
             runtime = replace(runtime, ubatch=split)
         asked = replace(config, runtime=runtime)
