@@ -752,8 +752,8 @@ MUTANTS = [
     Mutant(
         "split with an empty last slice is replayed",
         "graphrt/runtime/runtime.py",
-        "if not last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):",
-        "if True:",
+        "if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):",
+        "if False:",
         SPLIT_STEPS,
     ),
     Mutant(

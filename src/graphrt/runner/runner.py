@@ -22,7 +22,6 @@ from graphrt.dispatch import BucketKey
 from graphrt.errors import (
     BatchError,
     CaptureInProgressError,
-    PeerFailedError,
     VerificationError,
 )
 from graphrt.events import (
@@ -601,6 +600,22 @@ class CUDAGraphRunner:
     def _comparing(self, entry: Entry) -> AbstractContextManager[None]:
         return nullcontext() if self._lockstep is None else self._lockstep.comparing(entry)
 
+    def time_replays(self, keys: Sequence[Key]) -> list[int]:
+        """Nanoseconds that a replay of each of these ready keys takes on an example, host and
+        device together; of several ranks, which all call this, on the slowest.
+
+        Ends the outputs of runs. State stays as it was.
+        """
+        self._require_idle("time_replays")
+        entries = [self._entries[key] for key in keys]
+        self._is_running = True
+        try:
+            with torch.no_grad():
+                times = self._executor.time_replays(entries, self.library.device.synchronize)
+        finally:
+            self._is_running = False
+        return times if self._lockstep is None else self._lockstep.slowest(times)
+
     def trace(
         self,
         sizes: Sizes,
@@ -791,16 +806,19 @@ class CUDAGraphRunner:
     def _compare(self, ready: ReadyGraph, call: Call) -> Any:
         """Also run eagerly, on the padded views and on the batch as it is in turns.
 
-        A program that differs is never replayed again.
+        A program that differs is never replayed again. Nor is any, where there are other ranks,
+        whose comparison raised: the others have heard of it, and drop theirs.
         """
-        # A value may be an output of the run before, which the first replay here overwrites.
-        staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
-        call = call._replace(values=own_copy(dict(call.values)), staged=staged)
-        pads = self._compares_padding and call.sizes != ready.bound.sizes
-        # Unpadded, ranks have sizes of their own, and runs that meet in collectives none in common.
-        self._compares_padding = not self._compares_padding and self._lockstep is None
         try:
             with self._comparing(ready.entry):
+                # A value may be an output of the run before, which the first replay here
+                # overwrites.
+                staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
+                call = call._replace(values=own_copy(dict(call.values)), staged=staged)
+                pads = self._compares_padding and call.sizes != ready.bound.sizes
+                # Unpadded, ranks have sizes of their own, and runs that meet in collectives none
+                # in common.
+                self._compares_padding = not self._compares_padding and self._lockstep is None
                 if not pads:
                     return self._executor.compare(ready, call).outputs
                 try:
@@ -809,7 +827,9 @@ class CUDAGraphRunner:
                     # Padding is not to blame where the graph itself is wrong, which this raises.
                     self._executor.compare(ready, call)
                     raise
-        except (VerificationError, PeerFailedError) as error:
+        except Exception as error:
+            if self._lockstep is None and not isinstance(error, VerificationError):
+                raise
             self.library.catalog.mark_wrong(self._entries[ready.mode, ready.key], error)
             self._refresh()
             # The next graph run asks whether anything has moved.

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import graphrt_llm.kernels.eager as eager
+from graphrt import ubatch
 from graphrt_llm.attention import (
     AttentionBackend,
     AttentionInputs,
@@ -23,7 +24,7 @@ from graphrt_llm.attention import (
     attend,
     attention_operator,
 )
-from graphrt_llm.collectives import ExpertGroup
+from graphrt_llm.collectives import RankGroup
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kernels import Kernels, choose_kernels
 from graphrt_llm.kernels.operators import Operators
@@ -83,10 +84,15 @@ class DecoderLayer(nn.Module):
         kernels: Kernels,
         dtype: torch.dtype,
         device: Device,
-        group: ExpertGroup | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         super().__init__()
         self.index = index
+        shared = self.group = None if config.num_experts else group
+        self.rank, self.world = (0, 1) if shared is None else (shared.rank, shared.world)
+        # A key head that several ranks need is on each of them.
+        self.kv_parts = min(self.world, config.num_kv_heads)
+        config = config.part(self.world)
         self.kernels = kernels
         self.eps = config.rms_norm_eps
         self.num_heads = config.num_heads
@@ -135,7 +141,7 @@ class DecoderLayer(nn.Module):
         slots = backend.cache.slots[self.index]
         kernels.rotate_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         attend(backend, self.index, heads, attn, shared, out=attended)
-        kernels.add_linear(residual, attended_rows, *self.attention_out.matrix)
+        self._add(residual, attended_rows, self.attention_out)
         if lora is not None:
             lora.add("attention_out", self.index, attended_rows, residual)
 
@@ -150,9 +156,24 @@ class DecoderLayer(nn.Module):
             # Before the gate, which the kernels may apply inside the product.
             kernels.norm_linear(residual, norm, self.eps, *matrix, normed, gate_up)
             lora.add("gate_up", self.index, residual, gate_up, norm, self.eps, gated)
-        kernels.add_linear(residual, gated, *self.down.matrix)
+        self._add(residual, gated, self.down)
         if lora is not None:
             lora.add("down", self.index, gated, residual)
+
+    def _add(self, residual: Tensor, x: Tensor, projection: Projection) -> None:
+        """Add ``x`` through ``projection`` to ``residual``: of ranks that share it, all parts."""
+        group, (weight, bias) = self.group, projection.matrix
+        if group is None:
+            self.kernels.add_linear(residual, x, weight, bias)
+            return
+        if group.rank:
+            # The stream itself, and the bias, come from rank 0: the sum has each once, and the
+            # kernels for few rows need no memory of its own.
+            residual.zero_()
+            bias = None
+        self.kernels.add_linear(residual, x, weight, bias)
+        with ubatch.communication("layer.sum", residual):
+            group.all_reduce(residual)
 
     def functional(
         self,
@@ -184,13 +205,21 @@ class DecoderLayer(nn.Module):
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        yield from self.qkv.checkpoint_tensors(*(f"{attn}.{part}_proj" for part in "qkv"))
-        yield from self.attention_out.checkpoint_tensors(f"{attn}.o_proj")
+        rank, world = self.rank, self.world
+        names = [f"{attn}.{part}_proj" for part in "qkv"]
+        for number, tensor in enumerate(self.qkv.checkpoint_tensors(*names)):
+            parts = self.kv_parts if number % 3 else world
+            yield tensor.shared(0, rank * parts // world, parts)
+        for tensor in self.attention_out.checkpoint_tensors(f"{attn}.o_proj"):
+            yield tensor.shared(1, rank, world)
         if self.experts is not None:
             yield from self.experts.checkpoint_tensors(mlp)
         else:
-            yield from self.gate_up.checkpoint_tensors(f"{mlp}.gate_proj", f"{mlp}.up_proj")
-            yield from self.down.checkpoint_tensors(f"{mlp}.down_proj")
+            names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+            for tensor in self.gate_up.checkpoint_tensors(*names):
+                yield tensor.shared(0, rank, world)
+            for tensor in self.down.checkpoint_tensors(f"{mlp}.down_proj"):
+                yield tensor.shared(1, rank, world)
         yield whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
         yield whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
         if self.qk_norm is not None:
@@ -204,8 +233,9 @@ class CausalLM(nn.Module):
     """Next-token logits of a batch of requests over a paged cache.
 
     Weights are undefined until ``load_safetensors`` or ``random_weights`` has filled them, and
-    ``attention`` has to be set to a backend over a cache of the same configuration. ``group``: the
-    ranks that share its experts. ``num_drafts``: positions behind the context that a step computes
+    ``attention`` has to be set to a backend over a cache of ``config``. ``group``: the ranks that
+    share its experts, or without experts the heads and the MLP of each layer; ``config`` then
+    describes this rank's part. ``num_drafts``: positions behind the context that a step computes
     too, because a request at its end has drafts, or padding in their place, like any other.
     """
 
@@ -214,11 +244,12 @@ class CausalLM(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype = torch.float32,
         device: Device = "cpu",
-        group: ExpertGroup | None = None,
+        group: RankGroup | None = None,
         num_drafts: int = 0,
     ) -> None:
         super().__init__()
-        self.config = config
+        world = 1 if group is None or config.num_experts else group.world
+        self.config = config.part(world)
         self.group = group
         self.dtype = dtype
         self.kernels = choose_kernels(dtype, torch.device(device))
