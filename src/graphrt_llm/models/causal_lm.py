@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-import graphrt_llm.kernels.eager as eager
 from graphrt import ubatch
 from graphrt_llm.attention import (
     AttentionBackend,
