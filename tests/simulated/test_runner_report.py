@@ -124,6 +124,35 @@ def test_memory_past_the_allocator_is_of_its_phase(phase) -> None:
     device.close()
 
 
+class KeepsFreedMemory(SimulatedDevice):
+    """Each reading finds 1,000 bytes more kept by the allocator, until it is trimmed."""
+
+    kept = 0
+
+    def memory(self, pool=None):
+        reading = super().memory(pool)
+        self.kept += 1000
+        return reading._replace(
+            free_bytes=reading.free_bytes - self.kept,
+            reserved_bytes=reading.reserved_bytes + self.kept,
+        )
+
+    def trim(self) -> None:
+        self.kept = 0
+
+
+def test_capture_gives_back_what_comparisons_took() -> None:
+    device = KeepsFreedMemory()
+    with runner_of(torch.relu, device=device) as runner:
+        assert runner.capture_next() == 1
+        assert runner.report().memory_taken.cached > 1000, "more keys will use it"
+        before = runner.report().memory_taken
+        runner.capture_next()
+        # Of the last reading, after it was trimmed, less the first.
+        assert runner.report().memory_taken.cached - before.cached <= 0
+    device.close()
+
+
 def test_memory_taken_between_phases_is_the_rest(monkeypatch) -> None:
     device = LoadsKernels()
     with runner_of(torch.relu, device=device) as runner:
