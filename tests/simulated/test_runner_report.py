@@ -31,9 +31,9 @@ LINES = (
     "tensors outside the pools",
     "kept by the allocator",
     "kernels and libraries, in warm-ups",
-    "the same, in captures",
-    "the same, in checks",
-    "the rest",
+    "kernels and libraries, in captures",
+    "kernels and libraries, in checks",
+    "the rest: other processes, for one",
 )
 
 
