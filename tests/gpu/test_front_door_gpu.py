@@ -76,15 +76,19 @@ def test_env_tells_of_the_gpu() -> None:
 
 
 def test_memory_that_a_capture_takes_is_named() -> None:
-    with make_engine(LLAMA, "FULL_AND_PIECEWISE") as engine:
-        report = engine.runtime.report()
-        before, after = report.memory
-        taken = report.memory_taken
-        assert taken.total == before.free - after.free > 0
-        assert abs(taken.rest) <= 0.05 * taken.total
+    rests = []
+    for _ in range(3):
+        with make_engine(LLAMA, "FULL_AND_PIECEWISE") as engine:
+            report = engine.runtime.report()
+            before, after = report.memory
+            taken = report.memory_taken
+            text = str(report)
+        assert taken.total == before.free - after.free
+        assert taken.pools == after.pools > 0
         # What comparisons with eager runs took is given back, apart from parts of used segments.
         assert taken.cached < 64 << 20
-        assert min(taken.pools, taken.tensors) > 0
-        text = str(report)
-    for name in ("taken by captures", "pools of graphs", "tensors outside the pools"):
-        assert any(line.strip().startswith(name) for line in text.splitlines()), name
+        for name in ("taken by captures", "pools of graphs"):
+            assert any(line.strip().startswith(name) for line in text.splitlines()), name
+        rests.append(abs(taken.rest))
+    # Free memory is the whole GPU's: another process may begin or end during one of them.
+    assert min(rests) <= 2 << 20
