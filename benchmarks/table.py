@@ -36,12 +36,24 @@ TARGETS = (
         "FULL_AND_PIECEWISE engine step over vLLM's on one shape, 1 / 16 / 64 / 200 requests",
         "0.6B <= 0.80x, 8B <= 0.95x",
     ),
+    Target(
+        "G3-serve",
+        "tokens/s over vLLM's: the first 300 requests of the Azure trace queued at once; prefill of"
+        " 64 x 1024 tokens, 0.6B and 8B",
+        ">= 1.2x; >= 1.0x",
+    ),
     Target("G4", "decode step over the time to read its weights, 8B shape, 1 request", "<= 1.20x"),
     Target(
         "G5",
         "start to first graphed token, no compiler, weights excluded, context 2048; also comparing"
         " padded batches; at context 4352 over the first; by priority over it",
         "<= 3 s; <= 1.1x or 3 s; <= 1.1x; <= 10 %",
+    ),
+    Target(
+        "G5-cold",
+        "start in a new process to the first graphed token, nothing cached; caches warm; every key"
+        " captured, context 2048; at context 4352 over that",
+        "<= 10 s; <= 1 s; <= 3 s; <= 1.1x",
     ),
     Target(
         "G6",
@@ -51,8 +63,9 @@ TARGETS = (
     Target("G7", "input staging + replay over replay, 8 inputs, 1 request", "<= 1.03x"),
     Target(
         "G8",
-        "graph memory per extra size over its executable bytes; pool growth for smaller sizes",
-        "<= 1.05x; 0",
+        "graph memory per extra size over its executable bytes; pool growth for smaller sizes;"
+        " share named of what a start takes from the driver; s of reading memory over a start",
+        "<= 1.05x; 0; >= 0.95; <= 1 %",
     ),
     Target("G9", "chosen mode over the best of all modes, for each captured key", "<= 1.02x"),
     Target(

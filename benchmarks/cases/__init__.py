@@ -11,9 +11,11 @@ from benchmarks.cases import (
     entry,
     memory,
     never_slower,
+    overlap,
     primitives,
     program,
     replay,
+    serving,
     staging,
     step,
     tails,
@@ -36,9 +38,11 @@ MODULES = (
     staging,
     memory,
     never_slower,
+    overlap,
     compiled,
     tails,
     engine,
+    serving,
 )
 
 

@@ -34,6 +34,7 @@ from benchmarks.harness import (
 from graphrt import (
     CompilationConfig,
     ForwardContext,
+    Observer,
     Program,
     RuntimeConfig,
     RuntimeMode,
@@ -68,6 +69,7 @@ def engine_of(
     sizes: Sequence[int] | None = None,
     capture: CaptureWhen = "before_serving",
     level: Any = None,
+    observer: Observer | None = None,
 ) -> Iterator[LLMEngine]:
     """An engine of the named shape in bfloat16 whose graphs are not captured yet.
 
@@ -91,7 +93,8 @@ def engine_of(
     # The cache takes a share of the free memory: what an earlier engine left must be given back.
     gc.collect()
     torch.cuda.empty_cache()
-    with LLMEngine.with_random_weights(ModelConfig.named(shape), config) as engine:
+    model = ModelConfig.named(shape)
+    with LLMEngine.with_random_weights(model, config, observer=observer) as engine:
         yield engine
 
 

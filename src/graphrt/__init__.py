@@ -18,6 +18,9 @@ if TYPE_CHECKING:
         RuntimeMode as RuntimeMode,
         UBatchReason as UBatchReason,
     )
+    from graphrt.compile import (
+        CustomOp as CustomOp,
+    )
     from graphrt.config import (
         Adjustment as Adjustment,
         AttentionSupport as AttentionSupport,
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
         Replayed as Replayed,
         Retired as Retired,
         Verified as Verified,
+        Withdrawn as Withdrawn,
     )
     from graphrt.graphs import (
         BufferSet as BufferSet,
@@ -142,6 +146,9 @@ _NAMES_OF_ROOM = {
     "batch": """
         BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode UBatchReason
     """,
+    "compile": """
+        CustomOp
+    """,
     "config": """
         Adjustment AttentionSupport CompilationConfig Facts Plan RankConfig RankVariables
         RuntimeConfig rank_variables resolve
@@ -166,7 +173,7 @@ _NAMES_OF_ROOM = {
     """,
     "events": """
         CaptureBegan CaptureEnded CaptureFailed Captured Event Invalidated KeysChanged Observer
-        PaddingVerified RanEager Replayed Retired Verified
+        PaddingVerified RanEager Replayed Retired Verified Withdrawn
     """,
     "graphs": """
         BufferSet BufferSpec CUDAGraphOptions CUDAGraphWrapper CaptureOptions GraphBudget

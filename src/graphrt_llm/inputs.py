@@ -201,14 +201,8 @@ class Examples:
                 found=str(allocator.num_free),
                 do="capture it when fewer requests run.",
             )
-        # An idle engine has all blocks free: listing them for each example would take long.
-        if allocator.num_free == allocator.num_usable:
-            blocks = np.arange(1, limits.num_blocks)
-        else:
-            blocks = np.array(allocator.free_blocks)
-
         rng = np.random.default_rng((seed, num_tokens, num_reqs))
-        spare = limits.room(num_reqs, len(blocks)) - 1
+        spare = limits.room(num_reqs, allocator.num_free) - 1
         is_uniform = num_tokens == num_reqs * limits.query_len
         query_lens = 1 + rng.multivariate_hypergeometric(
             spare, num_tokens - num_reqs, method="marginals"
@@ -234,12 +228,13 @@ class Examples:
         is_used = columns < num_used[:, None]
         # Blocks of its own for what it writes, so that no two tokens share a slot.
         is_own = is_used & (columns >= starts[:, None] // size)
-        own = rng.choice(blocks, is_own.sum(), replace=False)
-        used[is_own] = own
+        num_own = int(is_own.sum())
+        blocks = rng.permutation(self._some_free_blocks(2 * num_own, rng))
+        used[is_own] = blocks[:num_own]
         # It reads what no other request writes: of two micro-batches one reads before the other
         # has written.
         is_context = is_used & ~is_own
-        rest = np.setdiff1d(blocks, own, assume_unique=True)
+        rest = blocks[num_own:]
         if len(rest):
             used[is_context] = rng.choice(rest, is_context.sum())
         else:
@@ -258,6 +253,19 @@ class Examples:
             {name: torch.from_numpy(array) for name, array in values.items()},
             step_info=AttentionMetadata(query_lens, ends, tables),
         )
+
+    def _some_free_blocks(self, count: int, rng: np.random.Generator) -> Ints:
+        """``count`` free blocks, or all if there are fewer, spread over the cache.
+
+        An idle engine has all blocks free: to list them, or to draw from all, would make every
+        example, and so a capture, take longer the longer the context is.
+        """
+        allocator = self._allocator
+        step = max(1, allocator.num_free // count)
+        first = int(rng.integers(step))
+        if allocator.num_free == allocator.num_usable:
+            return np.arange(1 + first, self._limits.num_blocks, step)[:count]
+        return np.array(allocator.free_blocks)[first::step][:count]
 
     def _blocks_needed(self, num_tokens: int, num_reqs: int) -> int:
         sizes = (num_tokens, num_reqs)

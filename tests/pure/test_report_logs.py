@@ -21,6 +21,7 @@ from graphrt import (
     Retired,
     RuntimeMode,
     Verified,
+    Withdrawn,
 )
 from graphrt.batch import UBatchReason
 from graphrt.events import CacheMiss, Compiled
@@ -44,6 +45,7 @@ EVENTS: list[tuple[Event, int, str]] = [
     (PaddingVerified(FULL, KEY, True, 0.0, 0), logging.DEBUG, "equals the unpadded"),
     (PaddingVerified(FULL, KEY, False, 2.0, 0), logging.WARNING, "DIFFERS by 2"),
     (Invalidated("model", 2, ("weight",)), logging.WARNING, "replaced: weight"),
+    (Withdrawn("model", 2, "other kernels"), logging.INFO, "2 programs withdrawn: other kernels"),
     (Retired(1, 2, 300), logging.INFO, "300 bytes"),
     (full(), logging.DEBUG, "3 tokens replayed FULL of 4 (PADDED) in 100.0 us"),
     (

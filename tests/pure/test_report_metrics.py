@@ -22,6 +22,7 @@ from graphrt import (
     Retired,
     RuntimeMode,
     Verified,
+    Withdrawn,
 )
 from graphrt.report import Metrics, StepMetrics
 
@@ -55,6 +56,7 @@ rare = st.one_of(
     ),
     st.builds(Verified, st.just(RuntimeMode.FULL), st.just(KEY), st.booleans(), seconds),
     st.builds(Invalidated, st.just("model"), count, st.just(("weight",))),
+    st.builds(Withdrawn, st.just("model"), count, st.just("other kernels")),
     st.builds(Retired, count, count, count),
 )
 streams = st.lists(steps | rare, max_size=60)
@@ -136,6 +138,9 @@ def test_captures_failures_and_retirements_are_counted(events: list[Event]) -> N
     assert lifetimes.invalidated_programs == sum(
         event.num_programs for event in events if isinstance(event, Invalidated)
     )
+    withdrawn = [event.num_programs for event in events if isinstance(event, Withdrawn)]
+    assert lifetimes.withdrawals == len(withdrawn)
+    assert lifetimes.withdrawn_programs == sum(withdrawn)
 
 
 def test_nan_difference_counts_as_infinite() -> None:

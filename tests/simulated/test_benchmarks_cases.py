@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from benchmarks.cases import (
     memory,
     never_slower,
     primitives,
+    serving,
     staging,
     step as steps,
     tails,
@@ -39,7 +40,14 @@ from benchmarks.harness import CannotRunError, Case, Row, row, time_host
 from benchmarks.models import DecodeStep, small_runtime
 from benchmarks.table import number_of
 
-from graphrt import CompilationConfig, GraphLibrary, Runtime, RuntimeMode, SimulatedDevice
+from graphrt import (
+    CompilationConfig,
+    GraphLibrary,
+    Runtime,
+    RuntimeMode,
+    SimulatedDevice,
+    TraceRequest,
+)
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.models import ModelConfig
@@ -330,3 +338,31 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path: Path) -> None:
     assert row["metric"] == "C-dispatch-plan"
     assert row["samples"]["resolve and build"]
     assert "G1: cannot run here: it needs a CUDA device" in done.stderr
+
+
+def test_a_service_returns_every_token_of_the_trace() -> None:
+    trace = [TraceRequest(0.0, 30, 8), TraceRequest(0.1, 400, 4), TraceRequest(0.2, 3, 500)]
+    requests = serving.from_trace(trace, 64, TINY.vocab_size)
+    assert [(len(prompt), output) for prompt, output in requests] == [(30, 8), (60, 4), (1, 63)]
+    with LLMEngine.tiny() as engine, mock.patch("torch.cuda.synchronize"):
+        [row] = [serving.service_row("G3-serve", engine, requests, 1.2, 100)]
+        assert not engine.has_unfinished()
+    assert (row.config["requests"], row.config["tokens"]) == (3, 166)
+    assert number_of(row.metric) == "G3-serve"
+
+
+@contextmanager
+def tiny_of(shape: str, *, context: int, capture: Any, observer: Any) -> Iterator[LLMEngine]:
+    config = replace(TINY_CONFIG, max_model_len=context, capture=capture)
+    with LLMEngine.tiny(config, observer=observer) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("capture_when", ["by_priority", "before_serving"])
+def test_a_start_tells_its_parts(capture_when: str) -> None:
+    with mock.patch("torch.cuda.synchronize"), mock.patch.object(serving, "engine_of", tiny_of):
+        found = serving.one_start(256, capture_when)
+    assert found["every key"] > found["engine"] > 0
+    assert ("first token" in found) is (capture_when == "by_priority")
+    assert found.get("tokens before and after are equal", True)
+    assert found["keys"] > 0

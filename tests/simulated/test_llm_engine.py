@@ -14,9 +14,16 @@ import torch
 from llm_traffic import TRAFFIC, engine_config, prompt
 from safetensors.torch import load_file, save_file
 
-from graphrt import InProcessExchange, SimulatedDevice
+from graphrt import (
+    CompilationConfig,
+    InProcessExchange,
+    RuntimeConfig,
+    SimulatedDevice,
+    StepMetrics,
+)
 from graphrt.errors import CaptureInProgressError, GraphrtError
-from graphrt_llm import FinishReason, LLMEngine, SamplingParams
+from graphrt_llm import EngineConfig, FinishReason, LLMEngine, SamplingParams
+from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.errors import (
     EngineConfigError,
     EngineStateError,
@@ -151,7 +158,7 @@ def test_a_checkpoint_is_cast_to_the_dtype_asked_for(tmp_path, stored, asked):
         assert len(engine.generate([1, 2, 3])) == 16
         model = engine.runtime.runner.fn.model
         read = load_file(tmp_path / "model.safetensors")
-        for name, _, weight in model.checkpoint_tensors():
+        for name, _, weight, _ in model.checkpoint_tensors():
             assert torch.equal(weight, read[name].to(getattr(torch, asked)))
 
 
@@ -360,3 +367,25 @@ def test_a_rank_says_idle_when_no_request_is_left(overlap: bool) -> None:
                 tokens[output.request_id] += len(output.new_token_ids)
         assert not engine.has_unfinished()
         assert set(tokens.values()) == {2}
+
+
+def test_capture_sizes_above_512_serve_large_mixed_steps():
+    def config(mode: str) -> EngineConfig:
+        sizes = None if mode == "NONE" else (1, 8, 600, 1024)
+        compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=sizes)
+        runtime = RuntimeConfig(
+            compilation=compilation, max_num_seqs=8, max_num_batched_tokens=1100
+        )
+        return replace(TINY_CONFIG, runtime=runtime)
+
+    prompts = [prompt(index, 170) for index in range(8)]
+    params = SamplingParams(max_tokens=3)
+    with LLMEngine.tiny(config("NONE")) as engine:
+        expected = engine.generate(prompts, params)
+    metrics = StepMetrics()
+    with LLMEngine.tiny(config("FULL_AND_PIECEWISE"), observer=metrics) as engine:
+        engine.capture()
+        assert engine.generate(prompts[:5], params) == expected[:5]
+        assert engine.generate(prompts, params) == expected
+    counted = metrics.snapshot().steps
+    assert {kind.num_padded_tokens for kind in counted} >= {8, 1024}

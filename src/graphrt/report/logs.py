@@ -18,6 +18,7 @@ from graphrt.events import (
     Replayed,
     Retired,
     Verified,
+    Withdrawn,
 )
 
 
@@ -85,6 +86,8 @@ def _told(event: Event) -> str:
         case Invalidated():
             names = ", ".join(event.names) or "by hand"
             return f"{event.owner}: {event.num_programs} programs invalid, replaced: {names}"
+        case Withdrawn():
+            return f"{event.owner}: {event.num_programs} programs withdrawn: {event.reason}"
         case Retired():
             return (
                 f"generation {event.generation} retired: {event.num_programs} programs, "

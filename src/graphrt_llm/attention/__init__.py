@@ -19,8 +19,10 @@ from graphrt_llm.attention.registry import (
     attention_backends,
     choose_attention,
     make_attention,
+    make_cold_attention,
     register_attention_backend,
 )
+from graphrt_llm.attention.switching import Switch, SwitchingAttention
 
 __all__ = [
     "ATTENTION_OP",
@@ -31,11 +33,14 @@ __all__ = [
     "AttentionInputs",
     "AttentionMetadata",
     "AttentionStep",
+    "Switch",
+    "SwitchingAttention",
     "attend",
     "attention",
     "attention_backends",
     "attention_operator",
     "choose_attention",
     "make_attention",
+    "make_cold_attention",
     "register_attention_backend",
 ]

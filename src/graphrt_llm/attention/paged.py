@@ -21,6 +21,7 @@ from graphrt_llm.attention.base import (
     Obstacle,
     gpu_obstacle,
 )
+from graphrt_llm.attention.switching import SwitchingAttention
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 
@@ -57,8 +58,8 @@ def obstacle(cache: KVCache) -> Obstacle | None:
     return None
 
 
-def triton_decode(cache: KVCache, query_len: int = 1) -> Decode:
-    """The Triton kernel, with memory for ``MAX_REQUESTS`` of ``query_len`` new tokens each.
+def triton_decode(cache: KVCache, query_len: int = 1, most_requests: int = MAX_REQUESTS) -> Decode:
+    """The Triton kernel, with memory for ``most_requests`` of ``query_len`` new tokens each.
 
     Errors: ``AttentionBackendError`` where ``obstacle`` finds one.
     """
@@ -67,18 +68,26 @@ def triton_decode(cache: KVCache, query_len: int = 1) -> Decode:
         raise AttentionBackendError("attention backend 'paged'", **found._asdict())
     from graphrt_llm.kernels.paged_decode import PagedDecode
 
-    return PagedDecode(cache.layers[0], cache.config.num_heads, MAX_REQUESTS, query_len)
+    return PagedDecode(cache.layers[0], cache.config.num_heads, most_requests, query_len)
 
 
 class PagedAttention:
-    """``decode`` for uniform batches of at most ``MAX_REQUESTS``; else ``fallback``.
+    """``decode`` for uniform batches of at most ``most_requests``; else ``fallback``.
 
     ``fallback``: a backend over the same cache, whose ``support`` is that of the pair.
     ``query_len``: new tokens of each request of a uniform batch.
     """
 
-    def __init__(self, fallback: AttentionBackend, decode: Decode, query_len: int = 1) -> None:
+    def __init__(
+        self,
+        fallback: AttentionBackend,
+        decode: Decode,
+        query_len: int = 1,
+        most_requests: int = MAX_REQUESTS,
+    ) -> None:
         self.cache = fallback.cache
+        self.switching: SwitchingAttention | None = getattr(fallback, "switching", None)
+        self._most_requests = most_requests
         self._query_len = query_len
         self.support = fallback.support
         self._fallback = fallback
@@ -94,13 +103,13 @@ class PagedAttention:
         q = self._query_len
         if key.num_reqs is None and step_info is not None:
             lens = step_info.query_lens
-            self._uses_decode = len(lens) <= MAX_REQUESTS and min(lens) == max(lens) == q
+            self._uses_decode = len(lens) <= self._most_requests and min(lens) == max(lens) == q
         else:
             # Without a batch, the eager segments of a PIECEWISE key are the fallback's. Uniform,
             # because one request of a mixed batch may have all of its tokens.
             num_reqs = key.num_reqs or 0
             is_decode = key.uniform and num_reqs * q == key.num_tokens
-            self._uses_decode = is_decode and num_reqs <= MAX_REQUESTS
+            self._uses_decode = is_decode and num_reqs <= self._most_requests
         if not self._uses_decode:
             self._fallback.prepare(key, step_info)
 
@@ -122,7 +131,7 @@ class PagedAttention:
         # requests are padding of a PIECEWISE graph, and have to be finite.
         layer, (_, _, tables, lengths) = self.cache.layers[layer_index], attn
         num_tokens, q = heads.shape[0], self._query_len
-        rows = q * min(num_tokens // q, lengths.shape[0], MAX_REQUESTS)
+        rows = q * min(num_tokens // q, lengths.shape[0], self._most_requests)
         if rows == num_tokens:
             self._decode(heads, layer, tables, lengths, out)
         else:

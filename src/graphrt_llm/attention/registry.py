@@ -8,7 +8,9 @@ from typing import NamedTuple
 import graphrt_llm.attention.flashinfer as flashinfer
 import graphrt_llm.attention.paged as paged
 from graphrt_llm.attention.base import AttentionBackend
+from graphrt_llm.attention.building import flashinfer_build, missing_modules
 from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.attention.switching import SwitchingAttention
 from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
@@ -20,12 +22,11 @@ AUTO = "auto"
 
 
 def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
-    query_len = 1 if limits is None else limits.query_len
-    decode = paged.triton_decode(cache, query_len)
+    found = paged.obstacle(cache)
+    if found is not None:
+        raise AttentionBackendError("attention backend 'paged'", **found._asdict())
     fallback = make_attention(_for_any_batch(cache).name, cache, limits)
-    if query_len * cache.config.num_heads > paged.MOST_QUERIES * cache.config.num_kv_heads:
-        return fallback
-    return paged.PagedAttention(fallback, decode, query_len)
+    return _over(fallback, cache, 1 if limits is None else limits.query_len)
 
 
 # State of the process, as names of plug-ins are. Entries are added whole and never change.
@@ -100,6 +101,34 @@ def _for_any_batch(cache: KVCache) -> AttentionChoice:
     if obstacle is None:
         return AttentionChoice("flashinfer", "the fastest that serves this cache")
     return AttentionChoice("sdpa", f"flashinfer needs {obstacle.expected}, found: {obstacle.found}")
+
+
+def make_cold_attention(cache: KVCache, limits: Limits) -> AttentionBackend | None:
+    """``paged`` over FlashInfer, which serves before FlashInfer's kernels are built.
+
+    Until then this package's kernel serves all decode batches, and sdpa the others. None where
+    nothing has to be built, or one of the two cannot serve.
+    """
+    if paged.obstacle(cache) is not None or flashinfer.obstacle(cache) is not None:
+        return None
+    modules = missing_modules(cache)
+    if not modules:
+        return None
+    rest, most = SdpaAttention(cache), limits.max_num_seqs
+    first = _over(rest, cache, limits.query_len, most)
+    later = flashinfer.FlashInferAttention(cache, limits)
+    switching = SwitchingAttention(first, later, flashinfer_build(modules))
+    return _over(switching, cache, limits.query_len)
+
+
+def _over(
+    fallback: AttentionBackend, cache: KVCache, query_len: int, most: int = paged.MAX_REQUESTS
+) -> AttentionBackend:
+    """This package's kernel for up to ``most`` decoding requests, ``fallback`` for all else."""
+    if query_len * cache.config.num_heads > paged.MOST_QUERIES * cache.config.num_kv_heads:
+        return fallback
+    decode = paged.triton_decode(cache, query_len, most)
+    return paged.PagedAttention(fallback, decode, query_len, most)
 
 
 _MEMBERS = tuple(name for name in vars(AttentionBackend) if not name.startswith("_"))

@@ -1,0 +1,242 @@
+"""G3-serve, G5-cold: whole services, and starts on a machine that has compiled nothing.
+
+A start is measured in a process of its own, with folders of its own for what compilers keep: empty,
+then as an earlier start left them. Run as a module, this is such a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.cases.engine import (
+    CONTEXT,
+    LONG_CONTEXT,
+    engine_of,
+    first_graphed_token,
+    serve,
+)
+from benchmarks.harness import (
+    REPOSITORY,
+    CannotRunError,
+    Case,
+    Row,
+    Samples,
+    cuda_device,
+    ratio,
+    row,
+)
+from graphrt import StepMetrics, TraceRequest, read_trace
+from graphrt_llm import LLMEngine, SamplingParams
+from graphrt_llm.serving import prompt_tokens
+
+TRACE = REPOSITORY.parent / "shared/traces/azure2023/AzureLLMInferenceTrace_conv.csv"
+NUM_REQUESTS = 300
+SERVE_BLOCKS = 3
+PREFILL = (64, 1024)
+"""Requests, and tokens of each prompt."""
+
+ANCHOR_TRACE = 75_400
+ANCHORS_PREFILL = {"qwen3-0.6b": 423_000, "llama3-8b": 43_400}
+"""Tokens a second of vLLM 0.25.1, its default mode, on an H200. Measured before, not in the same
+run."""
+
+COLD_BLOCKS = 3
+MOST_SECONDS = 180
+"""Of one start: several times what all compilers need."""
+
+
+def tokens_a_second(engine: LLMEngine, requests: Sequence[tuple[Sequence[int], int]]) -> float:
+    """Prompt and output tokens of ``requests`` (prompt, output tokens), all queued at once."""
+    for prompt, num_output in requests:
+        engine.add_request(prompt, SamplingParams(max_tokens=num_output, ignore_eos=True))
+    total = sum(len(prompt) + num_output for prompt, num_output in requests)
+    torch.cuda.synchronize()
+    started = perf_counter()
+    num_returned = 0
+    while engine.has_unfinished():
+        num_returned += sum(len(output.new_token_ids) for output in engine.step().outputs)
+    seconds = perf_counter() - started
+    assert num_returned == sum(num_output for _, num_output in requests)
+    return total / seconds
+
+
+def from_trace(
+    trace: Sequence[TraceRequest], context: int, vocab_size: int
+) -> list[tuple[list[int], int]]:
+    """Random prompts of the trace's lengths, cut where prompt and output exceed the context."""
+    found = []
+    for index, request in enumerate(trace):
+        num_output = min(request.num_output_tokens, context - 1)
+        num_prompt = min(request.num_prompt_tokens, context - num_output)
+        found.append((prompt_tokens(0, index, num_prompt, vocab_size), num_output))
+    return found
+
+
+def whole_services() -> Sequence[Row]:
+    if not TRACE.is_file():
+        raise CannotRunError(f"it needs the trace {TRACE}")
+    trace = read_trace(TRACE, NUM_REQUESTS)
+    rows = []
+    with cuda_device():
+        for shape, anchor in ANCHORS_PREFILL.items():
+            with engine_of(shape, context=LONG_CONTEXT) as engine:
+                engine.capture()
+                if shape == "qwen3-0.6b":
+                    requests = from_trace(trace, LONG_CONTEXT, engine.vocab_size)
+                    rows.append(service_row("G3-serve", engine, requests, 1.2, ANCHOR_TRACE))
+                rng = np.random.default_rng(1)
+                prompts = rng.integers(engine.vocab_size, size=PREFILL).tolist()
+                requests = [(prompt, 1) for prompt in prompts]
+                name = f"G3-serve-prefill-{shape.rpartition('-')[2]}"
+                rows.append(service_row(name, engine, requests, 1.0, anchor))
+    return rows
+
+
+def service_row(
+    metric: str,
+    engine: LLMEngine,
+    requests: Sequence[tuple[Sequence[int], int]],
+    target: float,
+    anchor: int,
+) -> Row:
+    """The first service is not timed: it loads kernels and fills the allocator's cache."""
+    tokens_a_second(engine, requests)
+    served = [tokens_a_second(engine, requests) for _ in range(SERVE_BLOCKS)]
+    return row(
+        metric,
+        [figure / anchor for figure in served],
+        target=target,
+        unit="ratio",
+        higher_is_better=True,
+        samples={"tokens a second": served},
+        timed="wall clock of all steps, every request queued before the first; collector on",
+        anchor=anchor,
+        tokens_a_second=statistics.median(served),
+        requests=len(requests),
+        tokens=sum(len(prompt) + num_output for prompt, num_output in requests),
+        attention=engine.attention.name,
+    )
+
+
+def one_start(context: int, capture: Any) -> dict[str, Any]:
+    """Seconds of a start, from before the engine is made; imports and the device are there.
+
+    By priority: to the first graphed token, then, idle, until every key is captured with the
+    attention backend that serves in the end. Before serving: until every key is captured.
+    """
+    torch.cuda.synchronize()
+    metrics, started = StepMetrics(), perf_counter()
+    with engine_of("qwen3-0.6b", context=context, capture=capture, observer=metrics) as engine:
+        found: dict[str, Any] = {"engine": perf_counter() - started}
+        if capture == "before_serving":
+            engine.capture()
+        else:
+            first_graphed_token(engine, seed=0)
+            found["first token"] = perf_counter() - started
+            found["attention at first token"] = engine.attention.reason
+            before = serve(engine, 1, 16, seed=1)
+            while engine.is_building or engine.runtime.report().missing:
+                engine.step()
+                # Compilers use the same processors, and an idle step may do nothing.
+                sleep(0.001)
+            after = serve(engine, 1, 16, seed=1)
+            found["tokens before and after are equal"] = before == after
+        found["every key"] = perf_counter() - started
+        found["attention"] = engine.attention.reason
+        found["switches"] = metrics.snapshot().lifetimes.withdrawals
+        found["keys"] = len(engine.runtime.report().graphs)
+    return found
+
+
+def start_of_its_own(caches: Path, context: int, capture: str) -> Mapping[str, Any]:
+    """``one_start`` in a process that keeps what it compiles in ``caches``."""
+    environment = {
+        **os.environ,
+        "FLASHINFER_WORKSPACE_BASE": str(caches),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "CUDA_CACHE_PATH": str(caches / "cuda"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(context), capture],
+        env=environment,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        timeout=MOST_SECONDS,
+        check=True,
+    )
+    found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def cold_starts() -> Sequence[Row]:
+    with cuda_device():
+        pass  # Fails here, with a reason, where there is none; starts have devices of their own.
+    samples: Samples = {}
+    last: dict[str, Mapping[str, Any]] = {}
+    for _ in range(COLD_BLOCKS):
+        with tempfile.TemporaryDirectory() as folder:
+            start = partial(start_of_its_own, Path(folder))
+            arms: dict[str, Callable[[], Mapping[str, Any]]] = {
+                "nothing cached": partial(start, CONTEXT, "by_priority"),
+                "caches warm": partial(start, CONTEXT, "by_priority"),
+                "every key": partial(start, CONTEXT, "before_serving"),
+                f"every key, {LONG_CONTEXT}": partial(start, LONG_CONTEXT, "before_serving"),
+            }
+            for name, arm in arms.items():
+                last[name] = arm()
+                what = "every key" if name.startswith("every key") else "first token"
+                samples.setdefault(name, []).append(last[name][what])
+    told = {name: dict(found) for name, found in last.items()}
+    timed = "s from before the engine is made, weights drawn; one process each"
+    bounds = {
+        "": ("nothing cached", 10.0),
+        "-warm": ("caches warm", 1.0),
+        "-keys": ("every key", 3),
+    }
+    rows = [
+        row(
+            f"G5-cold{suffix}",
+            samples[name],
+            target=target,
+            unit="s",
+            samples={name: samples[name]},
+            timed=f"{timed}: to {'every key' if suffix == '-keys' else 'the first graphed token'}",
+            context=CONTEXT,
+            parts=told[name],
+        )
+        for suffix, (name, target) in bounds.items()
+    ]
+    rows.append(
+        row(
+            f"G5-cold-keys-{LONG_CONTEXT}",
+            ratio(samples, f"every key, {LONG_CONTEXT}", "every key"),
+            target=1.1,
+            unit="ratio",
+            samples=samples,
+            timed=f"{timed}: to every key, context {LONG_CONTEXT} over {CONTEXT}",
+            parts=told[f"every key, {LONG_CONTEXT}"],
+        )
+    )
+    return rows
+
+
+CASES = [
+    Case("G3-serve", "the Azure trace queued at once; prefill, 0.6B and 8B", whole_services),
+    Case("G5-cold", "starts with nothing cached, and with warm caches", cold_starts),
+]
+
+if __name__ == "__main__":
+    print(json.dumps(one_start(int(sys.argv[1]), sys.argv[2])))

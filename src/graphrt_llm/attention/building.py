@@ -1,0 +1,115 @@
+"""Builds FlashInfer's kernels in processes of their own, while another backend serves.
+
+FlashInfer calls nvcc at the first plan of each of its modules, which takes 7 and 16 s on an H200's
+host, and keeps what it built on disk. The processes make no CUDA context.
+
+Run as a module, this builds one: ``python -m graphrt_llm.attention.building KIND DTYPE HEAD_DIM``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+import graphrt_llm.attention.flashinfer as flashinfer
+from graphrt_llm.kv_cache import KVCache
+
+NICENESS = 10
+"""Of the compilers: the engine's host work goes first."""
+
+
+def missing_modules(cache: KVCache) -> list[tuple[str, str, int]]:
+    """Kind, dtype and head size of the modules that FlashInfer would build for ``cache``."""
+    config = cache.config
+    kinds = ["prefill"]  # Decode on tensor cores takes the same kernels.
+    if config.num_heads // config.num_kv_heads < flashinfer.TENSOR_CORE_GROUP:
+        kinds.append("decode")
+    dtype = str(cache.tensor.dtype).removeprefix("torch.")
+    modules = [(kind, dtype, config.head_dim) for kind in kinds]
+    return [module for module in modules if not _spec(*module).is_compiled]
+
+
+def _spec(kind: str, dtype_name: str, head_dim: int) -> Any:
+    """A module as FlashInfer's wrappers ask for it: without positions, window, cap."""
+    from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
+
+    dtype = getattr(torch, dtype_name)
+    asked = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False)
+    if kind == "decode":
+        return gen_batch_decode_module(*asked)
+    return gen_batch_prefill_module("fa2", *asked, False)
+
+
+def flashinfer_build(modules: Sequence[tuple[str, str, int]]) -> ProcessBuild:
+    """Begin to build ``modules`` of FlashInfer, each in a process."""
+    from flashinfer.jit import current_compilation_context
+
+    # They name the cache's folder, and finding them needs a CUDA call.
+    archs = sorted(current_compilation_context.TARGET_CUDA_ARCHS)
+    environment = {
+        "FLASHINFER_CUDA_ARCH_LIST": " ".join(f"{major}.{minor}" for major, minor in archs),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return ProcessBuild([["-m", __name__, *map(str, module)] for module in modules], environment)
+
+
+class ProcessBuild:
+    """A ``switching.Build`` by processes of this Python: one for each of ``arguments``."""
+
+    def __init__(
+        self, arguments: Iterable[Sequence[str]], environment: Mapping[str, str] | None = None
+    ) -> None:
+        # The child finds what this process does, however that was put on the path.
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})}
+        command = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the build
+        self._processes = [
+            subprocess.Popen(
+                [*command, *each],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for each in arguments
+        ]
+
+    def poll(self) -> str | None:
+        codes = [process.poll() for process in self._processes]
+        if None in codes:
+            return None
+        failure = ""
+        if any(codes):
+            self._log.seek(0)
+            last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
+            failure = f"exit codes {codes}: {''.join(last)}"
+        self._log.close()
+        return failure
+
+    def close(self) -> None:
+        for process in self._processes:
+            # SIGTERM first: ninja then ends its compilers, which are in other process groups.
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(5)
+        self._log.close()
+
+
+def _main(kind: str, dtype: str, head_dim: str) -> None:
+    os.nice(NICENESS)
+    # Under the module's own lock and log, as a wrapper builds it: it finds nothing to do then.
+    _spec(kind, dtype, int(head_dim)).build(verbose=False)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

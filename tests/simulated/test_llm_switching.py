@@ -1,0 +1,185 @@
+"""An attention backend whose kernels are built while another one serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from llm_traffic import MODES, TRAFFIC, engine_config, serve
+from test_llm_attention_registered import PlainAttention
+
+from graphrt import Event, RuntimeMode, StepMetrics, Withdrawn
+from graphrt_llm import KVCache, Limits, LLMEngine, register_attention_backend
+from graphrt_llm.attention import SwitchingAttention
+from graphrt_llm.attention.building import ProcessBuild
+from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.errors import AttentionBackendError
+
+
+class Stub:
+    """A build that ends after some polls, one for each step."""
+
+    def __init__(self, num_polls: int, failure: str = "") -> None:
+        self.num_polls = num_polls
+        self.failure = failure
+        self.num_closed = 0
+
+    def poll(self) -> str | None:
+        self.num_polls -= 1
+        return None if self.num_polls >= 0 else self.failure
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class Counting(SdpaAttention):
+    """Counts the calls of ``prepare``. Eager code needs that of its own backend."""
+
+    num_prepared = 0
+
+    def prepare(self, *args) -> None:
+        type(self).num_prepared += 1
+        super().prepare(*args)
+
+
+BUILDS: list[Any] = []
+
+
+@pytest.fixture(scope="module")
+def switching() -> str:
+    """A backend that ``sdpa`` serves until the latest of ``BUILDS`` has ended."""
+
+    def factory(cache: KVCache, limits: Limits | None) -> SwitchingAttention:
+        return SwitchingAttention(SdpaAttention(cache), Counting(cache), BUILDS[-1])
+
+    register_attention_backend("switching", factory)
+    return "switching"
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with LLMEngine.tiny(engine_config()) as engine:
+        return serve(engine, TRAFFIC)[:2]
+
+
+def engine_of(mode: str, capture: str, overlap: bool, observer=None) -> LLMEngine:
+    config = replace(
+        engine_config(mode, overlap=overlap), attention_backend="switching", capture=capture
+    )
+    return LLMEngine.tiny(config, observer=observer)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 40),
+    st.sampled_from(MODES),
+    st.sampled_from(["before_serving", "by_priority"]),
+    st.booleans(),
+)
+def test_a_switch_between_steps_changes_no_token(
+    switching, expected, num_polls, mode, capture, overlap
+):
+    BUILDS.append(Stub(num_polls))
+    Counting.num_prepared = 0
+    events: list[Event] = []
+    with engine_of(mode, capture, overlap, events.append) as engine:
+        if capture == "before_serving":
+            engine.capture()
+            assert not Counting.num_prepared
+        served = serve(engine, TRAFFIC)
+        assert served[:2] == expected
+        num_late = len(served.steps) - num_polls
+        assert (Counting.num_prepared > 0) == (num_late > 0)
+        switches = [event for event in events if isinstance(event, Withdrawn)]
+        assert len(switches) == (num_late > 0)
+        if switches and mode.startswith("FULL") and capture == "before_serving":
+            assert switches[0].num_programs > 0
+            while engine.runtime.report().missing:
+                engine.step()
+        assert serve(engine, TRAFFIC)[:2] == expected
+    assert BUILDS[-1].num_closed == (num_polls > 2 * len(served.steps))
+
+
+def test_graphs_are_captured_anew_by_priority(switching):
+    BUILDS.append(Stub(2))
+    metrics = StepMetrics()
+    with engine_of("FULL_AND_PIECEWISE", "before_serving", False, metrics) as engine:
+        engine.capture()
+        pieces = [g.key for g in engine.runtime.report().graphs if g.mode is RuntimeMode.PIECEWISE]
+        engine.add_request(range(1, 4))
+        steps = [engine.step() for _ in range(2)]
+        assert not metrics.snapshot().lifetimes.withdrawals
+        step = engine.step()
+        # The graph of this batch came first, so that no step ran eager.
+        assert [s.decision.mode for s in (*steps[1:], step)] == [RuntimeMode.FULL] * 2
+        lifetimes = metrics.snapshot().lifetimes
+        assert (lifetimes.withdrawals, lifetimes.withdrawn_programs) == (1, 3)
+        assert len(engine.runtime.report().missing) == 2
+        left = [g.key for g in engine.runtime.report().graphs if g.mode is RuntimeMode.PIECEWISE]
+        assert left == pieces
+        assert engine.attention.reason.endswith("it is built now")
+
+
+def test_a_build_that_fails_is_told_and_changes_nothing(switching, expected):
+    BUILDS.append(Stub(3, failure="no compiler"))
+    events: list[Event] = []
+    Counting.num_prepared = 0
+    with engine_of("FULL_AND_PIECEWISE", "before_serving", True, events.append) as engine:
+        engine.capture()
+        assert serve(engine, TRAFFIC)[:2] == expected
+        assert not engine.runtime.report().missing
+        assert engine.attention.reason.endswith("not built: no compiler")
+    assert not Counting.num_prepared
+    [told] = [event for event in events if isinstance(event, Withdrawn)]
+    assert told.num_programs == 0
+    assert "no compiler" in told.reason
+    assert not BUILDS[-1].num_closed, "it has ended"
+
+
+def test_tensors_shared_in_eager_code_are_refused():
+    register_attention_backend(
+        "sharing",
+        lambda cache, limits: SwitchingAttention(PlainAttention(cache), Counting(cache), Stub(9)),
+    )
+    with (
+        LLMEngine.tiny(replace(engine_config(), attention_backend="sharing")) as engine,
+        pytest.raises(AttentionBackendError, match="2 tensors from PlainAttention"),
+    ):
+        engine.generate([1, 2, 3])
+
+
+def test_a_closed_engine_ends_its_build(switching):
+    BUILDS.append(Stub(100))
+    with engine_of("NONE", "before_serving", False) as engine:
+        engine.step()
+    assert BUILDS[-1].num_closed == 1
+
+
+def ended(build: ProcessBuild) -> str:
+    """What ``poll`` says at the end; the processes are tiny."""
+    for process in build._processes:
+        process.wait(30)
+    found = build.poll()
+    assert found is not None
+    return found
+
+
+def test_a_process_build_tells_how_it_ended():
+    assert ended(ProcessBuild([["-c", "pass"], ["-c", "print('all is well')"]])) == ""
+    wrong = "import sys; print('no nvcc'); sys.exit(3)"
+    assert ended(ProcessBuild([["-c", "pass"], ["-c", wrong]])) == "exit codes [0, 3]: no nvcc"
+    asked = "import os, sys, graphrt_llm; sys.exit(os.environ['ASKED'] != 'yes')"
+    assert ended(ProcessBuild([["-c", asked]], {"ASKED": "yes"})) == ""
+
+
+def test_a_closed_process_build_leaves_no_process(switching, expected):
+    build = ProcessBuild([["-c", "input()"], ["-c", "import time; time.sleep(60)"]])
+    BUILDS.append(build)
+    with engine_of("FULL_AND_PIECEWISE", "by_priority", True) as engine:
+        assert build._processes[1].poll() is None
+        # What graphs hold is found by a walk, which meets the processes too.
+        assert serve(engine, TRAFFIC)[:2] == expected
+    assert [process.returncode is None for process in build._processes] == [False, False]
+    build.close()
