@@ -13,7 +13,6 @@ already: the graph of this batch, if it is missing, else another one.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from numbers import Number
@@ -126,7 +125,7 @@ class LLMEngine:
         self._runner = Runner(self.runtime, limits, pinned=is_pinned, excludes=excludes)
         most_rows = limits.max_num_seqs * limits.query_len
         self._sampler = Sampler(max_rows=most_rows, device=place)
-        self._num_added = itertools.count()
+        self._num_added = 0
         # Launched, oldest first, their tokens not read: at most one between two calls of step, two
         # where a step failed to read the first one's.
         self._in_flight: deque[LaunchedStep] = deque()
@@ -244,7 +243,7 @@ class LLMEngine:
             raise RequestError(
                 "sampling parameters", expected="SamplingParams, or None", found=repr(params)
             )
-        index = next(self._num_added)
+        index = self._num_added
         request_id = f"request-{index}" if request_id is None else request_id
         stop = frozenset(params.stop_token_ids)
         request = Request(
@@ -263,6 +262,8 @@ class LLMEngine:
                 do="step, or abort it, first.",
             )
         self.scheduler.add(request)
+        # One that is refused uses up no number, and with it no seed.
+        self._num_added += 1
         return request_id
 
     @property
@@ -341,6 +342,8 @@ class LLMEngine:
                 do="let them finish, or abort them, first.",
             )
         self.scheduler.adapter_slots.forget(adapter)
+        # Its weights on the host go at once, not when another adapter needs the slot.
+        self._loaded = [None if held is adapter else held for held in self._loaded]
         del self._adapters[name]
 
     def _adapter(self, name: str) -> LoRAAdapter:

@@ -17,9 +17,15 @@ from typing import NamedTuple
 from zlib import crc32
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+import graphrt_llm.kernels.eager as eager
+from graphrt_llm.kernels import AddLoRA, choose_kernels
 from graphrt_llm.model_config import ModelConfig
+
+MOST_TOKENS = 64
+"""Tokens up to which one launch reads the adapters for each of them; more share products."""
 
 PARTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -96,28 +102,62 @@ def linear_maps(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
 class LoRAStep:
     """The adapters of one step, for all layers. Made once a step, inside its graph.
 
-    ``slots`` [count] int64: where they stand; None: every slot, in order, which saves a copy of the
-    weights. ``absent`` [tokens, count, 1] bool: True where a token does not use one.
+    ``token_slots`` [tokens] int64: where each token's adapter stands, -1 without one. With the
+    kernel of few tokens that is all. Without it: ``slots`` [count] int64, where the adapters of the
+    step stand; None: every slot, in order, which saves a copy of the weights. ``absent``
+    [tokens, count, 1] bool: True where a token does not use one.
     """
 
-    __slots__ = ("_absent", "_slots", "_weights")
+    __slots__ = ("_absent", "_kernel", "_slots", "_token_slots", "_weights")
 
-    def __init__(self, weights: LoRAWeights, slots: Tensor | None, absent: Tensor) -> None:
-        self._weights, self._slots, self._absent = weights, slots, absent
+    def __init__(
+        self,
+        weights: LoRAWeights,
+        token_slots: Tensor,
+        *,
+        kernel: AddLoRA | None = None,
+        slots: Tensor | None = None,
+        absent: Tensor | None = None,
+    ) -> None:
+        self._weights, self._token_slots, self._kernel = weights, token_slots, kernel
+        self._slots, self._absent = slots, absent
 
-    def add(self, projection: str, layer: int, x: Tensor, out: Tensor) -> None:
+    def add(
+        self,
+        projection: str,
+        layer: int,
+        x: Tensor,
+        out: Tensor,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: Tensor | None = None,
+    ) -> None:
         """Add to ``out`` [tokens, out_features] what each token's adapter makes of ``x``.
 
-        Two products whatever the number of adapters: all of them are applied to every token, and
-        those that a token does not use are cleared in between, at ``rank`` numbers each.
+        ``norm`` and ``eps``: of the root mean square norm that ``x`` goes through before. ``gated``
+        [tokens, inner]: gets silu(gate) * up of ``out`` and what was added.
+
+        By PyTorch in two products, whatever the number of adapters: all of them are applied to
+        every token, and those that a token does not use are cleared in between, at ``rank`` numbers
+        each.
         """
         a, b = self._weights.of(projection, layer)
+        if self._kernel is not None:
+            slots, ranks = self._token_slots, self._weights.ranks
+            parts = self._weights.parts(projection)
+            self._kernel(x, norm, eps, a, b, slots, ranks, parts, out, gated)
+            return
+        assert self._absent is not None
+        if norm is not None:
+            x = F.rms_norm(x, norm.shape, norm, eps)
         if self._slots is not None:
             a, b = a.index_select(0, self._slots), b.index_select(0, self._slots)
         down = torch.mm(x, a.flatten(0, 1).t())
         # Filled and not multiplied by 0: what another request's adapter makes may be infinite.
         down.view(*self._absent.shape[:2], -1).masked_fill_(self._absent, 0)
         out.addmm_(down, b.flatten(0, 1))
+        if gated is not None:
+            eager.apply_gate(out, gated)
 
 
 class LoRAWeights(nn.Module):
@@ -141,6 +181,7 @@ class LoRAWeights(nn.Module):
         self.max_rank = max_rank
         self._shapes = projection_shapes(config)
         self._num_layers = config.num_layers
+        self._kernel = choose_kernels(dtype, torch.device(device)).add_lora
         # Which adapter stands where is not kept here: graphs hold what a module remembers.
         # Buffers made in inference mode could not be written outside it.
         with torch.inference_mode(False):
@@ -149,6 +190,9 @@ class LoRAWeights(nn.Module):
             self.every: Tensor
             self.qkv_a: Tensor
             self.register_buffer("every", torch.arange(max_loras, device=device), persistent=False)
+            self.ranks: Tensor
+            ranks = torch.zeros(max_loras, dtype=torch.int32, device=device)
+            self.register_buffer("ranks", ranks + max_rank, persistent=False)
             for name, (in_features, out_features) in self._shapes.items():
                 rows = len(out_features) * max_rank
                 for factor, width in (("a", in_features), ("b", sum(out_features))):
@@ -162,19 +206,25 @@ class LoRAWeights(nn.Module):
         a, b = getattr(self, f"{projection}_a"), getattr(self, f"{projection}_b")
         return a[layer], b[layer]
 
+    def parts(self, projection: str) -> tuple[int, ...]:
+        """Outputs of each linear map that the projection holds."""
+        return self._shapes[projection].out_features
+
     def begin(self, lora_slots: Tensor, active_loras: Tensor) -> LoRAStep:
         """The adapters of one step.
 
         ``lora_slots`` [tokens] int64: each token's slot, -1 without an adapter. ``active_loras``
         [count] int64: the slots that they use, each once; the rest ``max_loras``.
         """
+        if self._kernel is not None and len(lora_slots) <= MOST_TOKENS:
+            return LoRAStep(self, lora_slots, kernel=self._kernel)
         slots, most = None, len(self.every)
         if len(active_loras) < most:
             slots = active_loras.clamp(max=most - 1)
         else:
             active_loras = self.every
         absent = lora_slots[:, None] != active_loras
-        return LoRAStep(self, slots, absent[:, :, None])
+        return LoRAStep(self, lora_slots, slots=slots, absent=absent[:, :, None])
 
     def first_overflow(self, adapter: LoRAAdapter) -> tuple[int, str] | None:
         """The first linear map whose factors are not finite in the dtype of this memory.
@@ -191,6 +241,7 @@ class LoRAWeights(nn.Module):
     @torch.no_grad()
     def load(self, slot: int, adapter: LoRAAdapter) -> None:
         """Copy ``adapter`` to a slot that no running request uses."""
+        self.ranks[slot] = adapter.rank
         for name, shape in self._shapes.items():
             a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
             packed_a, packed_b = self._pack(adapter, name, shape, a.dtype)

@@ -249,6 +249,8 @@ def test_invalid_prompts_are_refused(tokens):
         with pytest.raises(RequestError):
             engine.add_request(tokens)
         assert not engine.has_unfinished()
+        # Its number, from which seeds are derived, is that of the next one.
+        assert engine.add_request([1]) == "request-0"
 
 
 def test_generate_with_a_too_long_prompt_serves_no_prompt(expected):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -246,6 +248,18 @@ def test_a_wrong_adapter_is_refused_and_the_engine_serves_on():
         assert engine.generate([prompt(0, 5)], FOUR) == [reference(None, 0, 5)[0]]
     with LLMEngine.tiny(engine_config()) as engine, pytest.raises(AdapterError):
         engine.add_lora("a")
+
+
+def test_a_removed_adapter_leaves_host_memory():
+    with LLMEngine.tiny(lora_config("NONE")) as engine:
+        engine.add_lora("a")
+        engine.generate([1, 2], FOUR, loras="a")
+        [(held, _), *_] = engine._adapters["a"].factors.values()
+        left = weakref.ref(held)
+        del held
+        engine.remove_lora("a")
+        gc.collect()
+        assert left() is None
 
 
 def test_an_adapter_that_overflows_is_refused(tmp_path):

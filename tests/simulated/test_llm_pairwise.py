@@ -17,10 +17,12 @@ from graphrt import (
     AttentionSupport,
     CompilationConfig,
     CUDAGraphDispatcher,
+    Facts,
     RanEager,
     Replayed,
     RuntimeConfig,
     RuntimeMode,
+    resolve,
 )
 from graphrt.errors import ConfigError
 from graphrt_llm import (
@@ -36,12 +38,12 @@ REPLAY = runpy.run_path(str(Path(__file__).parents[1] / "pure" / "golden" / "rep
 CASES: list[dict[str, Any]] = REPLAY["pairwise_cases"]()
 PARAMS = SamplingParams(max_tokens=5)
 # Few tokens, so that some drafts are accepted.
-MODEL = replace(ModelConfig.tiny(), vocab_size=8)
+MODEL = replace(ModelConfig.tiny(), vocab_size=8, num_layers=1)
 LOAD = [([t % 8 for t in prompt(n, 1 + 2 * n)], (None, 0, 1, 2)[n % 4]) for n in range(5)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def backends() -> None:
+@cache
+def register() -> None:
     for level in AttentionSupport:
         made = stand_in(level)
         register_attention_backend(
@@ -49,7 +51,7 @@ def backends() -> None:
         )
 
 
-def config_of(case: dict[str, Any], max_loras: int = 3) -> EngineConfig:
+def config_of(case: dict[str, Any], **changes: Any) -> EngineConfig:
     return EngineConfig(
         runtime=RuntimeConfig(
             compilation=CompilationConfig(
@@ -60,8 +62,8 @@ def config_of(case: dict[str, Any], max_loras: int = 3) -> EngineConfig:
             max_num_seqs=4,
             max_num_batched_tokens=20,
             num_speculative_tokens=case["q"] - 1,
-            max_loras=max_loras,
             lora_capture=case["lora_capture"],
+            **{"max_loras": 3, **changes},
         ),
         max_model_len=24,
         block_size=4,
@@ -74,6 +76,7 @@ def config_of(case: dict[str, Any], max_loras: int = 3) -> EngineConfig:
 
 @cache
 def expected(index: int) -> list[int]:
+    register()
     tokens, which = LOAD[index]
     plain = {**CASES[0], "mode": "PIECEWISE", "q": 1}
     with LLMEngine.with_random_weights(MODEL, config_of(plain, max_loras=0)) as engine:
@@ -82,22 +85,43 @@ def expected(index: int) -> list[int]:
         return engine.generate(tokens, PARAMS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def resolution(case: dict[str, Any]) -> tuple[object, ...] | None:
+    """What decides the keys of ``case``; None where it is an error."""
+    facts = Facts(attention_support=AttentionSupport[case["support"]])
+    try:
+        plan = resolve(config_of(case).runtime, facts).plan
+    except ConfigError:
+        return None
+    return plan.cudagraph_mode, case["q"], plan.decode_capture_sizes, plan.lora_counts
+
+
+def named(case: dict[str, Any]) -> str:
+    return "-".join(map(str, case.values()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_pairwise_case_serves_what_it_decides(case):
+    serves_what_it_decides(case, LOAD)
+
+
+def serves_what_it_decides(case: dict[str, Any], load: list[Any], **changes: Any) -> None:
+    register()
     events = []
-    if (case["mode"], case["support"]) == ("FULL", "NEVER"):
+    if resolution(case) is None:
+        assert (case["mode"], case["support"]) == ("FULL", "NEVER")
         with pytest.raises(ConfigError):
             LLMEngine.with_random_weights(MODEL, config_of(case))
         return
     exclude = frozenset(RuntimeMode[name] for name in case["exclude"])
-    with LLMEngine.with_random_weights(MODEL, config_of(case), observer=events.append) as engine:
+    config = config_of(case, **changes)
+    with LLMEngine.with_random_weights(MODEL, config, observer=events.append) as engine:
         for number in range(3):
             engine.add_lora(str(number), seed=number)
         engine.capture()
         dispatcher = CUDAGraphDispatcher(engine.runtime.plan)
         events.clear()
-        tokens = {str(n): [] for n in range(len(LOAD))}
-        for n, (prompt_ids, which) in enumerate(LOAD):
+        tokens = {str(n): [] for n in range(len(load))}
+        for n, (prompt_ids, which) in enumerate(load):
             lora = None if which is None else str(which)
             engine.add_request(prompt_ids, PARAMS, str(n), lora=lora)
         while engine.has_unfinished():
@@ -108,4 +132,4 @@ def test_a_pairwise_case_serves_what_it_decides(case):
             assert result.decision == dispatcher.dispatch(
                 result.num_tokens, result.uniform, step.num_active_loras, exclude
             )
-    assert tokens == {str(n): expected(n) for n in range(len(LOAD))}
+    assert tokens == {str(n): expected(n) for n in range(len(load))}

@@ -17,6 +17,7 @@ from graphrt import (
     RanEager,
     Replayed,
     RuntimeConfig,
+    RuntimeMode,
     generate_azure_like,
 )
 from graphrt_llm import EngineConfig, LLMEngine, ModelConfig, SamplingParams, serve as serve_trace
@@ -164,18 +165,23 @@ def test_every_query_length_and_size_is_reached_by_a_batch():
             events.clear()
             for number in range(1, 7):
                 engine.generate([prompt(n, 1 + n) for n in range(number)], TWO)
-            for length in range(2, 33):
+            for length in range(1, 33):
                 engine.generate([prompt(length, length)], SamplingParams(max_tokens=1))
+            engine.add_request(prompt(0, 1), SamplingParams(max_tokens=1))
+            engine.step(exclude={RuntimeMode.FULL})
             steps = [event for event in events if isinstance(event, Replayed | RanEager)]
             for step in steps:
                 is_above = not step.uniform and step.num_tokens > plan.max_capture_size
                 assert isinstance(step, RanEager) == is_above, step
             steps = [step for step in steps if isinstance(step, Replayed)]
-            uniform = {step.num_padded_tokens for step in steps if step.uniform}
-            mixed = {step.num_padded_tokens for step in steps if not step.uniform}
-            assert uniform == set(plan.decode_capture_sizes)
-            # A batch of one token, or of q = 2, is a uniform one whatever it computes.
-            assert mixed >= {size for size in plan.capture_sizes if size not in (1, q)}
+            by_mode = {
+                mode: {step.num_padded_tokens for step in steps if step.mode is mode}
+                for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+            }
+            assert by_mode[RuntimeMode.FULL] == set(plan.decode_capture_sizes)
+            # A request with one token left computes q, so with drafts no batch has a single token.
+            sizes = set(plan.capture_sizes) - ({1} if q > 1 else set())
+            assert by_mode[RuntimeMode.PIECEWISE] == sizes
             assert {step.num_reqs for step in steps if step.uniform} == set(range(1, 7))
 
 

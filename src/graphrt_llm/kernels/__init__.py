@@ -8,13 +8,40 @@ rounding only: Triton's compute in float32 and round less often.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import graphrt_llm.kernels.eager as eager
+
+
+class AddLoRA(Protocol):
+    """What adapters add to a projection, of few tokens."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        a: Tensor,
+        b: Tensor,
+        slots: Tensor,
+        ranks: Tensor,
+        parts: Sequence[int],
+        out: Tensor,
+        gated: Tensor | None = None,
+    ) -> None:
+        """Add to ``out`` what each token's adapter makes of ``x``, or of its normed rows.
+
+        Shapes: ``x`` [tokens, in]; ``norm`` [in] or None; ``a`` [max_loras, rows, in] and ``b``
+                [max_loras, rows, sum(parts)], of which each part has equally many rows, the first
+                ``ranks`` [max_loras] int32 of them in use; ``slots`` [tokens] int64, -1 without an
+                adapter; ``out`` [tokens, sum(parts)].
+        ``gated`` [tokens, parts[0]]: ``out`` is gate, then up, and stays as it is: silu(gate) * up
+        goes to ``gated``, with what the adapters add.
+        """
 
 
 class Kernels(NamedTuple):
@@ -49,6 +76,8 @@ class Kernels(NamedTuple):
     Keys and values are copied to ``slots`` [num_slots, 2, num_kv_heads, head_dim] at
     ``slot_mapping``, with 0 for those that are not finite, because they would stay in the cache.
     """
+    add_lora: AddLoRA | None = None
+    """Adapters of few tokens in one launch; None: they are added by products of PyTorch."""
 
 
 EAGER = Kernels(
@@ -62,7 +91,13 @@ def choose_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     if device.type != "cuda" or not is_half or importlib.util.find_spec("triton") is None:
         return EAGER
     import graphrt_llm.kernels.fused as fused
+    import graphrt_llm.kernels.lora as lora
 
     return Kernels(
-        "triton", fused.norm_linear, fused.norm_gate, fused.add_linear, fused.rotate_and_store
+        "triton",
+        fused.norm_linear,
+        fused.norm_gate,
+        fused.add_linear,
+        fused.rotate_and_store,
+        lora.add_lora,
     )

@@ -124,13 +124,10 @@ class DecoderLayer(nn.Module):
         kernels = self.kernels
         normed, qkv, heads, attended, attended_rows, gate_up, gated = scratch
         norm = self.attention_norm
-        if lora is None:
-            kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
-        else:
-            # Adapters read the normed rows, which the kernels need not write.
-            rows = F.rms_norm(residual, norm.shape, norm, self.eps)
-            eager.linear(rows, *self.qkv.matrix, qkv)
-            lora.add("qkv", self.index, rows, qkv)
+        kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
+        if lora is not None:
+            # It norms for itself, because the kernels need not write the normed rows.
+            lora.add("qkv", self.index, residual, qkv, norm, self.eps)
         slots = backend.cache.slots[self.index]
         kernels.rotate_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         attend(backend, self.index, heads, attn, shared, out=attended)
@@ -146,11 +143,9 @@ class DecoderLayer(nn.Module):
         if lora is None:
             kernels.norm_gate(residual, norm, self.eps, *matrix, normed, gate_up, gated)
         else:
-            # They add before the gate, which the kernels may apply inside the product.
-            rows = F.rms_norm(residual, norm.shape, norm, self.eps)
-            eager.linear(rows, *matrix, gate_up)
-            lora.add("gate_up", self.index, rows, gate_up)
-            eager.apply_gate(gate_up, gated)
+            # Before the gate, which the kernels may apply inside the product.
+            kernels.norm_linear(residual, norm, self.eps, *matrix, normed, gate_up)
+            lora.add("gate_up", self.index, residual, gate_up, norm, self.eps, gated)
         kernels.add_linear(residual, gated, *self.down.matrix)
         if lora is not None:
             lora.add("down", self.index, gated, residual)

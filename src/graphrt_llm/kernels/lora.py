@@ -1,0 +1,173 @@
+"""Adapters of few tokens in one Triton launch: both products, norm before, gate behind.
+
+A program owns some outputs of one token. It reads the token's ``A`` whole, from the GPU's cache,
+because another launch would take longer than reading it in every program, and its own part of
+``B``. A token without an adapter reads neither. Everything is computed in float32.
+
+Source: Chen et al. 2023 (Punica), for products gathered by token.
+"""
+
+# Triton reads the annotations of a kernel and accepts only its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import gcd
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphrt_llm.kernels.launching import Launcher
+
+MAX_BLOCK = 256
+"""Most outputs that a program owns."""
+MAX_CHUNK = 1024
+"""Most elements of a row that it reads at a time."""
+RANKS = 16
+"""Rows of ``A`` and ``B`` that it reads at a time; most adapters have as many."""
+NUM_WARPS = 8
+
+
+@triton.jit
+def _product(
+    x,
+    norm,
+    a,
+    b,
+    rank,
+    eps,
+    WIDTH: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    RANKS: tl.constexpr,  # noqa: N803
+    HAS_NORM: tl.constexpr,  # noqa: N803
+):
+    number = tl.arange(0, RANKS)
+    element = tl.arange(0, CHUNK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, rank, RANKS):
+        is_row = (first + number < rank)[:, None]
+        # Loaded before it is needed, so that both matrices arrive together.
+        rows = b + (first + number)[:, None] * OUTPUTS + tl.arange(0, BLOCK)[None, :]
+        up = tl.load(rows, mask=is_row, other=0.0)
+        down = tl.zeros((RANKS,), tl.float32)
+        squares = tl.zeros((CHUNK,), tl.float32)
+        for start in range(0, WIDTH, CHUNK):
+            inside = start + element < WIDTH
+            values = tl.load(x + start + element, mask=inside, other=0.0).to(tl.float32)
+            rows = a + (first + number)[:, None] * WIDTH + (start + element)[None, :]
+            factors = tl.load(rows, mask=is_row & inside[None, :], other=0.0).to(tl.float32)
+            if HAS_NORM:
+                squares += values * values
+                values *= tl.load(norm + start + element, mask=inside, other=0.0).to(tl.float32)
+            down += tl.sum(values[None, :] * factors, 1)
+        if HAS_NORM:
+            down *= tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+        total += tl.sum(down[:, None] * up.to(tl.float32), 0)
+    return total
+
+
+def _add(
+    x,
+    norm,
+    a,
+    b,
+    slots,
+    ranks,
+    out,
+    gated,
+    x_stride,
+    out_stride,
+    eps,
+    WIDTH: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,  # noqa: N803
+    MAX_RANK: tl.constexpr,  # noqa: N803
+    NUM_PARTS: tl.constexpr,  # noqa: N803
+    FIRST_END: tl.constexpr,  # noqa: N803
+    SECOND_END: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    RANKS: tl.constexpr,  # noqa: N803
+    HAS_NORM: tl.constexpr,  # noqa: N803
+    IS_GATED: tl.constexpr,  # noqa: N803
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * BLOCK
+    slot = tl.load(slots + token)
+    rank = tl.load(ranks + slot, mask=slot >= 0, other=0)
+    source = x + token * x_stride
+    # A part of the outputs has rows of its own, at the same offset in both matrices.
+    part = (begin >= FIRST_END).to(tl.int64) + (begin >= SECOND_END).to(tl.int64)
+    row = (slot * NUM_PARTS + part) * MAX_RANK
+    target = out + token * out_stride + begin + tl.arange(0, BLOCK)
+    if IS_GATED:
+        gate = tl.load(target).to(tl.float32)
+        gate += _product(
+            source, norm, a + row * WIDTH, b + row * OUTPUTS + begin,
+            rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
+        )  # fmt: skip
+        up = tl.load(target + FIRST_END).to(tl.float32)
+        row += MAX_RANK
+        up += _product(
+            source, norm, a + row * WIDTH, b + row * OUTPUTS + begin + FIRST_END,
+            rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
+        )  # fmt: skip
+        place = gated + token * FIRST_END + begin + tl.arange(0, BLOCK)
+        tl.store(place, (gate * tl.sigmoid(gate) * up).to(gated.dtype.element_ty))
+    elif rank > 0:
+        total = tl.load(target).to(tl.float32)
+        total += _product(
+            source, norm, a + row * WIDTH, b + row * OUTPUTS + begin,
+            rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
+        )  # fmt: skip
+        tl.store(target, total.to(out.dtype.element_ty))
+
+
+_launch_add = Launcher(triton.jit(_add))
+
+
+def add_lora(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    a: Tensor,
+    b: Tensor,
+    slots: Tensor,
+    ranks: Tensor,
+    parts: Sequence[int],
+    out: Tensor,
+    gated: Tensor | None = None,
+) -> None:
+    """See ``Kernels.add_lora``."""
+    tokens, width = x.shape
+    outputs = sum(parts)
+    # Of a gated pair a program computes both: the grid covers the first.
+    columns = outputs if gated is None else parts[0]
+    common = gcd(*parts)
+    block = min(MAX_BLOCK, common & -common)
+    ends = [*accumulate(parts)][:-1]
+    first, second = [*ends, outputs, outputs][:2]
+    _launch_add(
+        (tokens, columns // block, 1),
+        # Placeholder pointers where there is no norm or gate: they are never used.
+        (x, x if norm is None else norm, a, b, slots, ranks, out, out if gated is None else gated),
+        (x.stride(0), out.stride(0), eps),
+        (
+            width,
+            outputs,
+            a.shape[1] // len(parts),
+            len(parts),
+            first,
+            second,
+            block,
+            min(MAX_CHUNK, triton.next_power_of_2(width)),
+            RANKS,
+            norm is not None,
+            gated is not None,
+        ),
+        NUM_WARPS,
+    )
