@@ -162,7 +162,7 @@ class FlashInferAttention:
         """The one that the layers of this step run; None before the first step."""
         self._num_tokens = 0
         self._num_apart = 0
-        """Requests at the front of the batch whose tokens ``_decode`` computes, not ``_wrapper``."""
+        """Requests at the front of the batch that ``_decode`` computes, and not ``_wrapper``."""
         self._copied: Any = None
         """The event after the device has read the host memory of the latest plan."""
 
