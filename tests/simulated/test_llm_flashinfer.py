@@ -102,15 +102,25 @@ spans = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8)), min_size=1, m
 @given(
     spans=spans.filter(lambda spans: sum(new for _, new in spans) <= 24),
     padding=st.integers(0, 3),
+    apart=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
-def test_an_eager_batch_attends_to_its_own_tokens(spans, padding, seed):
+def test_an_eager_batch_attends_to_its_own_tokens(spans, padding, apart, seed):
+    """Whether decoding requests at its front are computed with the chunks or apart."""
+    spans = sorted(spans, key=lambda span: span[1] > 1)
     with pytest.MonkeyPatch.context() as patch:
-        fake_flashinfer.install(patch)
+        made = fake_flashinfer.install(patch)
+        patch.setattr(flashinfer, "DECODES_APART", apart)
         cache = random_cache()
         backend = make_attention("flashinfer", cache, LIMITS)
         num_tokens = sum(new for _, new in spans)
         compare(backend, cache, spans, BatchDescriptor(num_tokens + padding), seed)
+        num_decodes = sum(new == 1 for _, new in spans)
+        planned = [len(wrapper.last) for wrapper in made if wrapper.plans]
+        if num_decodes in (0, len(spans)) or num_decodes < apart:
+            assert planned == [len(spans)]
+        else:
+            assert sorted(planned) == sorted([num_decodes, len(spans) - num_decodes])
         decodes = [(before, 1) for before, _ in spans]
         compare(backend, cache, decodes, None, seed)
 
