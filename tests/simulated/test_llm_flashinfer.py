@@ -15,7 +15,13 @@ from hypothesis import given, settings, strategies as st
 from llm_paged import attention, make_step, shuffled_tables
 
 from graphrt import AttentionSupport, BatchDescriptor
-from graphrt_llm.attention import AttentionMetadata, attend, choose_attention, make_attention
+from graphrt_llm.attention import (
+    AttentionMetadata,
+    attend,
+    choose_attention,
+    flashinfer,
+    make_attention,
+)
 from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
@@ -96,15 +102,25 @@ spans = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8)), min_size=1, m
 @given(
     spans=spans.filter(lambda spans: sum(new for _, new in spans) <= 24),
     padding=st.integers(0, 3),
+    apart=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
-def test_an_eager_batch_attends_to_its_own_tokens(spans, padding, seed):
+def test_an_eager_batch_attends_to_its_own_tokens(spans, padding, apart, seed):
+    """Whether decoding requests at its front are computed with the chunks or apart."""
+    spans = sorted(spans, key=lambda span: span[1] > 1)
     with pytest.MonkeyPatch.context() as patch:
-        fake_flashinfer.install(patch)
+        made = fake_flashinfer.install(patch)
+        patch.setattr(flashinfer, "DECODES_APART", apart)
         cache = random_cache()
         backend = make_attention("flashinfer", cache, LIMITS)
         num_tokens = sum(new for _, new in spans)
         compare(backend, cache, spans, BatchDescriptor(num_tokens + padding), seed)
+        num_decodes = sum(new == 1 for _, new in spans)
+        planned = [len(wrapper.last) for wrapper in made if wrapper.plans]
+        if num_decodes in (0, len(spans)) or num_decodes < apart:
+            assert planned == [len(spans)]
+        else:
+            assert sorted(planned) == sorted([num_decodes, len(spans) - num_decodes])
         decodes = [(before, 1) for before, _ in spans]
         compare(backend, cache, decodes, None, seed)
 
@@ -132,7 +148,7 @@ def test_a_static_wrapper_serves_growing_and_padded_batches(wrappers):
 @settings(max_examples=30, deadline=None)
 @given(query_len=st.integers(2, 4), data=st.data())
 def test_drafts_in_a_full_graph_see_what_is_before_them(query_len, data):
-    """Growing and padded batches of one wrapper, whose rows are the tokens."""
+    """Growing and padded batches of one wrapper."""
     with pytest.MonkeyPatch.context() as patch:
         made = fake_flashinfer.install(patch)
         cache = random_cache()
@@ -141,7 +157,7 @@ def test_drafts_in_a_full_graph_see_what_is_before_them(query_len, data):
         assert backend.support is AttentionSupport.UNIFORM_BATCH
         backend.prepare(decode_key(4, query_len), None)
         [static] = [wrapper for wrapper in made if wrapper.is_static]
-        assert len(static.last) == 4 * query_len
+        assert len(static.last) == 4
         before = st.integers(0, BLOCK * MAX_BLOCKS - query_len)
         for seed in range(2):
             starts = data.draw(st.lists(before, min_size=1, max_size=4))
@@ -149,6 +165,21 @@ def test_drafts_in_a_full_graph_see_what_is_before_them(query_len, data):
             compare(backend, cache, spans, decode_key(4, query_len), seed)
             compare(backend, cache, spans, None, seed)
         assert [wrapper for wrapper in made if wrapper.is_static] == [static]
+
+
+def test_graphs_of_drafts_split_while_the_workspace_suffices(wrappers, monkeypatch):
+    """FlashInfer reserves tiles of 128 rows of float32 for each request, 4 heads of 16."""
+    limits = replace(LIMITS, query_len=2)
+    tables = np.ones((1, MAX_BLOCKS), np.int64)
+    batch = AttentionMetadata(np.array([2]), np.array([9]), tables)
+    for tiles, splits in ((1000, True), (60, False)):
+        monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", tiles * 128 * 4 * 17 * 4)
+        backend = make_attention("flashinfer", random_cache(), limits)
+        for num_reqs in (1, 6):
+            backend.prepare(decode_key(num_reqs, 2), None)
+            backend.prepare(decode_key(num_reqs, 2), batch)
+            static = [wrapper for wrapper in wrappers if wrapper.is_static][-1]
+            assert static.splits is splits
 
 
 def test_padding_rows_read_one_token_of_the_null_block(wrappers):
@@ -161,6 +192,13 @@ def test_padding_rows_read_one_token_of_the_null_block(wrappers):
         assert begins.tolist() == [0, 3, 4, 5, 6]
         assert last.tolist() == [1, 4, 1, 1]
         assert blocks[:6].tolist() == [7, 8, 9, 3, 0, 0]
+    # With drafts as many tokens as they bring, here more than a block.
+    drafts = make_attention("flashinfer", random_cache(), replace(LIMITS, query_len=4))._staging
+    drafts._query_len = 6
+    drafts.stage(3, np.array([9]), tables[:1], BLOCK)
+    begins, blocks, last = drafts.host(3)
+    assert (begins.tolist(), last.tolist()) == ([0, 3, 5, 7], [1, 2, 2])
+    assert blocks.tolist() == [7, 8, 9, 0, 0, 0, 0]
     staging.stage(1, np.array([1]), np.array([[5, 6]]), BLOCK)
     begins, blocks, last = staging.host(1)
     assert (begins.tolist(), last.tolist(), blocks.tolist()) == ([0, 1], [1], [5])

@@ -119,6 +119,8 @@ def test_graphs_are_captured_anew_by_priority(switching):
         assert len(engine.runtime.report().missing) == 2
         left = [g.key for g in engine.runtime.report().graphs if g.mode is RuntimeMode.PIECEWISE]
         assert left == pieces
+        # The backend that serves is no value that graphs hold.
+        assert not engine.runtime.check_externals().moved
         assert engine.attention.reason.endswith("it is built now")
 
 

@@ -143,7 +143,7 @@ def _compare_tensors(
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return Difference(path, _describe_tensor(expected), _describe_tensor(actual)), math.nan, 0
     expected, actual = expected.detach(), actual.detach().to(expected.device)
-    limit = _limit(expected, tolerance)
+    whole = expected
     if expected.is_complex():
         expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
     # Almost always so, and known after one wait for the device.
@@ -157,10 +157,10 @@ def _compare_tensors(
     differences = (left - right).abs()
     size = differences[differing].max().item()
     num_ties = 0
-    if isinstance(tolerance, Mapping) and limit is not None and _is_short(expected):
-        relative = tolerance[expected.dtype]
+    relative = tolerance.get(whole.dtype) if isinstance(tolerance, Mapping) else None
+    if relative is not None and _is_short(whole):
         differing &= _rows_beyond(left, differences.masked_fill(~differing, 0.0), relative)
-    elif limit is not None:
+    elif (limit := _limit(whole, tolerance)) is not None:
         # A pair of infinities is equal bits; NaN against a number fails the comparison.
         differing &= ~(differences <= limit)
     elif scores is not None:

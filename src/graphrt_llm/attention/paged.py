@@ -26,8 +26,15 @@ from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 
 MAX_REQUESTS = 16
-"""Requests in a batch, padding included, up to which no other kernel is faster: at 16 FlashInfer is
-as fast, and also needs a plan."""
+MAX_REQUESTS_OF_LARGE_GROUPS = 8
+LARGE_GROUP = 4
+"""Requests in a batch, padding included, up to which FlashInfer is no faster, and it also needs a
+plan; by query heads for each key head. Us a layer of this kernel and FlashInfer's fastest, H200, 8
+key heads of 128, contexts of 128 / 512 / 1,024 / 2,048 tokens. Groups of 2: 8 requests 6.7 / 12.8 /
+17.7 / 27.5 and 8.3 / 12.3 / 16.0 / 24.1; 16: 9.5 / 16.7 / 25.0 / 40.5 and 10.0 / 17.4 / 24.3 /
+39.9; 32: 12.4 / 27.7 / 43.9 / 74.2 and 11.5 / 24.9 / 40.8 / 71.2. Groups of 4: 8 requests 7.9 /
+14.3 / 19.0 / 28.6 and 9.7 / 13.4 / 18.0 / 26.5; 16: 11.4 / 18.7 / 27.9 / 43.2 and 10.4 / 18.5 /
+26.9 / 42.1."""
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -56,6 +63,12 @@ def obstacle(cache: KVCache) -> Obstacle | None:
     if importlib.util.find_spec("triton") is None:
         return Obstacle("the package triton", "it is not installed", "install it, or use 'sdpa'.")
     return None
+
+
+def most_requests(cache: KVCache) -> int:
+    """Decoding requests up to which the kernel is the one to choose for ``cache``."""
+    group = cache.config.num_heads // cache.config.num_kv_heads
+    return MAX_REQUESTS if group < LARGE_GROUP else MAX_REQUESTS_OF_LARGE_GROUPS
 
 
 def triton_decode(cache: KVCache, query_len: int = 1, most_requests: int = MAX_REQUESTS) -> Decode:

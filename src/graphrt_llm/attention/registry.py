@@ -26,7 +26,8 @@ def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
     if found is not None:
         raise AttentionBackendError("attention backend 'paged'", **found._asdict())
     fallback = make_attention(_for_any_batch(cache).name, cache, limits)
-    return _over(fallback, cache, 1 if limits is None else limits.query_len)
+    query_len = 1 if limits is None else limits.query_len
+    return _over(fallback, cache, query_len, paged.most_requests(cache))
 
 
 # State of the process, as names of plug-ins are. Entries are added whole and never change.
@@ -90,7 +91,7 @@ def choose_attention(asked: str, cache: KVCache) -> AttentionChoice:
     general = _for_any_batch(cache)
     if paged.obstacle(cache) is not None:
         return general
-    most = paged.MAX_REQUESTS
+    most = paged.most_requests(cache)
     return AttentionChoice(
         "paged", f"the fastest for up to {most} requests; else {general.name}: {general.reason}"
     )
@@ -114,15 +115,14 @@ def make_cold_attention(cache: KVCache, limits: Limits) -> AttentionBackend | No
     modules = missing_modules(cache)
     if not modules:
         return None
-    rest, most = SdpaAttention(cache), limits.max_num_seqs
-    first = _over(rest, cache, limits.query_len, most)
+    first = _over(SdpaAttention(cache), cache, limits.query_len, limits.max_num_seqs)
     later = flashinfer.FlashInferAttention(cache, limits)
     switching = SwitchingAttention(first, later, flashinfer_build(modules))
-    return _over(switching, cache, limits.query_len)
+    return _over(switching, cache, limits.query_len, paged.most_requests(cache))
 
 
 def _over(
-    fallback: AttentionBackend, cache: KVCache, query_len: int, most: int = paged.MAX_REQUESTS
+    fallback: AttentionBackend, cache: KVCache, query_len: int, most: int
 ) -> AttentionBackend:
     """This package's kernel for up to ``most`` decoding requests, ``fallback`` for all else."""
     if query_len * cache.config.num_heads > paged.MOST_QUERIES * cache.config.num_kv_heads:

@@ -21,6 +21,11 @@ from graphrt_llm.kernels.launching import Launcher
 MAX_BLOCK = 1024
 """Elements that one program of ``_silu_mul`` computes."""
 
+HEADS_TOGETHER = 16
+"""Of a token, in one program of ``_rotate_and_store`` where there are ``MANY_HEADS`` in all."""
+MANY_HEADS = 4096
+"""Several for each warp that fits an H200 at once."""
+
 
 def _rms_norm(
     x,
@@ -64,48 +69,53 @@ def _rotate_and_store(
     HAS_NORM: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
 ) -> None:
-    # A program is a head of a token, loaded in halves, because the rotation mixes these.
+    # A program is some heads of a token, loaded in halves, because the rotation mixes these.
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    num_all = num_heads + 2 * num_kv_heads
     width = 2 * HALF
-    element = tl.arange(0, BLOCK)
-    inside = element < HALF
-    source = heads + (token * (num_heads + 2 * num_kv_heads) + head) * width + element
+    element = tl.arange(0, BLOCK)[None, :]
+    inside = (element < HALF) & (head < num_all)
+    source = heads + (token * num_all + head) * width + element
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + HALF, mask=inside, other=0.0)
 
-    if head < num_heads + num_kv_heads:
+    if tl.program_id(1) * HEADS < num_heads + num_kv_heads:
+        is_rotated = inside & (head < num_heads + num_kv_heads)
         a = first.to(tl.float32)
         b = second.to(tl.float32)
         if HAS_NORM:
-            mean = (tl.sum(a * a, 0) + tl.sum(b * b, 0)) / width
-            scale = tl.rsqrt(mean + eps)
+            mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / width
+            scale = tl.rsqrt(mean + eps)[:, None]
             factors = qk_norm + head * width + element
-            a = a * scale * tl.load(factors, mask=inside, other=0.0).to(tl.float32)
-            b = b * scale * tl.load(factors + HALF, mask=inside, other=0.0).to(tl.float32)
+            a = a * scale * tl.load(factors, mask=is_rotated, other=0.0).to(tl.float32)
+            b = b * scale * tl.load(factors + HALF, mask=is_rotated, other=0.0).to(tl.float32)
         # Cosines of both halves, then sines; those of the first half are negated in the table.
         angles = rotation + token * 2 * width + element
-        cos_a = tl.load(angles, mask=inside, other=0.0).to(tl.float32)
-        cos_b = tl.load(angles + HALF, mask=inside, other=0.0).to(tl.float32)
-        sin_a = tl.load(angles + width, mask=inside, other=0.0).to(tl.float32)
-        sin_b = tl.load(angles + width + HALF, mask=inside, other=0.0).to(tl.float32)
-        first = (a * cos_a + b * sin_a).to(first.dtype)
-        second = (b * cos_b + a * sin_b).to(second.dtype)
-        tl.store(source, first, mask=inside)
-        tl.store(source + HALF, second, mask=inside)
+        is_angle = element < HALF
+        cos_a = tl.load(angles, mask=is_angle, other=0.0).to(tl.float32)
+        cos_b = tl.load(angles + HALF, mask=is_angle, other=0.0).to(tl.float32)
+        sin_a = tl.load(angles + width, mask=is_angle, other=0.0).to(tl.float32)
+        sin_b = tl.load(angles + width + HALF, mask=is_angle, other=0.0).to(tl.float32)
+        first = tl.where(is_rotated, (a * cos_a + b * sin_a).to(first.dtype), first)
+        second = tl.where(is_rotated, (b * cos_b + a * sin_b).to(second.dtype), second)
+        tl.store(source, first, mask=is_rotated)
+        tl.store(source + HALF, second, mask=is_rotated)
 
-    if head >= num_heads:
+    if (tl.program_id(1) + 1) * HEADS > num_heads:
         # A slot has the layout of a token: all keys, then all values. Of what is not finite, also
         # once it has the dtype of the cache, nothing is stored: it would stay behind in the slot.
+        is_stored = inside & (head >= num_heads)
         slot = tl.load(slot_mapping + token)
         target = slots + (slot * 2 * num_kv_heads + head - num_heads) * width + element
         first = first.to(slots.dtype.element_ty)
         second = second.to(slots.dtype.element_ty)
         first = tl.where(tl.abs(first.to(tl.float32)) < float("inf"), first, 0.0)
         second = tl.where(tl.abs(second.to(tl.float32)) < float("inf"), second, 0.0)
-        tl.store(target, first, mask=inside)
-        tl.store(target + HALF, second, mask=inside)
+        tl.store(target, first, mask=is_stored)
+        tl.store(target + HALF, second, mask=is_stored)
 
 
 _launch_rms_norm = Launcher(triton.jit(_rms_norm))
@@ -172,13 +182,17 @@ def rotate_and_store(
 ) -> None:
     num_tokens, num_rows, width = heads.shape
     num_kv_heads = slots.shape[2]
+    # One head a program is the fastest for few tokens; for many, programs this short are more work
+    # to start than to run.
+    is_many = num_tokens * num_rows >= MANY_HEADS
+    together = min(HEADS_TOGETHER, _power_of_2(num_rows)) if is_many else 1
     _launch_rotate_and_store(
-        (num_tokens, num_rows, 1),
+        (num_tokens, -(-num_rows // together), 1),
         # A placeholder pointer where there is no norm: the kernel never reads it.
         (heads, heads if qk_norm is None else qk_norm, rotation, slots, slot_mapping),
         (eps, num_rows - 2 * num_kv_heads, num_kv_heads),
-        (qk_norm is not None, width // 2, _power_of_2(width // 2)),
-        1,
+        (qk_norm is not None, width // 2, _power_of_2(width // 2), together),
+        4 if is_many else 1,
     )
 
 

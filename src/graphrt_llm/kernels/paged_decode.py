@@ -1,9 +1,10 @@
 """Attention of a decoding request's new tokens over the paged cache, in one Triton launch.
 
 A request's context is split among programs, which read it at the same time; the last of them to
-finish combines the parts. The split depends on the length alone: a graph needs no plan, and a row's
-result is the same bits in every batch and with every padding. Drafts of a request are further rows
-of its heads, which tensor cores have room for anyway: keys and values are read once for all.
+finish combines the parts. The split depends on the length and, in two steps, on the number of rows:
+a graph needs no plan, and a row's result is the same bits with every padding. Drafts of a
+request are further rows of its heads, which tensor cores have room for anyway: keys and values are
+read once for all.
 
 Source: online softmax and its split over the keys, Dao 2023 (FlashAttention-2, Flash-Decoding).
 """
@@ -14,6 +15,7 @@ Source: online softmax and its split over the keys, Dao 2023 (FlashAttention-2, 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +24,23 @@ from torch import Tensor
 
 from graphrt_llm.kernels.launching import Launcher
 
-TILE = 32
-"""Tokens that a program reads at a time."""
-NUM_SPLITS = 16
-"""Programs that share one request's context of one key head; a short context leaves some idle."""
+
+class Tiling(NamedTuple):
+    """How a context is shared among programs."""
+
+    num_splits: int
+    """Programs that share one request's context of one key head; a short context leaves some
+    idle."""
+    tile: int
+    """Tokens that a program reads at a time."""
+
+
+FEW_REQUESTS = 4
+FEW, MANY = Tiling(16, 32), Tiling(4, 64)
+"""For up to ``FEW_REQUESTS``, and for more, which fill the GPU without a fine split. Us a layer on
+an H200, 16 heads over 8 key heads, FEW and MANY: 1 request of 1,024 tokens 7.5 and 10.9, 4 of
+2,048 17.6 and 22.5; 8 of 1,024 20.2 and 17.7, 16 of 512 22.5 and 16.7. 32 heads over 8 key heads:
+9.5 and 11.8, 21.5 and 23.3; 23.7 and 19.0, 28.7 and 18.7."""
 NUM_WARPS = 4
 MIN_DOT = 16
 """Fewest rows of a product on tensor cores; a group's heads of all new tokens are padded to it."""
@@ -120,24 +135,32 @@ def _decode(
             counter = finished + row * NUM_KV_HEADS + kv_head
             num_before = tl.atomic_add(counter, 1, sem="acq_rel")
             if num_before == num_used - 1:
+                # Parts are read with no write in between, so that all are on their way at once.
                 each = tl.arange(0, NUM_SPLITS)
-                is_used = each < num_used
-                for number in tl.static_range(QUERIES):
-                    place = weights + (first + each) * 2 * QUERIES + number
-                    maxima = tl.load(place, mask=is_used, other=float("-inf"), cache_modifier=".cg")
-                    sums = tl.load(place + QUERIES, mask=is_used, other=0.0, cache_modifier=".cg")
-                    factors = tl.exp2(maxima - tl.max(maxima, 0))
-                    their = parts + ((first + each) * QUERIES + number)[:, None] * HEAD_DIM
+                their = weights + (first + each)[:, None] * 2 * QUERIES + member[None, :]
+                is_part = (each < num_used)[:, None] & is_member[None, :]
+                maxima = tl.load(their, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+                sums = tl.load(their + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
+                # Members that only fill the tile have no maximum.
+                top = tl.where(is_member, tl.max(maxima, 0), 0.0)
+                total = tl.sum(sums * tl.exp2(maxima - top[None, :]), 0)
+                values = tl.zeros((PADDED_QUERIES, HEAD_DIM), tl.float32)
+                for number in tl.static_range(NUM_SPLITS):
+                    is_read = is_member & (number < num_used)
+                    place = weights + (first + number) * 2 * QUERIES + member
+                    maximum = tl.load(
+                        place, mask=is_read, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    part = parts + ((first + number) * QUERIES + member)[:, None] * HEAD_DIM
                     loaded = tl.load(
-                        their + element[None, :],
-                        mask=is_used[:, None],
+                        part + element[None, :],
+                        mask=is_read[:, None],
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    merged = tl.sum(loaded * factors[:, None], 0) / tl.sum(sums * factors, 0)
-                    row_out = (row * QUERY_LEN + number // GROUP) * NUM_KV_HEADS + kv_head
-                    there = out + (row_out * GROUP + number % GROUP) * HEAD_DIM + element
-                    tl.store(there, merged.to(out.dtype.element_ty))
+                    values += loaded * tl.exp2(maximum - top)[:, None]
+                result = values / total[:, None]
+                tl.store(target, result.to(out.dtype.element_ty), mask=is_member[:, None])
                 tl.store(counter, 0)
     elif split == 0 and length == 0:
         # A padding row of uninitialised memory, perhaps NaN, would spread through later layers.
@@ -172,10 +195,9 @@ class PagedDecode:
             max(MIN_DOT, triton.next_power_of_2(queries)),
             head_dim,
             block_size,
-            TILE,
-            NUM_SPLITS,
         )
-        shape = (max_rows, num_kv_heads, NUM_SPLITS)
+        most_splits = max(FEW.num_splits, MANY.num_splits)
+        shape = (max_rows, num_kv_heads, most_splits)
         with torch.inference_mode(False):
             # Of each split: its weighted values; its largest score and the sum of its weights.
             self._parts = torch.zeros(*shape, queries, head_dim, device=cache.device)
@@ -201,10 +223,13 @@ class PagedDecode:
         num_rows = heads.shape[0] // self._query_len
         assert num_rows <= self.max_rows, "more rows than the scratch memory has room for"
         scratch = (self._parts, self._weights, self._finished)
+        # Of several tokens a request only the fine split was measured.
+        is_many = num_rows > FEW_REQUESTS and self._query_len == 1
+        num_splits, tile = MANY if is_many else FEW
         _launch_decode(
-            (num_rows, self._num_kv_heads, NUM_SPLITS),
+            (num_rows, self._num_kv_heads, num_splits),
             (heads, cache, block_tables, seq_lens, out, *scratch),
             (heads.stride(0), block_tables.stride(0), self._scale),
-            self._constants,
+            (*self._constants, tile, num_splits),
             NUM_WARPS,
         )
