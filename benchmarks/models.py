@@ -138,7 +138,7 @@ def decode_attention(cache: KVCache) -> AttentionBackend:
 def fill(model: CausalLM, seed: int = 0) -> None:
     """Random weights made where the model is: a CPU would take seconds."""
     generator = torch.Generator(model.embedding.device).manual_seed(seed)
-    for name, shape, destination in model.checkpoint_tensors():
+    for name, shape, destination, _ in model.checkpoint_tensors():
         if name.endswith("norm.weight"):
             destination.fill_(1)
         else:

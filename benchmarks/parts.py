@@ -49,9 +49,18 @@ OF_A_CAPTURE: Parts = {
     "begin": [(recorder.ProgramRecorder, "_open_segment")],
     "end": [(recorder.ProgramRecorder, "_close_segment")],
     "alias": [(recorder.ProgramRecorder, "_alias")],
-    "reads": [(Reads, "__init__"), (Reads, "holds")],
+    "reads": [
+        (Reads, name)
+        for name in (
+            "__init__",
+            "leads_to_the_same",
+            "has_same_tensors",
+            "read_values",
+            "values_since",
+        )
+    ],
     "host state": [
-        (HostSnapshot, name) for name in ("__init__", "_sync", "_pending", "restore_advanced")
+        (HostSnapshot, name) for name in ("__init__", "_note", "_pending", "restore_advanced")
     ],
     "externals": [(recorder.ProgramRecorder, "externals")],
     "signature": [(capturing.Signature, "of")],

@@ -63,8 +63,9 @@ TARGETS = (
     Target("G7", "input staging + replay over replay, 8 inputs, 1 request", "<= 1.03x"),
     Target(
         "G8",
-        "graph memory per extra size over its executable bytes; pool growth for smaller sizes",
-        "<= 1.05x; 0",
+        "graph memory per extra size over its executable bytes; pool growth for smaller sizes;"
+        " share named of what a start takes from the driver; s of reading memory over a start",
+        "<= 1.05x; 0; >= 0.95; <= 1 %",
     ),
     Target("G9", "chosen mode over the best of all modes, for each captured key", "<= 1.02x"),
     Target(

@@ -987,6 +987,10 @@ class DeviceContract:
         assert 0 < reading.free_bytes <= reading.total_bytes
         assert x.nbytes <= reading.pool_bytes == bench.pool.bytes() <= reading.reserved_bytes
         assert bench.device.memory().pool_bytes == 0
+        live = sum(block.num_bytes for block in bench.pool.live_blocks())
+        assert live <= reading.tensor_bytes <= reading.reserved_bytes
+        del _out
+        assert bench.device.memory().tensor_bytes <= reading.tensor_bytes - x.nbytes
 
     def test_trim_takes_nothing_from_a_graph(self, bench: Bench) -> None:
         x = bench.random(8, 8)

@@ -33,7 +33,8 @@ def free_port() -> int:
 def launch(script: str, scenario: str, world: int = 2, timeout_s: float = 60) -> list[Ended]:
     """Run ``python script scenario`` once for each rank, as torchrun would."""
     port = str(free_port())
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    known = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *([known] if known else [])])
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "error", str(ROOT / script), scenario],

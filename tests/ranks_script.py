@@ -19,7 +19,9 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+import graphrt.runtime.runtime
 from graphrt import (
+    BatchDescriptor,
     CompilationConfig,
     ForwardContext,
     OutputSpec,
@@ -43,15 +45,27 @@ from graphrt.parallel import (
     make_tag,
     pack,
 )
+from graphrt.runner.executor import Executor
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
-from graphrt_llm.collectives import ExpertGroup
+from graphrt_llm.attention import AttentionInputs, AttentionMetadata
+from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.collectives import RankGroup
+from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.weights import random_weights
 from lab import INPUTS, OUTPUTS, WIDTH, config, example, values
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 Said = dict[str, Any]
+
+
+SPLIT: Any = {
+    "num_ubatches": 2,
+    "decode_token_threshold": 2,
+    "prefill_token_threshold": 2,
+    "auto_off": False,
+}
 
 
 def say(**said: Any) -> None:
@@ -212,6 +226,27 @@ def capture_fails(phase: str, on_error: str) -> None:
     exchange.close()
 
 
+def comparison_raises() -> None:
+    """One rank raises in a sampled comparison: the model, then for a batch that does not fit."""
+    exchange = TorchExchange()
+    model = Meeting()
+    with runtime(exchange, model, verify_every=2) as made:
+        made.capture()
+        for num_tokens, broken in ((8, "model"), (4, "batch")):
+            say(**step(made, 2, 2))
+            batch = values(num_tokens, 3)
+            if RANK == 1 and broken == "batch":
+                batch["x"] = batch["x"][:, 1:]
+            model.fails_at = num_tokens if RANK == 1 and broken == "model" else 0
+            try:
+                made.step(batch, num_tokens=num_tokens, num_reqs=3)
+            except (GraphrtError, ValueError) as error:
+                say(error=type(error).__name__, text=str(error))
+            model.fails_at = 0
+            say(**step(made, num_tokens, 3))
+    exchange.close()
+
+
 def late() -> None:
     exchange = TorchExchange()
     exchange.start([0] * 10).result()
@@ -297,8 +332,11 @@ class Summing(torch.nn.Module):
     def __init__(self, device: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(2 * torch.eye(WIDTH, device=device))
+        self.fails_at = 0
 
     def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
+        if len(x) == self.fails_at and torch.cuda.is_current_stream_capturing():
+            raise ValueError("this rank cannot capture so many tokens")
         rows = x @ self.weight
         total = rows.sum(0)
         dist.all_reduce(total)
@@ -346,16 +384,75 @@ def on_gpus() -> None:
         torch.testing.assert_close(out["rows"].cpu(), expected, rtol=1e-2, atol=1e-2)
     say(hits=sum(graph.hits for graph in made.report().graphs) > 0)
     made.close()
+    model = Summing(device.torch_device)
+    model.fails_at = 4 * RANK
+    made = Runtime(
+        model,
+        inputs=INPUTS,
+        outputs=OutputSpec(OUTPUTS),
+        examples=example,
+        config=config("FULL", on_capture_error="skip"),
+        device=device,
+        ranks=exchange,
+    )
+    made.capture()
+    report = made.report()
+    say(
+        missing=[f"{key.num_tokens} {why.name}" for (_, key), why in report.missing.items()],
+        failures=list(report.failures.values()),
+    )
+    for num_tokens in (3, 8):
+        made.step(values(num_tokens, 3), num_tokens=num_tokens, num_reqs=3)
+        say(mode=made.last_decision.mode.name)  # type: ignore[union-attr]
+    made.close()
     exchange.close()
     del nccl, made
     device.close()
     dist.destroy_process_group()
 
 
+def engines_on_gpus() -> None:
+    """Ranks that share experts or layers over NCCL: the tokens of one GPU."""
+    prompts = [[number + 1, 2, 3] for number in range(8)] + [[4] * 20, [5] * 9]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    exchange = TorchExchange()
+    for name, model, shares in (
+        ("experts", "tiny-moe", {"expert_parallel": True}),
+        ("layers", "tiny", {"tensor_parallel": True}),
+    ):
+        described = ModelConfig.named(model)
+        own = prompts if name == "layers" else prompts[RANK::WORLD]
+        on_gpu = replace(TINY_CONFIG, device="cuda", **shares)
+        with LLMEngine.with_random_weights(described, replace(TINY_CONFIG, device="cuda")) as alone:
+            expected = [alone.generate(prompt, params) for prompt in own]
+        for ubatch in ({}, SPLIT):
+            compilation = CompilationConfig(
+                cudagraph_mode="FULL_AND_PIECEWISE", cudagraph_capture_sizes=(1, 2, 4, 6, 10, 64)
+            )
+            asked = replace(
+                on_gpu, runtime=replace(on_gpu.runtime, compilation=compilation, ubatch=ubatch)
+            )
+            steps: list[Any] = []
+            with LLMEngine.with_random_weights(
+                described, asked, ranks=exchange, observer=steps.append
+            ) as engine:
+                missing = engine.capture().missing
+                found = engine.generate(own, params)
+            replayed = [e for e in steps if isinstance(e, Replayed)]
+            say(
+                name=name,
+                same=found == expected,
+                missing=[f"{key} {why.name}" for key, why in missing.items()],
+                modes=sorted({e.mode.name for e in replayed}),
+                is_split=any(e.num_ubatches > 1 for e in replayed),
+            )
+    exchange.close()
+
+
 def most_apart_from_one_process(described: ModelConfig) -> float:
     """How far a layer of shared experts is from all of them in one process, in float64."""
     sizes = (5, 3)
-    group = ExpertGroup(RANK, WORLD, torch.device("cpu"))
+    group = RankGroup(RANK, WORLD, torch.device("cpu"))
     layers = []
     for each in (None, group):
         model = CausalLM(described, torch.float64, group=each)
@@ -416,11 +513,7 @@ def micro_batches() -> None:
             expert_parallel=True,
             runtime=replace(
                 TINY_CONFIG.runtime,
-                ubatch={  # type: ignore[arg-type]
-                    "num_ubatches": 2,
-                    "decode_token_threshold": 2,
-                    "prefill_token_threshold": 2,
-                },
+                ubatch=SPLIT,
                 compilation=CompilationConfig(
                     cudagraph_mode=mode,  # type: ignore[arg-type]
                     cudagraph_capture_sizes=None if mode == "NONE" else (1, 2, 4, 16),
@@ -435,6 +528,90 @@ def micro_batches() -> None:
             found = engine.generate(own, params)
             split = [e for e in steps if isinstance(e, Replayed) and e.num_ubatches > 1]
             say(mode=mode, same=found == expected, split=len(split))
+    # On rank 1 alone a step in micro-batches takes longer: the slowest rank decides for all.
+    graphrt.runtime.runtime._TIMED_DEVICES = ("simulated",)
+    Executor.time_replays = lambda *_: [3 + 2 * RANK, 4]  # type: ignore[method-assign]
+    ubatch = {**SPLIT, "auto_off": True}
+    asked = replace(asked, runtime=replace(asked.runtime, ubatch=ubatch))
+    steps = []
+    with LLMEngine.with_random_weights(
+        described, asked, ranks=exchange, observer=steps.append
+    ) as engine:
+        engine.capture()
+        found = engine.generate(own, params)
+        replayed = [e for e in steps if isinstance(e, Replayed)]
+        reasons = sorted({e.ubatch_reason.name for e in replayed if e.ubatch_reason is not None})
+        split = sum(e.num_ubatches > 1 for e in replayed)
+        say(same=found == expected, split=split, reasons=reasons)
+    exchange.close()
+
+
+def largest_difference_of_logits(device: str = "cpu", **changes: Any) -> float:
+    """Between a model that the ranks share and all of it, in float64, as a share of the largest."""
+    described = replace(ModelConfig.tiny(), **changes)
+    group = RankGroup(RANK, WORLD, torch.device(device))
+    tokens = torch.arange(7, device=device)
+    zeros = torch.zeros_like(tokens)
+    inputs = AttentionInputs(
+        tokens, zeros, torch.zeros(1, 1, dtype=torch.int64, device=device), 7 + zeros[:1]
+    )
+    logits = []
+    for each in (None, group):
+        model = CausalLM(described, torch.float64, device, group=each)
+        random_weights(model, seed=3)
+        cache = KVCache(
+            model.config, num_blocks=2, block_size=16, dtype=torch.float64, device=device
+        )
+        model.attention = SdpaAttention(cache)
+        model.attention.prepare(BatchDescriptor(7), AttentionMetadata([7], [7]))
+        logits.append(model(tokens * 70, tokens, inputs, tokens))
+    group.close()
+    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+
+
+def tensor_parallel() -> None:
+    """Ranks that share every layer: logits and tokens of one process; unequal requests."""
+    for changes in ({}, {"num_kv_heads": 1, "attention_bias": True, "mlp_bias": True}):
+        say(largest=largest_difference_of_logits(**changes))
+    prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8, 9] * 20]
+    params = [SamplingParams(max_tokens=9, ignore_eos=True)] * 4
+    params.append(SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5))
+    with LLMEngine.tiny() as alone:
+        expected = alone.generate(prompts, params)
+    exchange = TorchExchange()
+    for name, mode, also in (
+        ("eager", "NONE", {}),
+        ("full", "FULL_DECODE_ONLY", {}),
+        ("piecewise", "FULL_AND_PIECEWISE", {"verify_every": 3}),
+        ("drafts", "FULL_DECODE_ONLY", {"num_speculative_tokens": 2}),
+        ("split", "FULL_AND_PIECEWISE", {"ubatch": SPLIT}),
+    ):
+        compilation = CompilationConfig(
+            cudagraph_mode=mode,  # type: ignore[arg-type]
+            cudagraph_capture_sizes=None if mode == "NONE" else (1, 2, 4, 6, 16),
+        )
+        asked = replace(
+            TINY_CONFIG,
+            tensor_parallel=True,
+            runtime=replace(TINY_CONFIG.runtime, compilation=compilation, **also),
+        )
+        steps: list[Any] = []
+        with LLMEngine.tiny(asked, ranks=exchange, observer=steps.append) as engine:
+            missing = engine.capture().missing
+            found = engine.generate(prompts, params)
+            say(
+                name=name,
+                same=found == expected,
+                missing=len(missing),
+                replayed=sum(isinstance(e, Replayed) for e in steps),
+                split=sum(isinstance(e, Replayed) and e.num_ubatches > 1 for e in steps),
+                margin=engine.top2_margin([1, 2, 3]) > 0,
+            )
+    with LLMEngine.tiny(asked, ranks=exchange) as engine:
+        try:
+            engine.generate(prompts[: 1 + RANK], params[: 1 + RANK])
+        except GraphrtError as error:
+            say(error=type(error).__name__, notes=error.__notes__)
     exchange.close()
 
 
@@ -467,6 +644,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "warm-up fails and is raised": lambda: capture_fails("warmup", "raise"),
     "comparison fails and is skipped": lambda: capture_fails("comparison", "skip"),
     "comparison fails and is raised": lambda: capture_fails("comparison", "raise"),
+    "sampled comparison raises": comparison_raises,
     "late": late,
     "dies": dies,
     "mismatch": mismatch,
@@ -474,8 +652,10 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "engines": engines,
     "experts": experts,
     "micro-batches": micro_batches,
+    "tensor parallel": tensor_parallel,
     "many": many,
     "on gpus": on_gpus,
+    "engines on gpus": engines_on_gpus,
 }
 
 ENDING = {"late", "dies", "on gpus"}

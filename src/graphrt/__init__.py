@@ -18,6 +18,9 @@ if TYPE_CHECKING:
         RuntimeMode as RuntimeMode,
         UBatchReason as UBatchReason,
     )
+    from graphrt.compile import (
+        CustomOp as CustomOp,
+    )
     from graphrt.config import (
         Adjustment as Adjustment,
         AttentionSupport as AttentionSupport,
@@ -142,6 +145,9 @@ if TYPE_CHECKING:
 _NAMES_OF_ROOM = {
     "batch": """
         BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode UBatchReason
+    """,
+    "compile": """
+        CustomOp
     """,
     "config": """
         Adjustment AttentionSupport CompilationConfig Facts Plan RankConfig RankVariables

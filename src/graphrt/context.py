@@ -7,7 +7,6 @@ not capture by accident; a worker that needs it runs in a copy of its caller's c
 from __future__ import annotations
 
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
@@ -106,12 +105,7 @@ class ForwardContext:
         self._token: Token[ForwardContext | None] = _enter(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         _leave(self._token)
 
 

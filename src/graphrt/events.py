@@ -7,6 +7,7 @@ Names and fields are public: a change goes into the changelog.
 from __future__ import annotations
 
 from enum import StrEnum
+from operator import add
 from typing import NamedTuple, Protocol
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode, UBatchReason
@@ -23,6 +24,39 @@ class CaptureBegan(NamedTuple):
     num_keys: int
 
 
+class MemoryTaken(NamedTuple):
+    """What captures took from the device, in bytes by part; negative where they gave some back.
+
+    The driver tells of memory in pages of 2 MiB, and another process may take some meanwhile.
+
+    ``pools``: Segments of the pools of graphs.
+    ``executables``: Executable graphs: what each took while it was recorded and instantiated.
+    ``tensors``: Live tensors outside the pools: workspaces, attention plans, buffers.
+    ``cached``: Kept by the allocator for later tensors, outside the pools.
+    ``warmup``: Taken past the allocator by warm-ups: kernels and libraries, loaded at first use.
+    ``capture``: The same by captures, beside the executables.
+    ``check``: The same by first replays and their comparison with eager runs.
+    ``rest``: By none of them.
+    """
+
+    pools: int = 0
+    executables: int = 0
+    tensors: int = 0
+    cached: int = 0
+    warmup: int = 0
+    capture: int = 0
+    check: int = 0
+    rest: int = 0
+
+    @property
+    def total(self) -> int:
+        """By how much free memory fell."""
+        return sum(self)
+
+    def plus(self, other: MemoryTaken) -> MemoryTaken:
+        return MemoryTaken(*map(add, self, other))
+
+
 class CaptureEnded(NamedTuple):
     """A runner is done with them, or stopped by an error.
 
@@ -30,12 +64,14 @@ class CaptureEnded(NamedTuple):
     ``num_keys``: Keys that it had set out to capture.
     ``num_served``: Keys of the runner that graphs serve now, those of earlier captures included.
     ``seconds``: Warm-ups, captures and checks together.
+    ``memory``: What they took from the device.
     """
 
     owner: str
     num_keys: int
     num_served: int
     seconds: float
+    memory: MemoryTaken = MemoryTaken()
 
 
 class KeysChanged(NamedTuple):

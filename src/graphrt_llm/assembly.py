@@ -37,7 +37,7 @@ from graphrt_llm.attention import (
     make_cold_attention,
 )
 from graphrt_llm.blocks import blocks_for
-from graphrt_llm.collectives import ExpertGroup
+from graphrt_llm.collectives import RankGroup
 from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
@@ -66,7 +66,7 @@ SIMULATED_BYTES = 2**31
 
 
 class EngineParts(NamedTuple):
-    """What an ``LLMEngine`` is made of. It closes ``runtime``, ``device``, ``expert_group``."""
+    """What an ``LLMEngine`` is made of. It closes ``runtime``, ``device`` and ``group``."""
 
     runtime: Runtime
     scheduler: Scheduler
@@ -78,8 +78,10 @@ class EngineParts(NamedTuple):
     seed: int
     overlap: bool
     captures_by_priority: bool
-    expert_group: ExpertGroup | None
+    group: RankGroup | None
     ranks: Exchange | None
+    serves_alike: bool
+    """All ranks serve the same requests."""
     lora: LoRAWeights | None
 
 
@@ -93,7 +95,7 @@ def assemble(
 ) -> EngineParts:
     """Load the model and make a runtime for it. ``model_dir`` None: random weights.
 
-    ``ranks``: of a data-parallel engine, all of which have as many cache blocks as the least.
+    ``ranks``: of an engine of several ranks, all of which have as many cache blocks as the least.
 
     Errors: ``EngineConfigError`` for limits beyond the model or the memory; those of the
     weight reader and of ``Runtime``.
@@ -115,8 +117,10 @@ def assemble(
     device = make_device(config.device, None if started is None else started.local_rank)
     backend: AttentionBackend | None = None
     try:
-        group = _expert_group(model_config, config, device, ranks)
+        group = _group(model_config, config, device, ranks)
         model = _load(model_config, config, model_dir, device, group)
+        # Of this rank's part, where ranks share each layer.
+        model_config = model.config
         if config.runtime.max_loras:
             # Before the cache, which gets the memory that is left.
             model.lora = LoRAWeights(
@@ -171,7 +175,8 @@ def assemble(
             attention_ops=(ATTENTION_OP,),
             device="cuda" if device.name == "cuda" else "simulated",
         )
-        level = resolve(config.runtime, facts).plan.level
+        compiling = resolve(config.runtime, facts).compile
+        level = compiling.level
         if level == 1:
             raise EngineConfigError(
                 "RuntimeConfig.compilation.level",
@@ -187,12 +192,15 @@ def assemble(
                 found=str(config.runtime.max_loras),
                 do="use level 0, which cuts at break points.",
             )
-        split = SplitLM(model, backend) if is_traced else None
+        split = SplitLM(model, backend, compiling) if is_traced else None
         scheduler = Scheduler(limits)
         examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)
+        asked = config.runtime
+        if config.tensor_parallel:
+            asked = replace(asked, ranks=replace(asked.ranks, same_batch=True))
         runtime = Runtime(
             NamedInputs(split or model),
-            config=config.runtime,
+            config=asked,
             inputs=input_specs(limits),
             outputs=OutputSpec(
                 {"logits": "requests", "tokens": "requests"},
@@ -231,31 +239,45 @@ def assemble(
         seed=config.seed,
         overlap=is_cuda and limits.query_len == 1 if config.overlap is None else config.overlap,
         captures_by_priority=config.capture == "by_priority",
-        expert_group=group,
+        group=group,
         ranks=ranks,
+        serves_alike=config.tensor_parallel,
         lora=model.lora,
     )
 
 
-def _expert_group(
+def _group(
     model_config: ModelConfig, config: EngineConfig, device: Device, ranks: Exchange | None
-) -> ExpertGroup | None:
-    """The ranks that share the experts; None if each has all.
+) -> RankGroup | None:
+    """The ranks that share the model; None if each has all of it.
 
-    Errors: ``EngineConfigError`` for experts that cannot be shared.
+    Errors: ``EngineConfigError`` for a model that cannot be shared.
     """
-    if not config.expert_parallel:
+    if not (config.expert_parallel or config.tensor_parallel):
         return None
     experts, world = model_config.num_experts, 1 if ranks is None else ranks.world
-    level = config.runtime.compilation.level
-    if ranks is None or not ranks.tells_sizes or not experts or experts % world or level:
-        raise EngineConfigError(
-            "EngineConfig.expert_parallel",
-            expected="ranks whose number divides the model's experts, whose messages are gathered"
-            " because eager steps need every rank's size, and compilation level 0",
-            found=f"{world} ranks, {experts} experts, level {0 if level is None else level}",
+    level, loras = config.runtime.compilation.level, config.runtime.max_loras
+    if config.tensor_parallel:
+        name = "tensor_parallel"
+        expected = "several ranks, a model without experts, no adapters, and compilation level 0"
+        is_met = ranks is not None and not (experts or loras or config.expert_parallel)
+    else:
+        name = "expert_parallel"
+        expected = (
+            "ranks whose number divides the model's experts, whose messages are gathered"
+            " because eager steps need every rank's size, and compilation level 0"
         )
-    return ExpertGroup(ranks.rank, world, device.torch_device)
+        is_met = ranks is not None and ranks.tells_sizes and experts > 0 and not experts % world
+    if ranks is None or not is_met or level:
+        raise EngineConfigError(
+            f"EngineConfig.{name}",
+            expected=expected,
+            found=f"{world} ranks, {experts} experts, {loras} adapters,"
+            f" level {0 if level is None else level}",
+        )
+    if config.tensor_parallel:
+        model_config.part(world)  # Before a rank waits for the others.
+    return RankGroup(ranks.rank, world, device.torch_device)
 
 
 def _load(
@@ -263,7 +285,7 @@ def _load(
     config: EngineConfig,
     model_dir: Path | None,
     device: Device,
-    group: ExpertGroup | None,
+    group: RankGroup | None,
 ) -> CausalLM:
     name = config.dtype or model_config.checkpoint_dtype or "float32"
     if name not in get_args(DType):

@@ -1,6 +1,6 @@
-"""The engine's door to torch.distributed: rows that ranks exchange, as an operator of torch.
+"""The engine's door to torch.distributed: what ranks exchange in a layer, as operators of torch.
 
-An operator, so that a graph can hold it and a compiler need not look inside. Registered through
+Operators, so that a graph can hold them and a compiler need not look inside. Registered through
 ``Library``: a call costs a tenth of what a custom operator in Python does.
 """
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class ExpertGroup:
-    """The ranks that share the experts of a model, of the default process group.
+class RankGroup:
+    """The ranks that share a model, of the default process group.
 
-    ``number``: by which the operator finds it. ``close`` has to be called before the process group
+    ``number``: by which the operators find it. ``close`` has to be called before the process group
     is destroyed.
     """
 
@@ -28,6 +28,7 @@ class ExpertGroup:
         # Communicators are built by the first call, which may not be inside a capture.
         row = torch.zeros((world, 1), device=device)
         self.all_to_all(torch.empty_like(row), row, [1] * world, [1] * world)
+        self.all_reduce(row)
 
     def all_to_all(
         self,
@@ -44,6 +45,10 @@ class ExpertGroup:
             received, sent, list(received_rows), list(sent_rows), self.number
         )
 
+    def all_reduce(self, x: Tensor) -> None:
+        """Add up ``x``, contiguous and of one shape on every rank, in place: equal bits on all."""
+        torch.ops.graphrt_llm.all_reduce(x, self.number)
+
     def close(self) -> None:
         """Destroy the group. Idempotent."""
         if _groups.pop(self.number, None) is not None:
@@ -51,7 +56,7 @@ class ExpertGroup:
             dist.destroy_process_group(group)
 
 
-_groups: dict[int, ExpertGroup] = {}
+_groups: dict[int, RankGroup] = {}
 
 
 def _all_to_all(
@@ -60,11 +65,17 @@ def _all_to_all(
     dist.all_to_all_single(received, sent, received_rows, sent_rows, group=_groups[group].group)
 
 
+def _all_reduce(x: Tensor, group: int) -> None:
+    dist.all_reduce(x, group=_groups[group].group)
+
+
 _library = torch.library.Library("graphrt_llm", "FRAGMENT")
 _library.define(
     "all_to_all(Tensor(a!) received, Tensor sent, int[] received_rows, int[] sent_rows, int group)"
     " -> ()"
 )
-_library.impl("all_to_all", _all_to_all, "CPU")
-_library.impl("all_to_all", _all_to_all, "CUDA")
-_library.impl("all_to_all", lambda *args: None, "Meta")
+_library.define("all_reduce(Tensor(a!) x, int group) -> ()")
+for _name, _run in (("all_to_all", _all_to_all), ("all_reduce", _all_reduce)):
+    _library.impl(_name, _run, "CPU")
+    _library.impl(_name, _run, "CUDA")
+    _library.impl(_name, lambda *args: None, "Meta")

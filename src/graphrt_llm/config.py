@@ -64,6 +64,9 @@ class EngineConfig:
     ``expert_parallel``: Of an engine of several ranks: each has a share of the experts of a
       Qwen3-MoE model, and rows travel to the ranks of their experts. Needs graphs without a
       compiler (level 0).
+    ``tensor_parallel``: Of an engine of several ranks: each has a share of the heads and the MLP of
+      every layer, and all serve the same requests. Needs a model without experts, no adapters, and
+      graphs without a compiler (level 0).
     ``load_format``: ``dummy``: random weights, drawn on the device and seeded by ``seed``.
     ``max_lora_rank``: Largest rank of an adapter: with ``RuntimeConfig.max_loras`` it decides the
       memory of adapters, which is allocated once.
@@ -83,6 +86,7 @@ class EngineConfig:
     seed: int = 0
     max_lora_rank: int = 16
     expert_parallel: bool = False
+    tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
         def check(is_met: bool, name: str, expected: str) -> None:

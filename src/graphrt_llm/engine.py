@@ -85,7 +85,8 @@ class LLMEngine:
     ``ranks``, given where it is made, is the exchange with the other ranks of a data-parallel
     engine, which the caller closes after it. Each rank has an engine with requests of its own. All
     call ``capture`` together, and then ``step`` equally often, also without requests, until a step
-    says ``all_idle``: a step of one rank waits for those of the others.
+    says ``all_idle``: a step of one rank waits for those of the others. With
+    ``EngineConfig.tensor_parallel`` all add the same requests in the same order instead.
 
     ``runtime`` is the ``graphrt.Runtime`` of its model, ``scheduler`` has the requests, ``limits``
     are the largest batch's, ``attention`` says which back end serves and why, ``overlap`` whether
@@ -106,13 +107,13 @@ class LLMEngine:
         self._examples = parts.examples
         self._eos_token_ids = frozenset(parts.model_config.eos_token_ids)
         self._seed = parts.seed
-        self._ranks = parts.ranks
+        self._ranks, self._serves_alike = parts.ranks, parts.serves_alike
         self._model_config = parts.model_config
         self._lora = parts.lora
         self._adapters: dict[str, LoRAAdapter] = {}
         # What stands in each slot on the device; None also while it is written.
         self._loaded: list[object] = [None] * limits.max_loras
-        self._expert_group = parts.expert_group
+        self._group = parts.group
         # While the kernels of another attention backend are being built.
         self._switching = getattr(parts.attention_backend, "switching", None)
         # Graphs that steps may still capture.
@@ -140,12 +141,12 @@ class LLMEngine:
     @property
     def rank(self) -> int:
         """Which of ``world`` ranks this is; 0 where there is one."""
-        return 0 if self._ranks is None else self._ranks.rank
+        return 0 if self._ranks is None or self._serves_alike else self._ranks.rank
 
     @property
     def world(self) -> int:
-        """How many ranks the engine has."""
-        return 1 if self._ranks is None else self._ranks.world
+        """How many ranks serve requests of their own; 1 where all serve the same."""
+        return 1 if self._ranks is None or self._serves_alike else self._ranks.world
 
     @property
     def max_request_tokens(self) -> int:
@@ -611,10 +612,10 @@ class LLMEngine:
         unfinished; those of ``add_request``.
         """
         self._require_idle("top2_margin")
-        if self._ranks is not None:
+        if self.world > 1:
             raise EngineStateError(
                 "top2_margin",
-                expected="an engine of one rank",
+                expected="an engine of one rank, or of ranks that serve the same requests",
                 found="several, which would have to run it together",
             )
         name = "top2-margin"
@@ -663,8 +664,8 @@ class LLMEngine:
             self._switching = None
         self._in_flight.clear()
         self._device.close()
-        if self._expert_group is not None:
-            self._expert_group.close()
+        if self._group is not None:
+            self._group.close()
         # What refers to weights and cache: ``__getattr__`` answers for it from now on.
         del self.runtime, self.attention_backend, self._runner
         self._lora = None

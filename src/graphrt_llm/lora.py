@@ -135,7 +135,8 @@ class LoRAStep:
         """Add to ``out`` [tokens, out_features] what each token's adapter makes of ``x``.
 
         ``norm`` and ``eps``: of the root mean square norm that ``x`` goes through before. ``gated``
-        [tokens, inner]: gets silu(gate) * up of ``out`` and what was added.
+        [tokens, inner]: gets silu(gate) * up of ``out`` and what adapters add; ``out`` is scratch
+        memory then.
 
         By PyTorch in two products, whatever the number of adapters: all of them are applied to
         every token, and those that a token does not use are cleared in between, at ``rank`` numbers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -149,6 +149,29 @@ class ModelConfig:
     def has_qk_norm(self) -> bool:
         """Queries and keys are normalised per head before they are rotated."""
         return self.architecture.startswith("Qwen3")
+
+    def part(self, world: int) -> ModelConfig:
+        """What one of ``world`` ranks has that share the heads and the MLP of each layer.
+
+        Where there are fewer key heads than ranks, several ranks have the same one.
+        Errors: ``ModelConfigError`` for what cannot be divided.
+        """
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        are_divided = not kv_heads % world or not world % kv_heads
+        if heads % world or self.intermediate_size % world or not are_divided:
+            raise ModelConfigError(
+                f"a share of 1 of {world} ranks in each layer",
+                expected="heads and intermediate_size that the ranks divide, and as many key heads"
+                " as divide the ranks, or are divided by them",
+                found=f"{heads} heads, {kv_heads} key heads, an intermediate_size of"
+                f" {self.intermediate_size}",
+            )
+        return replace(
+            self,
+            num_heads=heads // world,
+            num_kv_heads=max(kv_heads // world, 1),
+            intermediate_size=self.intermediate_size // world,
+        )
 
     @classmethod
     def tiny(cls) -> ModelConfig:

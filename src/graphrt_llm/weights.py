@@ -70,8 +70,9 @@ def load_safetensors(model: CausalLM, directory: str | Path) -> None:
             _check(tensor, stored.get(tensor.name), directory)
         _check_all_used(model, stored, wanted)
         with torch.no_grad():
-            for name, _, destination in wanted:
-                values = stored[name].handle.get_tensor(name)
+            for name, _, destination, part in wanted:
+                handle = stored[name].handle
+                values = handle.get_slice(name)[part] if part else handle.get_tensor(name)
                 _check_range(stored[name].file, name, values, model.dtype)
                 destination.copy_(values)
                 del values  # Before the next one is read.
@@ -91,7 +92,7 @@ def random_weights(model: CausalLM, seed: int) -> None:
     device = model.embedding.device
     generator = torch.Generator(device)
     with torch.no_grad():
-        for name, shape, destination in model.checkpoint_tensors():
+        for name, shape, destination, part in model.checkpoint_tensors():
             # One seed for each tensor. Torch's CPU generator uses only 32 bits of a seed.
             generator.manual_seed(crc32(f"{seed} {name}".encode()))
             values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
@@ -103,7 +104,7 @@ def random_weights(model: CausalLM, seed: int) -> None:
                 values.mul_(0.1)
             if name.endswith(_QUERY_KEY_WEIGHTS):
                 values.mul_(2)
-            destination.copy_(values)
+            destination.copy_(values[part])
 
 
 def _open_checkpoint(directory: Path, files: ExitStack) -> Mapping[str, _Stored]:

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: messages over NCCL, and a collective of NCCL inside FULL graphs."""
+"""Two ranks on two GPUs: messages over NCCL, and its collectives inside graphs."""
 
 from __future__ import annotations
 
@@ -11,5 +11,21 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 def test_two_gpus_agree_and_replay_their_collective() -> None:
-    for said in all_said(launch("tests/ranks_script.py", "on gpus", timeout_s=240)):
-        assert said[1:] == [{"wires": True}, {"missing": []}, {"hits": True}]
+    for rank, said in enumerate(
+        all_said(launch("tests/ranks_script.py", "on gpus", timeout_s=240))
+    ):
+        assert said[1:4] == [{"wires": True}, {"missing": []}, {"hits": True}]
+        dropped, missed, served = said[4:]
+        assert dropped["missing"] == ["4 CAPTURE_FAILED"]
+        assert ("a failure on rank 1: ValueError" in dropped["failures"][0]) is (rank == 0)
+        assert (missed, served) == ({"mode": "NONE"}, {"mode": "FULL"})
+
+
+def test_two_gpus_that_share_a_model_give_the_tokens_of_one() -> None:
+    for said in all_said(launch("tests/ranks_script.py", "engines on gpus", timeout_s=240)):
+        assert [line["name"] for line in said[1:]] == ["experts"] * 2 + ["layers"] * 2
+        assert [line["is_split"] for line in said[1:]] == [False, True] * 2
+        for line in said[1:]:
+            assert line["same"]
+            assert not line["missing"]
+            assert line["modes"] == ["FULL", "PIECEWISE"]

@@ -31,6 +31,7 @@ UNPAD = "simulated/test_outputs_unpad.py"
 EXTERNALS = "simulated/test_library_externals.py"
 GENERATIONS = "simulated/test_library_generations.py"
 REPLAY = "simulated/test_verify_replay.py"
+REPORT = "simulated/test_runner_report.py"
 UNWINDING = "simulated/test_cuda_unwinding.py"
 LORA = "simulated/test_llm_lora.py"
 AGREEMENT = "pure/test_parallel_agreement.py"
@@ -751,8 +752,8 @@ MUTANTS = [
     Mutant(
         "split with an empty last slice is replayed",
         "graphrt/runtime/runtime.py",
-        "if not last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):",
-        "if True:",
+        "if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):",
+        "if False:",
         SPLIT_STEPS,
     ),
     Mutant(
@@ -761,5 +762,41 @@ MUTANTS = [
         "        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why\n",
         "        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, None\n",
         SPLIT_STEPS,
+    ),
+    # What captures take from the device
+    Mutant(
+        "memory past the allocator is counted twice",
+        RUNNER + "report.py",
+        'capture=self._past_allocator["capture"] - executables,',
+        'capture=self._past_allocator["capture"],',
+        REPORT,
+    ),
+    Mutant(
+        "phase begins where the capture did",
+        RUNNER + "report.py",
+        "last, self._last = self._last, self._allocated_or_free()",
+        "last = self._last; self._allocated_or_free()",
+        REPORT,
+    ),
+    Mutant(
+        "memory of the latest capture alone is told",
+        RUNNER + "runner.py",
+        "self._memory_taken = self._memory_taken.plus(taken)",
+        "self._memory_taken = taken",
+        REPORT,
+    ),
+    Mutant(
+        "memory of no part is not told",
+        RUNNER + "report.py",
+        "rest=before.free - after.free - parts.total",
+        "rest=0",
+        REPORT,
+    ),
+    Mutant(
+        "dead blocks count as tensors",
+        SIMULATED + "memory.py",
+        "                if not block.is_dead\n            ),",
+        "            ),",
+        "simulated/test_device_contract_simulated.py",
     ),
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from graphrt import CompilationConfig, Facts, RuntimeConfig
 from graphrt.cli import main
 from graphrt.cli.files import COMPILATION_KEYS, FACT_KEYS, RUNTIME_KEYS
 
@@ -158,8 +160,10 @@ def test_the_sample_has_every_key_and_resolves(
     type_in(sample)
     assert run("resolve", "-", "--json") == run("resolve", write({}), "--json")
     value = json.loads(run("resolve", "--schema", "--json")[1])
-    assert tuple(value["compilation"]) == COMPILATION_KEYS
-    assert (*list(value)[1:],) == (*RUNTIME_KEYS, *FACT_KEYS)
+    assert value.keys() == {"compilation", *RUNTIME_KEYS, *FACT_KEYS}
+    kinds = (CompilationConfig, RuntimeConfig, Facts)
+    for kind, keys in zip(kinds, (COMPILATION_KEYS, RUNTIME_KEYS, FACT_KEYS), strict=True):
+        assert set(keys) < {item.name for item in fields(kind)}
     # Every key has a comment of its own, or shares one with the key above.
     assert sample.count("//") >= len(value) + len(value["compilation"]) - 1
 

@@ -93,7 +93,7 @@ def test_level_open_follows_from_what_is_asked(
         {"pass_config": {"enable_attn_fusion": True}},
     ],
 )
-def test_wish_of_level_3_at_another_is_refused(level: int, asked: dict[str, Any]) -> None:
+def test_option_of_level_3_at_another_is_refused(level: int, asked: dict[str, Any]) -> None:
     [(field, (found, accepted))] = problems_of(level=level, **asked).items()
     assert field.partition(".")[0] in asked
     assert f"at level {level}" in found

@@ -20,7 +20,7 @@ ROUTINES = {
 
 
 def mode_of(mode: str, support: str, q: int) -> str | None:
-    """The mode that counts; None where the wish is an error. Piecewise is always available."""
+    """The mode that counts; None where the option is an error. Piecewise is always available."""
     if mode == "FULL" and support == "NEVER":
         return None
     if mode == "FULL" and support != "ALWAYS":

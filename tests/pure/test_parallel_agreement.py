@@ -165,6 +165,18 @@ def test_eager_split_with_an_empty_half_is_not_made() -> None:
     assert {step.unsplit_because for step in steps} == {(UB.LAST_SLICE_EMPTY, 0)}
 
 
+def test_size_that_is_slower_in_micro_batches_is_not_split() -> None:
+    made = plan()
+    dispatch = CUDAGraphDispatcher(made).dispatch
+    key = dispatch(64, True, 0, frozenset(), 2).descriptor
+    votes = [vote(rank, 64, 64, FULL, uniform=True) for rank in (0, 1)]
+    rules = SplitRules.of(made)._replace(unprofitable=frozenset([key]), prefill_token_threshold=2)
+    step = settle(agree(votes, rules), votes[0], dispatch, rules)
+    assert step is not None
+    assert shapes([step]) == [(FULL, 64, 1)]
+    assert step.unsplit_because == (UB.NOT_PROFITABLE, None)
+
+
 def test_threshold_is_that_of_the_agreed_uniformity() -> None:
     votes = vote(0, 64, 64, FULL, uniform=True), vote(1, 600, 600, PIECEWISE)
     assert agree(votes, SplitRules(2)).unsplit_because == (UB.BELOW_THRESHOLD, 0)
@@ -286,7 +298,12 @@ worlds = st.lists(votes_of_any_rank, min_size=1, max_size=6).map(
     lambda votes: [vote._replace(rank=rank) for rank, vote in enumerate(votes)]
 )
 rules_of_any_plan = st.builds(
-    SplitRules, st.integers(1, 4), st.integers(1, 3), st.integers(4, 40), st.integers(4, 600)
+    SplitRules,
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(4, 40),
+    st.integers(4, 600),
+    unprofitable=st.just(frozenset()),
 )
 
 

@@ -13,6 +13,7 @@ from report_events import captured
 
 from graphrt import (
     BatchDescriptor,
+    CaptureEnded,
     CaptureFailed,
     KeysChanged,
     PrometheusObserver,
@@ -25,6 +26,7 @@ from graphrt import (
 )
 from graphrt.batch import UBatchReason
 from graphrt.errors import ConfigError, MissingExtraError
+from graphrt.events import MemoryTaken
 from graphrt.report.prometheus import HOST_SECONDS_BOUNDS
 
 KEY = BatchDescriptor(8)
@@ -47,6 +49,9 @@ def registry() -> CollectorRegistry:
     observe(KeysChanged("model", 1, ((Reason.CAPTURE_FAILED, 9),)))
     observe(KeysChanged("model", 3, ((Reason.CAPTURE_FAILED, 1), (Reason.INVALIDATED, 2))))
     observe(KeysChanged("draft", 2, ((Reason.CAPTURE_FAILED, 4),)))
+    for num_bytes in (1024, 1024):
+        taken = MemoryTaken(pools=num_bytes, rest=-256)
+        observe(CaptureEnded("model", 1, 1, 0.5, taken))
     return registry
 
 
@@ -70,6 +75,8 @@ def registry() -> CollectorRegistry:
         ("graphrt_captures_total", {"mode": "FULL"}, 2),
         ("graphrt_capture_seconds_total", {"mode": "FULL"}, 0.5),
         ("graphrt_graph_bytes", {}, 2 * (1024 + 512) - 1100),
+        ("graphrt_capture_memory_bytes", {"part": "pools"}, 2048),
+        ("graphrt_capture_memory_bytes", {"part": "rest"}, -512),
         ("graphrt_graphs_alive", {}, 5),
         ("graphrt_keys_missing", {"reason": "CAPTURE_FAILED"}, 5),
         ("graphrt_keys_missing", {"reason": "INVALIDATED"}, 2),

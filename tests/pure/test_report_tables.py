@@ -12,6 +12,7 @@ from rich.console import Console
 
 from graphrt import Event, Reason, RuntimeMode
 from graphrt.batch import UBatchReason
+from graphrt.events import MemoryTaken
 from graphrt.report import (
     Metrics,
     PolicyRun,
@@ -73,6 +74,7 @@ def test_the_json_fields_are_those_of_the_contract() -> None:
         "num_graphs": 6,
         "capture_seconds": 0.5,
         "graph_bytes": 2 * 1536,
+        "memory_taken": MemoryTaken()._asdict(),
         "seconds": 1.0,
         "lora_steps": {},
     }

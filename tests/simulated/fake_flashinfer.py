@@ -20,9 +20,11 @@ class Wrapper:
 
     def __init__(self, workspace: Tensor, **options: Any) -> None:
         self.is_static = options.get("use_cuda_graph", False)
-        self.begins = options.get("paged_kv_indptr_buffer")
-        self.blocks = options.get("paged_kv_indices_buffer")
-        self.last = options.get("paged_kv_last_page_len_buffer")
+        # Named otherwise by the wrapper of chunks.
+        kind = "buf" if "qo_indptr_buf" in options else "buffer"
+        self.begins = options.get(f"paged_kv_indptr_{kind}")
+        self.blocks = options.get(f"paged_kv_indices_{kind}")
+        self.last = options.get(f"paged_kv_last_page_len_{kind}")
         self.plans: list[str] = []
 
     def reset_workspace_buffer(self, workspace: Tensor, plan: Tensor) -> None:
@@ -34,6 +36,7 @@ class Wrapper:
         assert begins.dtype == blocks.dtype == last.dtype == torch.int32
         assert len(blocks) >= begins[-1]
         self.plans.append(kind)
+        self.splits = not options.get("disable_split_kv", False)
         self.ends = ends[0].tolist() if ends else list(range(len(last) + 1))
         if ends:
             assert options["causal"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
-from graphrt.compile import Compiled
+from graphrt.compile import Compiled, CustomOp
 from graphrt.errors import UnrecordedCodeError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent
 from graphrt_llm import LLMEngine
@@ -28,6 +28,27 @@ pytestmark = [
     # Of torch's own modules, as they are imported.
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]
+
+
+ROWS: list[int] = []
+
+
+@CustomOp.register("test_few")
+class Few(CustomOp):
+    operator, largest_size, optimized_for = "graphrt_test::few", 4, ("cpu",)
+
+    def forward_native(self, x, table):
+        table.add_(x.mean())
+        return torch.tanh(x) + x.shape[0]
+
+
+@torch.library.custom_op("graphrt_test::few", mutates_args=("table",))
+def few(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    ROWS.append(x.shape[0])
+    return Few.forward_native(None, x, table)
+
+
+few.register_fake(lambda x, table: torch.empty_like(x))
 
 
 class Store(torch.nn.Module):
@@ -204,3 +225,44 @@ def test_engine_with_compiled_pieces_generates_the_same_tokens(folder):
     expected = tokens(cudagraph_mode="NONE", level=0)
     found = tokens(level=3, backend="inductor", cache_dir=folder)
     assert found == expected
+
+
+def test_operator_of_few_rows_is_plain_in_pieces_for_more(tmp_path):
+    asked = {"backend": "inductor", "cache_dir": tmp_path, "level": 3, "splitting_ops": ()}
+
+    def run(rules, num_loaded, ranges):
+        config = RuntimeConfig(compilation=CompilationConfig(custom_ops=rules, **asked))
+        plan = resolve(config).compile
+        op, table = Few(plan, "cpu"), torch.zeros(3)
+        one = Compiled(lambda x: op(x * 2.0, table) * 3.0, plan, limits={"tokens": 8})
+        inputs = [torch.randn(size, 3) for size in (8, 4, 5, 1, 7)]
+        one.trace(lambda: one(inputs[0]), [(inputs[0], 0, "tokens")])
+        table.zero_()
+        found = [(one(x), table.clone()) for x in inputs]
+        assert one.report.num_loaded == num_loaded
+        assert [str(sizes) for sizes in one.report.ranges] == ranges
+        expected = torch.zeros(3)
+        for x, (result, state) in zip(inputs, found, strict=True):
+            plain = Few.forward_native(None, x * 2.0, expected) * 3.0
+            torch.testing.assert_close((result, state), (plain, expected))
+
+    for num_loaded in (0, 2):
+        ROWS.clear()
+        run("", num_loaded, ["1-4", "5-8"])
+        assert set(ROWS) == {4, 1}
+    ROWS.clear()
+    run("none", 0, ["1-8"])
+    assert ROWS == []
+
+
+def test_results_over_an_argument_stay_views_at_later_calls(tmp_path):
+    asked = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+    one = Compiled(lambda x: (x.view(-1), x + 1.0), plan, limits={"tokens": 8})
+    first = torch.zeros(4, 2)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (4, 3, 8):
+        x = torch.randn(size, 2)
+        view, more = one(x)
+        assert (view.shape, view.data_ptr()) == ((size * 2,), x.data_ptr())
+        assert torch.equal(more, x + 1.0)

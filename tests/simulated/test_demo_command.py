@@ -97,6 +97,7 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "num_graphs",
         "capture_seconds",
         "graph_bytes",
+        "memory_taken",
         "host_us_p50",
         "host_us_p99",
         "step_us_p50",

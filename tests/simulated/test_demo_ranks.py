@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo
 ASKED = ("--requests", "12", "--modes", "NONE,FULL_DECODE_ONLY", "--report", "none", "--json")
 
 
+@cache
 def demo(*asked: str) -> Any:
     command = [sys.executable, "-W", "error", "-m", "graphrt", "demo", *ASKED, *asked]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -30,6 +32,13 @@ def test_two_ranks_give_the_tokens_of_one() -> None:
     assert [part["num_requests"] for part in shared["ranks"]] == [6, 6]
     assert [list(part["modes"]) for part in shared["ranks"]] == [["NONE", "FULL_DECODE_ONLY"]] * 2
     assert shared["modes"] == shared["ranks"][0]["modes"]
+
+
+def test_ranks_that_share_layers_all_give_the_tokens_of_one() -> None:
+    shared = demo("--ranks", "2", "--tensor-parallel")
+    assert shared["tokens_identical"]
+    assert shared["tokens_digest"] == demo()["tokens_digest"]
+    assert [part["num_requests"] for part in shared["ranks"]] == [12, 12]
 
 
 def test_bad_input_of_all_ranks_ends_with_its_status() -> None:

@@ -158,7 +158,7 @@ def test_a_checkpoint_is_cast_to_the_dtype_asked_for(tmp_path, stored, asked):
         assert len(engine.generate([1, 2, 3])) == 16
         model = engine.runtime.runner.fn.model
         read = load_file(tmp_path / "model.safetensors")
-        for name, _, weight in model.checkpoint_tensors():
+        for name, _, weight, _ in model.checkpoint_tensors():
             assert torch.equal(weight, read[name].to(getattr(torch, asked)))
 
 

@@ -148,7 +148,7 @@ def test_a_static_wrapper_serves_growing_and_padded_batches(wrappers):
 @settings(max_examples=30, deadline=None)
 @given(query_len=st.integers(2, 4), data=st.data())
 def test_drafts_in_a_full_graph_see_what_is_before_them(query_len, data):
-    """Growing and padded batches of one wrapper, whose rows are the tokens."""
+    """Growing and padded batches of one wrapper."""
     with pytest.MonkeyPatch.context() as patch:
         made = fake_flashinfer.install(patch)
         cache = random_cache()
@@ -157,7 +157,7 @@ def test_drafts_in_a_full_graph_see_what_is_before_them(query_len, data):
         assert backend.support is AttentionSupport.UNIFORM_BATCH
         backend.prepare(decode_key(4, query_len), None)
         [static] = [wrapper for wrapper in made if wrapper.is_static]
-        assert len(static.last) == 4 * query_len
+        assert len(static.last) == 4
         before = st.integers(0, BLOCK * MAX_BLOCKS - query_len)
         for seed in range(2):
             starts = data.draw(st.lists(before, min_size=1, max_size=4))
@@ -165,6 +165,21 @@ def test_drafts_in_a_full_graph_see_what_is_before_them(query_len, data):
             compare(backend, cache, spans, decode_key(4, query_len), seed)
             compare(backend, cache, spans, None, seed)
         assert [wrapper for wrapper in made if wrapper.is_static] == [static]
+
+
+def test_graphs_of_drafts_split_while_the_workspace_suffices(wrappers, monkeypatch):
+    """FlashInfer reserves tiles of 128 rows of float32 for each request, 4 heads of 16."""
+    limits = replace(LIMITS, query_len=2)
+    tables = np.ones((1, MAX_BLOCKS), np.int64)
+    batch = AttentionMetadata(np.array([2]), np.array([9]), tables)
+    for tiles, splits in ((1000, True), (60, False)):
+        monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", tiles * 128 * 4 * 17 * 4)
+        backend = make_attention("flashinfer", random_cache(), limits)
+        for num_reqs in (1, 6):
+            backend.prepare(decode_key(num_reqs, 2), None)
+            backend.prepare(decode_key(num_reqs, 2), batch)
+            static = [wrapper for wrapper in wrappers if wrapper.is_static][-1]
+            assert static.splits is splits
 
 
 def test_padding_rows_read_one_token_of_the_null_block(wrappers):
@@ -177,6 +192,13 @@ def test_padding_rows_read_one_token_of_the_null_block(wrappers):
         assert begins.tolist() == [0, 3, 4, 5, 6]
         assert last.tolist() == [1, 4, 1, 1]
         assert blocks[:6].tolist() == [7, 8, 9, 3, 0, 0]
+    # With drafts as many tokens as they bring, here more than a block.
+    drafts = make_attention("flashinfer", random_cache(), replace(LIMITS, query_len=4))._staging
+    drafts._query_len = 6
+    drafts.stage(3, np.array([9]), tables[:1], BLOCK)
+    begins, blocks, last = drafts.host(3)
+    assert (begins.tolist(), last.tolist()) == ([0, 3, 5, 7], [1, 2, 2])
+    assert blocks.tolist() == [7, 8, 9, 0, 0, 0, 0]
     staging.stage(1, np.array([1]), np.array([[5, 6]]), BLOCK)
     begins, blocks, last = staging.host(1)
     assert (begins.tolist(), last.tolist(), blocks.tolist()) == ([0, 1], [1], [5])

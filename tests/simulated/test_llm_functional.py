@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from llm_paged import Step, key_of, make_step, shuffled_tables
 
-from graphrt import BatchDescriptor, ForwardContext, RuntimeMode
+from graphrt import BatchDescriptor, ForwardContext, RuntimeConfig, RuntimeMode, resolve
 from graphrt_llm.attention import LAYER, attention_operator, make_attention
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import CausalLM, ModelConfig, SplitLM
 from graphrt_llm.weights import random_weights
 
+PLAN = resolve(RuntimeConfig()).compile
 BLOCK_SIZE, MAX_BLOCKS, NUM_REQUESTS = 4, 8, 4
 NUM_BLOCKS = 1 + NUM_REQUESTS * MAX_BLOCKS
 CASES = {
@@ -73,7 +74,7 @@ def test_functional_layers_run_give_the_engines_bits(
     caches, logits = [make_cache(model, seed) for _ in range(2)], []
     for cache, is_split in zip(caches, (False, True), strict=True):
         backend = model.attention = make_attention("sdpa", cache)
-        ran = SplitLM(model, backend) if is_split else model
+        ran = SplitLM(model, backend, PLAN) if is_split else model
         logits.append(run(ran, backend, step, ids, key))
     assert torch.equal(*logits)
     assert torch.equal(caches[0].tensor, caches[1].tensor)
@@ -85,7 +86,7 @@ def test_functional_model_traced_once_serves_every_size(case: str) -> None:
 
     model = make_model(case)
     backend = make_attention("sdpa", make_cache(model))
-    split, graphs = SplitLM(model, backend), []
+    split, graphs = SplitLM(model, backend, PLAN), []
 
     def note(graph: torch.fx.GraphModule, inputs: object) -> object:
         graphs.append(graph)
@@ -127,7 +128,7 @@ def test_attention_operator_without_a_step_names_the_layers() -> None:
 def test_split_model_that_fails_keeps_no_shared_tensor() -> None:
     model = make_model("llama")
     backend = make_attention("sdpa", make_cache(model))
-    split = SplitLM(model, backend)
+    split = SplitLM(model, backend, PLAN)
     step, ids = make_batch([(0, 3)], 0)
     backend.prepare(key_of(step, "static"), step.metadata)
     with pytest.raises(AttentionBackendError):  # No forward context.

@@ -5,20 +5,30 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from array import array
 from dataclasses import replace
 from functools import cache
 from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings, strategies as st
 from llm_adapters import merge, record_logits, save_peft
 from llm_traffic import MODES, engine_config, prompt
 
 from graphrt import CompilationConfig, RanEager, Reason, Replayed, RuntimeConfig
-from graphrt_llm import EngineConfig, FinishReason, LLMEngine, ModelConfig, SamplingParams
+from graphrt_llm import (
+    EngineConfig,
+    FinishReason,
+    LLMEngine,
+    ModelConfig,
+    SamplingParams,
+    lora as lora_module,
+)
 from graphrt_llm.config import Limits
 from graphrt_llm.errors import AdapterError, AdapterInUseError, EngineConfigError, GraphrtError
+from graphrt_llm.kernels import EAGER, eager
 from graphrt_llm.lora import random_lora
 from graphrt_llm.request import Request
 from graphrt_llm.scheduler import AdapterSlots, Scheduler
@@ -208,6 +218,48 @@ def test_an_adapter_swapped_while_others_run_serves_its_tokens(overlap):
         assert tokens == {"stays": kept, "old": old[:3], "new": new}
         assert addresses == [memory.data_ptr() for memory in engine._lora.buffers()]
         assert engine.runtime.check_externals().is_unchanged
+
+
+class ByToken:
+    """What the kernel for few tokens computes, in shapes that a graph can hold."""
+
+    def __init__(self) -> None:
+        self.numbers_of_tokens = array("q")
+
+    def __call__(self, x, norm, eps, a, b, slots, ranks, parts, out, gated=None):
+        self.numbers_of_tokens.append(len(x))
+        rows = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
+        each = a.shape[1] // len(parts)
+        is_used = torch.arange(a.shape[1]) % each < ranks[:, None]
+        place = slots.clamp(min=0)
+        down = torch.einsum("ti,tri->tr", rows, a[place]) * is_used[place]
+        down *= (slots >= 0)[:, None]
+        out += torch.einsum("tr,tro->to", down, b[place])
+        if gated is not None:
+            eager.apply_gate(out, gated)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
+def test_few_tokens_have_their_adapters_added_by_the_kernel(mode, monkeypatch):
+    """Batches on both sides of the limit, and adapters of several ranks in one slot."""
+    load = [([prompt(n, 3), prompt(n + 1, 5), prompt(n, 9)], (f"{n}", None, "2")) for n in range(3)]
+    kernel, found = ByToken(), []
+    for add_lora in (None, kernel):
+        kernels = EAGER._replace(add_lora=add_lora)
+        monkeypatch.setattr(lora_module, "choose_kernels", lambda *_, kernels=kernels: kernels)
+        monkeypatch.setattr(lora_module, "MOST_TOKENS", 4)
+        config = lora_config(mode)
+        config = replace(config, dtype="float64", runtime=replace(config.runtime, max_loras=2))
+        with LLMEngine.tiny(config) as engine:
+            for number, rank in enumerate((8, 1, 5)):
+                engine.add_lora(str(number), seed=number, rank=rank)
+            engine.capture()
+            kernel.numbers_of_tokens = array("q")
+            found.append([engine.generate(asked, FOUR, loras=names) for asked, names in load])
+            assert not engine.runtime.report().missing
+            if add_lora is not None and mode == "NONE":
+                assert 1 < max(kernel.numbers_of_tokens) <= 4
+    assert found[0] == found[1]
 
 
 def test_captures_by_priority_reach_every_count():

@@ -140,6 +140,40 @@ def test_a_broken_adapter_is_an_error_by_name(tmp_path, break_it, error, named):
     assert named in str(raised.value)
 
 
+@pytest.mark.filterwarnings("ignore")  # Of the library, about others.
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_an_adapter_that_peft_saved_gives_its_logits(tmp_path, use_rslora):
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    hf = make_hf_model("Llama", {})
+    hf.save_pretrained(tmp_path / "model")
+    described = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=use_rslora,
+        target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+        init_lora_weights=False,  # Else B is zero, and the adapter does nothing.
+    )
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(hf, described).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokens, expected = [5, 9, 60, 2], []
+    with torch.no_grad():
+        for _ in range(4):
+            logits = adapted(torch.tensor([tokens])).logits[0, -1]
+            expected.append(logits)
+            tokens.append(int(logits.argmax()))
+    asked = replace(engine_config("FULL_AND_PIECEWISE", max_loras=2), dtype="float32")
+    with LLMEngine.from_model_dir(tmp_path / "model", asked) as engine:
+        engine.add_lora("a", tmp_path / "adapter")
+        engine.capture()
+        found = record_logits(engine)
+        params = SamplingParams(max_tokens=4)
+        assert engine.generate([tokens[:4]] * 2, params, loras=["a", None])[0] == tokens[4:]
+        torch.testing.assert_close(
+            torch.stack(found["request-0"]), torch.stack(expected), rtol=0, atol=1e-4
+        )
+
+
 @pytest.mark.parametrize("field", ["num_layers", "hidden_size"])
 def test_an_adapter_of_another_model_is_refused(tmp_path, field):
     other = replace(TINY, **{field: 2 * getattr(TINY, field)})

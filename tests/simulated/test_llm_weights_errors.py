@@ -33,7 +33,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
 def tensors_of(model: CausalLM) -> dict[str, Tensor]:
-    return {name: destination.clone() for name, _, destination in model.checkpoint_tensors()}
+    return {name: destination.clone() for name, _, destination, _ in model.checkpoint_tensors()}
 
 
 def save_single(directory: Path, tensors: dict[str, Tensor]) -> Path:

@@ -22,9 +22,11 @@ SCENARIOS = (
     "comparison fails and is raised",
     "interrupted",
     "mismatch",
+    "sampled comparison raises",
     "engines",
     "experts",
     "micro-batches",
+    "tensor parallel",
 )
 
 
@@ -115,6 +117,17 @@ def test_unequal_plans_name_the_first_line_that_differs() -> None:
         assert "(num_tokens=2) on rank 1" in told["text"]
 
 
+def test_sampled_comparison_of_one_rank_raises_on_all() -> None:
+    first, second = said_in("sampled comparison raises")
+    for rank, said in enumerate((first, second)):
+        served = [said[0], said[3]]
+        assert [(line["mode"], line["tokens"]) for line in served] == [("PIECEWISE", 2)] * 2
+        assert [said[n]["reason"] for n in (2, 5)] == ["CAPTURE_FAILED"] * 2, rank
+    for n, error in ((1, "ValueError"), (4, "InputMismatchError")):
+        assert (first[n]["error"], second[n]["error"]) == ("PeerFailedError", error)
+        assert f"a failure on rank 1: {error}" in first[n]["text"]
+
+
 def test_ranks_of_an_engine_give_the_tokens_of_one() -> None:
     for rank, said in enumerate(said_in("engines")):
         shared = {"same": True, "ranks": [rank, 2]}
@@ -133,9 +146,26 @@ def test_ranks_that_share_experts_give_the_tokens_of_one() -> None:
 
 
 def test_ranks_that_share_experts_split_their_steps() -> None:
-    for eager, graphs in said_in("micro-batches"):
+    for eager, graphs, unsplit in said_in("micro-batches"):
         assert (eager["same"], eager["split"]) == (True, 0)
         assert (graphs["same"], graphs["split"]) == (True, 8)
+        assert unsplit == {"same": True, "split": 0, "reasons": ["NOT_PROFITABLE", "NO_FULL_GRAPH"]}
+
+
+def test_ranks_that_share_layers_give_the_tokens_of_one() -> None:
+    for said in said_in("tensor parallel"):
+        assert all(line["largest"] < 1e-12 for line in said[:2])
+        runs = {line.pop("name"): line for line in said[2:-1]}
+        assert all(line["same"] and not line["missing"] for line in runs.values())
+        assert [name for name, line in runs.items() if not line["replayed"]] == ["eager"]
+        assert [name for name, line in runs.items() if line["split"]] == ["split"]
+        assert all(line["margin"] for line in runs.values())
+
+
+def test_ranks_that_share_layers_with_other_batches_all_raise() -> None:
+    for said, tokens in zip(said_in("tensor parallel"), (3, 23), strict=True):
+        assert said[-1]["error"] == "RankDesyncError"
+        assert f"(here: {tokens} tokens)" in said[-1]["notes"][0]
 
 
 def said_at_the_end(ended: Ended) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -18,11 +19,22 @@ from graphrt import (
     SimulatedDevice,
     StepMetrics,
     explain,
+    get_forward_context,
 )
 from graphrt.errors import MissError
+from graphrt.events import MemoryTaken
 from graphrt.runner.report import DeviceMemory
 
-LINES = ("pools of graphs", "executable graphs", "allocator, outside the pools", "the rest")
+LINES = (
+    "pools of graphs",
+    "executable graphs",
+    "tensors outside the pools",
+    "kept by the allocator",
+    "kernels and libraries, in warm-ups",
+    "the same, in captures",
+    "the same, in checks",
+    "the rest",
+)
 
 
 class FailsAt4(Toy):
@@ -42,7 +54,7 @@ def test_report_printed_has_a_row_for_each_key() -> None:
                 for line in text.splitlines()
             )
         assert "Policy FULL_AND_PIECEWISE" in text
-        assert all(line in text for line in LINES)
+        assert all(line in text for line in LINES[:2])
         assert "BatchDescriptor" not in text
 
 
@@ -58,12 +70,68 @@ def test_report_counts_shared_weights_once() -> None:
         assert report.held_bytes < sum(graph.memory.external_bytes for graph in report.graphs)
 
 
-def test_report_accounts_for_all_memory_taken() -> None:
+@pytest.mark.parametrize("at_most", [1, 3, 100])
+def test_report_accounts_for_all_memory_taken(at_most) -> None:
+    metrics = StepMetrics()
     with RuntimeLab() as lab:
-        before, after = lab.runtime.capture().memory
-        taken = before.free - after.free
-        assert taken > 0
-        assert taken == after.pools - before.pools + after.executables - before.executables
+        lab.runtime.runner._observer = metrics
+        while lab.runtime.capture_next(at_most):
+            pass
+        report = lab.runtime.report()
+        before, after = report.memory
+        taken = report.memory_taken
+        assert taken.total == before.free - after.free > 0
+        assert taken.pools == sum(g.pool.bytes() for g in lab.runtime.library.generations)
+        assert taken.pools + taken.executables == report.graph_bytes == taken.total
+        assert metrics.snapshot().memory_taken == taken
+
+
+class LoadsKernels(SimulatedDevice):
+    """Its driver loads kernels in one phase of a capture, and says so of free memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded = array("q", [0])
+
+    def load(self, num_bytes) -> None:
+        self.loaded[0] = num_bytes
+
+    def memory(self, pool=None):
+        reading = super().memory(pool)
+        return reading._replace(free_bytes=reading.free_bytes - self.loaded[0])
+
+
+@pytest.mark.parametrize("phase", ["warmup", "capture", "check"])
+def test_memory_past_the_allocator_is_of_its_phase(phase) -> None:
+    device = LoadsKernels()
+
+    def fn(input):
+        in_scope = get_forward_context().capture_scope is not None
+        now = "capture" if device.is_capturing() else "warmup" if in_scope else "check"
+        if now == phase:
+            device.load(12345)
+        return torch.relu(input)
+
+    with runner_of(fn, device=device) as runner:
+        taken = runner.capture().memory_taken
+        # An executable is what free memory fell by while it was recorded.
+        assert (taken.executables > 12345) is (phase == "capture")
+        expected = dict.fromkeys(("warmup", "capture", "check", "rest", "tensors", "cached"), 0)
+        expected |= {} if phase == "capture" else {phase: 12345}
+        assert {name: taken._asdict()[name] for name in expected} == expected
+        device.load(777)
+        assert runner.capture().memory_taken == taken, "nothing more was captured"
+    device.close()
+
+
+def test_memory_taken_between_phases_is_the_rest(monkeypatch) -> None:
+    device = LoadsKernels()
+    with runner_of(torch.relu, device=device) as runner:
+        # Called when all is checked.
+        monkeypatch.setattr(runner.library, "settle", lambda _: device.load(99))
+        taken = runner.capture().memory_taken
+        assert taken.rest == 99 == taken.total - taken.pools - taken.executables
+    device.close()
 
 
 @settings(max_examples=10, deadline=None)
@@ -101,27 +169,30 @@ def test_padding_counted_for_two_runners_together_is_not_told() -> None:
         assert {graph.padding_percent for graph in one.report().graphs} == {None}
 
 
-def test_memory_that_is_named_adds_up_to_what_was_taken() -> None:
-    before = DeviceMemory(free=1 << 30, reserved=1 << 20, pools=0, executables=0)
-    after = DeviceMemory(
-        free=(1 << 30) - (15 << 20), reserved=9 << 20, pools=5 << 20, executables=4 << 20
-    )
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(-(1 << 40), 1 << 40), min_size=8, max_size=8))
+def test_each_part_of_memory_taken_is_shown_or_zero(parts) -> None:
+    here = DeviceMemory(free=1 << 30, reserved=1 << 20, pools=0, executables=0, tensors=0)
+    taken = MemoryTaken(*parts)
     with runner_of(torch.relu) as runner:
-        text = str(replace(runner.report(), memory=(before, after)))
-    found = {line.rpartition("  ")[0].strip(): line.split()[-2:] for line in text.splitlines()}
-    sizes = [float(found[name][0]) for name in LINES]
-    assert sizes == [5.0, 4.0, 3.0, 3.0]
-    assert float(found["taken"][0]) == sum(sizes)
+        text = str(replace(runner.report(), memory=(here, here), memory_taken=taken))
+    shown = {line.rpartition("  ")[0].strip(): line for line in text.splitlines()}
+    for name, num_bytes in zip(LINES, parts, strict=True):
+        assert (name in shown) is (num_bytes != 0)
+        if num_bytes:
+            assert ("-" in shown[name].split(name)[1]) is (num_bytes < 0)
+    assert taken.plus(MemoryTaken(*(-part for part in parts))) == MemoryTaken()
+    assert taken.total == sum(parts)
 
 
-def runner_of(fn, observer=None, **options) -> CUDAGraphRunner:
+def runner_of(fn, observer=None, device="simulated", **options) -> CUDAGraphRunner:
     return CUDAGraphRunner(
         fn,
         inputs=[BufferSpec("input", ("tokens",), torch.float32)],
         outputs=OutputSpec({"": "tokens"}),
         sizes={"tokens": [4, 8]},
         examples=lambda sizes, seed: {"input": torch.arange(sizes["tokens"]) + 1.0 * seed},
-        device="simulated",
+        device=device,
         observer=observer,
         **options,
     )

@@ -1,4 +1,4 @@
-"""What a ``Runtime`` works out by itself: a config from few wishes, sizes from values."""
+"""What a ``Runtime`` works out by itself: a config from few options, sizes from values."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def make(model=lambda ids: ids + 1, **options) -> Runtime:
     return Runtime(model, **{**given, **options})
 
 
-# -- flat wishes
+# -- flat options
 
 
 @pytest.mark.parametrize("mode", ["full_decode_only", CUDAGraphMode.FULL_DECODE_ONLY])
 @pytest.mark.parametrize("sizes", [[4, 1, 2], (1, 2, 4), range(1, 5)])
-def test_flat_wishes_resolve_as_their_fields_do(mode, sizes):
+def test_flat_options_resolve_as_their_fields_do(mode, sizes):
     with make(mode=mode, sizes=sizes, max_num_seqs=3, max_num_batched_tokens=32) as runtime:
         assert runtime.config == RuntimeConfig(
             compilation={"cudagraph_mode": mode, "cudagraph_capture_sizes": list(sizes)},
@@ -58,7 +58,7 @@ def test_flat_wishes_resolve_as_their_fields_do(mode, sizes):
 
 
 @pytest.mark.parametrize(
-    ("wish", "named"),
+    ("option", "named"),
     [
         ({"mode": "FUL"}, "mode: 'FUL'"),
         ({"mode": 3}, "mode: 3"),
@@ -69,17 +69,17 @@ def test_flat_wishes_resolve_as_their_fields_do(mode, sizes):
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens: 'many'"),
     ],
 )
-def test_flat_wish_that_is_wrong_is_named_as_asked(wish, named):
+def test_flat_option_that_is_wrong_is_named_as_asked(option, named):
     with pytest.raises(ConfigError, match=named) as raised:
-        make(**wish)
+        make(**option)
     assert "cudagraph" not in str(raised.value)
 
 
-@pytest.mark.parametrize("wish", [{"mode": "FULL"}, {"sizes": [1]}, {"max_num_seqs": 4}])
-def test_flat_wish_beside_a_config_names_both(wish):
-    [name] = wish
+@pytest.mark.parametrize("option", [{"mode": "FULL"}, {"sizes": [1]}, {"max_num_seqs": 4}])
+def test_flat_option_beside_a_config_names_both(option):
+    [name] = option
     with pytest.raises(ConfigError, match=rf"{name}=.* and config\."):
-        make(config=RuntimeConfig(), **wish)
+        make(config=RuntimeConfig(), **option)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +30,10 @@ from graphrt import (
 from graphrt.batch import UBatchReason
 from graphrt.errors import BatchError, ConfigError, VerificationError
 from graphrt.parallel import RankVote, SplitRules, agree, settle
+from graphrt.runner import CUDAGraphRunner
 from graphrt.ubatch import wants_split
+
+UB = UBatchReason
 
 WIDTH = 4
 SPLIT = {"num_ubatches": 2, "decode_token_threshold": 4, "prefill_token_threshold": 12}
@@ -331,6 +335,41 @@ def test_metrics_count_splits_and_why_not() -> None:
     assert found.unsplit_reasons == {UBatchReason.BELOW_THRESHOLD: 1}
     assert found.merge(found).split_steps == 4
     assert found.miss_reasons() == {Reason.MODE_NONE: 3}
+
+
+def test_size_that_is_not_faster_in_micro_batches_is_not_split(monkeypatch: Any) -> None:
+    module = sys.modules["graphrt.runtime.runtime"]
+    monkeypatch.setattr(module, "_TIMED_DEVICES", ("simulated",))
+    timed = []
+
+    def time_replays(runner: Any, keys: Any) -> list[int]:
+        times = CUDAGraphRunner.measured(runner, keys)  # type: ignore[attr-defined]
+        assert all(0 < each < 10**9 for each in times)
+        timed.append([key for _, key in keys])
+        return [3_000_000, 2_000_000 if keys[0][1].num_tokens == 8 else 4_000_000]
+
+    monkeypatch.setattr(CUDAGraphRunner, "measured", CUDAGraphRunner.time_replays, raising=False)
+    monkeypatch.setattr(CUDAGraphRunner, "time_replays", time_replays)
+    served = Served()
+    served.runtime.capture()
+    served.runtime.capture()
+    assert [split.num_tokens for split, _ in timed] == [16, 8, 4]
+    assert all(split == replace(whole, num_ubatches=2) for split, whole in timed)
+    why = {n: served.step([1] * n).ubatch_reason for n in (16, 8, 7, 4)}
+    assert why == {16: None, 8: UB.NOT_PROFITABLE, 7: UB.NOT_PROFITABLE, 4: None}
+    report = served.runtime.report()
+    assert {key.num_tokens: ms for key, ms in report.split_ms.items()} == {
+        16: (3.0, 4.0),
+        8: (3.0, 2.0),
+        4: (3.0, 4.0),
+    }
+    assert "2 sizes are split, 1 are not" in str(report)
+    served.runtime.close()
+    other = Served(ubatch={**SPLIT, "auto_off": False})
+    other.runtime.capture()
+    assert len(timed) == 3
+    assert other.step([1] * 8).ubatch_reason is None
+    other.runtime.close()
 
 
 def test_compiled_models_are_not_split_yet() -> None:

@@ -256,7 +256,7 @@ def test_memory_counts_pools_and_nodes() -> None:
     device = SimulatedDevice(driver_bytes=1 << 20)
     x, pool = torch.ones(1024), device.new_pool()
     before = device.memory(pool)
-    assert before == (1 << 20, 1 << 20, 0, 0)
+    assert before == (1 << 20, 1 << 20, 0, 0, 0)
     graph, _out = record(device, pool, lambda: x + 1)
     after = device.memory(pool)
     assert after.pool_bytes == after.reserved_bytes == 4096

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from io import StringIO
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -19,45 +20,6 @@ from graphrt.dispatch import CUDAGraphDispatcher
 from graphrt.errors import BatchError, ConfigError, ConfigProblem
 from graphrt.files import open_regular, parse_json, read_at_most
 
-COMPILATION_KEYS = (
-    "level",
-    "cudagraph_mode",
-    "cudagraph_capture_sizes",
-    "max_cudagraph_capture_size",
-    "cudagraph_specialize_lora",
-    "cudagraph_copy_inputs",
-    "backend",
-    "use_inductor",
-    "splitting_ops",
-    "compile_sizes",
-    "compile_ranges_endpoints",
-    "dynamic_shapes",
-    "guard_policy",
-    "custom_ops",
-    "pass_config",
-    "inductor_passes",
-    "inductor_compile_config",
-    "use_inductor_graph_partition",
-    "cache_dir",
-    "compile_cache",
-    "debug_dump_path",
-)
-RUNTIME_KEYS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_speculative_tokens",
-    "max_loras",
-    "lora_capture",
-    "ubatch",
-)
-FACT_KEYS = (
-    "attention_support",
-    "piecewise_available",
-    "num_sms",
-    "device",
-    "attention_ops",
-    "tp_size",
-)
 BATCH_KEYS = ("num_tokens", "uniform", "num_active_loras", "exclude")
 STDIN = "-"
 MOST_CONFIG_BYTES = 4 * 2**20
@@ -162,6 +124,13 @@ def parse_config(text: str) -> tuple[Any, list[str]]:
     # blank lines, because an error counts lines.
     lines = ("" if line.lstrip().startswith("//") else line for line in text.split("\n"))
     return parse_json("\n".join(lines))
+
+
+# The sample has every key, in the order in which it is told.
+_SAMPLE = parse_config(SAMPLE)[0]
+COMPILATION_KEYS = tuple(_SAMPLE["compilation"])
+FACT_KEYS = tuple(item.name for item in fields(Facts) if item.name in _SAMPLE)
+RUNTIME_KEYS = tuple(name for name in _SAMPLE if name not in ("compilation", *FACT_KEYS))
 
 
 def read_config(source: str) -> tuple[RuntimeConfig, Facts]:

@@ -10,19 +10,39 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import torch_api
 from graphrt.compile.backends import BlackBox, Compiler, Job, find_backend
+from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
 from graphrt.compile.effects import Description, refuse_hidden_reads, refuse_shared_writes
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.inductor import Inductor
-from graphrt.compile.ranges import Axis, Forms, Range, Symbols, ranges_of, refuse_shape_guards
-from graphrt.compile.splitter import Piece, PieceInfo, SplittingOps, Wrap, cut, stitch
+from graphrt.compile.ranges import (
+    Axis,
+    Forms,
+    Range,
+    Symbols,
+    cut_at,
+    ranges_of,
+    refuse_shape_guards,
+)
+from graphrt.compile.splitter import (
+    Piece,
+    PieceInfo,
+    SplittingOps,
+    Wrap,
+    cut,
+    operator_of,
+    stitch,
+    structure_of,
+    written_out,
+)
 from graphrt.config import CompilePlan
 from graphrt.errors import CompileError, ContractError, RecompileError, ShapeGuardError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
@@ -325,6 +345,8 @@ class _Compilation:
         self._env: Any = None
         self._run: Callable[..., Any] | None = None
         self._given: list[str] = []
+        self._names: Mapping[Any, str] = {}
+        """Axes by symbol."""
         self._traced: Symbols | None = None
         self._limits: Mapping[str, int] = owner._limits
         self._plan: CompilePlan = owner._plan
@@ -341,6 +363,7 @@ class _Compilation:
         """That of ranges and sizes."""
         most = self._limits.get(self.axis, 1)
         self.ranges = ranges_of(self._plan.ranges, self._plan.sizes, most)
+        self._sized: dict[str, SizedForm] = {}
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo is to call."""
@@ -352,9 +375,13 @@ class _Compilation:
         symbols = self._traced = self._symbols(graph, inputs)
         mode = TracingContext.get().fake_mode
         self._env = None if mode is None else mode.shape_env
-        names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
-        impls = owner._impls
-        pieces, self.unmatched = cut(graph, owner._ops, impls, names, self._compiler.is_opaque)
+        self._names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
+        if self._compiler.name == "inductor":
+            called = {operator_of(node) for node in graph.graph.nodes}
+            self._sized = {name: form for name, form in sized_forms().items() if name in called}
+            self.ranges = cut_at(self.ranges, {form.largest_size for form in self._sized.values()})
+        impls, is_opaque = owner._impls, self._compiler.is_opaque
+        pieces, self.unmatched = cut(graph, owner._ops, impls, self._names, is_opaque)
         owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
         if self._compiler.is_opaque:
@@ -423,7 +450,9 @@ class _Compilation:
         for sizes in wanted:
             began = perf_counter()
             mode, inputs = symbols.inputs(piece.inputs, self.axis, sizes)
-            job = Job(piece.module, inputs, piece.name, piece.structure, sizes, bounds)
+            with mode, enable_python_dispatcher():
+                module, structure = self._module_for(piece, sizes, inputs)
+            job = Job(module, inputs, piece.name, structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
             if mode.shape_env is not None:
@@ -439,6 +468,20 @@ class _Compilation:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
         return Forms(forms, place, self.axis)
+
+    def _module_for(
+        self, piece: Piece, sizes: Range, inputs: Sequence[Any]
+    ) -> tuple[fx.GraphModule, str]:
+        """The piece, with plain forms of what is an operator for smaller sizes; its structure."""
+        plain = {
+            name: form.plain
+            for name, form in self._sized.items()
+            if sizes.start > form.largest_size
+        }
+        if not any(operator_of(node) in plain for node in piece.nodes):
+            return piece.module, piece.structure
+        module = written_out(piece.module, plain, inputs)
+        return module, structure_of(module, self._names)
 
 
 def _names(graph: fx.GraphModule) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from graphrt.errors import ConfigError, ConfigProblem
 Op = TypeVar("Op", bound="CustomOp")
 
 _REGISTERED: dict[str, type[CustomOp]] = {}
+_NO_SELF: Any = None
 
 
 class CustomOp(torch.nn.Module):
@@ -30,6 +32,11 @@ class CustomOp(torch.nn.Module):
     form calls must itself be traceable: torch's operators, or one registered with a fake kernel.
     Both take and return the same.
 
+    ``operator`` instead of ``forward_optimized``: the name, ``ns::op``, of a registered operator
+    that is the optimised form. It may have a ``largest_size``: the largest batch for which it is
+    faster than what Inductor makes of the plain form, which pieces for larger ones then have. The
+    plain form then uses nothing of ``self``, and branches on no tensor.
+
     ``plan``: Whose rules decide, ``resolve(...).compile``. ``device``: the kind of the tensors it
     will be called with. ``is_enabled``: whether the rules want the optimised form; without one for
     the device, the plain form runs all the same, which ``is_optimized`` tells.
@@ -38,6 +45,8 @@ class CustomOp(torch.nn.Module):
 
     name: ClassVar[str] = ""
     optimized_for: ClassVar[tuple[str, ...]] = ("cuda",)
+    operator: ClassVar[str] = ""
+    largest_size: ClassVar[int | None] = None
 
     def __init__(self, plan: CompilePlan, device: str | torch.device) -> None:
         super().__init__()
@@ -48,7 +57,8 @@ class CustomOp(torch.nn.Module):
                 found="one that is not",
                 do="put @CustomOp.register(...) above it",
             )
-        has_form = type(self).forward_optimized is not CustomOp.forward_optimized
+        kind = type(self)
+        has_form = bool(kind.operator) or kind.forward_optimized is not CustomOp.forward_optimized
         self.is_enabled = self.enabled(plan)
         self.is_optimized = (
             self.is_enabled and has_form and torch.device(device).type in self.optimized_for
@@ -84,13 +94,15 @@ class CustomOp(torch.nn.Module):
         """Whether the rules of ``plan`` want the optimised form.
 
         A rule with its name decides, then ``all`` or ``none``; else it is wanted, except where
-        Inductor compiles the pieces, because it fuses plain forms by itself.
+        Inductor compiles the pieces, because it fuses plain forms by itself: there only up to its
+        ``largest_size``.
         """
         if f"+{cls.name}" in plan.custom_ops or f"-{cls.name}" in plan.custom_ops:
             return f"+{cls.name}" in plan.custom_ops
         if "all" in plan.custom_ops or "none" in plan.custom_ops:
             return "all" in plan.custom_ops
-        return (plan.level, plan.backend) != (CompilationLevel.PIECEWISE, "inductor")
+        fuses_plain = (plan.level, plan.backend) == (CompilationLevel.PIECEWISE, "inductor")
+        return cls.largest_size is not None or not fuses_plain
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_optimized:
@@ -103,7 +115,26 @@ class CustomOp(torch.nn.Module):
 
     def forward_optimized(self, *args: Any, **kwargs: Any) -> Any:
         """The same, faster."""
-        raise NotImplementedError(f"{type(self).__qualname__}.forward_optimized")
+        if not self.operator:
+            raise NotImplementedError(f"{type(self).__qualname__}.forward_optimized")
+        namespace, _, name = self.operator.partition("::")
+        return getattr(getattr(torch.ops, namespace), name)(*args, **kwargs)
+
+
+class SizedForm(NamedTuple):
+    """What stands in place of an operator in pieces for larger batches."""
+
+    plain: Callable[..., Any]
+    largest_size: int
+
+
+def sized_forms() -> dict[str, SizedForm]:
+    """Of every operator that is the optimised form of an operation with a ``largest_size``."""
+    return {
+        kind.operator: SizedForm(partial(kind.forward_native, _NO_SELF), kind.largest_size)
+        for kind in _REGISTERED.values()
+        if kind.operator and kind.largest_size is not None
+    }
 
 
 class CustomOpCounts(NamedTuple):

@@ -60,7 +60,8 @@ class Inductor:
         on_cpu = all(one.device.type == "cpu" for one in _tensors(job))
         if job.sizes.is_static and not on_cpu:
             options = {"max_autotune": True, "coordinate_descent_tuning": True, **options}
-        return torch_api.compile_by_inductor(job.module, job.inputs, options)
+        sizes = f"{job.sizes}, {job.bounds}"
+        return torch_api.compile_by_inductor(job.module, job.inputs, options, sizes)
 
     def _entry(self, job: Job) -> tuple[CompileCache, str]:
         devices = {one.device for one in _tensors(job)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -45,6 +45,19 @@ def ranges_of(
     """Ranges, then exact sizes, cut to ``most``: the largest size of the axis."""
     cut = [Range(start, min(end or most, most)) for start, end in ranges if start <= most]
     return (*(cut or [Range(1, most)]), *(Range(size, size, True) for size in sizes))
+
+
+def cut_at(ranges: Sequence[Range], ends: Iterable[int]) -> tuple[Range, ...]:
+    """``ranges``, and in place of one that goes on beyond one of ``ends``, its two parts."""
+    for end in ends:
+        parts = [
+            (Range(one.start, end), Range(end + 1, one.end))
+            if one.start <= end < one.end
+            else (one,)
+            for one in ranges
+        ]
+        ranges = [one for part in parts for one in part]
+    return tuple(ranges)
 
 
 class Forms:

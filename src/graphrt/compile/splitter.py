@@ -192,7 +192,7 @@ def cut(
                 inputs,
                 outputs,
                 module,
-                _structure(module, axes),
+                structure_of(module, axes),
             )
         )
     return Cut(tuple(pieces), tuple(name for name in ops.names if name not in matched))
@@ -296,7 +296,50 @@ def extract(
     return fx.GraphModule(graph, piece)
 
 
-def _structure(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
+def operator_of(node: fx.Node) -> str:
+    """``ns::op`` of what a node calls; "" where that is no operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return getattr(target, "_qualified_op_name", "")
+
+
+def written_out(
+    module: fx.GraphModule, plain: Mapping[str, Callable[..., Any]], inputs: Sequence[Any]
+) -> fx.GraphModule:
+    """``module`` with what the functions do in place of operators of these names; ``inputs``: fake
+    ones of it."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def proxied(used: fx.Node) -> Any:
+        return fx.Proxy(copies[used], tracer)
+
+    for node in module.graph.nodes:
+        function = plain.get(operator_of(node))
+        if function is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        args: Any = fx.node.map_arg(node.args, proxied)
+        made = function(*args, **fx.node.map_arg(node.kwargs, proxied))
+        if made is not None:
+            copies[node] = made.node
+    written = fx.GraphModule(module, graph)
+    _Examples(written).run(*inputs)
+    return written
+
+
+class _Examples(fx.Interpreter):
+    """Keeps the value of each node, without which torch takes no graph into its caches."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        n.meta.setdefault("example_value", value)
+        return value
+
+
+def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
     """A hash of what a piece computes, without the names of its values and of symbols."""
     # Symbols that are no axis are counted in order of their first use.
     symbols: dict[Any, Any] = {symbol: sympy.Symbol(name) for symbol, name in axes.items()}
@@ -330,7 +373,7 @@ def _structure(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
         elif node.op == "get_attr":
             constant = operator.attrgetter(str(target))(module)
             if isinstance(constant, fx.GraphModule):
-                line = _structure(constant, axes)
+                line = structure_of(constant, axes)
             else:
                 line = f"{told(constant)} {_digest(constant)}"
         else:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -73,16 +73,20 @@ def stock_compile(
 
 
 def compile_by_inductor(
-    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], sizes: str
 ) -> Any:
     """An artifact that is called with what the piece takes. ``inputs``: fake; their mode is the
-    current tracing context's."""
-    return torch._inductor.standalone_compile(
-        module,
-        list(inputs),
-        dynamic_shapes="from_tracing_context",
-        options={"config_patches": dict(options)},
-    )
+    current tracing context's. ``sizes``: names all that they may have.
+    """
+    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends.
+    config = cast(Any, torch.compiler).config
+    with config.patch(cache_key_tag=f"{config.cache_key_tag} {sizes}"):
+        return torch._inductor.standalone_compile(
+            module,
+            list(inputs),
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": dict(options)},
+        )
 
 
 def to_bytes(artifact: Any) -> bytes | None:
@@ -105,12 +109,47 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
 
 
 def fast_call(artifact: Any) -> Callable[..., Any]:
-    """What calling ``artifact`` calls, without the frame that keeps Dynamo off: what calls pieces
-    is kept off by it already. ``artifact`` itself where torch keeps it otherwise."""
-    call = getattr(artifact, "_compiled_fn", artifact)
-    if getattr(call, "_torchdynamo_disable", False):
-        call = getattr(call, "__wrapped__", call)
-    return call  # type: ignore[no-any-return]
+    """What calling ``artifact`` calls at its bottom, from the second call on: code of Inductor, out
+    of the frames of AOTAutograd. ``artifact`` itself where these change arguments or results."""
+    slow = getattr(artifact, "_compiled_fn", artifact)
+    if getattr(slow, "_torchdynamo_disable", False):
+        # What calls pieces keeps Dynamo off already.
+        slow = getattr(slow, "__wrapped__", slow)
+    fast: Callable[[list[Any]], Any] | None = None
+    is_known = False
+
+    def other_call(args: tuple[Any, ...]) -> Any:
+        nonlocal fast, is_known
+        seen: list[tuple[Any, list[Any], Any]] = []
+
+        def look(graph: Any, inputs: Any, run: Callable[[Any, Any], Any]) -> Any:
+            given = list(inputs)
+            found = run(graph, inputs)  # It empties ``inputs``.
+            seen.append((graph.current_callable, given, found))
+            return found
+
+        if is_known or _compiled_code.is_watched:
+            return slow(*args)
+        with _compiled_code.watched(look):
+            results = slow(*args)
+        is_known = True
+        if len(seen) == 1 and _are_same(seen[0][1], args) and _are_same(seen[0][2], results):
+            fast = seen[0][0]
+        return results
+
+    watchers = _compiled_code.watchers
+
+    def call(*args: Any) -> Any:
+        return fast(list(args)) if fast is not None and not watchers else other_call(args)
+
+    return call
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """The same tensors, and equal numbers."""
+    return len(some) == len(others) and all(
+        a is b or (isinstance(a, int) and a == b) for a, b in zip(some, others, strict=True)
+    )
 
 
 def inductor_options() -> Mapping[str, Any]:
@@ -165,53 +204,67 @@ def device_name(device: torch.device) -> str:
     return f"{CacheBase.get_system()['device']} {DeviceProperties.create(device)}"
 
 
-# -- the alarm
+# -- calls of compiled code
 
 
-class _CompiledCodeAlarm:
-    """Makes Inductor's code raise on the threads that record, because no recorder sees it run."""
+Watcher = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
+"""Is called in place of compiled code: with its graph, its inputs, and what runs it."""
+
+
+class _CompiledCode:
+    """Has the calls of Inductor's code on this thread made by a ``Watcher``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._threads: list[int] = []
+        self.watchers: dict[int, list[Watcher]] = {}
+        """By thread, the one that counts last."""
         self._original: Any = None
 
-    def enter(self) -> None:
+    @property
+    def is_watched(self) -> bool:
+        """On this thread."""
+        return bool(self.watchers.get(threading.get_ident()))
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        thread = threading.get_ident()
         with self._lock:
-            if not self._threads:
+            if not self.watchers:
                 self._original = original = CompiledFxGraph.__call__
 
                 def call(graph: Any, inputs: Any) -> Any:
-                    if threading.get_ident() in self._threads:
-                        raise _unrecorded()
-                    return original(graph, inputs)
+                    watchers = self.watchers.get(threading.get_ident())
+                    if not watchers:
+                        return original(graph, inputs)
+                    return watchers[-1](graph, inputs, original)
 
                 CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
-            self._threads.append(threading.get_ident())
-
-    def leave(self) -> None:
-        with self._lock:
-            self._threads.remove(threading.get_ident())
-            if not self._threads:
-                CompiledFxGraph.__call__ = self._original  # type: ignore[method-assign]
-                self._original = None
-
-
-_alarm = _CompiledCodeAlarm()
-
-
-@contextmanager
-def compiled_code_refused() -> Iterator[None]:
-    """While entered, code of Inductor that this thread runs raises ``UnrecordedCodeError``."""
-    _alarm.enter()
-    try:
-        yield
-    finally:
-        _alarm.leave()
+            self.watchers.setdefault(thread, []).append(watcher)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.watchers[thread].remove(watcher)
+                if not self.watchers[thread]:
+                    del self.watchers[thread]
+                if not self.watchers:
+                    CompiledFxGraph.__call__ = self._original  # type: ignore[method-assign]
+                    self._original = None
 
 
-def _unrecorded() -> UnrecordedCodeError:
-    return UnrecordedCodeError(
+_compiled_code = _CompiledCode()
+
+
+def compiled_code_refused() -> AbstractContextManager[None]:
+    """While entered, code of Inductor that this thread runs raises ``UnrecordedCodeError``.
+
+    No recorder sees what it launches.
+    """
+    return _compiled_code.watched(_refuse)
+
+
+def _refuse(graph: Any, inputs: Any, run: Any) -> Any:
+    raise UnrecordedCodeError(
         "compiled code in a recording",
         expected="compiled pieces of the runtime, each recorded as one node",
         found=f"code of Inductor that was called directly, at {caller_source().with_text}",

@@ -47,7 +47,7 @@ PASS_FLAGS = (
 )
 """Of ``PassConfig``: what level 3 alone does, all off unless asked for."""
 
-# What other engines keep in the same class as the wishes, and where graphrt has it.
+# What other engines keep in the same class as the options, and where graphrt has it.
 _ELSEWHERE = {
     "max_capture_size": "Plan.max_capture_size has it",
     "bs_to_padded_graph_size": "Plan.padding_table has it",

@@ -42,6 +42,8 @@ class UBatchConfig:
     ``num_comm_sms``: Multiprocessors left to communication while a split step runs.
     ``allow_eager``: Split large batches that no split graph serves eagerly. False: they are not
       split.
+    ``auto_off``: On a GPU, a ``Runtime`` times each split graph and its unsplit twin once both are
+      captured, and leaves a size unsplit (``NOT_PROFITABLE``) where that is not slower.
     ``stall_timeout_s``: Seconds without a hand-over after which a split step or its capture is
       given up.
     """
@@ -51,6 +53,7 @@ class UBatchConfig:
     prefill_token_threshold: Tokens = 512
     num_comm_sms: Annotated[int, Field(ge=0)] = 20
     allow_eager: bool = True
+    auto_off: bool = True
     stall_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
 
 
@@ -63,11 +66,14 @@ class RankConfig:
     ``step_timeout_s``: Most seconds that a rank waits for the others in a step.
     ``capture_timeout_s``: The same in a capture.
     ``check_every``: Steps between two comparisons among ranks that decide without a message.
+    ``same_batch``: The ranks share a model and see one batch, as with tensor parallelism: other
+      sizes than those of the other ranks are an error.
     """
 
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     capture_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     check_every: Positive = 256
+    same_batch: bool = False
 
 
 @config_class

@@ -393,7 +393,7 @@ def _compile_sizes(
 
 
 def _raise_if_adjusted(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> None:
-    # A default of these that is lowered was no wish; other defaults are None.
+    # A default of these that is lowered was not asked for; other defaults are None.
     implicit = {
         name for name in (LEVEL_FIELD, MODE_FIELD) if getattr(config.compilation, name) is None
     }

@@ -31,6 +31,8 @@ class MemoryReading(NamedTuple):
     total_bytes: int
     reserved_bytes: int
     """Held by the allocator, used or not."""
+    tensor_bytes: int
+    """Of these, blocks that tensors hold."""
     pool_bytes: int
     """Held by the pool that was passed; 0 without one."""
 
@@ -168,9 +170,10 @@ class Device(Protocol):
     def new_pool(self, handle: Any = None) -> Pool:
         """A fresh pool, or a view of the pool that ``handle`` names."""
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str, *, urgent: bool = False) -> Stream:
         """The persistent, non-default stream of this name, made on first use.
 
+        ``urgent``, where it is made: its kernels start before those that wait on other streams.
         Errors: ``ConfigError`` where the device has no more streams.
         """
 

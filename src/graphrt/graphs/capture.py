@@ -29,7 +29,7 @@ from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_
 from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
 from graphrt.graphs.library import Generation, GraphLibrary
 from graphrt.graphs.program import GraphMemory, Program
-from graphrt.graphs.reachable import Place
+from graphrt.graphs.reachable import Place, Reach, reach
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
@@ -94,13 +94,13 @@ def capture_program(
             state=options.state,
         )
         pool, kwargs = generation.pool, kwargs or {}
-        reads = _reads(library, recorder, fn, options, None)
-        frozen = reads.read_values()
         before = set(pool.live_blocks()), library.device.memory(pool)
         host = scope.host_of(fn)
         # No replay assigns anything again, and later captures reuse the memory.
         is_refused = partial(_is_of_recording, library.device, options.allow_escape)
         with host.run(is_first=options.warmups == 0, refuses=is_refused):
+            reads = _reads(library, recorder, fn, options, None, host.reach)
+            frozen = reads.read_values()
             with _context(scope, mode, key):
                 recorder.record(fn, args, kwargs, weak_outputs=options.weak_outputs)
             program = _make_program(
@@ -159,7 +159,7 @@ def _make_program(
     live_before, memory_before = before
     try:
         _refuse_escapes(recorder, pool, live_before, fn, options.allow_escape)
-        reads = _reads(library, recorder, fn, options, reads)
+        reads = _reads(library, recorder, fn, options, reads, partial(reach, fn))
         names = parameters_of(fn)
         externals = recorder.externals(reads, args, kwargs, options.keep_alive, names)
         written = [item for item in externals if item.written]
@@ -201,15 +201,21 @@ def _reads(
     fn: Callable[..., Any],
     options: CaptureOptions,
     known: Reads | None,
+    walk: Callable[[], Reach],
 ) -> Reads:
-    """What ``fn`` reaches now: of an earlier walk, where nothing was replaced since."""
+    """What ``fn`` reads now: of an earlier walk, where nothing was replaced since."""
     owner = (recorder.owner, recorder.mode)
+    is_before = known is None  # Tensors that moved are found after the recording.
     if known is None:
         programs = (p for g in reversed(library.generations) for p in reversed(g.programs))
         known = next((p.reads for p in programs if (p.owner, p.mode) == owner), None)
     # Eager segments read afresh at each replay what they read.
     breaks = recorder.mode is RuntimeMode.FULL
-    if known is not None and known.holds(fn, breaks=breaks):
+    if (
+        known is not None
+        and known.leads_to_the_same(fn, breaks=breaks)
+        and (is_before or known.has_same_tensors())
+    ):
         return known
     inputs = {
         tensor.untyped_storage().data_ptr()
@@ -223,7 +229,7 @@ def _reads(
         # it sets them anew in each run, and others may use the place between two runs.
         return library.device.owns(tensor) or tensor.untyped_storage().data_ptr() in inputs
 
-    return Reads(fn, is_ours, options.prepared, breaks=breaks)
+    return Reads(fn, is_ours, options.prepared, breaks=breaks, reached=walk())
 
 
 def _captured(program: Program, seconds: float) -> Captured:

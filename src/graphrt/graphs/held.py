@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from operator import is_
+from itertools import compress
+from operator import is_not, length_hint, ne
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.graphs.reachable import (
     MISSING,
     Place,
+    Reach,
     attributes_of,
     entries_of,
     is_host_scalar,
@@ -105,25 +107,9 @@ class Reads:
     """What one callable reads besides its arguments, as a walk found it.
 
     It is shared by the programs of the callable. ``prepared``: resources; what they set before
-    each run is no change. ``breaks``: see ``reach``.
+    each run is no change. ``breaks`` False: without what break points alone reach. ``reached``:
+    what a walk has just found; None to walk now.
     """
-
-    __slots__ = (
-        "_boxes",
-        "_later",
-        "_links_look",
-        "_named",
-        "_sizes",
-        "_tensors_look",
-        "_touched",
-        "breaks",
-        "links",
-        "places",
-        "prepared",
-        "target",
-        "tensors",
-        "values",
-    )
 
     def __init__(
         self,
@@ -132,30 +118,28 @@ class Reads:
         prepared: Iterable[object] = (),
         *,
         breaks: bool = True,
+        reached: Reach | None = None,
     ) -> None:
         self.target = target
         self.breaks = breaks
         self._later: Reads | None = None
-        found = reach(target, breaks=breaks)
+        found = reached or reach(target)
+        if not breaks:
+            found = found.outside_breaks or found
         of_resources = _parts_of(prepared)
         values: list[Place] = []
         links: list[Place] = []
         tensors: list[HeldTensor] = []
-        prepared_names: set[str] = set()
-        self.places: dict[str, list[Place]] = {}
-        """By path; two variables of different functions may have one name."""
         owned: dict[int, bool] = {}
-        for place in found.places:
+        self._found = [
+            place
+            for place in found.places
+            if place.is_named or (_is_tensor(place.value) and _is_module(place.owner))
+        ]
+        for place in self._found:
             value = place.value
-            # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
-            is_tensor = issubclass(type(value), torch.Tensor)
-            if not (place.is_named or (is_tensor and _is_module(place.owner))):
-                continue
-            self.places.setdefault(place.path, []).append(place)
-            if id(place.owner) in of_resources:
-                prepared_names.add(place.path)
-            if is_tensor:
-                tensors += _held(place, value, (), owns, owned)
+            if _is_tensor(value):
+                _hold(tensors, place, value, (), owns, owned)
             elif id(place.owner) not in of_resources:
                 (values if value is MISSING or is_host_scalar(value) else links).append(place)
         self.values = tuple(values)
@@ -166,50 +150,70 @@ class Reads:
             place for place in links if place.path in used or issubclass(type(place.value), _CODE)
         )
         """What leads to both: objects, containers, functions."""
-        self._links_look = Looks(self.links)
-        self.prepared = frozenset(prepared_names)
+        self.prepared = frozenset(
+            place.path for place in self._found if id(place.owner) in of_resources
+        )
         """Names of what resources own."""
         self._boxes = [box for item in found.objects.values() for box in _boxes(item)]
         self._sizes = list(map(len, self._boxes))
-        self._tensors_look = Looks(self.tensors)
-        self._touched: dict[tuple[int, bool], HeldTensor] = {}
         self._named = {_id_held(item) for item in tensors}
+        self._held: dict[tuple[frozenset[int], frozenset[int]], list[HeldTensor]] = {}
+        """By the ids of what is touched and written: one object for all programs, because they are
+        looked at together."""
 
-    def holds(self, target: object, *, breaks: bool) -> bool:
-        """True if a walk of ``target`` would find the same objects and tensors now."""
+    @cached_property
+    def places(self) -> dict[str, list[Place]]:
+        """By path; two variables of different functions may have one name."""
+        places: dict[str, list[Place]] = {}
+        for place in self._found:
+            places.setdefault(place.path, []).append(place)
+        return places
+
+    # Made when they are first asked: a program that is captured alone needs none of them.
+    _link_columns = cached_property(lambda self: Columns(self.links))
+    _value_columns = cached_property(lambda self: Columns(self.values))
+    _tensor_columns = cached_property(lambda self: Columns(self.tensors))
+
+    def leads_to_the_same(self, target: object, *, breaks: bool) -> bool:
+        """True if a walk of ``target`` would find the same objects now."""
         return (
             self.target is target
             and self.breaks == breaks
             and self.has_same_links()
             and list(map(len, self._boxes)) == self._sizes
-            and self._tensors_look.find_nothing_new()
         )
+
+    def has_same_links(self) -> bool:
+        """True if every object that was followed still stands where it stood."""
+        return not self._link_columns.changed()
+
+    def has_same_tensors(self) -> bool:
+        """True if every tensor stands where it stood, over the same storage in the same layout."""
+        return not self._tensor_columns.changed()
 
     def read_values(self) -> list[Place]:
         """The host values as they are now."""
-        return [
-            place if (value := place.read()) is place.value else place._replace(value=value)
-            for place in self.values
-        ]
+        values = list(self.values)
+        for number in self._value_columns.changed():
+            place = values[number]
+            values[number] = place._replace(value=place.read())
+        return values
 
     def values_since(self, before: Sequence[Place]) -> list[Place]:
         """The host values as they are now, of those that ``read_values`` saw alike.
 
         What a recording changes (a counter) or sets is none that its graph depends on.
         """
-        now = self.read_values()
-        if len(now) == len(before) and all(map(is_, now, before)):
+        now, same = self.read_values(), set(map(id, before))
+        if same.issuperset(map(id, now)):
             return now
         known = {(id(place.owner), place.name): place.value for place in before}
         return [
             place
             for place in now
-            if is_same_value(place, known.get((id(place.owner), place.name), known))
+            if id(place) in same
+            or is_same_value(place, known.get((id(place.owner), place.name), known))
         ]
-
-    def has_same_links(self) -> bool:
-        """True if every object that was followed still stands where it stood."""
-        return self._links_look.find_nothing_new()
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
@@ -252,29 +256,23 @@ class Reads:
             touched.add(key)
             if ref.written:
                 written.add(key)
-        held = list(self.tensors)
-        if not touched.isdisjoint(named):
-            held = [
-                self._as_touched(item, key in written)
+        combination = frozenset(touched & named), frozenset(written & named)
+        held = self._held.get(combination)
+        if held is None:
+            held = self._held[combination] = [
+                replace(item, touched=True, written=key in written)
                 if (key := _id_held(item)) in touched
                 else item
-                for item in held
+                for item in self.tensors
             ]
+        found = list(held)
         for key, (ref, storage) in others.items():
             tensor = ref.tensor
             told = ref.name or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-            held.append(
+            found.append(
                 HeldTensor(told, tensor, storage, written=key in written, is_named=bool(ref.name))
             )
-        return held
-
-    def _as_touched(self, item: HeldTensor, written: bool) -> HeldTensor:
-        """One object for all programs: they are looked at together."""
-        known = self._touched.get((id(item), written))
-        if known is None:
-            known = replace(item, touched=True, written=written)
-            self._touched[id(item), written] = known
-        return known
+        return found
 
 
 class Probe(NamedTuple):
@@ -298,62 +296,68 @@ class Probe(NamedTuple):
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 
 
-class Looks:
+class Columns:
     """Looks at many places in one go, because a call for each would cost ten times as much."""
 
-    def __init__(self, items: Iterable[HeldTensor | Place]) -> None:
-        self._by_getter: dict[Any, tuple[list[Any], list[Any], list[Any]]] = {}
-        """Boxes, names and what stands there."""
-        self._by_detail: dict[Any, tuple[list[Any], list[Any]]] = {}
-        """Tensors, and what is told of each."""
-        for item in items:
-            last: Probe | None = None
-            for probe in probes_of(item):
-                if last is None or probe.get is not last.get or probe.box is not last.box:
-                    columns = self._by_getter.setdefault(probe.get, ([], [], []))
-                    for column, field in zip(columns, probe[1:4], strict=True):
-                        column.append(field)
-                if probe.detail_of is not None:
-                    tensors, details = self._by_detail.setdefault(probe.detail_of, ([], []))
-                    tensors.append(probe.value)
-                    details.append(probe.detail)
-                last = probe
+    def __init__(self, items: Sequence[HeldTensor | Place]) -> None:
+        self._by_getter: dict[Any, tuple[list[Any], list[Any], list[Any], list[int]]] = {}
+        """Boxes, names, what stands there, and which item it is."""
+        layouts = []
+        for number, item in enumerate(items):
+            for get, box, name, value in _looks_of(item):
+                columns = self._by_getter.setdefault(get, ([], [], [], []))
+                for column, field in zip(columns, (box, name, value, number), strict=True):
+                    column.append(field)
+            if isinstance(item, HeldTensor) and item.layout:
+                layouts.append((number, item.tensor, item.layout))
+        self._layouts = [
+            (detail_of, [layout[which] for _, _, layout in layouts])
+            for which, detail_of in enumerate(_DETAILS)
+        ]
+        self._tensors = [tensor for _, tensor, _ in layouts]
+        self._numbers = [number for number, _, _ in layouts]
 
-    def find_nothing_new(self) -> bool:
-        """True only if the same object stands at each place, a tensor as it was."""
-        return all(
-            all(map(is_, map(get, boxes, names), values))
-            for get, (boxes, names, values) in self._by_getter.items()
-        ) and all(
-            list(map(detail_of, tensors)) == details
-            for detail_of, (tensors, details) in self._by_detail.items()
-        )
+    def changed(self) -> list[int]:
+        """Which items are others now: another object, another layout of a tensor."""
+        found: list[int] = []
+        for get, (boxes, names, values, numbers) in self._by_getter.items():
+            found += compress(numbers, map(is_not, map(get, boxes, names), values))
+        for detail_of, details in self._layouts:
+            found += compress(self._numbers, map(ne, map(detail_of, self._tensors), details))
+        return found
+
+
+def _looks_of(item: HeldTensor | Place) -> list[tuple[Callable[[Any, Any], Any], Any, Any, Any]]:
+    """How what has a place is looked at fast: ``(get, box, name, value)``, the same as when it was
+    walked if ``get(box, name) is value`` for each."""
+    place = item if isinstance(item, Place) else item.place
+    assert place is not None, "only what has a place is looked up again"
+    owner, name, kind = place.owner, place.name, place.kind
+    if isinstance(item, HeldTensor) and item.parts:
+        return [(_current, item, None, item.tensor)]
+    if kind == "length":
+        return [(length_hint, entries_of(owner), 0, place.value)]
+    if kind == "member":
+        hiding = attributes_of(owner)
+        looks: list[Any] = [(_member, _classes_with(owner, name), name, place.value)]
+        return [*looks, (dict.get, hiding, name, None)] if type(hiding) is dict else looks
+    return [(*_getter(place), place.value)]
 
 
 def probes_of(item: HeldTensor | Place) -> list[Probe]:
     """The fast looks at what has a place, as it is now; of a tensor at address, shape, strides."""
     place = item if isinstance(item, Place) else item.place
     assert place is not None, "only what has a place is looked up again"
-    owner, name, kind = place.owner, place.name, place.kind
-    if isinstance(item, HeldTensor) and item.parts:
-        return [Probe(_current, item, None, item.current(), None, 0, item)]
-    if kind == "length":
-        box = entries_of(owner)
+    if place.kind == "length":
+        box = entries_of(place.owner)
         return [Probe(tuple.__getitem__, (box,), 0, box, len, place.read(), item)]
-    if kind == "member":
-        looks: list[tuple[Any, Any, Any]] = [(_member, _classes_with(owner, name), name)]
-        hiding = attributes_of(owner)
-        if type(hiding) is dict:
-            looks.append((dict.get, hiding, name))
-        return [Probe(*look, look[0](*look[1:]), None, 0, item) for look in looks]
-    value = place.read()
-    getter = _getter(place)
-    if isinstance(item, HeldTensor) and item.layout and type(value) in _PLAIN_TENSORS:
+    looks = [(get, box, name, get(box, name)) for get, box, name, _ in _looks_of(item)]
+    if isinstance(item, HeldTensor) and item.layout and type(looks[0][3]) in _PLAIN_TENSORS:
         return [
-            Probe(*getter, value, detail_of, detail, item)
+            Probe(*looks[0], detail_of, detail, item)
             for detail_of, detail in zip(_DETAILS, item.layout, strict=False)
         ]
-    return [Probe(*getter, value, None, 0, item)]
+    return [Probe(*look, None, 0, item) for look in looks]
 
 
 def is_same_value(place: Place, current: object) -> bool:
@@ -423,21 +427,20 @@ def _id_held(item: HeldTensor) -> int:
     return id(item.tensor if item.storage is None else item.storage)
 
 
-def _held(
+def _hold(
+    found: list[HeldTensor],
     place: Place,
     tensor: torch.Tensor,
     parts: tuple[str, ...],
     owns: Callable[[torch.Tensor], bool],
     owned: dict[int, bool],
-) -> Iterator[HeldTensor]:
-    """A tensor with a name; a packed one (a subclass made of others) stands for its parts."""
-    flatten = (
-        None if type(tensor) in _PLAIN_TENSORS else getattr(tensor, "__tensor_flatten__", None)
-    )
+) -> None:
+    """Add a tensor with a name; a packed one (a subclass made of others) stands for its parts."""
+    is_plain = type(tensor) in _PLAIN_TENSORS
+    flatten = None if is_plain else getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for part in flatten()[0]:
-            inner = getattr(tensor, part)
-            yield from _held(place, inner, (*parts, part), owns, owned)
+            _hold(found, place, getattr(tensor, part), (*parts, part), owns, owned)
         return
     storage = None
     if tensor.layout is torch.strided:
@@ -447,8 +450,8 @@ def _held(
         if owned[id(storage)]:
             return
     name = ".".join((place.path, *parts))
-    layout = _layout(tensor) if storage is not None and type(tensor) in _PLAIN_TENSORS else ()
-    yield HeldTensor(name, tensor, storage, place, parts, touched=False, layout=layout)
+    layout = _layout(tensor) if storage is not None and is_plain else ()
+    found.append(HeldTensor(name, tensor, storage, place, parts, touched=False, layout=layout))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -549,6 +552,11 @@ def _boxes(item: Any) -> Iterator[Any]:
         yield from (item._parameters, item._buffers, item._modules, vars(item))
     elif not issubclass(kind, (FunctionType, type)):
         yield attributes_of(item)
+
+
+def _is_tensor(value: object) -> bool:
+    # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
+    return issubclass(type(value), torch.Tensor)
 
 
 def _is_module(item: object) -> bool:

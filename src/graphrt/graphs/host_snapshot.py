@@ -14,18 +14,19 @@ import functools
 import gc
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, chain, compress, count
 from operator import is_, is_not
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from graphrt.graphs.reachable import (
     MISSING,
-    Place,
+    Reach,
+    Walk,
     attributes_of,
     is_host_scalar,
     reach,
@@ -42,6 +43,9 @@ _NO_OBJECTS = (type, tuple, frozenset, ModuleType, BaseException)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CACHE = type(functools.lru_cache(lambda: None))
 
+_NOT_LOOKED_AT = ("default", "member", "length")
+"""Kinds of places that may change without being noticed here."""
+
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
@@ -51,7 +55,7 @@ Kind = Literal["object", "container", "cell", "global", "class", "slot"]
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("first", "get", "keys", "kind", "name", "path", "target", "values")
+    __slots__ = ("first", "get", "kind", "last", "name", "path", "row", "target")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
@@ -62,90 +66,87 @@ class _Held:
         """Of a single variable or attribute; other names in ``target`` are not looked at."""
         self.get: Callable[[Any, Any], Any] | None = _GETTERS.get(kind)
         """Reads the one under ``name``, or ``MISSING``."""
-        self.keys, self.values = self.first = self.read()
+        self.row: int | None = None
+        """Its place in the columns of the snapshot."""
+        self.first = self.last = self.read()
 
-    def read(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What it holds now: keys (or indices) and values."""
+    def read(self) -> dict[Any, Any]:
+        """What it holds now, by key, index or element. Runs no code of the user's but a hash."""
         target = self.target
         if self.get is not None:
             value = self.get(target, self.name)
-            return ((), ()) if value is MISSING else ((self.name,), (value,))
+            return {} if value is MISSING else {self.name: value}
         if isinstance(target, dict):
-            methods = _dict_type(target)
-            return tuple(methods.keys(target)), tuple(methods.values(target))
-        values = tuple(target)
-        return values if isinstance(target, set) else tuple(range(len(values))), values
+            if isinstance(target, OrderedDict):  # It has an order of its own.
+                return dict(OrderedDict.items(target))
+            return dict.copy(target)
+        return {v: v for v in target} if isinstance(target, set) else dict(enumerate(target))
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
-        target, values = self.target, self.values
+        target, last = self.target, self.last
         if self.get is not None:
-            return self.get(target, self.name) is (values[0] if values else MISSING)
-        if type(target) is dict:
-            return (
-                len(target) == len(values)
-                and all(map(is_, target.values(), values))
-                and all(map(is_, target, self.keys))
-            )
-        keys, now = self.read()
-        if isinstance(target, set):
-            return set(map(id, keys)) == set(map(id, self.keys))
-        is_same = len(now) == len(values) and all(map(is_, now, values))
-        return is_same and (isinstance(target, list | deque) or all(map(is_, keys, self.keys)))
+            return self.get(target, self.name) is last.get(self.name, MISSING)
+        now = target if type(target) is dict else self.read()
+        return (
+            len(now) == len(last)
+            and all(map(is_, now.values(), last.values()))
+            and (not isinstance(target, dict) or all(map(is_, now, last)))
+        )
 
-    def write(self, keys: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        """Make it hold exactly these."""
+    def write(self, wanted: dict[Any, Any]) -> None:
+        """Make it hold exactly this. Runs no code of the user's but a hash."""
         target = self.target
-        if self.kind != "container":
-            was, wanted = (dict(zip(*side, strict=True)) for side in (self.read(), (keys, values)))
+        if isinstance(target, set):  # Also the one that a module keeps of its buffers.
+            set.clear(target)
+            set.update(target, wanted)
+        elif self.kind != "container":
+            was = self.read()
             for key in was | wanted:
-                if was.get(key, MISSING) is not wanted.get(key, MISSING):
-                    self.set(key, wanted.get(key, MISSING))
+                value = wanted.get(key, MISSING)
+                if was.get(key, MISSING) is not value:
+                    self._set(key, value)
         elif isinstance(target, dict):
             methods = _dict_type(target)
             methods.clear(target)
-            for key, value in zip(keys, values, strict=True):
+            for key, value in wanted.items():
                 methods.__setitem__(target, key, value)
         elif isinstance(target, list):
-            list.__setitem__(target, slice(None), values)
-        elif isinstance(target, set):
-            set.clear(target)
-            set.update(target, values)
-        elif isinstance(target, deque):
+            list.__setitem__(target, slice(None), wanted.values())
+        else:
             deque.clear(target)
-            deque.extend(target, values)
+            deque.extend(target, wanted.values())
 
-    def set(self, key: Any, value: Any) -> None:
-        """Set or, with ``MISSING``, remove one entry. Runs no code of the user's but a key's."""
-        target, is_gone = self.target, value is MISSING
-        if self.kind == "cell":
-            if not is_gone:
-                target.cell_contents = value
-            elif self.read()[0]:
-                del target.cell_contents
-        elif self.kind in ("class", "slot"):
-            methods = type if self.kind == "class" else object
-            if not is_gone:
-                methods.__setattr__(target, key, value)
-            elif self.read()[0]:
-                methods.__delattr__(target, key)
-        elif isinstance(target, dict):
+    def _set(self, key: Any, value: Any) -> None:
+        """Set or, with ``MISSING``, remove a variable or an attribute."""
+        target = self.target
+        if self.kind in ("object", "global"):
             # Not through setattr: a module would register what is registered already.
             methods = _dict_type(target)
-            if is_gone:
-                methods.pop(target, key, None)
+            if value is MISSING:
+                methods.pop(target, key)
             else:
                 methods.__setitem__(target, key, value)
-        elif isinstance(target, set):
-            (set.discard if is_gone else set.add)(target, key)
+            return
+        set_to, remove = _SETTERS[self.kind]
+        if value is MISSING:
+            remove(target, key)
         else:
-            target[key] = value
+            set_to(target, key, value)
 
     def name_of(self, key: Any) -> str:
         """How the user writes the place."""
         if self.kind != "object":
             return self.path
         return f"{self.path}.{key}" if self.path else str(key)
+
+    def change(self, before: dict[Any, Any], now: dict[Any, Any]) -> _Change:
+        is_sequence = isinstance(self.target, list | deque) and self.kind == "container"
+        if is_sequence and len(before) != len(now):
+            return _Change(self, before, now, [_ALL])
+        keys = dict.fromkeys([*before, *now])
+        differing = [k for k in keys if before.get(k, MISSING) is not now.get(k, MISSING)]
+        return _Change(self, before, now, differing)
 
 
 _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
@@ -154,6 +155,14 @@ _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "slot": read_attribute,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
+_SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
+    "cell": (
+        lambda cell, _, value: setattr(cell, "cell_contents", value),
+        lambda cell, _: delattr(cell, "cell_contents"),
+    ),
+    "class": (type.__setattr__, type.__delattr__),
+    "slot": (object.__setattr__, object.__delattr__),
+}
 
 
 def _dict_type(target: dict[Any, Any]) -> Any:
@@ -161,51 +170,42 @@ def _dict_type(target: dict[Any, Any]) -> Any:
     return OrderedDict if isinstance(target, OrderedDict) else dict
 
 
-def _changed_keys(
-    held: _Held,
-    before: tuple[tuple[Any, ...], tuple[Any, ...]],
-    now: tuple[tuple[Any, ...], tuple[Any, ...]],
-) -> list[Any]:
-    """The keys under which two readings differ; another order alone is no difference."""
-    if not isinstance(held.target, dict | set) and held.kind == "container":
-        if len(before[0]) != len(now[0]):
-            return [_ALL]
-        return [index for index in now[0] if before[1][index] is not now[1][index]]
-    old, new = dict(zip(*before, strict=True)), dict(zip(*now, strict=True))
-    keys = dict.fromkeys([*old, *new])
-    return [key for key in keys if old.get(key, MISSING) is not new.get(key, MISSING)]
+class _Change(NamedTuple):
+    """What one holder held, what it holds now, and the keys under which these differ.
 
+    Another order alone is no difference; another length of a list is one of ``_ALL``.
+    """
 
-class _Change:
-    """What one holder held, what it holds now, and the keys under which these differ."""
-
-    __slots__ = ("before", "held", "keys", "now")
-
-    def __init__(self, held: _Held, before: Any, now: Any) -> None:
-        self.held = held
-        self.before = before
-        self.now = now
-        self.keys = _changed_keys(held, before, now)
+    held: _Held
+    before: dict[Any, Any]
+    now: dict[Any, Any]
+    keys: list[Any]
 
     @property
     def is_growth(self) -> bool:
         """True if a container got or lost entries: what is in it depends on how often it ran."""
-        return self.held.kind == "container" and (
-            self.keys == [_ALL] or len(self.before[0]) != len(self.now[0])
-        )
+        return self.held.kind == "container" and len(self.before) != len(self.now)
 
-    def value(self, side: Any, key: Any) -> Any:
-        keys, values = side
-        return values if key is _ALL else dict(zip(keys, values, strict=True)).get(key, MISSING)
+    def value(self, key: Any) -> Any:
+        """What is there now, under one of ``keys``."""
+        return tuple(self.now.values()) if key is _ALL else self.now.get(key, MISSING)
 
-    def put_back(self, keys: Iterable[Any]) -> None:
-        """Put back what was there before under ``keys``."""
-        chosen = list(keys)
-        if len(chosen) == len(self.keys):
-            self.held.write(*self.before)
-        else:
-            for key in chosen:
-                self.held.set(key, self.value(self.before, key))
+    def put_back(self, keys: Collection[Any]) -> None:
+        """Put back what was there before under ``keys``; the order too, if these are all."""
+        if len(keys) == len(self.keys):
+            self.held.write(self.before)
+        elif keys:
+            mixed = dict(self.now)
+            for key in keys:
+                _put(mixed, key, self.before.get(key, MISSING))
+            self.held.write(mixed)
+
+
+def _put(values: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is MISSING:
+        values.pop(key, None)
+    else:
+        values[key] = value
 
 
 class HostSnapshot:
@@ -219,20 +219,20 @@ class HostSnapshot:
 
     def __init__(self, runnable: object) -> None:
         self.runnable = runnable
+        # Of attributes and entries: targets, lengths and values as columns, which are compared in
+        # one go, because a call for each would cost ten times as much.
         self._dicts: list[_Held] = []
-        self._named: list[_Held] = []
-        """Single variables and attributes."""
+        self._targets: list[dict[Any, Any]] = []
+        self._lengths: list[int] = []
+        self._values: list[Any] = []
         self._others: list[_Held] = []
-        self._empty: list[_Held] = []
-        """Containers that have held nothing so far."""
+        """Single variables and attributes, and other containers."""
+        self._empty: list[tuple[str, Any, Kind]] = []
+        """Containers that have held nothing so far: most of a module's."""
         self._empty_targets: list[Any] = []
-        self._flat: tuple[list[Any], list[int], list[Any], list[Any]] | None = None
-        """Targets, lengths and values of all ``_dicts``, and how each single variable is read:
-        compared in one go, which is fast."""
         self._known: set[tuple[int, Any]] = set()
-        self._entered: dict[int, Any] = {}
-        """Objects that were walked, by id: what is set later mostly leads back to them."""
-        self._home: Collection[str] = ()
+        self._moved: dict[_Held, None] = {}
+        """What did not always hold the same."""
         self._caches: list[tuple[_Held, Any, Any, int]] = []
         """Holder and key of each ``functools`` cache, it, and its misses so far."""
         self._ran: set[tuple[int, Any]] | None = None
@@ -241,163 +241,155 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
-        self._is_first = False
-        self._adopt("", runnable)
+        self._walk = Walk(runnable)
+        self._reached: Reach | None = self._adopt("", runnable)
+        """What the walk found, for as long as nothing of it was seen to change."""
+
+    def reach(self) -> Reach:
+        """What the callable reaches, if no run is going on: of the walk that was made already,
+        where nothing has changed since."""
+        found = self._reached
+        if found is None or any(
+            place.kind in _NOT_LOOKED_AT and place.read() is not place.value
+            for place in found.places
+        ):
+            return reach(self.runnable)
+        return found
 
     # -- what is in it
 
-    def _adopt(self, path: str, value: Any) -> None:
+    def _adopt(self, path: str, value: Any) -> Reach:
         """Add everything that ``value`` reaches and that is not in it yet."""
-        reached = reach(value, known=self._entered, home=self._home)
-        self._home = reached.home
-        prefix = f"{path}." if path else ""
+        reached = self._walk.follow(value, path)
         for name, found in reached.objects.items():
-            joined = path + name if name.startswith("[") else prefix + name
-            self._add_object(joined if name else path, found)
-        self._entered |= {
-            id(found): found
-            for found in reached.objects.values()
-            if not issubclass(type(found), FunctionType)
-        }
+            self._add_object(name, found)
         # Two objects may have one path; the places of both are listed.
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
-            self._add_place(prefix, place, entered)
+            path, owner, name, kind = place.path, place.owner, place.name, place.kind
+            if kind == "cell" or kind == "global":
+                self._add(path, owner, kind, name)
+            elif kind == "member":
+                base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
+                if base is not None:
+                    self._add(path, base, "class", name)
+            elif kind != "length" and id(owner) not in entered:
+                # What is in a container says its length.
+                if issubclass(type(owner), ModuleType):
+                    self._add(path, vars(owner), "global", name)
+                else:
+                    entered.add(id(owner))
+                    self._add_object(path.removesuffix(f".{name}"), owner)
+        return reached
 
     def _add_object(self, path: str, value: Any) -> None:
         # By class: an object may answer for its class as it likes, or raise.
-        if issubclass(type(value), _CONTAINERS):
+        kind: Any = type(value)
+        if issubclass(kind, _CONTAINERS):
             self._add(path, value, "container")
-        elif issubclass(type(value), FunctionType):
+        elif kind is FunctionType:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
             self._add(path.removesuffix("()"), vars(value), "object")
-        elif not issubclass(type(value), _NO_OBJECTS):
+        elif not issubclass(kind, _NO_OBJECTS):
             own = attributes_of(value)
             if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
                 self._add(path, own, "object")
-                registers = _REGISTERS if issubclass(type(value), torch.nn.Module) else ()
+                registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
                 for name, item in own.items():
                     if name in registers:
                         self._add(path, item, "object")
                     elif type(item) in _CONTAINERS:
                         # Also where no code names it: it may be reached in another way.
                         self._add(f"{path}.{name}" if path else name, item, "container")
-            kind: Any = type(value)
             for base, name in _caches_of(kind):
                 self._add(f"{path}.{name}" if path else name, base, "class", name)
-
-    def _add_place(self, prefix: str, place: Place, entered: set[int]) -> None:
-        path, owner, name = prefix + place.path, place.owner, place.name
-        if place.kind == "length":
-            return  # What is in the container says it, where that was entered.
-        if place.kind in ("cell", "global"):
-            self._add(path, owner, place.kind, name)
-        elif issubclass(type(owner), ModuleType):
-            self._add(path, vars(owner), "global", name)
-        elif place.kind == "member":
-            kind = owner if issubclass(type(owner), type) else type(owner)
-            base = next((one for one in kind.__mro__ if name in one.__dict__), None)
-            if base is not None:
-                self._add(path, base, "class", name)
-        else:
-            if id(owner) not in entered:
-                entered.add(id(owner))
-                self._add_object(path.removesuffix(f".{name}"), owner)
-            if place.kind == "attribute" and _is_fixed_attribute(type(owner), name):
-                self._add(path, owner, "slot", name)
+            for name in _fixed_attributes_of(kind):
+                self._add(f"{path}.{name}" if path else name, value, "slot", name)
 
     def _add(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         known = (id(target), name)
         if known in self._known:
             return
         self._known.add(known)
-        self._flat = None
-        held = _Held(path, target, kind, name)
-        if not held.keys and type(target) in _CONTAINERS:
-            self._empty.append(held)  # Most of a module's containers.
+        if not target and type(target) in _CONTAINERS:
+            self._empty.append((path, target, kind))
             self._empty_targets.append(target)
-            return
-        self._keep(held)
+        else:
+            self._keep(_Held(path, target, kind, name))
 
     def _keep(self, held: _Held) -> None:
-        is_plain = held.kind == "object" and type(held.target) is dict
-        (self._named if held.get else self._dicts if is_plain else self._others).append(held)
-        for key, value in zip(held.keys, held.values, strict=True):
+        if held.kind == "object" and type(held.target) is dict:
+            held.row = len(self._dicts)
+            self._dicts.append(held)
+            self._targets.append(held.target)
+            self._lengths.append(len(held.last))
+            self._values += held.last.values()
+        else:
+            self._others.append(held)
+        if _CACHE not in map(type, held.last.values()):
+            return
+        for key, value in held.last.items():
             if type(value) is _CACHE:
                 self._caches.append((held, key, value, value.cache_info().misses))
 
     # -- what changed
 
     def _touched(self) -> list[_Held]:
-        """What does not hold what it held at the last ``_sync``."""
+        """What does not hold what it held when it was last noted."""
         if any(self._empty_targets):
-            filled = [held for held in self._empty if held.target]
-            self._empty = [held for held in self._empty if not held.target]
-            self._empty_targets = [held.target for held in self._empty]
-            self._flat = None
-            for held in filled:
-                self._keep(held)
-        if self._flat is None:
-            self._flat = (
-                [held.target for held in self._dicts],
-                [len(held.values) for held in self._dicts],
-                [value for held in self._dicts for value in held.values],
-                [
-                    (held, held.get, held.target, held.name, (*held.values, MISSING)[0])
-                    for held in self._named
-                ],
-            )
-        targets, lengths, values, named = self._flat
-        touched = [held for held in self._others if not held.is_untouched()]
-        touched += [
-            held for held, get, target, name, value in named if get(target, name) is not value
-        ]
-        if list(map(len, targets)) != lengths:
-            touched += [held for held in self._dicts if not held.is_untouched()]
-            return touched
-        now = chain.from_iterable(map(dict.values, targets))
-        places = list(compress(count(), map(is_not, now, values)))
+            empty, self._empty, self._empty_targets = self._empty, [], []
+            for path, target, kind in empty:
+                if target:
+                    held = _Held(path, target, kind)
+                    held.first = held.last = {}
+                    self._keep(held)
+                else:
+                    self._empty.append((path, target, kind))
+                    self._empty_targets.append(target)
+        touched = []
+        now: list[Any] = list(map(dict.values, self._targets))
+        if list(map(len, now)) != self._lengths:
+            for row, length in enumerate(self._lengths):
+                if len(now[row]) != length:
+                    touched.append(self._dicts[row])
+                    now[row] = self._dicts[row].last.values()
+        places = list(compress(count(), map(is_not, chain.from_iterable(now), self._values)))
         if places:
             # Few are: to ask each dict would cost more than to find those that hold them.
-            ends = list(accumulate(lengths))
-            touched += [
-                self._dicts[n] for n in dict.fromkeys(bisect_right(ends, p) for p in places)
-            ]
-        return touched
-
-    def _sync(self) -> list[_Change]:
-        """Note what differs from the last time; return that."""
-        changes = []
-        for held in self._touched():
-            self._flat = None
-            before, now = (held.keys, held.values), held.read()
-            held.keys, held.values = now
-            change = _Change(held, before, now)
-            changes.append(change)
-            for key in change.keys:
-                found = change.value(now, key)
-                for value in found if key is _ALL else (found,):
-                    if not (issubclass(type(value), torch.Tensor) or is_host_scalar(value)):
-                        self._adopt(held.name_of(key), value)
-        return changes
+            ends = list(accumulate(self._lengths))
+            rows = dict.fromkeys(bisect_right(ends, place) for place in places)
+            touched += [self._dicts[row] for row in rows]
+        return touched + [held for held in self._others if not held.is_untouched()]
 
     def _pending(self) -> list[_Change]:
-        """What differs from the last ``_sync``, which goes on to count."""
-        return [_Change(held, (held.keys, held.values), held.read()) for held in self._touched()]
+        """What differs from what was noted last."""
+        return [held.change(held.last, held.read()) for held in self._touched()]
 
-    def _undo(self) -> None:
-        """Put everything back as it was at the last ``_sync``."""
-        for held in self._touched():
-            held.write(held.keys, held.values)
+    def _note(self, changes: list[_Change]) -> None:
+        """Take what holders hold now as what they hold."""
+        if changes:
+            self._reached = None
+        for change in changes:
+            held = change.held
+            self._moved[held] = None
+            held.last = change.now
+            if held.row is not None:
+                if len(held.last) == self._lengths[held.row]:
+                    start = sum(self._lengths[: held.row])
+                    self._values[start : start + len(held.last)] = held.last.values()
+                else:
+                    self._lengths[held.row] = len(held.last)
+                    self._values = [value for each in self._dicts for value in each.last.values()]
+        for change in changes:
+            for key in change.keys:
+                for value in change.value(key) if key is _ALL else (change.value(key),):
+                    if not (issubclass(type(value), torch.Tensor) or is_host_scalar(value)):
+                        self._adopt(change.held.name_of(key), value)
 
     def _since_first(self) -> list[_Change]:
-        """What differs from the snapshot, as of the last ``_sync``."""
-        return [
-            _Change(held, held.first, (held.keys, held.values))
-            for held in (*self._dicts, *self._named, *self._others)
-            if held.first[1] is not held.values
-        ]
+        """What differs from the snapshot, as of what was noted last."""
+        return [h.change(h.first, h.last) for h in self._moved if h.first is not h.last]
 
     def changed(self, *, only_tensors: bool = False) -> tuple[str, ...]:
         """Name what runs changed since the snapshot; if none was noted, whatever changed.
@@ -405,13 +397,13 @@ class HostSnapshot:
         ``only_tensors``: where tensors are now.
         """
         if self._ran is None:
-            self._sync()
+            self._note(self._pending())
         names = [
             change.held.name_of(key)
             for change in self._since_first()
             for key in change.keys
             if self._is_of_a_run(change.held, key)
-            and not (only_tensors and not tensors_of(change.value(change.now, key)))
+            and not (only_tensors and not tensors_of(change.value(key)))
         ]
         names += [f"{held.name_of(key)}()" for held, key, _ in self._filled_caches()]
         return tuple(dict.fromkeys(names))
@@ -422,17 +414,16 @@ class HostSnapshot:
         Not so a memo that was put back and that a step of the caller's has made again.
         """
         memos = (self._ran or set()) - self._advancing
-        for change in self._sync():
+        changes = self._pending()
+        self._note(changes)
+        for change in changes:
             held = change.held
             keys = [key for key in change.keys if (id(held.target), key) not in memos]
-            if keys == [_ALL]:
-                held.first = change.now
-            else:
-                merged = dict(zip(*held.first, strict=True))
-                for key in keys:
-                    value = change.value(change.now, key)
-                    merged.pop(key, None) if value is MISSING else merged.update({key: value})
-                held.first = tuple(merged), tuple(merged.values())
+            merged = dict(change.now if keys == [_ALL] else held.first)
+            for key in keys:
+                if key is not _ALL:
+                    _put(merged, key, change.value(key))
+            held.first = merged
 
     def _is_of_a_run(self, held: _Held, key: Any) -> bool:
         return self._ran is None or (
@@ -454,37 +445,42 @@ class HostSnapshot:
         if self._ran is None:
             self._ran = set()
         self._note_between()
-        self._is_first = is_first
         try:
             yield
         except BaseException:
-            self._note_run(self._pending())
-            self._undo()
+            changes = self._pending()
+            self._note_run(changes, is_first)
+            for change in changes:
+                change.held.write(change.before)
             raise
         changes = self._pending()
-        self._note_run(changes)
+        self._note_run(changes, is_first)
         if refuses is not None:
             for change in changes:
                 change.put_back(
-                    key
-                    for key in change.keys
-                    if refuses(change.held.name_of(key), change.value(change.now, key))
+                    [
+                        key
+                        for key in change.keys
+                        if refuses(change.held.name_of(key), change.value(key))
+                    ]
                 )
-        if changes:
-            self._sync()
+            changes = [change.held.change(change.before, change.held.read()) for change in changes]
+        self._note(changes)
 
-    def _note_run(self, changes: list[_Change]) -> None:
+    def _note_run(self, changes: list[_Change], is_first: bool) -> None:
         assert self._ran is not None, "only runs are noted"
         for change in changes:
             places = {(id(change.held.target), key) for key in change.keys}
             self._ran |= places
-            if not self._is_first:
+            if not is_first:
                 self._advancing |= places
                 if change.is_growth:
                     self._advancing.add((id(change.held.target), _ALL))
 
     def _note_between(self) -> None:
-        for change in self._sync():
+        changes = self._pending()
+        self._note(changes)
+        for change in changes:
             self._between |= {(id(change.held.target), key) for key in change.keys}
 
     def restore_advanced(self, *, memos: bool = False) -> None:
@@ -495,21 +491,19 @@ class HostSnapshot:
         if not (self._advancing or memos):
             return
         self._note_between()
-        is_put_back = False
+        changes = []
         for change in self._since_first():
             held = change.held
-            keys = [
-                key
-                for key in change.keys
-                if _is_in(self._advancing, held, key) or (memos and self._is_of_a_run(held, key))
-            ]
-            if is_whole := _is_in(self._advancing, held, _ALL):
-                held.write(*held.first)
-            else:
-                change.put_back(keys)
-            is_put_back = is_put_back or is_whole or bool(keys)
-        if is_put_back:
-            self._sync()
+            change.put_back(
+                [
+                    key
+                    for key in change.keys
+                    if _is_in(self._advancing, held, key)
+                    or (memos and self._is_of_a_run(held, key))
+                ]
+            )
+            changes.append(held.change(held.last, held.read()))
+        self._note(changes)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -525,10 +519,11 @@ class HostSnapshot:
                 change.put_back([k for k in change.keys if self._is_of_a_run(change.held, k)])
             for held, key, cache in caches:
                 options = cache.cache_parameters()
-                held.set(key, functools.lru_cache(**options)(cache.__wrapped__))
+                held.write(held.read() | {key: functools.lru_cache(**options)(cache.__wrapped__)})
             yield
         finally:
-            self._undo()
+            for held in self._touched():
+                held.write(held.last)
 
     def _filled_caches(self) -> list[tuple[_Held, Any, Any]]:
         """``functools`` caches with a new entry that may depend on inputs, and where they stand."""
@@ -570,13 +565,19 @@ def _caches_of(kind: type) -> tuple[tuple[type, str], ...]:
     )
 
 
-def _is_fixed_attribute(kind: type, name: str) -> bool:
-    base = next((base for base in kind.__mro__ if name in base.__dict__), None)
+def _base_with(kind: type, name: str) -> type | None:
+    return next((base for base in kind.__mro__ if name in base.__dict__), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fixed_attributes_of(kind: type) -> tuple[str, ...]:
     # Types written in C have members too, which are read-only or made anew by each read.
-    return (
-        base is not None
-        and "__slots__" in base.__dict__
-        and type(base.__dict__[name]) is MemberDescriptorType
+    return tuple(
+        name
+        for base in kind.__mro__
+        if "__slots__" in base.__dict__
+        for name, value in base.__dict__.items()
+        if type(value) is MemberDescriptorType and _base_with(kind, name) is base
     )
 
 

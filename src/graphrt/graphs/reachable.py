@@ -19,7 +19,7 @@ import dis
 import functools
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import (
@@ -27,7 +27,6 @@ from types import (
     CodeType,
     FunctionType,
     GetSetDescriptorType,
-    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -55,7 +54,7 @@ PlaceKind = Literal[
 MAX_ITEMS = 4096
 """Of a container with more items, only those under a string that the code names are followed."""
 MAX_OBJECTS = 200_000
-"""A walk ends after so many objects, and says so."""
+"""A walk ends after so many objects."""
 
 
 class _Missing(Enum):
@@ -96,40 +95,22 @@ class Place(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The result of a walk."""
+    """What a walk found."""
 
     places: tuple[Place, ...]
     """A parent before what was reached through it."""
     objects: Mapping[str, Any]
     """Every object that was entered, by path: modules, plain objects, containers, functions."""
-    is_complete: bool
-    """False: there were more than ``MAX_OBJECTS`` objects."""
-    home: Collection[str]
-    """Packages whose code is the callable's own: its own, and those of its modules."""
+    outside_breaks: Reach | None
+    """Without what break points alone reach; None if that is all."""
 
 
-def reach(
-    target: object,
-    *,
-    breaks: bool = True,
-    known: Mapping[int, Any] = MappingProxyType({}),
-    home: Collection[str] = (),
-) -> Reach:
-    """Walk everything ``target`` reaches. ``breaks`` False: not what break points alone reach.
-    ``known``: objects by id that are not entered. ``home``: of the walk that ``target`` continues,
-    because what a callable keeps of an installed package does not make that package its own.
+def reach(target: object) -> Reach:
+    """Walk everything ``target`` reaches.
 
     It costs about a microsecond for each place. The result keeps alive all that it names.
     """
-    call: Any = target
-    while isinstance(call, functools.partial):
-        call = call.func
-    own = {_package_of(call), _package_of(type(getattr(call, "__self__", call)))}
-    walk = _Walk(breaks, set(home) or own, known)
-    reached = walk.run(target)
-    if walk.skipped & walk.home:  # A module of a package was found after other code of it.
-        reached = _Walk(breaks, walk.home, known).run(target)
-    return reached
+    return Walk(target).follow(target)
 
 
 def is_host_scalar(value: Any) -> bool:
@@ -441,8 +422,6 @@ def _package_of(value: object) -> str:
 class _Class:
     """What the walk knows of one class."""
 
-    __slots__ = ("is_foreign", "is_module", "members", "members_of_slots", "own")
-
     def __init__(self, kind: type, is_foreign: bool) -> None:
         self.is_module = issubclass(kind, torch.nn.Module)
         self.is_foreign = is_foreign
@@ -463,52 +442,102 @@ class _Class:
                     type(value) is FunctionType and name not in _NOT_CALLED
                 ):
                     self.members.setdefault(name, []).append(value)
+        self.data = {n: each[0] for n, each in self.members.items() if _is_data(each[0])}
+        """Members that instances share as values."""
+        self.hideable: dict[str, Any] = {}
+        """Methods that are called on its objects, of which an attribute may hide one."""
+        self.unset: set[str] = set()
+        """Attributes in ``own`` that the class itself does not have."""
+        self._note_method("forward")
+
+    def _note_method(self, name: str) -> None:
+        if name in self.members and name not in self.data:
+            self.hideable[name] = self.members[name][0]
+
+    def add_own(self, name: str) -> None:
+        self.own.add(name)
+        if not self.is_foreign:
+            self._note_method(name)
+        has_name = name in self.members or name in self.members_of_slots
+        if not has_name and not hasattr(torch.nn.Module, name):
+            self.unset.add(name)
 
 
-class _Walk:
-    """One walk, by depth, in the order of definition."""
+class Walk:
+    """A walk by depth, in the order of definition, that can go on from what is found later."""
 
-    def __init__(self, breaks: bool, home: set[str], known: Mapping[int, Any]) -> None:
-        self._breaks = breaks
-        self.home = home
-        """Installed packages whose code is the callable's own: those of its modules."""
-        self.skipped: set[str] = set()
+    def __init__(self, target: object) -> None:
+        call: Any = target
+        while isinstance(call, functools.partial):
+            call = call.func
+        owner = type(getattr(call, "__self__", call))
+        self._home = {_package_of(call), _package_of(owner)}
+        """Packages whose code is the callable's own: its own, and those of its modules."""
+        self._skipped: set[str] = set()
         """Other installed packages, whose code was not read."""
         self._places: list[Place] = []
         self._objects: dict[str, Any] = {}
-        self._seen: dict[int, Any] = dict(known)
-        """By id, with the object, which lives until the walk ends."""
+        self._seen: dict[int, Any] = {}
+        """By id, with the object, which lives as long as the walk."""
         self._classes: dict[type, _Class] = {}
         self._names: set[str] = set()
         self._strings: set[str] = set()
-        self._asked: set[tuple[str, str]] = set()
+        self._asked: dict[str, list[str]] = {}
         self._iterated: set[str] = set()
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
         """Members of classes that no code has named so far."""
         self._stack: list[tuple[str, Any]] = []
+        self._broken: list[Any] = []
+        """What break points run."""
         self._large: list[tuple[str, dict[Any, Any]]] = []
         self._methods: list[tuple[FunctionType, _Class]] = []
         """Named, and not read yet."""
 
-    def run(self, target: object) -> Reach:
-        self._stack.append(("", target))
-        while self._stack and len(self._seen) < MAX_OBJECTS:
-            path, value = self._stack.pop()
+    def follow(self, target: object, path: str = "") -> Reach:
+        """Walk everything that ``target`` reaches and that this walk has not entered yet."""
+        if id(target) in self._seen:
+            return Reach((), {}, None)
+        num_seen = len(self._seen)
+        found = self._run(path, target)
+        if self._skipped & self._home:  # A module of a package was found after other code of it.
+            for key in list(self._seen)[num_seen:]:
+                del self._seen[key]
+            self._classes.clear()
+            found = self._run(path, target)
+        return found
+
+    def _run(self, path: str, target: object) -> Reach:
+        self._places, self._objects, self._unnamed = [], {}, {}
+        self._skipped.clear()
+        self._enter_all([(path, target)])
+        outside = None
+        if self._broken:
+            outside = self._found(None)
+            self._enter_all([("", value) for value in reversed(self._broken)])
+            self._broken.clear()
+        return self._found(outside)
+
+    def _enter_all(self, targets: list[tuple[str, Any]]) -> None:
+        stack = self._stack = targets
+        while stack and len(self._seen) < MAX_OBJECTS:
+            path, value = stack.pop()
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
-                first = len(self._stack)
+                first = len(stack)
                 self._enter(path, value)
                 self._read_methods()
                 # What was found first is entered first.
-                self._stack[first:] = reversed(self._stack[first:])
-            if not self._stack:
+                stack[first:] = reversed(stack[first:])
+            if not stack:
                 self._enter_large()
-        for places in self._unnamed.values():
-            self._places += [place for place in places if place.kind != "member"]
-        self._add_asked()
-        return Reach(tuple(self._places), self._objects, not self._stack, self.home)
+
+    def _found(self, outside_breaks: Reach | None) -> Reach:
+        unnamed = (place for places in self._unnamed.values() for place in places)
+        places = [*self._places, *(place for place in unnamed if place.kind != "member")]
+        places += self._not_there()
+        return Reach(tuple(places), dict(self._objects), outside_breaks)
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -516,6 +545,9 @@ class _Walk:
             kind, (dict, list, tuple, set, frozenset, deque)
         ):
             self._enter_container(path, value)
+        elif issubclass(kind, torch.nn.Module):
+            self._enter_module(path, value)
+            return
         elif kind is FunctionType:
             self._enter_function(value, None)
             return
@@ -531,9 +563,6 @@ class _Walk:
             return
         elif issubclass(kind, type):
             self._enter_class(path, value)
-            return
-        elif issubclass(kind, torch.nn.Module):
-            self._enter_module(path, value)
             return
         elif kind.__module__ != "builtins":
             self._enter_object(path, value)
@@ -558,7 +587,7 @@ class _Walk:
     def _enter_container(self, path: str, value: Any) -> None:
         kind = type(value)
         if not issubclass(kind, dict):  # A dict gets entries of other keys: a memo for each size.
-            self._add_length(path, value, len(value))
+            self._places.append(_length(path, value, len(value)))
         if issubclass(kind, dict):
             if len(value) > MAX_ITEMS:
                 self._large.append((path, value))
@@ -578,9 +607,6 @@ class _Walk:
         if kind.__module__ not in ("builtins", "collections"):
             self._enter_object(path, value)
 
-    def _add_length(self, path: str, value: Any, length: int) -> None:
-        self._places.append(Place(f"{path}.__len__()", value, None, "length", length))
-
     def _enter_large(self) -> None:
         """Of containers that are too large, what the code names. After the code is known."""
         for path, value in self._large:
@@ -590,23 +616,19 @@ class _Walk:
                     self._add(Place(f"{path}[{name!r}]", value, name, "item", item))
         self._large.clear()
 
-    def _add_asked(self) -> None:
+    def _not_there(self) -> Iterator[Place]:
         """What code asks for by a string, and what is not there: it may be set later. And the
         length of a dict that code goes through."""
-        asked: dict[str, list[str]] = {}
-        for name, attribute in self._asked:
-            asked.setdefault(name, []).append(attribute)
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2]
             is_dict = issubclass(type(owner), dict)
             if is_dict and last in self._iterated:
-                self._add_length(path, owner, len(owner))
-            for name in asked.get(last, ()):
+                yield _length(path, owner, len(owner))
+            for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
-                    self._places.append(Place(f"{path}[{name!r}]", owner, name, "item", MISSING))
+                    yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
                 elif attributes_of(owner) and read_attribute(owner, name) is MISSING:
-                    place = Place(f"{path}.{name}", owner, name, "attribute", MISSING)
-                    self._places.append(place)
+                    yield Place(f"{path}.{name}", owner, name, "attribute", MISSING)
 
     def _is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
@@ -614,13 +636,13 @@ class _Walk:
         if _is_foreign(module):
             return True
         package = module.partition(".")[0] if isinstance(module, str) else ""
-        if package in self.home or not _is_installed(package):
+        if package in self._home or not _is_installed(package):
             return False
-        self.skipped.add(package)
+        self._skipped.add(package)
         return True
 
     def _enter_module(self, path: str, module: torch.nn.Module) -> None:
-        self.home.add(_package_of(type(module)))
+        self._home.add(_package_of(type(module)))
         self._objects[path] = module
         prefix = f"{path}." if path else ""
         places = self._places
@@ -633,9 +655,9 @@ class _Walk:
                 places.append(Place(prefix + name, module, name, kind, value))
         self._enter_attributes(path, module, own)
         if issubclass(type(module), _CONTAINERS):
-            self._add_length(path, module, len(module._modules))
+            places.append(_length(path, module, len(module._modules)))
         for name in _HOOKS:
-            self._add_length(prefix + name, own[name], len(own[name]))
+            places.append(_length(prefix + name, own[name], len(own[name])))
             for key, hook in own[name].items():
                 self._add(Place(f"{prefix}{name}[{key}]", own[name], key, "item", hook))
         for name, child in module._modules.items():
@@ -661,32 +683,29 @@ class _Walk:
         skipped = _MODULE_OWN if known.is_module else ()
         for name, value in attributes.items():
             if name not in skipped:
-                self._add_attribute(known, Place(prefix + name, owner, name, "attribute", value))
+                self._add_attribute(known, prefix + name, owner, name, "attribute", value)
         for name, descriptor in known.members_of_slots.items():
-            place = Place(prefix + name, owner, name, "attribute", _filled(descriptor, owner))
-            self._add_attribute(known, place)
-        registers: set[str] = set()
-        if known.is_module:
-            registers.update(owner._parameters, owner._buffers, owner._modules)
-        for name, values in known.members.items():
-            if name not in attributes and _is_data(values[0]):
-                self._add_attribute(known, Place(prefix + name, owner, name, "member", values[0]))
-        methods = {"forward"} if known.is_foreign else {*known.own, "forward"}
-        for name in methods - attributes.keys():
-            method = known.members.get(name, (0,))[0]
-            if not _is_data(method):  # An attribute may hide it.
-                self._places.append(Place(prefix + name, owner, name, "member", method))
-        for name in known.own:
-            is_known = name in attributes or name in known.members_of_slots or name in known.members
-            if not (is_known or name in registers or hasattr(torch.nn.Module, name)):
+            value = _filled(descriptor, owner)
+            self._add_attribute(known, prefix + name, owner, name, "attribute", value)
+        for name, value in known.data.items():
+            if name not in attributes:
+                self._add_attribute(known, prefix + name, owner, name, "member", value)
+        for name, value in known.hideable.items():
+            if name not in attributes:
+                self._places.append(Place(prefix + name, owner, name, "member", value))
+        registers = [getattr(owner, each) for each, _ in _REGISTERS] if known.is_module else []
+        for name in known.unset:
+            if name not in attributes and not any(name in register for register in registers):
                 self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
 
-    def _add_attribute(self, known: _Class, place: Place) -> None:
-        name = place.name
+    def _add_attribute(
+        self, known: _Class, path: str, owner: Any, name: str, kind: PlaceKind, value: Any
+    ) -> None:
         if name in self._names or name in known.own:
-            self._add(place)
+            self._add(Place(path, owner, name, kind, value))
         else:
-            self._unnamed.setdefault(name, []).append(place._replace(is_named=False))
+            place = Place(path, owner, name, kind, value, is_named=False)
+            self._unnamed.setdefault(name, []).append(place)
 
     def _enter_class(self, path: str, kind: type) -> None:
         """A class that code names: of its members, those that code names."""
@@ -694,10 +713,8 @@ class _Walk:
             self._objects.setdefault(path, kind)
             known = self._know(kind)
             prefix = f"{path}." if path else ""
-            for name, values in known.members.items():
-                if _is_data(values[0]):
-                    place = Place(prefix + name, kind, name, "member", values[0])
-                    self._add_attribute(known, place)
+            for name, value in known.data.items():
+                self._add_attribute(known, prefix + name, kind, name, "member", value)
 
     def _enter_method(self, path: str, method: MethodType) -> None:
         owner, function = method.__self__, method.__func__
@@ -721,8 +738,8 @@ class _Walk:
         home = function.__globals__.get("__name__")
         if home == _BREAKS:  # Its other variables are graphrt's own.
             wrapped = attributes_of(function).get("__wrapped__")
-            if self._breaks and wrapped is not None:
-                self._stack.append(("", wrapped))
+            if wrapped is not None:
+                self._broken.append(wrapped)
             return
         if function.__closure__:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
@@ -738,7 +755,8 @@ class _Walk:
             return
         self._objects.setdefault(f"{function.__qualname__}()", function)
         self._strings |= names.strings
-        self._asked |= names.asked
+        for name, string in names.asked:
+            self._asked.setdefault(name, []).append(string)
         self._iterated |= names.iterated
         self._name(names.attributes if known is not None else names.attributes | names.own)
         scope = function.__globals__
@@ -781,7 +799,7 @@ class _Walk:
     def _name_own(self, known: _Class, names: frozenset[str]) -> None:
         """Follow the attributes and members of one class that its own methods read."""
         for name in names - known.own:
-            known.own.add(name)
+            known.add_own(name)
             self._enter_members(known, known.members.get(name, ()))
             places = self._unnamed.pop(name, ())
             others = []
@@ -824,6 +842,10 @@ def _is_data(member: Any) -> bool:
         or issubclass(kind, torch.Tensor)
         or not any("__get__" in base.__dict__ for base in kind.__mro__)
     )
+
+
+def _length(path: str, owner: Any, length: int) -> Place:
+    return Place(f"{path}.__len__()", owner, None, "length", length)
 
 
 def _key(key: Any) -> str:

@@ -31,6 +31,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from graphrt.batch import (
+    BatchDescriptor,
     Decision,
     Reason,
     RuntimeMode,
@@ -107,6 +108,8 @@ class SplitRules(NamedTuple):
     decode_token_threshold: int = 32
     prefill_token_threshold: int = 512
     allow_eager: bool = True
+    unprofitable: frozenset[BatchDescriptor] = frozenset()
+    """Split keys whose graph was measured to be no faster than the unsplit one."""
 
     @classmethod
     def of(cls, plan: Plan) -> SplitRules:
@@ -303,7 +306,7 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
         uniform, variant = kind >= MOST_VARIANTS, kind & MOST_VARIANTS - 1
     real, fewest_rank = -(fewest >> 20), fewest & _RANK
     unsplit: tuple[UBatchReason, int] | None = None
-    num_ubatches, query_len, threshold, prefill_threshold, _ = rules
+    num_ubatches, query_len, threshold, prefill_threshold, _, _ = rules
     if not uniform:
         query_len, threshold = 1, prefill_threshold
     if objection:
@@ -371,16 +374,21 @@ def settle(
         real, query_len = agreement.min_num_tokens, rules.query_len if uniform else 1
         size = found.descriptor.num_tokens
         is_full = found.mode == _FULL
+        is_slower = False
         if is_full and not last_ubatch_is_empty(real, size, query_len, num_ubatches):
-            return SettledStep(_for(vote, found))
-        if rules.allow_eager and real >= rules.prefill_token_threshold:
+            is_slower = found.descriptor in rules.unprofitable
+            if not is_slower:
+                return SettledStep(_for(vote, found))
+        if rules.allow_eager and not is_slower and real >= rules.prefill_token_threshold:
             # All pad to one size, because each slice communicates with its twin on other ranks.
             key = dispatch(padded, uniform, loras, _GRAPHS, num_ubatches).descriptor
             reason = Reason.NO_KEY if is_full else found.reason
             lowered = agreement.eager_because if vote.runtime_mode > mode else None
             return _eager(Decision(_NONE, key, reason), vote, lowered, None)
         because = UBatchReason.NO_FULL_GRAPH, None
-        if is_full:
+        if is_slower:
+            because = UBatchReason.NOT_PROFITABLE, None
+        elif is_full:
             because = UBatchReason.LAST_SLICE_EMPTY, agreement.min_rank
     culprit: tuple[Reason, int | None] | None = agreement.eager_because
     if mode != _NONE:

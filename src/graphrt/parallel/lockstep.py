@@ -219,6 +219,14 @@ class Lockstep:
             missing += _send(self.exchange, Round.CAPTURE, own, timeout_s, about)
         return [not each for each in missing]
 
+    def slowest(self, times: Sequence[int]) -> list[int]:
+        """The longest of each time over all ranks, which have measured equally many."""
+        found: list[int] = []
+        for start in range(0, len(times), _ROOM):
+            part, timeout_s = times[start : start + _ROOM], self._config.capture_timeout_s
+            found += _send(self.exchange, Round.TIMING, part, timeout_s, "times of replays")
+        return found
+
     def _capture_round(self, phase: Phase, about: str, *, failed: bool = False) -> None:
         exchange = self.exchange
         tag = make_tag(Round.CAPTURE, self._generation, exchange.num_rounds)

@@ -22,10 +22,12 @@ from typing import Any, NamedTuple, TypeVar
 from graphrt.batch import Reason, RuntimeMode, UBatchReason
 from graphrt.events import (
     Captured,
+    CaptureEnded,
     CaptureFailed,
     Event,
     Invalidated,
     KeysChanged,
+    MemoryTaken,
     PaddingVerified,
     RanEager,
     Replayed,
@@ -355,6 +357,7 @@ class Metrics:
     ``missing_keys``: Keys of all runners that no graph serves now, by reason.
     ``verifications``: Comparisons with eager execution.
     ``lifetimes``: What was invalidated and retired.
+    ``memory_taken``: What captures took from the device, by part.
     ``split_steps``: Steps that were split into micro-batches.
     ``unsplit_reasons``: Steps that were not, by reason, where the plan splits any.
     """
@@ -368,6 +371,7 @@ class Metrics:
     missing_keys: Mapping[Reason, int] = field(default_factory=dict)
     verifications: VerificationTotals = field(default_factory=VerificationTotals)
     lifetimes: LifetimeTotals = field(default_factory=LifetimeTotals)
+    memory_taken: MemoryTaken = field(default_factory=MemoryTaken)
     split_steps: int = 0
     unsplit_reasons: Mapping[UBatchReason, int] = field(default_factory=dict)
 
@@ -383,6 +387,7 @@ class Metrics:
             missing_keys=dict(Counter(self.missing_keys) + Counter(other.missing_keys)),
             verifications=self.verifications.plus(other.verifications),
             lifetimes=self.lifetimes.plus(other.lifetimes),
+            memory_taken=self.memory_taken.plus(other.memory_taken),
             split_steps=self.split_steps + other.split_steps,
             unsplit_reasons=dict(Counter(self.unsplit_reasons) + Counter(other.unsplit_reasons)),
         )
@@ -461,6 +466,7 @@ class StepMetrics:
         """The latest of each owner."""
         self._verifications = VerificationTotals()
         self._lifetimes = LifetimeTotals()
+        self._memory_taken = MemoryTaken()
         self._split_steps = 0
         self._unsplit: dict[UBatchReason, int] = {}
 
@@ -495,6 +501,8 @@ class StepMetrics:
                 )
                 before = self._captures.get(event.mode, CaptureTotals())
                 self._captures[event.mode] = before.plus(totals)
+            case CaptureEnded(memory=taken):
+                self._memory_taken = self._memory_taken.plus(taken)
             case KeysChanged(owner=owner):
                 self._keys[owner] = event
             case CaptureFailed(error=error):
@@ -566,6 +574,7 @@ class StepMetrics:
             missing_keys=dict(missing),
             verifications=self._verifications,
             lifetimes=self._lifetimes,
+            memory_taken=self._memory_taken,
             split_steps=self._split_steps,
             unsplit_reasons=dict(self._unsplit),
         )

@@ -138,6 +138,14 @@ def _families(metrics: Metrics) -> Iterator[Metric]:
         missing.add_metric((reason.name,), metrics.missing_keys.get(reason, 0))
     yield missing
     yield GaugeMetricFamily("graphrt_graph_bytes", "Memory that graphs hold.", value=held)
+    taken = GaugeMetricFamily(
+        "graphrt_capture_memory_bytes",
+        "What captures took from the device.",
+        labels=("part",),
+    )
+    for part, num_bytes in metrics.memory_taken._asdict().items():
+        taken.add_metric((part,), num_bytes)
+    yield taken
     yield _counter("graphrt_capture_failures", "Captures that failed.", "error", metrics.failures)
 
     verified = {"true": metrics.verifications.equal, "false": metrics.verifications.different}

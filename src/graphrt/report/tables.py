@@ -63,6 +63,8 @@ class PolicySummary:
     num_graphs: int
     capture_seconds: float
     graph_bytes: int
+    memory_taken: dict[str, int]
+    """What captures took from the device, in bytes by part."""
     host_us_p50: float | None
     """None, like all that follows from it, where no step ran."""
     host_us_p99: float | None
@@ -112,6 +114,7 @@ def _summary(run: PolicyRun, median: float | None, baseline: float | None) -> Po
         num_graphs=captured.graphs,
         capture_seconds=run.capture_seconds,
         graph_bytes=captured.graph_bytes,
+        memory_taken=metrics.memory_taken._asdict(),
         host_us_p50=metrics.host_us_of_all().quantile(0.5),
         host_us_p99=metrics.host_us_of_all().quantile(0.99),
         step_us_p50=median,

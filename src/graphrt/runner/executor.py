@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +63,7 @@ Varying = Sequence[tuple[torch.Tensor, int, str]]
 Inputs = Sequence[BufferSpec] | Callable[[BatchDescriptor], Sequence[BufferSpec]]
 
 
+TIMED_ROUNDS, TIMED_REPLAYS = 3, 2
 MAX_COMPARED_BYTES = 1 << 26
 """Tensors of ``may_overwrite`` without written rows are compared whole up to this size together."""
 
@@ -549,6 +552,30 @@ class Executor:
             entry.padding = self._describe_padding(compared, ready.program)
         finally:
             state.restore(saved)
+
+    def time_replays(self, entries: Sequence[Entry], wait: Callable[[], None]) -> list[int]:
+        """Nanoseconds of a replay of each, on an example: the least of several, taken in turns.
+
+        ``wait`` until the device is done. State stays as it was.
+        """
+        guarded = RunState(self._options.state, generators=self._generators)
+        saved = guarded.save()
+        calls = [(self.make_ready(entry), self._example(entry.key, 1)) for entry in entries]
+        least = [sys.maxsize] * len(entries)
+        try:
+            for _ in range(TIMED_ROUNDS):
+                for number, (ready, call) in enumerate(calls):
+                    self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
+                    wait()
+                    started = perf_counter_ns()
+                    for _ in range(TIMED_REPLAYS):
+                        ready.program.replay()
+                    wait()
+                    took = (perf_counter_ns() - started) // TIMED_REPLAYS
+                    least[number] = min(least[number], took)
+        finally:
+            guarded.restore(saved)
+        return least
 
     def _sizes_to_pad(self, entry: Entry) -> list[Sizes]:
         """Real sizes of batches padded to a key: of the one that missed it, else the smallest.

@@ -114,6 +114,7 @@ def capture_all(
     progress: Progress | None = None,
     later: Iterable[BatchDescriptor] = (),
     host: HostSnapshot | None = None,
+    ended: Callable[[TimedPhase], None] = lambda phase: None,
 ) -> CaptureReport:
     """Warm every job up, freeze resources and workspaces, capture every job in order, check each.
 
@@ -127,7 +128,8 @@ def capture_all(
     because none may grow once a graph holds its address. ``host``: what the jobs' callable
     remembered before the first of several calls; by default taken now. What each run advances on
     the host (a counter) is put back when the call ends, also by an error; what only the first run
-    for a key sets (a memo) stays.
+    for a key sets (a memo) stays. ``ended(phase)`` is called as all jobs are warmed up, captured
+    and checked.
     Errors: the first failure, unless failures are skipped. A check that fails does not hinder
     those of the other jobs.
     """
@@ -144,6 +146,7 @@ def capture_all(
             for freeze in optional_methods(options.prepared, "freeze"):
                 freeze()
             library.freeze_workspaces(scope)
+            ended("warmup")
             for done, job in enumerate(run.jobs, start=1):
                 with run.attempt(job, "capture") as goes_on:
                     if goes_on:
@@ -154,6 +157,7 @@ def capture_all(
                 with run.attempt(job, "capture") as goes_on:
                     if goes_on:
                         run.capture(job, scope)
+            ended("capture")
     except Exception as error:
         # What was captured serves all the same, and no check may hide the first failure. Without
         # the other ranks nothing can be checked.
@@ -162,6 +166,7 @@ def capture_all(
         raise
     else:
         failure = run.check()
+        ended("check")
         # A scope that rebuilds a generation ends with an error, or the wrong program is published.
         is_rebuilding = options.generation == "new" and library.scope is not None
         if failure is not None and (options.on_error == "raise" or is_rebuilding):
@@ -293,10 +298,11 @@ class _Run:
         return any(program is not None and program.is_valid for program in programs)
 
     def warm_up(self, job: CaptureJob, scope: CaptureScope) -> None:
-        warmups, host = self.options.warmups, self._host_of(job, scope)
+        warmups = self.options.warmups
         scope.prepare_for_capture(job.key)
         with _guarded(self.options.state if warmups else None):
             for number in range(warmups):
+                host = self._host_of(job, scope)
                 # Libraries branch on "is this a capture": the last warm-up takes the same branch.
                 is_last = number == warmups - 1
                 reported = scope.device.report_capturing() if is_last else nullcontext()
@@ -312,10 +318,10 @@ class _Run:
         before = len(scope.programs)
         # A target that calls wrappers runs for real around their recordings.
         state = None if job.is_direct else self.options.state
-        host = self._host_of(job, scope)
         is_first = self.options.warmups == 0
         try:
             args, kwargs = self._inputs(job)
+            host = self._host_of(job, scope)
             # The capture of a direct job is a run of its own.
             run = nullcontext() if job.is_direct else host.run(is_first=is_first)
             with _guarded(state), run, scope.step(job.mode, job.key):

@@ -8,7 +8,8 @@ from typing import NamedTuple, Self
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.dispatch import BucketKey
-from graphrt.graphs import Entry, GraphLibrary, GraphMemory, Key, Program
+from graphrt.events import MemoryTaken
+from graphrt.graphs import Entry, GraphLibrary, GraphMemory, Key, Program, TimedPhase
 from graphrt.report import Metrics, StepCounts, TextRow, TextTable, size_text, time_text
 from graphrt.verify import advice, explain
 
@@ -100,18 +101,64 @@ class DeviceMemory(NamedTuple):
     ``reserved``: Held by the allocator, the pools of graphs included.
     ``pools``: Pools of the library.
     ``executables``: Executable graphs of the library, by what free memory fell when each was made.
+    ``tensors``: Held by tensors outside the pools.
     """
 
     free: int
     reserved: int
     pools: int
     executables: int
+    tensors: int
 
     @classmethod
     def read(cls, library: GraphLibrary) -> Self:
         reading = library.device.memory()
-        pools = sum(generation.pool.bytes() for generation in library.generations)
-        return cls(reading.free_bytes, reading.reserved_bytes, pools, library.charged_bytes - pools)
+        each = [generation.pool for generation in library.generations]
+        pools = sum(pool.bytes() for pool in each)
+        live = sum(block.num_bytes for pool in each for block in pool.live_blocks())
+        return cls(
+            reading.free_bytes,
+            reading.reserved_bytes,
+            pools,
+            library.charged_bytes - pools,
+            reading.tensor_bytes - live,
+        )
+
+
+class CaptureMemory:
+    """What one capture takes from the device, by part: told as each of its phases ends."""
+
+    def __init__(self, library: GraphLibrary) -> None:
+        self._library = library
+        self.before = DeviceMemory.read(library)
+        self._last = self._allocated_or_free()
+        self._past_allocator = dict.fromkeys(("warmup", "capture", "check"), 0)
+
+    def ended(self, phase: TimedPhase) -> None:
+        """What the driver gave away in this phase, and the allocator did not take, is its own."""
+        last, self._last = self._last, self._allocated_or_free()
+        self._past_allocator[phase] += last - self._last
+
+    def taken(self) -> tuple[DeviceMemory, MemoryTaken]:
+        """Where memory is now, and what was taken since the capture began."""
+        before, after = self.before, DeviceMemory.read(self._library)
+        pools = after.pools - before.pools
+        executables = after.executables - before.executables
+        tensors = after.tensors - before.tensors
+        parts = MemoryTaken(
+            pools=pools,
+            executables=executables,
+            tensors=tensors,
+            cached=after.reserved - before.reserved - pools - tensors,
+            warmup=self._past_allocator["warmup"],
+            capture=self._past_allocator["capture"] - executables,
+            check=self._past_allocator["check"],
+        )
+        return after, parts._replace(rest=before.free - after.free - parts.total)
+
+    def _allocated_or_free(self) -> int:
+        reading = self._library.device.memory()
+        return reading.free_bytes + reading.reserved_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +177,7 @@ class RunnerReport:
     ``held_bytes``: Tensors outside the pools that the programs keep alive (weights, buffers), each
       once.
     ``memory``: Before the first capture, and after the last one that ended without an error.
+    ``memory_taken``: What captures that ended without one took from the device, by part.
     """
 
     device: str
@@ -143,6 +191,7 @@ class RunnerReport:
     graph_bytes: int
     held_bytes: int
     memory: tuple[DeviceMemory, DeviceMemory] | None
+    memory_taken: MemoryTaken
 
     @property
     def other_seconds(self) -> float:
@@ -347,27 +396,37 @@ def _graph_table(report: RunnerReport) -> TextTable:
     )
 
 
+_PARTS = (
+    "pools of graphs",
+    "executable graphs",
+    "tensors outside the pools",
+    "kept by the allocator",
+    "kernels and libraries, in warm-ups",
+    "the same, in captures",
+    "the same, in checks",
+    "the rest",
+)
+"""What the table calls the fields of ``MemoryTaken``."""
+
+
 def _memory_table(before: DeviceMemory, after: DeviceMemory, report: RunnerReport) -> TextTable:
-    taken = before.free - after.free
-    pools = after.pools - before.pools
-    executables = after.executables - before.executables
-    allocator = after.reserved - before.reserved - pools
-    rest = taken - pools - executables - allocator
+    taken = report.memory_taken
     rows = (
         TextRow("free before the first capture", (size_text(before.free),)),
         TextRow("free after the last", (size_text(after.free),)),
-        TextRow("taken", (_change(taken),)),
-        TextRow("pools of graphs", (_change(pools),), is_part=True),
-        TextRow("executable graphs", (_change(executables),), is_part=True),
-        TextRow("allocator, outside the pools", (_change(allocator),), is_part=True),
-        TextRow("the rest", (_change(rest),), is_part=True),
+        TextRow("taken by captures", (_change(taken.total),)),
+        *(
+            TextRow(name, (_change(num_bytes),), is_part=True)
+            for name, num_bytes in zip(_PARTS, taken, strict=True)
+            if num_bytes
+        ),
     )
     return TextTable(
         f"Memory of the {report.device} device",
         ("",),
         rows,
-        "The rest: kernel modules and library workspaces that are loaded on first use, the driver "
-        "itself, and what other processes took meanwhile.",
+        "Kernels and libraries: what their first use takes of the driver, once in a process, and "
+        "graphs that are uploaded. The rest: what other processes took meanwhile.",
     )
 
 

@@ -22,7 +22,6 @@ from graphrt.dispatch import BucketKey
 from graphrt.errors import (
     BatchError,
     CaptureInProgressError,
-    PeerFailedError,
     VerificationError,
 )
 from graphrt.events import (
@@ -30,6 +29,7 @@ from graphrt.events import (
     CaptureEnded,
     Event,
     KeysChanged,
+    MemoryTaken,
     Observer,
     RanEager,
     Replayed,
@@ -94,6 +94,7 @@ from graphrt.runner.keys import (
 )
 from graphrt.runner.progress import Progress, shown
 from graphrt.runner.report import (
+    CaptureMemory,
     DeviceMemory,
     Misses,
     RunnerReport,
@@ -296,6 +297,7 @@ class CUDAGraphRunner:
         """Dispatches as if everything were captured. Made when it is asked for."""
         self._capture_seconds = 0.0
         self._memory: tuple[DeviceMemory, DeviceMemory] | None = None
+        self._memory_taken = MemoryTaken()
         """Before the first capture, and after the last one that ended without an error."""
         self._misses: dict[Reason, Misses] = {}
         self._told: KeysChanged | None = None
@@ -508,7 +510,6 @@ class CUDAGraphRunner:
             )
         self.library.require_no_recording(f"capture of {self.name}")
         started = perf_counter()
-        before = DeviceMemory.read(self.library)
         self._executor.outputs.expire()
         if self._host is None:
             self._host = HostSnapshot(self.fn)
@@ -520,8 +521,6 @@ class CUDAGraphRunner:
                 together = self._lockstep.capturing(lambda: missing_text(self.missing()))
             with interrupted_between_steps() as check_interrupt, torch.no_grad(), together:
                 yield partial(self._capture, self._host, check_interrupt)
-            first = self._memory[0] if self._memory else before
-            self._memory = first, DeviceMemory.read(self.library)
         finally:
             self._capture_seconds += perf_counter() - started
             self._refresh()
@@ -537,7 +536,7 @@ class CUDAGraphRunner:
         """Capture ``entries`` in one scope, and check each first replay after it."""
         if entries:
             self._emit(CaptureBegan(self.name, len(entries)))
-        started = perf_counter()
+        started, memory, taken = perf_counter(), CaptureMemory(self.library), MemoryTaken()
         done, total = 0, 2 * len(entries)
 
         def tick(key: BatchDescriptor) -> None:
@@ -574,12 +573,16 @@ class CUDAGraphRunner:
                 progress=lambda number, total, job: tick(job.key),
                 later=[key for _, key in self._entries],
                 host=host,
+                ended=memory.ended,
             )
+            after, taken = memory.taken()
+            self._memory = (self._memory or (memory.before,))[0], after
+            self._memory_taken = self._memory_taken.plus(taken)
         finally:
             if entries:
                 num_served = sum(entry.reason is Reason.HIT for entry in self._entries.values())
                 seconds = perf_counter() - started
-                self._emit(CaptureEnded(self.name, len(entries), num_served, seconds))
+                self._emit(CaptureEnded(self.name, len(entries), num_served, seconds, taken))
 
     def _emit(self, event: Event) -> None:
         if self._observer is not None:
@@ -596,6 +599,22 @@ class CUDAGraphRunner:
 
     def _comparing(self, entry: Entry) -> AbstractContextManager[None]:
         return nullcontext() if self._lockstep is None else self._lockstep.comparing(entry)
+
+    def time_replays(self, keys: Sequence[Key]) -> list[int]:
+        """Nanoseconds that a replay of each of these ready keys takes on an example, host and
+        device together; of several ranks, which all call this, on the slowest.
+
+        Ends the outputs of runs. State stays as it was.
+        """
+        self._require_idle("time_replays")
+        entries = [self._entries[key] for key in keys]
+        self._is_running = True
+        try:
+            with torch.no_grad():
+                times = self._executor.time_replays(entries, self.library.device.synchronize)
+        finally:
+            self._is_running = False
+        return times if self._lockstep is None else self._lockstep.slowest(times)
 
     def trace(
         self,
@@ -787,16 +806,19 @@ class CUDAGraphRunner:
     def _compare(self, ready: ReadyGraph, call: Call) -> Any:
         """Also run eagerly, on the padded views and on the batch as it is in turns.
 
-        A program that differs is never replayed again.
+        A program that differs is never replayed again. Nor is any, where there are other ranks,
+        whose comparison raised: the others have heard of it, and drop theirs.
         """
-        # A value may be an output of the run before, which the first replay here overwrites.
-        staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
-        call = call._replace(values=own_copy(dict(call.values)), staged=staged)
-        pads = self._compares_padding and call.sizes != ready.bound.sizes
-        # Unpadded, ranks have sizes of their own, and runs that meet in collectives none in common.
-        self._compares_padding = not self._compares_padding and self._lockstep is None
         try:
             with self._comparing(ready.entry):
+                # A value may be an output of the run before, which the first replay here
+                # overwrites.
+                staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
+                call = call._replace(values=own_copy(dict(call.values)), staged=staged)
+                pads = self._compares_padding and call.sizes != ready.bound.sizes
+                # Unpadded, ranks have sizes of their own, and runs that meet in collectives none
+                # in common.
+                self._compares_padding = not self._compares_padding and self._lockstep is None
                 if not pads:
                     return self._executor.compare(ready, call).outputs
                 try:
@@ -805,7 +827,9 @@ class CUDAGraphRunner:
                     # Padding is not to blame where the graph itself is wrong, which this raises.
                     self._executor.compare(ready, call)
                     raise
-        except (VerificationError, PeerFailedError) as error:
+        except Exception as error:
+            if self._lockstep is None and not isinstance(error, VerificationError):
+                raise
             self.library.catalog.mark_wrong(self._entries[ready.mode, ready.key], error)
             self._refresh()
             # The next graph run asks whether anything has moved.
@@ -933,6 +957,7 @@ class CUDAGraphRunner:
                 held for e in entries if e.program is not None for held in e.program.externals
             ),
             memory=self._memory,
+            memory_taken=self._memory_taken,
         )
 
     def explain(self, subject: Subject | None = None) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphrt.batch import Decision, Reason, RuntimeMode, UBatchReason
+from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode, UBatchReason
 from graphrt.config import AttentionSupport, Facts, RankConfig, Resolved, RuntimeConfig
-from graphrt.errors import ConfigError, PeerFailedError, VerificationError
+from graphrt.errors import ConfigError, RankDesyncError
 from graphrt.graphs import Key
 from graphrt.parallel import (
     Exchange,
@@ -90,6 +90,7 @@ class RankedSteps:
         also = {"torch": torch.__version__, "compile": compiled, "warmups": warmups, **runs}
         lockstep.require_same_plan(plan_text(plan, also))
         self._lockstep = lockstep
+        self._same_batch = config.ranks.same_batch
         self._runner = runner
         # Split eagerly, all ranks would have to pad to one size, which no eager step does.
         self._rules = SplitRules.of(plan)._replace(allow_eager=False)
@@ -105,21 +106,37 @@ class RankedSteps:
         self.note_captured()
 
     def note_captured(self) -> None:
-        """The ranks have the same graphs: after a capture, or a comparison that failed on all."""
-        self._agreed = self._runner.missing()
-        self._graphs = plan_hash(missing_text(self._agreed)) & 0xFFFF
-        self._dispatcher, self._differs = self._runner.dispatcher, None
+        """The ranks have the same graphs, because all have just captured."""
+        missing = self._runner.missing()
+        self._agree_on(missing, missing)
+
+    def _agree_on(self, agreed: Mapping[Key, Reason], missing: Mapping[Key, Reason]) -> None:
+        self._agreed = agreed
+        self._graphs = plan_hash(missing_text(agreed)) & 0xFFFF
+        self._dispatcher = self._runner.dispatcher
+        self._differs = _first_difference(agreed, missing)
+
+    def leave_unsplit(self, keys: frozenset[BatchDescriptor]) -> None:
+        """Split none of ``keys`` from here on; all ranks were told the same."""
+        self._rules = self._rules._replace(unprofitable=keys)
 
     def noting_drops(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, after which a program that all ranks found wrong together is no difference."""
+        """``run``, after which a program whose comparison failed is no difference: whichever rank
+        it failed on, all drop it."""
 
         def noted(*args: Any) -> Any:
-            agreed = self.has_agreed_graphs
+            before = self._agreed if self.has_agreed_graphs else None
             try:
                 return run(*args)
-            except (VerificationError, PeerFailedError):
-                if agreed:
-                    self.note_captured()
+            except Exception:
+                if before is not None:
+                    now = self._runner.missing()
+                    agreed = {
+                        key: before.get(key, why)
+                        for key, why in now.items()
+                        if key in before or why is Reason.CAPTURE_FAILED
+                    }
+                    self._agree_on(agreed, now)
                 raise
 
         return noted
@@ -181,8 +198,19 @@ class RankedSteps:
         return None if settled is None else settled.decision
 
     def _settle(self, vote: RankVote) -> SettledStep | None:
-        lockstep, rules = self._lockstep, self._rules
-        agreement = lockstep.agree(vote, rules, self._graphs)
+        lockstep, rules, about = self._lockstep, self._rules, self._graphs
+        if self._same_batch:
+            # In the tag, so that every rank finds out, and not only the one with fewest tokens.
+            about ^= hash((vote.num_tokens_unpadded, vote.uniform, vote.miss_reason)) & 0xFFFF
+        try:
+            agreement = lockstep.agree(vote, rules, about)
+        except RankDesyncError as error:
+            if self._same_batch:
+                error.add_note(
+                    "these ranks share a model and must see one batch: give each of them the same "
+                    f"requests in the same order (here: {vote.num_tokens_unpadded} tokens)"
+                )
+            raise
         self.last = settle(agreement, vote, self._runner.dispatcher.dispatch, rules)
         across = lockstep.num_tokens_across_ranks
         # An idle rank brings one token of padding to an eager step.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from time import perf_counter_ns
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -86,7 +86,10 @@ _FIELDS = {
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
 }
-"""The flat wishes of a ``Runtime``, and the field of its config that each stands for."""
+"""The options that a ``Runtime`` takes without a config, and the field that each stands for."""
+
+_TIMED_DEVICES = ("cuda",)
+"""Where the time of a replay is that of the model: a simulated one computes in turns."""
 
 _NONE: frozenset[RuntimeMode] = frozenset()
 # CPython 3.11 looks a member up through a Python property; a step has no time for that.
@@ -101,10 +104,13 @@ class RuntimeReport(RunnerReport):
 
     ``resolved``: The plan, and each option that could not be used as asked.
     ``compile``: What levels 1 to 3 compiled; None at level 0, and before they did.
+    ``split_ms``: Milliseconds of a replay in micro-batches, and of its unsplit twin, where they
+      were compared (``UBatchConfig.auto_off``): a size that is not faster is not split.
     """
 
     resolved: Resolved
     compile: CompileReport | None = None
+    split_ms: Mapping[BatchDescriptor, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"Policy {self.resolved.plan.cudagraph_mode}"]
@@ -112,6 +118,12 @@ class RuntimeReport(RunnerReport):
             f"  {item.field}: {item.effective} instead of {item.asked}, because {item.reason}"
             for item in self.resolved.adjustments
         ]
+        if self.split_ms:
+            slower = sum(split >= unsplit for split, unsplit in self.split_ms.values())
+            lines.append(
+                f"Micro-batches: {len(self.split_ms) - slower} sizes are split, {slower} are not, "
+                "because that was no faster"
+            )
         found = self.compile
         if found is not None:
             lines.append(
@@ -127,7 +139,7 @@ class Runtime:
     """Serves a model's steps through captured graphs.
 
     ``mode`` (a ``CUDAGraphMode`` or its name), ``sizes`` (``cudagraph_capture_sizes``, in tokens),
-    ``max_num_seqs`` and ``max_num_batched_tokens`` are the common wishes; ``config`` has all, and
+    ``max_num_seqs`` and ``max_num_batched_tokens`` are the common options; ``config`` has all, and
     is given instead of them.
 
     ``model`` is called with keyword arguments named as ``inputs``: views of static buffers, padded
@@ -162,7 +174,7 @@ class Runtime:
 
     A ``device`` given by name is made and closed by the runtime; one given as an object is not.
     Not thread-safe; two runtimes never share anything.
-    Errors: ``ConfigError`` for what cannot be honoured, a wish beside ``config`` included;
+    Errors: ``ConfigError`` for what cannot be honoured, an option beside ``config`` included;
     ``StaticBufferError`` for an input over another axis; at level 3 ``CompileError`` and those
     below it, and ``BreakError`` for a break point in what is traced.
     """
@@ -231,6 +243,8 @@ class Runtime:
             self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer)
         fn = model if self._compiled is None or compile_part is not None else self._compiled
         self._split: SplitCallable | None = None
+        self._split_ms: dict[BatchDescriptor, tuple[float, float]] = {}
+        self._unprofitable: frozenset[BatchDescriptor] = frozenset()
         self.library = GraphLibrary(
             device,
             budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
@@ -344,6 +358,7 @@ class Runtime:
         finally:
             if self._ranks is not None:
                 self._ranks.note_captured()
+        self._compare_split_times()
         return self.report()
 
     def capture_next(
@@ -358,7 +373,27 @@ class Runtime:
         See ``CUDAGraphRunner.capture_next``; for ``first`` see ``key_for``.
         """
         self._audit()
-        return self.runner.capture_next(at_most, first=first, allow=allow)
+        remaining = self.runner.capture_next(at_most, first=first, allow=allow)
+        self._compare_split_times()
+        return remaining
+
+    def _compare_split_times(self) -> None:
+        """Find out which split graphs are no faster than their unsplit twins: once for each."""
+        if self.device.name not in _TIMED_DEVICES or not self.plan.ubatch.auto_off:
+            return
+        missing, twins = self.runner.missing(), []
+        for mode, key in self.plan.capture_order:
+            twin = mode, replace(key, num_ubatches=1)
+            is_new = key.num_ubatches > 1 and key not in self._split_ms
+            if is_new and (mode, key) not in missing and twin not in missing:
+                twins.append(((mode, key), twin))
+        for pair in twins:
+            split, unsplit = self.runner.time_replays(pair)
+            self._split_ms[pair[0][1]] = split / 1e6, unsplit / 1e6
+        found = {key for key, (split, unsplit) in self._split_ms.items() if split >= unsplit}
+        self._unprofitable = frozenset(found)
+        if self._ranks is not None:
+            self._ranks.leave_unsplit(self._unprofitable)
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
         """Have the graphs of ``keys`` captured anew. See ``CUDAGraphRunner.withdraw``."""
@@ -533,9 +568,12 @@ class Runtime:
             found = dispatch(num_tokens, uniform, num_active_loras, exclude, num_ubatches)
             if found.mode is not _EAGER:
                 padded = found.descriptor.num_tokens
-                if not last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
+                if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
+                    why = UBatchReason.LAST_SLICE_EMPTY
+                elif found.descriptor in self._unprofitable:
+                    why = UBatchReason.NOT_PROFITABLE
+                else:
                     return found, None, None
-                why = UBatchReason.LAST_SLICE_EMPTY
         if why is None:
             why = UBatchReason.NO_FULL_GRAPH
             may_cut = config.allow_eager and self.config.on_miss == "eager"
@@ -634,7 +672,8 @@ class Runtime:
         found = self.runner.report()
         known = {item.name: getattr(found, item.name) for item in fields(found)}
         compiled = None if self._compiled is None else self._compiled.report
-        return RuntimeReport(resolved=self.resolved, compile=compiled, **known)
+        times = MappingProxyType(dict(self._split_ms))
+        return RuntimeReport(resolved=self.resolved, compile=compiled, split_ms=times, **known)
 
     def _trace(
         self, compiled: Compiled | Stock, like: Example | Mapping[str, torch.Tensor] | None = None
@@ -698,7 +737,7 @@ class Runtime:
 def _resolve(
     config: RuntimeConfig | None, flat: Mapping[str, Any], facts: Facts | None
 ) -> tuple[RuntimeConfig, Resolved]:
-    """The config of ``config`` or of the ``flat`` wishes that are not None, and its plan.
+    """The config of ``config`` or of the ``flat`` options that are not None, and its plan.
 
     Errors: ``ConfigError``, in the words of whoever asked.
     """
@@ -711,11 +750,11 @@ def _resolve(
         if asked:
             raise ConfigError(
                 f"{', '.join(asked)} beside config",
-                expected="each wish once: as an argument, or as a field of the config",
+                expected="each option once: as an argument, or as a field of the config",
                 found=", ".join(
                     f"{name}={asked[name]!r} and config.{_FIELDS[name]}" for name in asked
                 ),
-                do="leave config out, or put all wishes into it",
+                do="leave config out, or put all options into it",
             )
         return config, resolve(config, facts)
     try:

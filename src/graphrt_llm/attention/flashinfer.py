@@ -2,13 +2,12 @@
 
 FlashInfer splits work over the GPU by a *plan*, made on the host from a batch's lengths before
 every step. A graph's kernels read the plan from addresses that never change, so a FULL graph
-replays with the plan of its step. The launch shape depends on the number of tokens alone, so each
+replays with the plan of its step. The launch shape depends on the number of requests alone, so each
 captured number has its own wrapper; they share all memory but their plans, because steps run one at
 a time.
 
-With speculative decoding each new token of a request is a row of its own in the decode kernels,
-with the length up to itself: they find its keys in the GPU's cache. FlashInfer's kernels for chunks
-read them once, but reserve tiles of 128 rows for a request inside a graph, whatever it brings.
+With speculative decoding a request brings several tokens, a small chunk: FULL graphs then hold the
+kernels for chunks, which read its keys once for all of them.
 """
 
 from __future__ import annotations
@@ -41,6 +40,14 @@ WORKSPACE_BYTES = 128 * 2**20
 PLAN_BYTES = 2**20
 """For a decode plan: a dozen bytes for each block of threads that fits the GPU at once."""
 
+CHUNK_TILE = 128
+"""Rows, heads of a group times new tokens, that FlashInfer reserves for a request in a graph of
+chunks, unless those of a whole batch fit half as many."""
+
+MOST_BLOCKS = 320
+"""Of threads, that FlashInfer plans for at the same time: two for each multiprocessor, of which the
+largest GPUs have somewhat fewer than 160."""
+
 HEAD_DIMS = (64, 128, 256)
 TENSOR_CORE_GROUP = 4
 """Query heads per key head from which tensor cores are faster than CUDA cores."""
@@ -68,13 +75,13 @@ def obstacle(cache: KVCache) -> Obstacle | None:
 class _Staging:
     """What the kernels read of a batch, in one block of host memory and its copy on the device.
 
-    For ``rows`` requests, or tokens of requests: where the blocks of each begin [rows + 1], tokens
-    in its last block [rows], then the blocks themselves. One copy moves all of it.
+    For ``rows`` requests: where the blocks of each begin [rows + 1], tokens in its last block
+    [rows], then the blocks themselves. One copy moves all of it.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
-        rows = limits.max_num_seqs * limits.query_len
-        size = 2 * rows + 1 + rows * limits.max_blocks
+        size = 2 * limits.max_num_seqs + 1 + limits.max_num_seqs * limits.max_blocks
+        self._query_len = limits.query_len
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._array: NDArray[np.int32] = self._host.numpy()
         self.memory = torch.zeros(size, dtype=torch.int32, device=device)
@@ -90,15 +97,19 @@ class _Staging:
     def stage(
         self, rows: int, seq_lens: NDArray[Any], tables: NDArray[Any], block_size: int
     ) -> None:
-        """Fill and copy. Padding rows read one token of the null block."""
-        num_reqs = len(seq_lens)
+        """Fill and copy. Padding rows read as many tokens as a request brings, of the null block.
+
+        With fewer, the first of them would see none.
+        """
+        num_reqs, padding = len(seq_lens), rows - len(seq_lens)
         num_blocks = -(-seq_lens // block_size)
+        null_blocks = -(-self._query_len // block_size)
         begins = self._array[: rows + 1]
         np.cumsum(num_blocks, out=begins[1 : num_reqs + 1])
-        begins[num_reqs + 1 :] = begins[num_reqs] + np.arange(1, rows - num_reqs + 1)
+        begins[num_reqs + 1 :] = begins[num_reqs] + null_blocks * np.arange(1, padding + 1)
         last = self._array[rows + 1 : 2 * rows + 1]
         last[:num_reqs] = seq_lens - (num_blocks - 1) * block_size
-        last[num_reqs:] = 1
+        last[num_reqs:] = self._query_len - (null_blocks - 1) * block_size
         blocks = self._array[2 * rows + 1 :]
         used = tables[:, : num_blocks.max()]
         blocks[: begins[num_reqs]] = used[np.arange(used.shape[1]) < num_blocks[:, None]]
@@ -135,6 +146,7 @@ class FlashInferAttention:
 
         self._fast_decode_plan = decode.fast_decode_plan
         self._make_decode = decode.BatchDecodeWithPagedKVCacheWrapper
+        self._make_prefill = prefill.BatchPrefillWithPagedKVCacheWrapper
 
         self.cache = cache
         self._query_len = limits.query_len
@@ -149,12 +161,10 @@ class FlashInferAttention:
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             self._staging = _Staging(limits, device)
         # The same kernels serve chunks and, on tensor cores, decode: they are compiled once.
-        self._prefill: Any = prefill.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, backend="fa2"
-        )
+        self._prefill: Any = self._make_prefill(self._workspace, backend="fa2")
         self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=self._tensor_cores)
         self._static: dict[int, Any] = {}
-        """By number of tokens: the wrappers of FULL graphs."""
+        """By number of requests: the wrappers of FULL graphs."""
         self._planned: set[Any] = set()
         """Decode wrappers that have had a whole plan, which compiles and loads their kernels."""
 
@@ -191,7 +201,7 @@ class FlashInferAttention:
     def _prepare_without_batch(self, key: BatchDescriptor) -> None:
         """Plan for requests of equally many tokens, or one that has all, in the null block.
 
-        A number of tokens seen for the first time gets its wrapper here, and its kernels are
+        A number of requests seen for the first time gets its wrapper here, and its kernels are
         compiled: before the warm-ups, hence before any recording.
         """
         if key.num_reqs is not None:
@@ -202,8 +212,8 @@ class FlashInferAttention:
                     found=f"a key of {key.num_tokens} tokens of {key.num_reqs} requests",
                     do="let the runtime resolve the mode from the backend's support.",
                 )
-            if key.num_tokens not in self._static:
-                self._static[key.num_tokens] = self._make_static(key.num_tokens)
+            if key.num_reqs not in self._static:
+                self._static[key.num_reqs] = self._make_static(key.num_reqs)
         num_reqs = key.num_reqs or 1
         lengths = np.full(num_reqs, key.num_tokens // num_reqs)
         num_blocks = -(-int(lengths[0]) // self.cache.block_size)
@@ -251,17 +261,16 @@ class FlashInferAttention:
         # step may be pending; the device makes them first, so this hardly ever waits.
         if self._copied is not None:
             self._copied.synchronize()
-        static = None if key.num_reqs is None else self._static.get(key.num_tokens)
-        rows = len(seq_lens) if static is None else key.num_tokens
-        if static is not None and self._query_len > 1:
-            behind = np.arange(self._query_len - 1, -1, -1)
-            seq_lens = (seq_lens[:, None] - behind).ravel()
-            tables = tables.repeat(self._query_len, 0)
+        static = None if key.num_reqs is None else self._static.get(key.num_reqs)
+        rows = len(seq_lens) if static is None else key.num_tokens // self._query_len
         self._staging.stage(rows, seq_lens, tables, self.cache.block_size)
         self._num_apart = 0
         if static is not None:
-            self._wrapper, self._num_tokens = static, rows
-            self._plan_decode(static, rows, rows)
+            self._wrapper, self._num_tokens = static, key.num_tokens
+            if self._query_len == 1:
+                self._plan_decode(static, rows, rows)
+            else:
+                self._plan_chunks(static, np.full(rows, self._query_len), rows)
         else:
             self._num_tokens = int(query_lens.sum())
             num_decodes = int((query_lens > 1).argmax()) if self._num_tokens > rows else rows
@@ -271,21 +280,32 @@ class FlashInferAttention:
             if num_decodes < rows:
                 self._wrapper = self._prefill
                 self._num_apart = num_decodes if num_decodes >= DECODES_APART else 0
-                self._plan_prefill(query_lens, rows, self._num_apart)
+                self._plan_chunks(self._prefill, query_lens, rows, self._num_apart)
         if self._copied is None:
             self._copied = torch.Event(self.cache.tensor.device)
         self._copied.record()
 
     def _make_static(self, rows: int) -> Any:
         begins, blocks, last = self._staging.device(rows)
-        wrapper = self._make_decode(
-            self._workspace,
-            use_cuda_graph=True,
-            use_tensor_cores=self._tensor_cores,
-            paged_kv_indptr_buffer=begins,
-            paged_kv_indices_buffer=blocks,
-            paged_kv_last_page_len_buffer=last,
-        )
+        if self._query_len == 1:
+            wrapper = self._make_decode(
+                self._workspace,
+                use_cuda_graph=True,
+                use_tensor_cores=self._tensor_cores,
+                paged_kv_indptr_buffer=begins,
+                paged_kv_indices_buffer=blocks,
+                paged_kv_last_page_len_buffer=last,
+            )
+        else:
+            wrapper = self._make_prefill(
+                self._workspace,
+                backend="fa2",
+                use_cuda_graph=True,
+                qo_indptr_buf=begins.new_zeros(rows + 1),
+                paged_kv_indptr_buf=begins,
+                paged_kv_indices_buf=blocks,
+                paged_kv_last_page_len_buf=last,
+            )
         plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._workspace.device)
         wrapper.reset_workspace_buffer(self._workspace, plan)
         return wrapper
@@ -313,20 +333,42 @@ class FlashInferAttention:
             global_override_indptr_cpu=host[0],
         )
 
-    def _plan_prefill(self, query_lens: NDArray[Any], rows: int, first: int) -> None:
+    def _plan_chunks(
+        self, wrapper: Any, query_lens: NDArray[Any], rows: int, first: int = 0
+    ) -> None:
         """Plan for all of ``rows`` requests but the ``first``."""
         lens = query_lens[first:]
         ends = np.zeros(len(lens) + 1, np.int32)
         np.cumsum(lens, out=ends[1:])
         begins, blocks, last = self._staging.host(rows)
         skipped = int(begins[first])
-        self._prefill.plan(
+        blocks = blocks[skipped:]
+        options: dict[str, Any] = {}
+        if wrapper is not self._prefill:
+            # On the device they are in their place already; from the host the copy would wait.
+            blocks = self._staging.device(rows)[1][: len(blocks)]
+            if not self._fits_split(rows):
+                options["disable_split_kv"] = True
+        wrapper.plan(
             torch.from_numpy(ends),
-            begins[first:] - skipped,
-            blocks[skipped:],
+            begins[first:] - skipped if first else begins,
+            blocks,
             last[first:],
             *self._shape,
             causal=True,
             q_data_type=self._dtype,
             max_token_per_sequence=int(lens.max()),
+            **options,
         )
+
+    def _fits_split(self, num_reqs: int) -> bool:
+        """Whether the workspace holds the parts of contexts that are split, in a graph of chunks.
+
+        They are reserved for every tile of the launch. So many requests fill the GPU without.
+        """
+        num_heads, num_kv_heads, head_dim, _ = self._shape
+        group, q = num_heads // num_kv_heads, self._query_len
+        tile = CHUNK_TILE if group * (num_reqs * (q - 1) + 1) > CHUNK_TILE // 2 else CHUNK_TILE // 2
+        tiles = -(-num_reqs * q * group // tile) + num_reqs - 1
+        tiles = max(tiles, MOST_BLOCKS // num_kv_heads)
+        return num_heads * tiles * tile * (head_dim + 1) * 4 <= WORKSPACE_BYTES - 2**16

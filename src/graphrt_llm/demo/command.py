@@ -116,6 +116,12 @@ def demo(
             "--expert-parallel", help="Ranks share the experts; without --model a tiny Qwen3-MoE."
         ),
     ] = False,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel", help="Ranks share every layer, and all serve the same requests."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -165,6 +171,7 @@ def demo(
             speculate=speculate,
             ubatches=ubatches,
             expert_parallel=expert_parallel,
+            tensor_parallel=tensor_parallel,
         )
         with _exchange(started) as exchange:
             agreed = run(options, as_json=as_json, ranks=exchange)

@@ -39,8 +39,12 @@ def gather(ranks: Exchange, own: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def all_identical(parts: Sequence[Mapping[str, Any]]) -> bool:
-    """True if on every rank every policy produced the tokens of the first."""
-    return all(part["tokens_identical"] for part in parts)
+    """True if on every rank every policy produced the tokens of the first, and if ranks that
+    served the same request produced the same."""
+    first = {request: each for part in reversed(parts) for request, each in part["tokens"].items()}
+    return all(
+        part["tokens_identical"] and part["tokens"].items() <= first.items() for part in parts
+    )
 
 
 def tokens_digest(parts: Sequence[Mapping[str, Any]]) -> str:

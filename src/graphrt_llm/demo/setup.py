@@ -60,6 +60,7 @@ class Options(NamedTuple):
     ubatches: int = 1
     """Micro-batches of a step that is large enough to be split."""
     expert_parallel: bool = False
+    tensor_parallel: bool = False
 
 
 class Prepared(NamedTuple):
@@ -113,6 +114,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
         device=options.device,
         seed=options.seed,
         expert_parallel=options.expert_parallel,
+        tensor_parallel=options.tensor_parallel,
     )
 
     loras = tuple(f"adapter-{number}" for number in range(options.loras))
@@ -139,6 +141,7 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
                 "num_ubatches": ubatches,
                 "decode_token_threshold": ubatches,
                 "prefill_token_threshold": 8 * ubatches,
+                "auto_off": False,
             }
             runtime = replace(runtime, ubatch=split)
         asked = replace(config, runtime=runtime)

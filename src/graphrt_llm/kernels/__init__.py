@@ -39,8 +39,8 @@ class AddLoRA(Protocol):
                 [max_loras, rows, sum(parts)], of which each part has equally many rows, the first
                 ``ranks`` [max_loras] int32 of them in use; ``slots`` [tokens] int64, -1 without an
                 adapter; ``out`` [tokens, sum(parts)].
-        ``gated`` [tokens, parts[0]]: ``out`` is gate, then up, and stays as it is: silu(gate) * up
-        goes to ``gated``, with what the adapters add.
+        ``gated`` [tokens, parts[0]]: gets silu(gate) * up instead, where gate and up are the halves
+        of ``out`` with what adapters add to them; what is left in ``out`` has no meaning.
         """
 
 

@@ -135,24 +135,32 @@ def _decode(
             counter = finished + row * NUM_KV_HEADS + kv_head
             num_before = tl.atomic_add(counter, 1, sem="acq_rel")
             if num_before == num_used - 1:
+                # Parts are read with no write in between, so that all are on their way at once.
                 each = tl.arange(0, NUM_SPLITS)
-                is_used = each < num_used
-                for number in tl.static_range(QUERIES):
-                    place = weights + (first + each) * 2 * QUERIES + number
-                    maxima = tl.load(place, mask=is_used, other=float("-inf"), cache_modifier=".cg")
-                    sums = tl.load(place + QUERIES, mask=is_used, other=0.0, cache_modifier=".cg")
-                    factors = tl.exp2(maxima - tl.max(maxima, 0))
-                    their = parts + ((first + each) * QUERIES + number)[:, None] * HEAD_DIM
+                their = weights + (first + each)[:, None] * 2 * QUERIES + member[None, :]
+                is_part = (each < num_used)[:, None] & is_member[None, :]
+                maxima = tl.load(their, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+                sums = tl.load(their + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
+                # Members that only fill the tile have no maximum.
+                top = tl.where(is_member, tl.max(maxima, 0), 0.0)
+                total = tl.sum(sums * tl.exp2(maxima - top[None, :]), 0)
+                values = tl.zeros((PADDED_QUERIES, HEAD_DIM), tl.float32)
+                for number in tl.static_range(NUM_SPLITS):
+                    is_read = is_member & (number < num_used)
+                    place = weights + (first + number) * 2 * QUERIES + member
+                    maximum = tl.load(
+                        place, mask=is_read, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    part = parts + ((first + number) * QUERIES + member)[:, None] * HEAD_DIM
                     loaded = tl.load(
-                        their + element[None, :],
-                        mask=is_used[:, None],
+                        part + element[None, :],
+                        mask=is_read[:, None],
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    merged = tl.sum(loaded * factors[:, None], 0) / tl.sum(sums * factors, 0)
-                    row_out = (row * QUERY_LEN + number // GROUP) * NUM_KV_HEADS + kv_head
-                    there = out + (row_out * GROUP + number % GROUP) * HEAD_DIM + element
-                    tl.store(there, merged.to(out.dtype.element_ty))
+                    values += loaded * tl.exp2(maximum - top)[:, None]
+                result = values / total[:, None]
+                tl.store(target, result.to(out.dtype.element_ty), mask=is_member[:, None])
                 tl.store(counter, 0)
     elif split == 0 and length == 0:
         # A padding row of uninitialised memory, perhaps NaN, would spread through later layers.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-import graphrt_llm.kernels.eager as eager
+from graphrt import ubatch
 from graphrt_llm.attention import (
     AttentionBackend,
     AttentionInputs,
@@ -23,13 +23,17 @@ from graphrt_llm.attention import (
     attend,
     attention_operator,
 )
-from graphrt_llm.collectives import ExpertGroup
+from graphrt_llm.collectives import RankGroup
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kernels import Kernels, choose_kernels
+from graphrt_llm.kernels.operators import Operators
 from graphrt_llm.lora import LoRAStep, LoRAWeights
 from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.models.experts import Experts
 from graphrt_llm.models.parameters import CheckpointTensor, Device, Projection, parameter, whole
+
+if TYPE_CHECKING:
+    from graphrt.config import CompilePlan
 
 
 class Scratch(NamedTuple):
@@ -79,10 +83,15 @@ class DecoderLayer(nn.Module):
         kernels: Kernels,
         dtype: torch.dtype,
         device: Device,
-        group: ExpertGroup | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         super().__init__()
         self.index = index
+        shared = self.group = None if config.num_experts else group
+        self.rank, self.world = (0, 1) if shared is None else (shared.rank, shared.world)
+        # A key head that several ranks need is on each of them.
+        self.kv_parts = min(self.world, config.num_kv_heads)
+        config = config.part(self.world)
         self.kernels = kernels
         self.eps = config.rms_norm_eps
         self.num_heads = config.num_heads
@@ -131,7 +140,7 @@ class DecoderLayer(nn.Module):
         slots = backend.cache.slots[self.index]
         kernels.rotate_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         attend(backend, self.index, heads, attn, shared, out=attended)
-        kernels.add_linear(residual, attended_rows, *self.attention_out.matrix)
+        self._add(residual, attended_rows, self.attention_out)
         if lora is not None:
             lora.add("attention_out", self.index, attended_rows, residual)
 
@@ -146,48 +155,70 @@ class DecoderLayer(nn.Module):
             # Before the gate, which the kernels may apply inside the product.
             kernels.norm_linear(residual, norm, self.eps, *matrix, normed, gate_up)
             lora.add("gate_up", self.index, residual, gate_up, norm, self.eps, gated)
-        kernels.add_linear(residual, gated, *self.down.matrix)
+        self._add(residual, gated, self.down)
         if lora is not None:
             lora.add("down", self.index, gated, residual)
 
+    def _add(self, residual: Tensor, x: Tensor, projection: Projection) -> None:
+        """Add ``x`` through ``projection`` to ``residual``: of ranks that share it, all parts."""
+        group, (weight, bias) = self.group, projection.matrix
+        if group is None:
+            self.kernels.add_linear(residual, x, weight, bias)
+            return
+        if group.rank:
+            # The stream itself, and the bias, come from rank 0: the sum has each once, and the
+            # kernels for few rows need no memory of its own.
+            residual.zero_()
+            bias = None
+        self.kernels.add_linear(residual, x, weight, bias)
+        with ubatch.communication("layer.sum", residual):
+            group.all_reduce(residual)
+
     def functional(
-        self, residual: Tensor, rotation: Tensor, slots: Tensor, attn: AttentionInputs
+        self,
+        residual: Tensor,
+        rotation: Tensor,
+        slots: Tensor,
+        attn: AttentionInputs,
+        ops: Operators,
     ) -> Tensor:
         """What ``forward`` computes, as a new tensor, for a compiler to trace.
 
         It writes the cache's ``slots`` in place and calls attention as an operator. On a GPU in
-        half precision it differs from ``forward`` in rounding, because the kernels there do.
+        half precision plain forms differ from ``forward`` in rounding, because its kernels do.
         """
-        num_tokens, num_heads, width = residual.shape[0], self.num_heads, slots.shape[-1]
-        normed = F.rms_norm(residual, self.attention_norm.shape, self.attention_norm, self.eps)
-        heads = eager.linear(normed, *self.qkv.matrix).view(num_tokens, -1, width)
-        num_rotated = heads.shape[1] - slots.shape[2]
-        rotated = heads[:, :num_rotated]
-        if self.qk_norm is not None:
-            rotated = F.rms_norm(heads, (width,), None, self.eps)[:, :num_rotated] * self.qk_norm
-        heads = torch.cat((eager.rotate(rotated, rotation), heads[:, num_rotated:]), 1)
-        kv = heads[:, num_heads:].view(num_tokens, 2, -1, width)
-        slots.index_copy_(0, attn.slot_mapping, kv.nan_to_num(0.0, 0.0, 0.0))
-        attended = heads.new_empty((num_tokens, num_heads, width))
+        num_tokens, width = residual.shape[0], slots.shape[-1]
+        qkv = ops.norm_linear(residual, self.attention_norm, self.eps, *self.qkv.matrix)
+        heads = qkv.view(num_tokens, -1, width)
+        ops.rotate_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
+        attended = heads.new_empty((num_tokens, self.num_heads, width))
         attention_operator(heads, *attn, attended, self.index)
-        residual = _plus(residual, attended.flatten(1), *self.attention_out.matrix)
+        residual = ops.add_linear(residual, attended.flatten(1), *self.attention_out.matrix)
 
-        normed = F.rms_norm(residual, self.mlp_norm.shape, self.mlp_norm, self.eps)
+        norm = self.mlp_norm
         if self.experts is not None:
-            routed: Tensor = self.experts(normed)
+            routed: Tensor = self.experts(F.rms_norm(residual, norm.shape, norm, self.eps))
             return residual + routed
-        gate, up = eager.linear(normed, *self.gate_up.matrix).chunk(2, -1)
-        return _plus(residual, F.silu(gate) * up, *self.down.matrix)
+        gated = ops.norm_gate(residual, norm, self.eps, *self.gate_up.matrix)
+        return ops.add_linear(residual, gated, *self.down.matrix)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        yield from self.qkv.checkpoint_tensors(*(f"{attn}.{part}_proj" for part in "qkv"))
-        yield from self.attention_out.checkpoint_tensors(f"{attn}.o_proj")
+        rank, world = self.rank, self.world
+        names = [f"{attn}.{part}_proj" for part in "qkv"]
+        for number, tensor in enumerate(self.qkv.checkpoint_tensors(*names)):
+            parts = self.kv_parts if number % 3 else world
+            yield tensor.shared(0, rank * parts // world, parts)
+        for tensor in self.attention_out.checkpoint_tensors(f"{attn}.o_proj"):
+            yield tensor.shared(1, rank, world)
         if self.experts is not None:
             yield from self.experts.checkpoint_tensors(mlp)
         else:
-            yield from self.gate_up.checkpoint_tensors(f"{mlp}.gate_proj", f"{mlp}.up_proj")
-            yield from self.down.checkpoint_tensors(f"{mlp}.down_proj")
+            names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+            for tensor in self.gate_up.checkpoint_tensors(*names):
+                yield tensor.shared(0, rank, world)
+            for tensor in self.down.checkpoint_tensors(f"{mlp}.down_proj"):
+                yield tensor.shared(1, rank, world)
         yield whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
         yield whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
         if self.qk_norm is not None:
@@ -201,8 +232,9 @@ class CausalLM(nn.Module):
     """Next-token logits of a batch of requests over a paged cache.
 
     Weights are undefined until ``load_safetensors`` or ``random_weights`` has filled them, and
-    ``attention`` has to be set to a backend over a cache of the same configuration. ``group``: the
-    ranks that share its experts. ``num_drafts``: positions behind the context that a step computes
+    ``attention`` has to be set to a backend over a cache of ``config``. ``group``: the ranks that
+    share its experts, or without experts the heads and the MLP of each layer; ``config`` then
+    describes this rank's part. ``num_drafts``: positions behind the context that a step computes
     too, because a request at its end has drafts, or padding in their place, like any other.
     """
 
@@ -211,11 +243,12 @@ class CausalLM(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype = torch.float32,
         device: Device = "cpu",
-        group: ExpertGroup | None = None,
+        group: RankGroup | None = None,
         num_drafts: int = 0,
     ) -> None:
         super().__init__()
-        self.config = config
+        world = 1 if group is None or config.num_experts else group.world
+        self.config = config.part(world)
         self.group = group
         self.dtype = dtype
         self.kernels = choose_kernels(dtype, torch.device(device))
@@ -297,10 +330,11 @@ class FunctionalLM(nn.Module):
     Shares the model's parameters. What a compiler traces: once, for any number of tokens.
     """
 
-    def __init__(self, model: CausalLM, slots: tuple[Tensor, ...]) -> None:
+    def __init__(self, model: CausalLM, slots: tuple[Tensor, ...], plan: CompilePlan) -> None:
         super().__init__()
         self.model = model
         self.slots = slots
+        self.operators = Operators(model.kernels, plan, slots[0].device)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn: AttentionInputs, logits_indices: Tensor
@@ -311,10 +345,10 @@ class FunctionalLM(nn.Module):
         rotation = model.rotary.index_select(0, positions)
         for layer, slots in zip(model.layers, self.slots, strict=True):
             assert isinstance(layer, DecoderLayer)
-            residual = layer.functional(residual, rotation, slots, attn)
+            residual = layer.functional(residual, rotation, slots, attn, self.operators)
         last = residual.index_select(0, logits_indices.flatten())
-        normed = F.rms_norm(last, model.norm.shape, model.norm, model.config.rms_norm_eps)
-        logits = eager.linear(normed, model.lm_head.t(), None)
+        eps, head = model.config.rms_norm_eps, model.lm_head.t()
+        logits = self.operators.norm_linear(last, model.norm, eps, head, None)
         return logits if logits_indices.dim() == 1 else logits.view(*logits_indices.shape, -1)
 
 
@@ -322,13 +356,13 @@ class SplitLM(nn.Module):
     """A ``CausalLM`` whose formula is traced, and cut at attention.
 
     ``attention.begin`` reads the step's key and returns another structure for each kind of it, so
-    that it runs before ``traced``, in plain Python.
+    that it runs before ``traced``, in plain Python. ``plan``: how that is compiled.
     """
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend) -> None:
+    def __init__(self, model: CausalLM, backend: AttentionBackend, plan: CompilePlan) -> None:
         super().__init__()
         self.attention = AttentionStep(backend)
-        self.traced = FunctionalLM(model, backend.cache.slots)
+        self.traced = FunctionalLM(model, backend.cache.slots, plan)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn: AttentionInputs, logits_indices: Tensor
@@ -365,8 +399,3 @@ def rotary_table(config: ModelConfig, num_more: int = 0) -> Tensor:
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
     return table[:, :, None]
-
-
-def _plus(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    total = torch.addmm(residual, x, weight)
-    return total if bias is None else total + bias

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphrt_llm.kernels.eager as eager
 from graphrt import get_forward_context, ubatch
-from graphrt_llm.collectives import ExpertGroup
+from graphrt_llm.collectives import RankGroup
 from graphrt_llm.model_config import ModelConfig
 from graphrt_llm.models.parameters import CheckpointTensor, Device, Projection
 
@@ -24,7 +24,7 @@ class Experts(nn.Module):
     """A router, and the experts that this rank has: all of them where ``group`` is None."""
 
     def __init__(
-        self, config: ModelConfig, group: ExpertGroup | None, dtype: torch.dtype, device: Device
+        self, config: ModelConfig, group: RankGroup | None, dtype: torch.dtype, device: Device
     ) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_intermediate_size
@@ -76,7 +76,7 @@ class Experts(nn.Module):
         assert total is not None, "every rank has an expert"
         return total
 
-    def _of_all_ranks(self, group: ExpertGroup, rows: Tensor, weights: Tensor) -> Tensor:
+    def _of_all_ranks(self, group: RankGroup, rows: Tensor, weights: Tensor) -> Tensor:
         """Send each row to the ranks of its experts and add up what they return, by rank."""
         num_tokens, width = rows.shape
         world = group.world

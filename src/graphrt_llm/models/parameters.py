@@ -17,7 +17,21 @@ class CheckpointTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     destination: Tensor
-    """The part of a parameter that holds it: ``shape``, or what broadcasts from it."""
+    """The part of a parameter that holds it, or its ``part``, or what broadcasts from it."""
+    part: tuple[slice, ...] = ()
+    """What of it this rank has; empty: all."""
+
+    def shared(self, dim: int, rank: int, world: int) -> CheckpointTensor:
+        """The tensor of which ``destination`` is the part of ``rank``: of ``world`` along ``dim``.
+
+        The tensor itself for one rank, and if it has no such dimension.
+        """
+        if world == 1 or dim >= len(self.shape):
+            return self
+        size = self.shape[dim]
+        shape = (*self.shape[:dim], world * size, *self.shape[dim + 1 :])
+        part = (*[slice(None)] * dim, slice(rank * size, (rank + 1) * size))
+        return self._replace(shape=shape, part=part)
 
 
 class Projection(nn.Module):

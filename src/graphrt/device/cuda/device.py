@@ -66,7 +66,7 @@ class StreamTable:
         default = torch.cuda.default_stream(device_index)
         self._by_handle[default.cuda_stream] = CUDAStream("default", default)
 
-    def named(self, name: str) -> CUDAStream:
+    def named(self, name: str, urgent: bool = False) -> CUDAStream:
         """The stream of this name, made on first use.
 
         Errors: ``ConfigError`` if all of torch's streams have names.
@@ -75,7 +75,7 @@ class StreamTable:
             taken = {stream.torch_stream.cuda_stream for stream in self._by_name.values()}
             # Taken in turn, so that the next one may have a name already.
             for _ in range(NUM_STREAMS):
-                drawn = torch.cuda.Stream(self._device_index)
+                drawn = torch.cuda.Stream(self._device_index, priority=-1 if urgent else 0)
                 if drawn.cuda_stream not in taken:
                     break
             else:
@@ -171,8 +171,8 @@ class CUDADevice:
         self.pools.add(pool)
         return pool
 
-    def stream(self, name: str) -> CUDAStream:
-        return self._streams.named(name)
+    def stream(self, name: str, *, urgent: bool = False) -> CUDAStream:
+        return self._streams.named(name, urgent)
 
     def adopt_stream(self, stream: object) -> CUDAStream:
         theirs = stream.torch_stream if isinstance(stream, CUDAStream) else stream
@@ -335,10 +335,12 @@ class CUDADevice:
 
     def memory(self, pool: Pool | None = None) -> MemoryReading:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+        held = torch.cuda.memory_stats_as_nested_dict(self.index)
         return MemoryReading(
             free_bytes=free_bytes,
             total_bytes=total_bytes,
-            reserved_bytes=torch.cuda.memory_reserved(self.index),
+            reserved_bytes=held["reserved_bytes"]["all"]["current"],
+            tensor_bytes=held["allocated_bytes"]["all"]["current"],
             pool_bytes=0 if pool is None else pool.bytes(),
         )
 

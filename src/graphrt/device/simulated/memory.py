@@ -357,6 +357,12 @@ class DeviceMemory:
             free_bytes=max(self._driver_bytes - self._used_bytes(), 0),
             total_bytes=self._driver_bytes,
             reserved_bytes=self._reserved_bytes(),
+            tensor_bytes=sum(
+                block.num_bytes
+                for pool in self.pools
+                for block in list(pool.live.values())
+                if not block.is_dead
+            ),
             pool_bytes=pool_bytes,
         )
 

@@ -7,7 +7,8 @@ values, so it is kept by signature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -198,14 +199,9 @@ class Operators:
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[torch.Tensor, NewTensor]]:
         """The arguments without elements to which ``func`` gives some."""
-        mode = self._idle_modes.pop() if self._idle_modes else _new_fake_mode()
-        try:
-            with mode:
-                substitutes = _Substitutes(lambda tensor: _fake(mode, tensor))
-                substitutes.run(func, args, kwargs)
-            return substitutes.grown()
-        finally:
-            self._idle_modes.append(mode)
+        with self._fakes() as substitutes:
+            substitutes.run(func, args, kwargs)
+        return substitutes.grown()
 
     def _infer(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(one.device.type != "cpu" for one in tensors_in((args, tuple(kwargs.values())))):
@@ -222,12 +218,8 @@ class Operators:
 
     def _run_on_fakes(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            mode = self._idle_modes.pop()
-        except IndexError:
-            mode = _new_fake_mode()
-        try:
-            with mode:
-                return _Substitutes(lambda tensor: _fake(mode, tensor)).run(func, args, kwargs)
+            with self._fakes() as substitutes:
+                return substitutes.run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             reason = "its result depends on data"
             raise ForbiddenOp(str(func), reason, "use an operation of fixed size.").error() from (
@@ -254,6 +246,17 @@ class Operators:
             # Fake kernels are stricter than the CPU's at times. Run on zeros, which touches no
             # state, the kernel says in its own words whether it takes such arguments.
             return _Substitutes(_zeros).run(func, args, kwargs)
+
+    @contextmanager
+    def _fakes(self) -> Iterator[_Substitutes]:
+        """Fake tensors in place of those of one call, in a mode that no other thread uses."""
+        try:
+            mode = self._idle_modes.pop()
+        except IndexError:
+            mode = _new_fake_mode()
+        try:
+            with mode:
+                yield _Substitutes(lambda tensor: _fake(mode, tensor))
         finally:
             self._idle_modes.append(mode)
 

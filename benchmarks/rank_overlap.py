@@ -1,0 +1,211 @@
+"""One rank of G11: ``python -m benchmarks.rank_overlap FILE``, as torchrun starts it on two GPUs.
+
+A step of two micro-batches: in each of 16 layers four products, then an exchange of a stated size
+with the other GPU. Bytes travel by copy engines, through memory that both GPUs map, because
+transport that runs on multiprocessors takes them from the products. All arms are FULL graphs; rank
+0 writes the samples of the slower rank to FILE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+from graphrt import (
+    BatchDescriptor,
+    CUDAGraphWrapper,
+    ForwardContext,
+    GraphLibrary,
+    RuntimeMode,
+    make_device,
+    ubatch,
+)
+from graphrt.config import UBatchConfig
+from graphrt.ubatch import UBatchWrapper
+from graphrt_llm.collectives import RankGroup
+
+BLOCKS, REPEATS = 9, 5
+LAYERS, TOKENS, WIDTH, PRODUCTS = 16, 1024, 4096, 4
+RATIOS = (0.5, 1.0, 1.5)
+"""Of communication to computation."""
+DTYPE = torch.bfloat16
+FULL, NONE = RuntimeMode.FULL, RuntimeMode.NONE
+WHOLE = BatchDescriptor(2 * TOKENS, 2 * TOKENS, True)
+SPLIT = BatchDescriptor(2 * TOKENS, 2 * TOKENS, True, num_ubatches=2)
+
+
+class PeerCopies:
+    """Exchanges rows with the other GPU by copies into memory of it that is mapped here."""
+
+    def __init__(self, most: int, rank: int, device: torch.device) -> None:
+        # For each micro-batch two, in turns: the other rank may still read the one before.
+        self.received = symmetric.empty(2, 2, most, dtype=DTYPE, device=device)
+        self._handle = symmetric.rendezvous(self.received, dist.group.WORLD.group_name)
+        shape = self.received.shape
+        self.theirs = self._handle.get_buffer(1 - rank, shape, DTYPE)
+
+    def __call__(self, sent: Tensor, turn: int) -> Tensor:
+        number, place = ubatch.index(), turn % 2
+        self.theirs[number, place, : len(sent)].copy_(sent)
+        self._handle.barrier(channel=number)
+        return self.received[number, place, : len(sent)]
+
+
+class NCCL:
+    """Exchanges rows with the other GPU through NCCL, as it chooses."""
+
+    def __init__(self, most: int, rank: int, device: torch.device) -> None:
+        self.received = torch.empty(most, dtype=DTYPE, device=device)
+        self.group = RankGroup(rank, 2, device)
+
+    def __call__(self, sent: Tensor, turn: int) -> Tensor:
+        received, rows = self.received[: len(sent)], [len(sent), len(sent)]
+        rows[self.group.rank] = 0
+        self.group.all_to_all(received, sent, rows, rows)
+        return received
+
+
+class Layers(torch.nn.Module):
+    """``exchange`` None: the products alone. ``elements``: sent for a micro-batch of each layer;
+    the first row that is sent is computed, and the first row received is computed with."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        weights = torch.randn(PRODUCTS, WIDTH, WIDTH, dtype=DTYPE, device=device)
+        self.weights = torch.nn.Parameter(weights.mul_(WIDTH**-0.5), requires_grad=False)
+        self.exchange: Callable[[Tensor, int], Tensor] | None = None
+        self.elements = 0
+        self.computes = True
+        self.sent: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        size = self.elements * len(x) // TOKENS
+        for layer in range(LAYERS):
+            for weight in self.weights if self.computes else ():
+                x = x @ weight
+            if self.exchange is not None:
+                send = self.sent[ubatch.index()][:size]
+                send[:WIDTH].copy_(x[0])
+                with ubatch.communication("exchange", send):
+                    received = self.exchange(send, layer)
+                x[0].copy_(received[:WIDTH])
+        return x
+
+
+def agreed(number: float, device: torch.device) -> float:
+    """Rank 0's number: ranks that size their messages by clocks of their own would not meet."""
+    told = torch.tensor([number], dtype=torch.float64, device=device)
+    dist.broadcast(told, 0)
+    return float(told.item())
+
+
+def timed(arms: dict[str, Callable[[], object]], device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each arm on the slower rank, a figure a block."""
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for block in range(-1, BLOCKS):
+        for name, arm in list(arms.items())[:: 1 if block % 2 else -1]:
+            dist.barrier()
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(REPEATS):
+                arm()
+            end.record()
+            torch.cuda.synchronize()
+            if block >= 0:
+                samples[name].append(start.elapsed_time(end) / REPEATS)
+    told = torch.tensor(list(samples.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return dict(zip(samples, told.tolist(), strict=True))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    rank = int(os.environ["RANK"])
+    device = make_device("cuda", int(os.environ["LOCAL_RANK"]))
+    place = device.torch_device
+    dist.init_process_group("nccl", device_id=place)
+    library = GraphLibrary(device)
+    model, x = Layers(place), torch.randn(2 * TOKENS, WIDTH, dtype=DTYPE, device=place)
+    config = UBatchConfig(num_ubatches=2)
+    split: list[UBatchWrapper] = []
+    num_graphs = 0
+
+    def one_by_one(x: Tensor) -> Tensor:
+        return torch.cat([model(part) for part in x.chunk(2)])
+
+    def captured(fn: Any, key: BatchDescriptor) -> Callable[[], Tensor]:
+        """The replay of ``fn``, as the model is set up now."""
+        nonlocal num_graphs
+        num_graphs += 1
+        name = f"graph {num_graphs}"
+        wrapper: Any
+        if key is SPLIT:
+            wrapper = UBatchWrapper(fn, library, FULL, config, input_axes={"x": 0}, name=name)
+            split.append(wrapper)
+        else:
+            wrapper = CUDAGraphWrapper(fn, library, FULL, name=name)
+        written = [*model.sent, peer.received, peer.theirs, nccl.received]
+        dist.barrier()
+        with torch.no_grad(), library.capture_scope(may_overwrite=written) as scope:
+            for mode in (NONE, FULL):
+                with scope.step(mode, key):
+                    wrapper(x)
+
+        def replay() -> Tensor:
+            with torch.no_grad(), ForwardContext(FULL, key):
+                found: Tensor = wrapper(x)
+            return found
+
+        return replay
+
+    most = 96 * 2**20
+    peer, nccl = PeerCopies(2 * most, rank, place), NCCL(2 * most, rank, place)
+    model.sent = [torch.zeros(2 * most, dtype=DTYPE, device=place) for _ in range(2)]
+    compute = captured(one_by_one, WHOLE)
+    model.exchange, model.computes, model.elements = peer, False, 16 * 2**20
+    found = timed({"compute": compute, "16 Mi elements": captured(one_by_one, WHOLE)}, place)
+    compute_ms, comm_ms = (min(values) for values in found.values())
+    per_ratio = agreed(16 * 2**20 * compute_ms / comm_ms, place)
+    results = {}
+    for ratio in RATIOS:
+        model.elements = min(int(per_ratio * ratio) // WIDTH * WIDTH, most)
+        model.computes = False
+        arms: dict[str, Callable[[], Any]] = {"compute": compute}
+        model.exchange = peer
+        arms["comm"] = captured(one_by_one, WHOLE)
+        model.computes = True
+        arms["serial"] = captured(one_by_one, WHOLE)
+        arms["overlapped"] = captured(model, SPLIT)
+        arms["unsplit"] = captured(model, WHOLE)
+        expected = arms["serial"]().clone()
+        assert torch.equal(arms["overlapped"](), expected), "overlapped equals one by one"
+        model.exchange = nccl
+        arms["serial over NCCL"] = captured(one_by_one, WHOLE)
+        assert torch.equal(arms["serial over NCCL"](), expected), "whatever carries it"
+        arms["unsplit over NCCL"] = captured(model, WHOLE)
+        samples = timed(arms, place)
+        results[str(ratio)] = {"samples": samples, "mib": 2 * model.elements / 2**20}
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")
+    library.close()
+    for wrapper in split:
+        wrapper.close()
+    dist.barrier()
+    nccl.group.close()
+    dist.destroy_process_group()
+    device.close()
+
+
+if __name__ == "__main__":
+    main()
