@@ -47,7 +47,10 @@ class EngineConfig:
       on a GPU. Never with speculative decoding, because drafts depend on the tokens before them.
     ``capture``: ``before_serving``: only ``LLMEngine.capture`` captures. ``by_priority``: every
       step first captures at most one missing graph, that of its own batch before others, until
-      none is missing; a batch without a graph runs eager. The tokens are the same.
+      none is missing; a batch without a graph runs eager. The tokens are the same. With ``auto``
+      no step waits for FlashInfer's kernels to be built either: other processes build them, this
+      package's kernel and ``sdpa`` serve, and the graphs whose kernels change then are captured
+      anew, one a step (``Withdrawn`` tells the observer).
     ``device``: ``auto``: a GPU if there is one, else the simulated device.
     ``seed``: Of random weights, and of requests that sample without a seed of their own.
     ``num_blocks``: Blocks of the cache, the null block included. None: enough for ``max_num_seqs``
