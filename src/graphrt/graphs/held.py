@@ -124,6 +124,7 @@ class Reads:
         self.breaks = breaks
         self._later: Reads | None = None
         found = reached or reach(target)
+        found = found.lasting or found
         if not breaks:
             found = found.outside_breaks or found
         of_resources = _parts_of(prepared)
