@@ -306,9 +306,13 @@ class Columns:
         layouts = []
         for number, item in enumerate(items):
             for get, box, name, value in _looks_of(item):
-                columns = self._by_getter.setdefault(get, ([], [], [], []))
-                for column, field in zip(columns, (box, name, value, number), strict=True):
-                    column.append(field)
+                columns = self._by_getter.get(get)
+                if columns is None:
+                    columns = self._by_getter[get] = ([], [], [], [])
+                columns[0].append(box)
+                columns[1].append(name)
+                columns[2].append(value)
+                columns[3].append(number)
             if isinstance(item, HeldTensor) and item.layout:
                 layouts.append((number, item.tensor, item.layout))
         self._layouts = [

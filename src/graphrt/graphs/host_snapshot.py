@@ -313,10 +313,11 @@ class HostSnapshot:
             if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
                 self._add(path, own, "object")
                 registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
+                for name in registers:
+                    if name in own:  # A scripted module keeps them elsewhere.
+                        self._add(path, own[name], "object")
                 for name, item in own.items():
-                    if name in registers:
-                        self._add(path, item, "object")
-                    elif type(item) in _CONTAINERS:
+                    if type(item) in _CONTAINERS and name not in registers:
                         # Also where no code names it: it may be reached in another way.
                         self._add(f"{path}.{name}" if path else name, item, "container")
             for base, name in _caches_of(kind):

@@ -214,9 +214,14 @@ _NOT_CALLED = frozenset(
         "replace",
     ]
 )
-_FLEETING = (ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet)
+_FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_fleeting(kind: type) -> bool:
+    return not _FLEETING.isdisjoint(kind.__mro__)
 
 
 # -- reading
@@ -576,7 +581,7 @@ class Walk:
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
-        if issubclass(kind, _FLEETING):
+        if _is_fleeting(kind):  # type: ignore[arg-type]  # types are hashable
             self._fleeting.append((path, value))
             return
         if kind in (dict, list, tuple, set, frozenset) or issubclass(
@@ -732,9 +737,8 @@ class Walk:
             if name not in attributes:
                 self._places.append(Place(prefix + name, owner, name, "member", value))
         registers = [getattr(owner, each) for each, _ in _REGISTERS] if known.is_module else []
-        for name in known.unset:
-            if name not in attributes and not any(name in register for register in registers):
-                self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
+        for name in known.unset.difference(attributes, *registers):
+            self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
 
     def _add_attribute(
         self, known: _Class, path: str, owner: Any, name: str, kind: PlaceKind, value: Any
