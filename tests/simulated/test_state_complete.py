@@ -6,6 +6,7 @@ import functools
 import importlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -512,6 +513,21 @@ def test_entry_of_a_weak_dict_is_not_put_back_once_dead() -> None:
         assert list(table.items()) == [(held[0], 0)]
         assert len(table) == 1
     assert list(table.values()) == [7]
+
+
+def test_dead_reference_in_an_attribute_stays() -> None:
+    model, other = SimpleNamespace(count=0), torch.nn.Identity()
+    model.parent, model.table = weakref.ref(other), {"parent": weakref.ref(other)}
+    snapshot = HostSnapshot(lambda: model)
+    for is_first in (True, False):
+        with snapshot.run(is_first=is_first):
+            model.count += 1
+            model.table[f"run {model.count}"] = 1
+    del other
+    snapshot.restore_advanced()
+    assert model.count == 0
+    assert model.parent() is None
+    assert list(model.table) == ["parent"]
 
 
 def test_other_threads_context_invalidates_nothing(lab: Lab) -> None:

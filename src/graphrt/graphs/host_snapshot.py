@@ -100,8 +100,10 @@ class _Held:
     def write(self, wanted: dict[Any, Any]) -> None:
         """Make it hold exactly this. Runs no code of the user's but a hash."""
         target = self.target
-        # Not the entry of a weak dictionary whose object is gone.
-        wanted = {k: v for k, v in wanted.items() if not (_is_dead(k) or _is_dead(v))}
+        if self.kind == "container":
+            # What left a weak container because its object died does not come back.
+            now = self.read()
+            wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
         if isinstance(target, set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
@@ -154,8 +156,9 @@ class _Held:
         return _Change(self, before, now, differing)
 
 
-def _is_dead(value: object) -> bool:
-    return isinstance(value, ReferenceType) and value() is None
+def _is_dead(*values: Any) -> bool:
+    """True if one of them is a weak reference whose object is gone."""
+    return any(issubclass(type(value), ReferenceType) and value() is None for value in values)
 
 
 def _unset(variable: ContextVar[Any], _: object) -> None:
