@@ -830,19 +830,24 @@ def test_place_where_the_callable_keeps_its_input_is_no_external(sizes) -> None:
 # -- one walk tells what a callable reads and what it remembers
 
 
-def test_hook_added_by_the_inputs_is_read_as_it_is(lab: Lab) -> None:
-    """What the snapshot of the host does not look at is read again before the capture."""
+OUTER, INNER = {"scale": 1.0}, {"scale": 1.0}
+
+
+def test_hook_added_by_the_inputs_is_read_as_it_is(lab: Lab, monkeypatch) -> None:
+    """What the snapshot of the host does not look at is looked at before its walk is used."""
     model, x, hooks = linear(), torch.ones(2, 4), list[Any]()
+
+    def scale(module, args):
+        return (args[0] * OUTER["scale"],)
 
     def make_inputs():
         if not hooks:
-            hooks.append(model.register_forward_pre_hook(lambda module, args: None))
+            hooks.append(model.register_forward_pre_hook(scale))
         return (x,), {}
 
-    wrapper = lab.wrap(model)
-    lab.capture_all(CaptureJob(wrapper, FULL, KEY, make_inputs), warmups=1)
+    lab.capture_all(CaptureJob(lab.wrap(model), FULL, KEY, make_inputs), warmups=1)
     assert lab.library.check_externals().is_unchanged
-    hooks[0].remove()
+    monkeypatch.setitem(OUTER, "scale", 2.0)
     assert not lab.library.check_externals().is_unchanged
 
 
@@ -859,26 +864,23 @@ def test_one_program_is_captured_by_one_walk(lab: Lab, monkeypatch) -> None:
         calls.clear()
 
 
-SCALES = {"outer": 1.0, "inner": 1.0}
-
-
 @break_point
 def inner(x):
-    return x * SCALES["inner"]
+    return x * INNER["scale"]
 
 
 @break_point
 def outer(x):
-    return inner(x) * SCALES["outer"]
+    return inner(x) * OUTER["scale"]
 
 
-@pytest.mark.parametrize("name", SCALES)
-def test_what_break_points_in_break_points_read_is_noticed(lab: Lab, monkeypatch, name) -> None:
+@pytest.mark.parametrize("scale", [OUTER, INNER])
+def test_what_break_points_in_break_points_read_is_noticed(lab: Lab, monkeypatch, scale) -> None:
     def step(x):
         return outer(x) + 1
 
     for mode in (FULL, RuntimeMode.PIECEWISE):
         capture_program(lab.library, mode.name, mode, KEY, step, (torch.ones(2),))
-    monkeypatch.setitem(SCALES, name, 2.0)
+    monkeypatch.setitem(scale, "scale", 2.0)
     # Eager segments read it afresh at each replay.
     assert {owner for owner, *_ in lab.library.check_externals().invalidated} == {"FULL"}
