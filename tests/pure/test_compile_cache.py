@@ -100,7 +100,7 @@ def test_file_in_place_of_the_folder_is_one_warning(tmp_path):
 
 def test_folder_is_for_its_owner_alone(tmp_path):
     one_entry(tmp_path)
-    assert (tmp_path / "v1").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "v2").stat().st_mode & 0o077 == 0
 
 
 def run(capsys, *words):
@@ -127,11 +127,11 @@ def test_cache_command_lists_measures_verifies_and_prunes(tmp_path, capsys):
     assert (code, len(json.loads(out)["bad"])) == (1, 1)
     code, out = run(capsys, "prune", *where, "--older-than-days", "1", "--json")
     assert (code, len(json.loads(out)["removed"]), json.loads(out)["num_entries"]) == (0, 1, 1)
-    (tmp_path / "v1" / "inductor").mkdir()
+    (tmp_path / "v2" / "inductor").mkdir()
     code, out = run(capsys, "prune", *where, "--max-mib", "0")
     assert code == 0
     assert not list(cache.entries())
-    assert not (tmp_path / "v1" / "inductor").exists()
+    assert not (tmp_path / "v2" / "inductor").exists()
 
 
 @pytest.mark.parametrize("words", [("prune",), ("list", "--max-mib", "3")])

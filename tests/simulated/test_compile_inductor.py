@@ -126,7 +126,7 @@ def test_second_start_compiles_nothing(folder):
     [
         (lambda data: data[:-100], CacheMiss.CORRUPT),
         (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
-        (lambda data: data.replace(b'"schema": 1', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"schema": 2', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
         (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
@@ -157,7 +157,7 @@ def test_option_without_text_is_not_cached(tmp_path):
 
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
-    shutil.copytree(folder / "v1" / "inductor", tmp_path / "v1" / "inductor")
+    shutil.copytree(folder / "v2" / "inductor", tmp_path / "v2" / "inductor")
     program = textwrap.dedent(
         f"""
         import sys
