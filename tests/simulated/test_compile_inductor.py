@@ -5,6 +5,8 @@ They need a C++ compiler, and take seconds each.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -253,6 +255,21 @@ def test_operator_of_few_rows_is_plain_in_pieces_for_more(tmp_path):
     ROWS.clear()
     run("none", 0, ["1-8"])
     assert ROWS == []
+
+
+def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
+    asked = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    one = Compiled(lambda x: x - 1.0, plan, limits={"tokens": 8}, rank=3)
+    x = torch.ones(4, 2)
+    one.trace(partial(one, x), [(x, 0, "tokens")])
+    assert torch.equal(one(x), x - 1.0)
+    assert not any((tmp_path / "v2" / "inductor").iterdir())
+    [index] = tmp_path.glob("v2/plans/*/rank_3/index.json")
+    [entry] = json.loads(index.read_text())
+    assert list(tmp_path.glob(f"v2/objects/*/{entry['key']}.bin"))
 
 
 def test_results_over_an_argument_stay_views_at_later_calls(tmp_path):
