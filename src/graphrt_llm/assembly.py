@@ -212,7 +212,7 @@ def assemble(
             facts=facts,
             layers=None if split is None else {LAYER: split.attention},
             compile_part=None if split is None else split.traced,
-            op_impls={ATTENTION_OP: attention_impl},
+            op_impls=None if split is None else {ATTENTION_OP: attention_impl},
             examples=examples,
             resources=[backend],
             # Verification need not restore the cache: examples use free blocks only.
