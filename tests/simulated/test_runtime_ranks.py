@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -116,6 +118,22 @@ def test_message_that_comes_as_the_wait_ends_is_taken() -> None:
     assert storage.wait(LateWork(None), 0.1)
     with pytest.raises(RuntimeError, match="broken"):
         storage.wait(LateWork(RuntimeError("broken")), 0.1)
+
+
+def test_termination_of_the_launcher_ends_its_ranks() -> None:
+    rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    launcher = (
+        f"from graphrt import launch_ranks; raise SystemExit(launch_ranks(2, ['-c', {rank!r}]))"
+    )
+    started = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    ranks = [int(started.stdout.readline()) for _ in range(2)]
+    started.terminate()
+    assert started.wait(timeout=30) == 143
+    started.stdout.close()
+    for each in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(each, 0)
 
 
 def test_rank_that_cannot_be_started_ends_the_others(monkeypatch) -> None:

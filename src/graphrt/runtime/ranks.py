@@ -182,6 +182,7 @@ class RankedSteps:
             num_active_loras,
             reason,
             unsplit,
+            RuntimeMode.PIECEWISE not in exclude,
         )
         settled = self._settle(vote)
         assert settled is not None, "this rank has work"
