@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +85,17 @@ def test_ranks_that_run_otherwise_have_other_plans(monkeypatch, other) -> None:
         with RuntimeLab(asked=asked, ranks=InProcessExchange(1).ranks[0]):
             pass
     assert texts[0] != texts[1]
+
+
+def test_ranks_with_other_multiprocessors_have_other_plans(monkeypatch) -> None:
+    texts = []
+    monkeypatch.setattr(Lockstep, "require_same_plan", lambda _, text: texts.append(text))
+    for most in (None, 8):
+        control: Any = SimpleNamespace(max_comm_sms=lambda most=most: most)
+        with RuntimeLab(ranks=InProcessExchange(1).ranks[0], sm_control=control):
+            pass
+    assert "SMs of communication and computation = (20, 112)" in texts[0]
+    assert "(8, 124)" in texts[1]
 
 
 def test_what_one_rank_may_not_do_is_refused() -> None:
