@@ -14,7 +14,7 @@ from graphrt import Reason
 from graphrt.errors import ConfigError
 from graphrt.parallel import NUM_WORDS, InProcessExchange, Lockstep, launch_ranks
 from graphrt.parallel.exchange import _Storage
-from lab import FULL, NONE, RuntimeLab, assert_equal
+from lab import FULL, NONE, PIECEWISE, RuntimeLab, assert_equal
 
 
 def alone() -> RuntimeLab:
@@ -40,6 +40,21 @@ def test_rank_alone_without_a_batch_does_not_run() -> None:
         assert lab.runtime.step_idle() is False
         assert lab.model.num_calls == calls
         assert lab.runtime.last_settled is None
+
+
+def test_rank_tells_the_others_that_it_excludes_piecewise(monkeypatch) -> None:
+    votes, agree = [], Lockstep.agree
+    monkeypatch.setattr(
+        Lockstep,
+        "agree",
+        lambda self, vote, *more: (votes.append(vote), agree(self, vote, *more))[1],
+    )
+    with alone() as lab:
+        lab.runtime.capture()
+        for exclude in (frozenset(), frozenset({FULL}), frozenset({PIECEWISE})):
+            lab.step(3, 3, uniform=True, exclude=exclude)
+    assert [vote.takes_piecewise for vote in votes] == [True, True, False]
+    assert lab.runtime.last_decision.mode is FULL
 
 
 def test_replaced_weight_is_noticed_before_the_decision() -> None:
