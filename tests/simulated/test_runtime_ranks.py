@@ -148,7 +148,8 @@ def test_message_that_comes_as_the_wait_ends_is_taken() -> None:
 
 
 def test_termination_of_the_launcher_ends_its_ranks() -> None:
-    rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    # In one write, so that the lines of two ranks do not mix.
+    rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
     launcher = (
         f"from graphrt import launch_ranks; raise SystemExit(launch_ranks(2, ['-c', {rank!r}]))"
     )
