@@ -58,7 +58,7 @@ def _rows(asked: str, found: dict[str, Samples]) -> list[Row]:
     ]
     if float(asked) < LEAST_RATIO:
         return rows
-    return rows + [
+    rows += [
         row(
             f"G11-efficiency-{asked}",
             hidden,
@@ -80,6 +80,7 @@ def _rows(asked: str, found: dict[str, Samples]) -> list[Row]:
             **about,
         ),
     ]
+    return rows
 
 
 CASES = [Case("G11", "overlap efficiency of two micro-batches on 2 GPUs", overlap)]
