@@ -141,13 +141,6 @@ def assemble(
             device=device.torch_device,
         )
         is_split = config.runtime.ubatch.num_ubatches > 1
-        if is_split and limits.query_len > 1:
-            raise EngineConfigError(
-                "RuntimeConfig.num_speculative_tokens",
-                expected="0 with micro-batches: attention would cut a request between its drafts",
-                found=f"{limits.query_len - 1}",
-                do="leave it at 0, or leave ubatch.num_ubatches at 1.",
-            )
         if is_split and config.attention_backend == "auto":
             attention = AttentionChoice("sdpa", "the one that serves micro-batches")
         else:

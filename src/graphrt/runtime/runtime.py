@@ -72,6 +72,7 @@ from graphrt.ubatch import (
     make_slices,
     wants_split,
 )
+from graphrt.ubatch.sm_budget import sm_pair
 
 if TYPE_CHECKING:
     from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
@@ -300,9 +301,11 @@ class Runtime:
                 smaller_sizes=partial(_smaller_sizes, plan),
                 lockstep=lockstep,
             )
-            self._ranks = (
-                None if lockstep is None else RankedSteps(lockstep, self.runner, self.resolved)
-            )
+            self._ranks: RankedSteps | None = None
+            if lockstep is not None:
+                num_sms = self.device.limits.num_sms
+                sms = sm_pair(sm_control, plan.ubatch.num_comm_sms, num_sms)
+                self._ranks = RankedSteps(lockstep, self.runner, self.resolved, sms)
             if self._compiled is not None:
                 if compile_part is not None:
                     compile_part.forward = self._compiled
