@@ -20,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.modules import module as torch_module
 
 from graphrt import (
+    BatchDescriptor,
     BufferSpec,
     CaptureJob,
     CUDAGraphRunner,
@@ -828,6 +829,16 @@ def test_place_where_the_callable_keeps_its_input_is_no_external(sizes) -> None:
 
 
 # -- one walk tells what a callable reads and what it remembers
+
+
+def test_weight_moved_between_captures_is_held_where_it_is(lab: Lab) -> None:
+    model, key = linear(), BatchDescriptor(3)
+    capture_program(lab.library, "alone", FULL, KEY, model, (torch.ones(2, 4),))
+    model.weight.data = torch.ones(4, 4)
+    program = capture_program(lab.library, "alone", FULL, key, model, (torch.ones(3, 4),))
+    assert not program.find_moved()
+    (held,) = [item for item in program.externals if item.name == "weight"]
+    assert held.storage is model.weight.untyped_storage()
 
 
 OUTER, INNER = {"scale": 1.0}, {"scale": 1.0}
