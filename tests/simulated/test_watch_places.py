@@ -841,6 +841,19 @@ def test_weight_moved_between_captures_is_held_where_it_is(lab: Lab) -> None:
     assert held.storage is model.weight.untyped_storage()
 
 
+def test_entry_added_between_captures_is_held_by_name(lab: Lab) -> None:
+    parts = {"a": torch.ones(2)}
+
+    def step(x):
+        return x * sum(parts.values())
+
+    capture_program(lab.library, "alone", FULL, KEY, step, (torch.ones(2),))
+    parts["b"] = torch.ones(2)
+    key = BatchDescriptor(3)
+    program = capture_program(lab.library, "alone", FULL, key, step, (torch.ones(2),))
+    assert {"parts['a']", "parts['b']"} <= {item.name for item in program.externals}
+
+
 OUTER, INNER = {"scale": 1.0}, {"scale": 1.0}
 
 

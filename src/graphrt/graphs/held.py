@@ -200,21 +200,17 @@ class Reads:
             values[number] = place._replace(value=place.read())
         return values
 
-    def values_since(self, before: Sequence[Place]) -> list[Place]:
-        """The host values as they are now, of those that ``read_values`` saw alike.
+    def values_since(self, earlier: Reads, before: Sequence[Place]) -> list[Place]:
+        """The host values as they are now, of those that ``earlier.read_values()`` saw alike.
 
         What a recording changes (a counter) or sets is none that its graph depends on.
         """
-        now, same = self.read_values(), set(map(id, before))
-        if same.issuperset(map(id, now)):
-            return now
+        now = self.read_values()
+        if earlier is self:
+            pairs = zip(now, before, strict=True)
+            return [p for p, was in pairs if p is was or is_same_value(p, was.value)]
         known = {(id(place.owner), place.name): place.value for place in before}
-        return [
-            place
-            for place in now
-            if id(place) in same
-            or is_same_value(place, known.get((id(place.owner), place.name), known))
-        ]
+        return [p for p in now if is_same_value(p, known.get((id(p.owner), p.name), known))]
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
