@@ -841,6 +841,20 @@ def test_weight_moved_between_captures_is_held_where_it_is(lab: Lab) -> None:
     assert held.storage is model.weight.untyped_storage()
 
 
+def test_value_that_a_recording_changes_is_not_watched(lab: Lab) -> None:
+    model = SimpleNamespace(count=0, scale=2.0)
+
+    def step(x):
+        model.count += 1
+        return x * model.scale
+
+    capture_program(lab.library, "alone", FULL, KEY, step, (torch.ones(2),))
+    model.count += 1
+    assert lab.library.check_externals().is_unchanged
+    model.scale = 3.0
+    assert not lab.library.check_externals().is_unchanged
+
+
 def test_entry_added_between_captures_is_held_by_name(lab: Lab) -> None:
     parts = {"a": torch.ones(2)}
 
