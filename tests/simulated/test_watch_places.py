@@ -20,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.modules import module as torch_module
 
 from graphrt import (
+    BatchDescriptor,
     BufferSpec,
     CaptureJob,
     CUDAGraphRunner,
@@ -828,6 +829,43 @@ def test_place_where_the_callable_keeps_its_input_is_no_external(sizes) -> None:
 
 
 # -- one walk tells what a callable reads and what it remembers
+
+
+def test_weight_moved_between_captures_is_held_where_it_is(lab: Lab) -> None:
+    model, key = linear(), BatchDescriptor(3)
+    capture_program(lab.library, "alone", FULL, KEY, model, (torch.ones(2, 4),))
+    model.weight.data = torch.ones(4, 4)
+    program = capture_program(lab.library, "alone", FULL, key, model, (torch.ones(3, 4),))
+    assert not program.find_moved()
+    (held,) = [item for item in program.externals if item.name == "weight"]
+    assert held.storage is model.weight.untyped_storage()
+
+
+def test_value_that_a_recording_changes_is_not_watched(lab: Lab) -> None:
+    model = SimpleNamespace(count=0, scale=2.0)
+
+    def step(x):
+        model.count += 1
+        return x * model.scale
+
+    capture_program(lab.library, "alone", FULL, KEY, step, (torch.ones(2),))
+    model.count += 1
+    assert lab.library.check_externals().is_unchanged
+    model.scale = 3.0
+    assert not lab.library.check_externals().is_unchanged
+
+
+def test_entry_added_between_captures_is_held_by_name(lab: Lab) -> None:
+    parts = {"a": torch.ones(2)}
+
+    def step(x):
+        return x * sum(parts.values())
+
+    capture_program(lab.library, "alone", FULL, KEY, step, (torch.ones(2),))
+    parts["b"] = torch.ones(2)
+    key = BatchDescriptor(3)
+    program = capture_program(lab.library, "alone", FULL, key, step, (torch.ones(2),))
+    assert {"parts['a']", "parts['b']"} <= {item.name for item in program.externals}
 
 
 OUTER, INNER = {"scale": 1.0}, {"scale": 1.0}

@@ -159,7 +159,7 @@ def _make_program(
     live_before, memory_before = before
     try:
         _refuse_escapes(recorder, pool, live_before, fn, options.allow_escape)
-        reads = _reads(library, recorder, fn, options, reads, partial(reach, fn))
+        earlier, reads = reads, _reads(library, recorder, fn, options, reads, partial(reach, fn))
         names = parameters_of(fn)
         externals = recorder.externals(reads, args, kwargs, options.keep_alive, names)
         written = [item for item in externals if item.written]
@@ -179,7 +179,7 @@ def _make_program(
             outputs=recorder.outputs,
             externals=externals,
             reads=reads,
-            values=reads.values_since(frozen),
+            values=reads.values_since(earlier, frozen),
             memory=_cost(recorder, externals, memory_before, device.memory(pool)),
             device=device,
             replaying=library.replaying,

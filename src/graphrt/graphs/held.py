@@ -200,21 +200,17 @@ class Reads:
             values[number] = place._replace(value=place.read())
         return values
 
-    def values_since(self, before: Sequence[Place]) -> list[Place]:
-        """The host values as they are now, of those that ``read_values`` saw alike.
+    def values_since(self, earlier: Reads, before: Sequence[Place]) -> list[Place]:
+        """The host values as they are now, of those that ``earlier.read_values()`` saw alike.
 
         What a recording changes (a counter) or sets is none that its graph depends on.
         """
-        now, same = self.read_values(), set(map(id, before))
-        if same.issuperset(map(id, now)):
-            return now
+        now = self.read_values()
+        if earlier is self:
+            pairs = zip(now, before, strict=True)
+            return [p for p, was in pairs if p is was or is_same_value(p, was.value)]
         known = {(id(place.owner), place.name): place.value for place in before}
-        return [
-            place
-            for place in now
-            if id(place) in same
-            or is_same_value(place, known.get((id(place.owner), place.name), known))
-        ]
+        return [p for p in now if is_same_value(p, known.get((id(p.owner), p.name), known))]
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
@@ -599,6 +595,16 @@ def _owns_nothing(_: torch.Tensor) -> bool:
     return False
 
 
+class Found(NamedTuple):
+    """What a program reads, as it is now."""
+
+    moved: list[str]
+    """Names of tensors and values that are others, and of replaced code."""
+    reads: Reads
+    tensors: Sequence[HeldTensor]
+    values: Sequence[Place]
+
+
 class Lookup:
     """Looks at each place once, for all programs that share it."""
 
@@ -610,13 +616,13 @@ class Lookup:
     def num_checked(self) -> int:
         return len(self._is_moved)
 
-    def find_moved(
-        self, reads: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]
-    ) -> list[str]:
-        """Names of ``tensors`` and ``values`` that are others now, and of replaced code."""
-        now = self.now(reads)
+    def find(self, reads: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]) -> Found:
+        """Of what a program reads: what moved, and where the rest stands now."""
+        now = self._now.get(id(reads))
+        if now is None:
+            now = self._now[id(reads)] = reads.current()
         if now is not reads:
-            return _Replacement(reads, now, tensors, values).moved
+            return _replaced(reads, now, tensors, values)
         is_moved = self._is_moved
         moved = []
         for item in tensors:
@@ -629,51 +635,34 @@ class Lookup:
                 answer = is_moved[id(place)] = not is_same_value(place, place.read())
             if answer:
                 moved.append(place.path)
-        return list(dict.fromkeys(moved))
-
-    def now(self, reads: Reads) -> Reads:
-        """``reads``, or those of a new walk where an object was replaced by another."""
-        known = self._now.get(id(reads))
-        if known is None:
-            known = self._now[id(reads)] = reads.current()
-        return known
-
-    def found_now(
-        self, reads: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]
-    ) -> tuple[list[HeldTensor], list[Place]]:
-        """The same tensors and values, none of which moved, where they stand now."""
-        found = _Replacement(reads, self.now(reads), tensors, values)
-        return found.tensors, found.values
+        return Found(list(dict.fromkeys(moved)), reads, tensors, values)
 
 
-class _Replacement:
-    """Tensors and values where they are now, and what moved, after an object that leads to them was
-    replaced."""
-
-    def __init__(
-        self, reads: Reads, now: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]
-    ) -> None:
-        self.tensors: list[HeldTensor] = []
-        self.values: list[Place] = []
-        touched = _prefixes(item.name for item in tensors)
-        held_below = _prefixes(item.name for item in reads.tensors)
-        # A module that holds tensors, of which the program reads none, may be replaced.
-        replaced = list(reads.replaced_code(now))
-        moved = [path for path in replaced if path in touched or path not in held_below]
-        below = tuple(f"{path}." for path in replaced)
-        for item in tensors:
-            place = item.place and _place_now(now, item.place, item.fits)
-            if place is None and (item.place is not None or item.has_moved()):
-                moved.append(item.name)
-            else:
-                self.tensors.append(replace(item, place=place))
-        for value in values:
-            place = _place_now(now, value, partial(is_same_value, value))
-            if place is not None:
-                self.values.append(place._replace(value=value.value))
-            elif not value.path.startswith(below):  # What is above it says all.
-                moved.append(value.path)
-        self.moved = list(dict.fromkeys(moved))
+def _replaced(
+    reads: Reads, now: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]
+) -> Found:
+    """What moved, after an object that leads to tensors or values was replaced."""
+    kept: list[HeldTensor] = []
+    same: list[Place] = []
+    touched = _prefixes(item.name for item in tensors)
+    held_below = _prefixes(item.name for item in reads.tensors)
+    # A module that holds tensors, of which the program reads none, may be replaced.
+    replaced = list(reads.replaced_code(now))
+    moved = [path for path in replaced if path in touched or path not in held_below]
+    below = tuple(f"{path}." for path in replaced)
+    for item in tensors:
+        place = item.place and _place_now(now, item.place, item.fits)
+        if place is None and (item.place is not None or item.has_moved()):
+            moved.append(item.name)
+        else:
+            kept.append(replace(item, place=place))
+    for value in values:
+        place = _place_now(now, value, partial(is_same_value, value))
+        if place is not None:
+            same.append(place._replace(value=value.value))
+        elif not value.path.startswith(below):  # What is above it says all.
+            moved.append(value.path)
+    return Found(list(dict.fromkeys(moved)), now, kept, same)
 
 
 def _place_now(now: Reads, place: Place, fits: Callable[[Any], bool]) -> Place | None:

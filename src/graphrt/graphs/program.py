@@ -369,18 +369,16 @@ class Program:
 
     def find_moved(self, lookup: Lookup | None = None) -> list[str]:
         """Names of what it reads that another storage, value or code stands behind now."""
-        reads, lookup = self.reads, lookup or Lookup()
-        if reads is None:
+        if self.reads is None:
             return []
         tensors, values = self.watched()
-        names = lookup.find_moved(reads, tensors, values)
-        moved = [name for name in names if name not in self._ignored]
-        if not moved and lookup.now(reads) is not reads:
+        found = (lookup or Lookup()).find(self.reads, tensors, values)
+        moved = [name for name in found.moved if name not in self._ignored]
+        if not moved and found.reads is not self.reads:
             # An object gave way to another that holds the same: that one is looked at from now on.
-            found, kept = lookup.found_now(reads, tensors, values)
             others = [item for item in self.externals if item not in tensors]
-            self.externals = (*found, *others)
-            self.reads, self.values = lookup.now(reads), tuple(kept)
+            self.externals = (*found.tensors, *others)
+            self.reads, self.values = found.reads, tuple(found.values)
         return moved
 
     def settle(self, lookup: Lookup) -> None:
@@ -392,7 +390,7 @@ class Program:
         if self.reads is None:
             return
         tensors, values = self.watched()
-        names = lookup.find_moved(self.reads, tensors, values)
+        names = lookup.find(self.reads, tensors, values).moved
         touched = {item.name for item in tensors if item.touched}
         self._ignored |= frozenset(names) - touched
 
