@@ -432,6 +432,9 @@ def test_call_other_than_the_traced_one_is_refused():
                     lab.model(**{**good, name: changed})
             with pytest.raises(ContractError, match="arguments"):
                 lab.model(**good, more=1)
+            small = values(2, 2)
+            with pytest.raises(ContractError, match="a tensor of its own"):
+                lab.model(**{**small, "lens": small["ids"]})
             with (
                 torch.autocast("cpu", torch.bfloat16),
                 pytest.raises(ContractError, match="autocast"),
