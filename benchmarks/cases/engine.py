@@ -7,7 +7,11 @@ same with 16, over the 128 steps between. What both share, prompts and the start
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -51,6 +55,7 @@ START_BLOCKS = 3
 """Of G5, whose blocks take many seconds each."""
 CONTEXT, LONG_CONTEXT = 2048, 4352
 DEFAULT_SEQS = RuntimeConfig().max_num_seqs
+SEVEN_SIZES = (1, 2, 4, 8, 16, 64, 256)
 NUM_REPLAYS = 5
 """Queued in one go for their GPU time: more would not fit the queue."""
 
@@ -488,6 +493,53 @@ def start() -> Sequence[Row]:
     ]
 
 
+START_COMPILED = """
+from benchmarks.cases.engine import SEVEN_SIZES, perf_counter, engine_of, first_graphed_token
+began = perf_counter()
+with engine_of("qwen3-0.6b", level=3, sizes=SEVEN_SIZES) as engine:
+    engine.capture()
+    first_graphed_token(engine, 0)
+    seconds = perf_counter() - began
+    found = engine.runtime.report().compile
+print(seconds, found.num_compiles, found.num_loaded)
+"""
+
+
+def compiled_starts() -> Sequence[Row]:
+    """Level 3 in processes of their own: an empty cache of compiled code, then the same one."""
+    samples: Samples = {}
+    counts: dict[str, tuple[int, ...]] = {}
+    with cuda_device():  # Says why, where there is none.
+        pass
+    for _ in range(START_BLOCKS):
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"GRAPHRT_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+            for arm in ("cold", "warm"):
+                told = subprocess.run(
+                    [sys.executable, "-c", START_COMPILED],
+                    env=os.environ | caches,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=True,
+                ).stdout.split()
+                samples.setdefault(arm, []).append(float(told[-3]))
+                counts[arm] = tuple(map(int, told[-2:]))
+    assert counts["warm"][0] == 0, "the second start compiles nothing"
+    return [
+        row(
+            "G5-compiled",
+            ratio(samples, "warm", "cold"),
+            target=0.25,
+            unit="ratio",
+            samples=samples,
+            timed="s from nothing, weights included, to the first graphed token: warm over cold",
+            compiles_and_loads=counts,
+            sizes=SEVEN_SIZES,
+            **medians(samples),
+        )
+    ]
+
+
 CASES = [
     Case(
         "G2",
@@ -499,5 +551,6 @@ CASES = [
     Case(
         "G2-compiled", "0.6B decode step, compiled pieces over break points", compiled_over_breaks
     ),
+    Case("G5-compiled", "start at level 3, warm cache over an empty one", compiled_starts),
     Case("G5", "start to the first graphed token, 0.6B, two contexts, by priority", start),
 ]

@@ -41,7 +41,7 @@ class Few(CustomOp):
 
     def forward_native(self, x, table):
         table.add_(x.mean())
-        return torch.tanh(x) + x.shape[0]
+        return x.tanh().neg().neg() + x.shape[0]
 
 
 @torch.library.custom_op("graphrt_test::few", mutates_args=("table",))

@@ -292,9 +292,9 @@ class Noops(torch.nn.Module):
         rows = torch.sigmoid(rows.double().float()[:, :]) + x.to(torch.float32)
         turned = rows.t().contiguous().view(-1)
         x.add_(1.0).mul_(2.0)
-        kept = x.t().contiguous().t()
+        kept, bits = x.t().contiguous().t(), x.view(torch.int32) > 1
         return {
-            "rows": rows + turned.view(WIDTH, -1).t() + kept + ids[:, None],
+            "rows": rows + turned.view(WIDTH, -1).t() + kept + ids[:, None] + bits,
             "lens": lens.view(-1),
         }
 
@@ -432,6 +432,9 @@ def test_call_other_than_the_traced_one_is_refused():
                     lab.model(**{**good, name: changed})
             with pytest.raises(ContractError, match="arguments"):
                 lab.model(**good, more=1)
+            small = values(2, 2)
+            with pytest.raises(ContractError, match="a tensor of its own"):
+                lab.model(**{**small, "lens": small["ids"]})
             with (
                 torch.autocast("cpu", torch.bfloat16),
                 pytest.raises(ContractError, match="autocast"),
