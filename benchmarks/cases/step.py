@@ -311,7 +311,7 @@ def engine_step() -> Sequence[Row]:
         num_tokens, num_reqs = options.pop("num_tokens"), options.pop("num_reqs")
         uniform, exclude = options.pop("uniform"), options.pop("exclude")
         step_info, query_lens = options.pop("step_info"), options.pop("query_lens")
-        loras = options.pop("num_active_loras")
+        loras, unsplit = options.pop("num_active_loras"), options.pop("unsplit")
         assert not options, f"the engine passes {options.keys()} too"
 
         def whole() -> None:
@@ -326,6 +326,7 @@ def engine_step() -> Sequence[Row]:
                     exclude=exclude,
                     step_info=step_info,
                     query_lens=query_lens,
+                    unsplit=unsplit,
                 )
 
         def by_hand() -> None:
