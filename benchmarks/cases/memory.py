@@ -170,7 +170,12 @@ def driver_memory() -> Sequence[Row]:
             grown = [graph.memory.pool_growth_bytes for graph in report.graphs]
             growth.append(float(sum(grown) - max(grown)))
             parts.append(taken._asdict())
-        shared = {"shape": shape, "keys": len(report.graphs), "parts_bytes": parts}
+        by_key = {
+            f"{graph.mode.name} {graph.key.num_tokens}": graph.memory.pool_growth_bytes
+            for graph in report.graphs
+            if graph.memory.pool_growth_bytes
+        }
+        shared = {"shape": shape, "keys": len(report.graphs), "growth_bytes": by_key}
         rows += [
             row(
                 f"G8-driver-{shape.rpartition('-')[2]}",
@@ -180,6 +185,7 @@ def driver_memory() -> Sequence[Row]:
                 higher_is_better=True,
                 samples={"named": named},
                 counted="bytes that the report gives a part, of what free memory fell by",
+                parts_bytes=parts,
                 **shared,
             ),
             row(
