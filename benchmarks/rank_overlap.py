@@ -35,8 +35,8 @@ from graphrt_llm.collectives import RankGroup
 
 BLOCKS, REPEATS = 9, 5
 LAYERS, TOKENS, WIDTH, PRODUCTS = 16, 1024, 4096, 4
-RATIOS = (0.5, 1.0, 1.5)
-"""Of communication to computation."""
+RATIOS = (0.1, 0.5, 1.0, 1.5)
+"""Of communication to computation. At the first one, micro-batches hardly pay."""
 DTYPE = torch.bfloat16
 FULL, NONE = RuntimeMode.FULL, RuntimeMode.NONE
 WHOLE = BatchDescriptor(2 * TOKENS, 2 * TOKENS, True)

@@ -327,7 +327,7 @@ def engines() -> None:
 
 
 class Summing(torch.nn.Module):
-    """Adds the sum of all ranks' rows to each row: a collective inside a FULL graph."""
+    """Adds the sum of all ranks' first rows to each row: a collective inside a FULL graph."""
 
     def __init__(self, device: Any) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class Summing(torch.nn.Module):
         if len(x) == self.fails_at and torch.cuda.is_current_stream_capturing():
             raise ValueError("this rank cannot capture so many tokens")
         rows = x @ self.weight
-        total = rows.sum(0)
+        total = rows[0].clone()
         dist.all_reduce(total)
         return {"rows": rows + total, "lens": lens * 2}
 
@@ -379,7 +379,7 @@ def on_gpus() -> None:
             continue
         each = [values(n, min(n, 4)) for n in batches]
         out = made.step(each[RANK], num_tokens=own, num_reqs=min(own, 4))
-        total = sum(2 * value["x"].sum(0) for value in each)
+        total = sum(2 * value["x"][:1].sum(0) for value in each)
         expected = 2 * each[RANK]["x"] + total
         torch.testing.assert_close(out["rows"].cpu(), expected, rtol=1e-2, atol=1e-2)
     say(hits=sum(graph.hits for graph in made.report().graphs) > 0)

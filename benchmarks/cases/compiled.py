@@ -1,15 +1,16 @@
 """G10: HF decoders captured as they are, against ``torch.compile(mode="reduce-overhead")``.
 
 One process, one set of weights: the HF module with a static cache is compiled, and captured by a
-``Runtime`` with break points at its attention. Greedy decoding; every step ends in an argmax that
-feeds the next. Both starts are cold: kernels are loaded before, compiler caches are off.
+``Runtime``: with break points at its attention, and at level 3, compiled whole by Inductor. Greedy
+decoding; every step ends in an argmax that feeds the next. All starts are cold: kernels are loaded
+before, compiler caches are off.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -52,6 +53,14 @@ PROMPT = 128
 CACHE = 256
 TOLERANCE = 0.05
 """Of logits, ||difference|| / ||eager||: compiled code rounds to bf16 at other places."""
+
+LEVEL_3: dict[str, dict[str, Any]] = {
+    "level 3": {},
+    "level 3, tuned": {
+        "inductor_compile_config": {"max_autotune": True, "coordinate_descent_tuning": True}
+    },
+}
+TUNED_TARGETS = {"qwen3-0.6b": 0.65, "llama-1b": 0.82}
 
 SHAPES = {
     "qwen3-0.6b": ModelConfig.named("qwen3-0.6b"),
@@ -179,6 +188,55 @@ def captured(
         # Closed again after the capture: Dynamo refuses to trace a break point.
         with break_at(decoder.model, types=(attention_class(decoder.model),)):
             runtime.capture()
+        yield runtime
+
+
+class OneCache(torch.nn.Module):
+    """The HF module over its cache for one request, as level 3 traces it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.model = decoder.model
+        self.cache = decoder.caches[1]
+
+    def forward(self, *, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=ids[:, None], past_key_values=self.cache).logits
+        return logits[:, -1]
+
+
+@contextmanager
+def level_3(decoder: Decoder, vocab_size: int, device: Device, **options: Any) -> Iterator[Runtime]:
+    """A runtime over the decoder for one request, compiled and captured FULL.
+
+    ``options``: of ``CompilationConfig``.
+    """
+
+    def example(sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(vocab_size, (1,), generator=generator)
+        return {"ids": ids.to(device.torch_device)}
+
+    asked = {"splitting_ops": (), "compile_cache": False, "backend": "inductor", **options}
+    with Runtime(
+        OneCache(decoder),
+        inputs=[BufferSpec("ids", (1,), torch.int64)],
+        outputs=OutputSpec({}, "view"),
+        examples=example,
+        config=RuntimeConfig(
+            compilation=CompilationConfig(
+                level=3,
+                cudagraph_mode="FULL",
+                cudagraph_capture_sizes=(1,),
+                **asked,
+            ),
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+        ),
+        device=device,
+        state=TensorStateGuard(decoder.counters),
+        may_overwrite=decoder.memory,
+    ) as runtime:
+        runtime.capture()
         yield runtime
 
 
@@ -340,12 +398,27 @@ def measure(name: str, shape: ModelConfig, device: Device) -> list[Row]:
         num_skips = cudagraph_skips() - skips_before
         error = require_close(compiled, expected, f"G10 {name}, compiled")
 
-        with engine_model(shape, decoder.model, dtype, device, first) as engine:
+        level_3_starts: Samples = {}
+        with ExitStack() as stack:
+            engine = stack.enter_context(engine_model(shape, decoder.model, dtype, device, first))
             arms = {
                 "compiled": greedy(forward, 1, place),
                 "captured": greedy(through(runtime), 1, place),
                 "engine model": greedy(engine, 1, place),
             }
+            for label, options in LEVEL_3.items():
+                decoder.rewind()
+                device.synchronize()
+                started = perf_counter()
+                with no_compiler_cache():
+                    pieces = stack.enter_context(
+                        level_3(decoder, shape.vocab_size, device, **options)
+                    )
+                found = through(pieces)(ids)
+                device.synchronize()
+                level_3_starts[label] = [perf_counter() - started]
+                require_close(found, expected, f"G10 {name}, {label}")
+                arms[label] = greedy(through(pieces), 1, place)
             samples = time_wall(
                 arms,
                 repeats=STEPS,
@@ -362,7 +435,7 @@ def measure(name: str, shape: ModelConfig, device: Device) -> list[Row]:
         )
         recaptured = captures_when_shapes_vary(runtime, decoder, 200)
         num_graphs = runtime.library.num_cudagraph_captured
-    starts: Samples = {"captured": [our_start], "compiled": [their_start]}
+    starts: Samples = {"captured": [our_start], "compiled": [their_start], **level_3_starts}
     shared = {
         "shape": name,
         "layers": shape.num_layers,
@@ -377,13 +450,18 @@ def measure(name: str, shape: ModelConfig, device: Device) -> list[Row]:
         row(
             f"G10-{name}-{label}",
             ratio(samples, arm, "compiled"),
-            target=0.75,
+            target=target,
             unit="ratio",
             samples=samples,
             timed=f"ms a greedy step over a block of {STEPS}, host and GPU",
             **shared,
         )
-        for label, arm in (("step", "captured"), ("engine", "engine model"))
+        for label, arm, target in (
+            ("step", "captured", 0.75),
+            ("engine", "engine model", 0.75),
+            ("level3", "level 3", 1.0),
+            ("level3-tuned", "level 3, tuned", TUNED_TARGETS[name]),
+        )
     ]
     return [
         *steps,

@@ -155,7 +155,7 @@ def driver_memory() -> Sequence[Row]:
     """
     rows = []
     for shape in SHAPES:
-        named, cost, parts = [], [], []
+        named, cost, growth, parts = [], [], [], []
         for _ in range(STARTS):
             with cuda_device(), engine_of(shape) as engine, reading_seconds() as seconds:
                 before = torch.cuda.mem_get_info()[0]
@@ -166,6 +166,9 @@ def driver_memory() -> Sequence[Row]:
                 taken = engine.runtime.report().memory_taken
             named.append(1 - abs(lost - (taken.total - taken.rest)) / lost)
             cost.append(sum(seconds) / took)
+            # All share one pool, and the first that is captured needs the most of it.
+            grown = [graph.memory.pool_growth_bytes for graph in report.graphs]
+            growth.append(float(sum(grown) - max(grown)))
             parts.append(taken._asdict())
         shared = {"shape": shape, "keys": len(report.graphs), "parts_bytes": parts}
         rows += [
@@ -177,6 +180,15 @@ def driver_memory() -> Sequence[Row]:
                 higher_is_better=True,
                 samples={"named": named},
                 counted="bytes that the report gives a part, of what free memory fell by",
+                **shared,
+            ),
+            row(
+                f"G8-driver-{shape.rpartition('-')[2]}-growth",
+                growth,
+                target=0.0,
+                unit="bytes",
+                samples={"growth": growth},
+                counted="pool growth of every key but the one that needs the most",
                 **shared,
             ),
             row(

@@ -12,6 +12,9 @@ import torch
 from benchmarks.harness import CannotRunError, Case, Row, Samples, medians, ratio, row
 from graphrt import launch_ranks
 
+LEAST_RATIO = 0.5
+"""Of communication to computation: from here on overlap has a goal."""
+
 
 def overlap() -> Sequence[Row]:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -33,12 +36,29 @@ def _rows(asked: str, found: dict[str, Samples]) -> list[Row]:
     forms = ("serial", "unsplit", "serial over NCCL", "unsplit over NCCL")
     told = medians(samples)
     best = min(forms, key=lambda name: told[name])
+    # As a runtime does it: timed once, then kept.
+    chosen = min(("overlapped", "unsplit"), key=lambda name: samples[name][0])
+    later = {name: samples[name][1:] for name in ("unsplit", chosen)}
     about = {
         "communication_over_computation": told["comm"] / told["compute"],
         "mib_sent_by_a_micro_batch_in_a_layer": found["mib"],
         "ms": told,
     }
-    return [
+    rows = [
+        row(
+            f"G11-chosen-{asked}",
+            ratio(later, "unsplit", chosen),
+            target=0.99,
+            unit="ratio",
+            higher_is_better=True,
+            samples={},
+            timed=f"unsplit over {chosen}, the faster of both in the first block",
+            **about,
+        )
+    ]
+    if float(asked) < LEAST_RATIO:
+        return rows
+    rows += [
         row(
             f"G11-efficiency-{asked}",
             hidden,
@@ -60,6 +80,7 @@ def _rows(asked: str, found: dict[str, Samples]) -> list[Row]:
             **about,
         ),
     ]
+    return rows
 
 
 CASES = [Case("G11", "overlap efficiency of two micro-batches on 2 GPUs", overlap)]

@@ -410,7 +410,11 @@ class OutputsDifferError(UBatchError, ValueError):
 
 
 class RankError(GraphrtError, RuntimeError):
-    """Ranks that are to take the same decisions do not."""
+    """Ranks that are to take the same decisions do not. ``missing``: those known to be absent."""
+
+    def __init__(self, subject: str = "", *, missing: Sequence[int] = (), **parts: str) -> None:
+        super().__init__(subject, **parts)
+        self.missing = tuple(missing)
 
 
 class RankDesyncError(RankError):
@@ -424,17 +428,9 @@ class PlanMismatchError(RankError):
 class RankTimeoutError(RankError):
     """A rank did not come in time. ``missing``: the ranks that answered no roll-call either."""
 
-    def __init__(self, subject: str = "", *, missing: Sequence[int] = (), **parts: str) -> None:
-        super().__init__(subject, **parts)
-        self.missing = tuple(missing)
-
 
 class RankLostError(RankError):
     """A rank, or the connection to it, is gone. ``missing``: the ranks that are known to be."""
-
-    def __init__(self, subject: str = "", *, missing: Sequence[int] = (), **parts: str) -> None:
-        super().__init__(subject, **parts)
-        self.missing = tuple(missing)
 
 
 class AgreementInFlightError(RankError):

@@ -29,7 +29,7 @@ class MemoryTaken(NamedTuple):
 
     The driver tells of memory in pages of 2 MiB, and another process may take some meanwhile.
 
-    ``pools``: Segments of the pools of graphs.
+    ``pools``: Segments of the pools of graphs, the scratch of cuBLAS in recordings included.
     ``executables``: Executable graphs: what each took while it was recorded and instantiated.
     ``tensors``: Live tensors outside the pools: workspaces, attention plans, buffers.
     ``cached``: Kept by the allocator for later tensors, outside the pools.

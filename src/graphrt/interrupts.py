@@ -1,4 +1,5 @@
-"""Ctrl-C between steps, because an interrupt in the middle of one leaves half of its state written.
+"""Signals. Ctrl-C between steps, because an interrupt in the middle of one leaves half of its state
+written.
 
 In the middle of a capture it is worse: torch's modes are pushed and popped by Python code, and an
 interrupt between the two leaves a process that records for ever, or aborts.
@@ -7,6 +8,7 @@ interrupt between the two leaves a process that records for ever, or aborts.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -43,3 +45,27 @@ def interrupted_between_steps() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def termination_noted() -> Iterator[Callable[[], bool]]:
+    """Note SIGTERM in place of ending by it; the yielded function says whether it has arrived.
+
+    For a process that has to end others first. Does nothing if another handler is installed, or
+    outside the main thread.
+    """
+    arrived = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal arrived
+        arrived = True
+
+    is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if is_default and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, remember)
+        try:
+            yield lambda: arrived
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    else:
+        yield lambda: arrived

@@ -141,13 +141,6 @@ def assemble(
             device=device.torch_device,
         )
         is_split = config.runtime.ubatch.num_ubatches > 1
-        if is_split and limits.query_len > 1:
-            raise EngineConfigError(
-                "RuntimeConfig.num_speculative_tokens",
-                expected="0 with micro-batches: attention would cut a request between its drafts",
-                found=f"{limits.query_len - 1}",
-                do="leave it at 0, or leave ubatch.num_ubatches at 1.",
-            )
         if is_split and config.attention_backend == "auto":
             attention = AttentionChoice("sdpa", "the one that serves micro-batches")
         else:
@@ -212,7 +205,7 @@ def assemble(
             facts=facts,
             layers=None if split is None else {LAYER: split.attention},
             compile_part=None if split is None else split.traced,
-            op_impls={ATTENTION_OP: attention_impl},
+            op_impls=None if split is None else {ATTENTION_OP: attention_impl},
             examples=examples,
             resources=[backend],
             # Verification need not restore the cache: examples use free blocks only.

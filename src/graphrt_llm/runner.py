@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphrt import Runtime, RuntimeMode, get_forward_context
+from graphrt import Runtime, RuntimeMode, UBatchReason, get_forward_context
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
 from graphrt_llm.config import Limits
 from graphrt_llm.input_batch import InputBatch
@@ -119,6 +119,7 @@ class Runner:
         excludes: Callable[[AttentionMetadata], frozenset[RuntimeMode]] | None = None,
     ) -> None:
         self._runtime = runtime
+        self._query_len = limits.query_len
         self._excludes = excludes
         self._inputs = [HostInputs(limits, pinned=pinned) for _ in range(2)]
 
@@ -147,6 +148,8 @@ class Runner:
         )
         if self._excludes is not None:
             exclude |= self._excludes(step_info)
+        # Cut inside a request, its drafts would be in two micro-batches, and its logits in one.
+        is_cut_inside = self._query_len > 1 and not batch.uniform
         outputs: StepOutputs = self._runtime.step(
             values,
             num_tokens=batch.num_tokens,
@@ -156,6 +159,7 @@ class Runner:
             exclude=exclude,
             step_info=step_info,
             query_lens=batch.query_lens,
+            unsplit=UBatchReason.ENGINE_DECLINED if is_cut_inside else None,
         )
         return outputs
 

@@ -12,20 +12,29 @@ import pytest
 import torch
 from engines import LLAMA, make_engine
 
-from graphrt import BufferSpec, OutputSpec, Padding, Runtime
+from graphrt import (
+    BufferSpec,
+    CompilationConfig,
+    OutputSpec,
+    Padding,
+    Runtime,
+    RuntimeConfig,
+)
 
 
 @contextmanager
-def runtime_of(**options: object) -> Iterator[Runtime]:
+def runtime_of(nvtx: bool) -> Iterator[Runtime]:
     model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 100)).cuda()
     with Runtime(
         model,
         inputs=[BufferSpec("input", ("tokens",), torch.int64, Padding.fill(0))],
         outputs=OutputSpec({"": "tokens"}),
-        sizes=[1, 2, 4, 8],
-        max_num_seqs=4,
+        config=RuntimeConfig(
+            compilation=CompilationConfig(cudagraph_capture_sizes=(1, 2, 4, 8)),
+            max_num_seqs=4,
+            nvtx=nvtx,
+        ),
         device="cuda",
-        **options,  # type: ignore[arg-type]
     ) as runtime:
         runtime.capture(like={"input": torch.arange(8, device="cuda")})
         yield runtime
@@ -34,7 +43,7 @@ def runtime_of(**options: object) -> Iterator[Runtime]:
 @pytest.mark.parametrize("nvtx", [True, False])
 def test_nvtx_asked_for_names_each_run(monkeypatch: pytest.MonkeyPatch, nvtx: bool) -> None:
     names, depth, push, pop = [], [], torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
-    with runtime_of(nvtx=nvtx) as runtime:
+    with runtime_of(nvtx) as runtime:
         monkeypatch.setattr(
             torch.cuda.nvtx,
             "range_push",
@@ -67,13 +76,19 @@ def test_env_tells_of_the_gpu() -> None:
 
 
 def test_memory_that_a_capture_takes_is_named() -> None:
-    with make_engine(LLAMA, "FULL_AND_PIECEWISE") as engine:
-        report = engine.runtime.report()
-        before, after = report.memory
-        taken = report.memory_taken
-        assert taken.total == before.free - after.free > 0
-        assert abs(taken.rest) <= 0.05 * taken.total
-        assert min(taken.pools, taken.tensors) > 0
-        text = str(report)
-    for name in ("taken by captures", "pools of graphs", "tensors outside the pools"):
-        assert any(line.strip().startswith(name) for line in text.splitlines()), name
+    rests = []
+    for _ in range(3):
+        with make_engine(LLAMA, "FULL_AND_PIECEWISE") as engine:
+            report = engine.runtime.report()
+            before, after = report.memory
+            taken = report.memory_taken
+            text = str(report)
+        assert taken.total == before.free - after.free
+        assert taken.pools == after.pools > 0
+        # What comparisons with eager runs took is given back, apart from parts of used segments.
+        assert taken.cached < 64 << 20
+        for name in ("taken by captures", "pools of graphs"):
+            assert any(line.strip().startswith(name) for line in text.splitlines()), name
+        rests.append(abs(taken.rest))
+    # Free memory is the whole GPU's: another process may begin or end during one of them.
+    assert min(rests) <= 2 << 20

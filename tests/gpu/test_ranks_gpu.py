@@ -16,7 +16,7 @@ def test_two_gpus_agree_and_replay_their_collective() -> None:
     ):
         assert said[1:4] == [{"wires": True}, {"missing": []}, {"hits": True}]
         dropped, missed, served = said[4:]
-        assert dropped["missing"] == ["4 CAPTURE_FAILED"]
+        assert set(dropped["missing"]) == {"4 CAPTURE_FAILED"}
         assert ("a failure on rank 1: ValueError" in dropped["failures"][0]) is (rank == 0)
         assert (missed, served) == ({"mode": "NONE"}, {"mode": "FULL"})
 

@@ -640,15 +640,15 @@ MUTANTS = [
     Mutant(
         "rank takes its own uniformity to the agreed size",
         "graphrt/parallel/agreement.py",
-        "dispatch(padded, uniform, loras, _ABOVE[mode], 1)",
-        "dispatch(padded, vote.uniform, loras, _ABOVE[mode], 1)",
+        "dispatch(padded, uniform, loras, excluded, 1)",
+        "dispatch(padded, vote.uniform, loras, excluded, 1)",
         AGREEMENT,
     ),
     Mutant(
         "rank takes its own adapters to the agreed size",
         "graphrt/parallel/agreement.py",
-        "dispatch(padded, uniform, loras, _ABOVE[mode], 1)",
-        "dispatch(padded, uniform, vote.num_active_loras, _ABOVE[mode], 1)",
+        "dispatch(padded, uniform, loras, excluded, 1)",
+        "dispatch(padded, uniform, vote.num_active_loras, excluded, 1)",
         AGREEMENT,
     ),
     Mutant(

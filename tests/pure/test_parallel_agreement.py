@@ -240,10 +240,17 @@ def test_mode_agreed_without_a_key_is_eager_for_a_reason() -> None:
     assert steps[0].eager_because == (Reason.MODE_NONE, 1)
 
 
-def test_rank_that_cannot_capture_is_named() -> None:
-    votes = [vote(rank, 8, 8, FULL, can_capture=rank != 2) for rank in range(4)]
-    assert agree(votes, SplitRules()).cannot_capture == 2
-    assert agree(votes[:2], SplitRules()).cannot_capture is None
+def test_rank_that_excludes_piecewise_keeps_all_from_it() -> None:
+    refuses = vote(1, 8, 8, FULL, uniform=True, takes_piecewise=False)
+    agreement, steps = settled(plan(), vote(0, 8, 8, FULL, uniform=True), refuses)
+    assert shapes(steps) == [(FULL, 8, 1)] * 2
+    assert agreement.refuses_piecewise == 1
+    agreement, steps = settled(plan(), vote(0, 8, 8, PIECEWISE), refuses)
+    assert shapes(steps) == [(NONE, 8, 1)] * 2
+    assert [step.eager_because for step in steps] == [(Reason.EXCLUDED, 1)] * 2
+    # Of unequal kind the agreed batch is mixed, and has no FULL graph.
+    _, steps = settled(plan(), vote(0, 8, 8, FULL), refuses)
+    assert shapes(steps) == [(NONE, 8, 1)] * 2
 
 
 def test_ranks_in_different_rounds_are_an_error() -> None:
@@ -278,10 +285,10 @@ def test_vote_that_does_not_fit_is_an_error(changes: Any) -> None:
 
 
 votes_of_any_rank = st.builds(
-    lambda real, pad, mode, uniform, variant, loras, reason, objection, can, idle: (
-        RankVote.idle(0, can)
+    lambda real, pad, mode, uniform, variant, loras, reason, objection, takes, idle: (
+        RankVote.idle(0)
         if idle
-        else RankVote(0, real, real + pad, mode, uniform, variant, loras, reason, objection, can)
+        else RankVote(0, real, real + pad, mode, uniform, variant, loras, reason, objection, takes)
     ),
     st.integers(1, 700),
     st.integers(0, 40),
@@ -314,7 +321,7 @@ def unnamed(agreement: Agreement) -> Agreement:
         min_rank=0,
         eager_because=eager and (eager[0], 0),
         unsplit_because=unsplit and (unsplit[0], 0),
-        cannot_capture=None if agreement.cannot_capture is None else 0,
+        refuses_piecewise=None if agreement.refuses_piecewise is None else 0,
     )
 
 
@@ -327,17 +334,23 @@ def test_agreement_is_read_off_the_votes(
     assert all(-(2**63) <= word < 2**63 for vote in votes for word in pack(vote, 2**62 - 1))
     assert len(pack(votes[0])) == NUM_WORDS
     assert found.idle is (not busy)
-    assert (found.cannot_capture is None) is all(vote.can_capture for vote in votes)
+    assert (found.refuses_piecewise is None) is all(vote.takes_piecewise for vote in votes)
     assert found.min_num_tokens == min(vote.num_tokens_unpadded for vote in votes)
     if busy:
         kinds = {(vote.uniform, vote.variant) for vote in busy}
         assert (found.uniform, found.variant) == (kinds.pop() if len(kinds) == 1 else (False, 0))
         assert found.num_tokens_padded == max(vote.num_tokens_padded for vote in busy)
-        assert found.runtime_mode is min(vote.runtime_mode for vote in busy)
+        lowest = min(vote.runtime_mode for vote in busy)
+        is_refused = lowest is PIECEWISE and found.refuses_piecewise is not None
+        assert found.runtime_mode is (NONE if is_refused else lowest)
         assert found.num_active_loras == max(vote.num_active_loras for vote in busy)
     if found.eager_because:
         reason, rank = found.eager_because
-        assert (votes[rank].runtime_mode, votes[rank].miss_reason) == (found.runtime_mode, reason)
+        if reason is Reason.EXCLUDED and not votes[rank].takes_piecewise:
+            assert found.runtime_mode is NONE
+        else:
+            told = votes[rank].runtime_mode, votes[rank].miss_reason
+            assert told == (found.runtime_mode, reason)
     if found.num_ubatches > 1:
         assert all(vote.ubatch_reason is None for vote in votes)
 
@@ -366,7 +379,9 @@ def random_vote(
     tokens = source.randrange(34 * q, 64 * q, q) if uniform else source.randrange(1, 128)
     tokens = source.randrange(q, 900, q) if is_odd() else tokens
     loras = source.randrange(made.max_loras + 1)
-    local = dispatcher.dispatch(tokens, uniform, loras)
+    takes_piecewise = not is_odd()
+    excluded = frozenset() if takes_piecewise else frozenset({PIECEWISE})
+    local = dispatcher.dispatch(tokens, uniform, loras, excluded)
     return RankVote(
         rank,
         tokens,
@@ -377,7 +392,7 @@ def random_vote(
         loras,
         local.reason,
         UB.ENGINE_DECLINED if is_odd() else None,
-        not is_odd(),
+        takes_piecewise,
     )
 
 

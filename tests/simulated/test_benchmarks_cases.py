@@ -148,7 +148,12 @@ def test_a_step_and_its_baseline_by_hand_are_timed_alternately(
     reset()
 
 
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
+
+
 @torch.no_grad()
+# transformers changes a global of its own in each forward.
+@pytest.mark.filterwarnings("ignore:transformers:graphrt.errors.SideEffectWarning")
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_an_hf_module_is_captured_equals_eager_and_the_engine_s_model(
     device: SimulatedDevice, architecture: Any
@@ -168,6 +173,14 @@ def test_an_hf_module_is_captured_equals_eager_and_the_engine_s_model(
         with compiled.engine_model(shape, decoder.model, torch.float32, device, first) as engine:
             compiled.greedy(engine, 1, place)()
         assert compiled.captures_when_shapes_vary(runtime, decoder, 6) == 0
+    decoder.rewind()
+    options = {"backend": "eager", "splitting_ops": [SDPA]}
+    with compiled.level_3(decoder, shape.vocab_size, device, **options) as runtime:
+        found = compiled.through(runtime)(ids)
+        compiled.require_close(found, expected, "level 3")
+        report = runtime.report().compile
+        assert report is not None
+        assert report.num_compiled == shape.num_layers + 1
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])

@@ -5,6 +5,8 @@ They need a C++ compiler, and take seconds each.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -126,7 +128,7 @@ def test_second_start_compiles_nothing(folder):
     [
         (lambda data: data[:-100], CacheMiss.CORRUPT),
         (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
-        (lambda data: data.replace(b'"schema": 1', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"schema": 2', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
         (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
@@ -157,7 +159,7 @@ def test_option_without_text_is_not_cached(tmp_path):
 
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
-    shutil.copytree(folder / "v1" / "inductor", tmp_path / "v1" / "inductor")
+    shutil.copytree(folder / "v2" / "inductor", tmp_path / "v2" / "inductor")
     program = textwrap.dedent(
         f"""
         import sys
@@ -253,6 +255,21 @@ def test_operator_of_few_rows_is_plain_in_pieces_for_more(tmp_path):
     ROWS.clear()
     run("none", 0, ["1-8"])
     assert ROWS == []
+
+
+def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
+    asked = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    one = Compiled(lambda x: x - 1.0, plan, limits={"tokens": 8}, rank=3)
+    x = torch.ones(4, 2)
+    one.trace(partial(one, x), [(x, 0, "tokens")])
+    assert torch.equal(one(x), x - 1.0)
+    assert not any((tmp_path / "v2" / "inductor").iterdir())
+    [index] = tmp_path.glob("v2/plans/*/rank_3/index.json")
+    [entry] = json.loads(index.read_text())
+    assert list(tmp_path.glob(f"v2/objects/*/{entry['key']}.bin"))
 
 
 def test_results_over_an_argument_stay_views_at_later_calls(tmp_path):

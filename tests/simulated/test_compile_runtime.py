@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from graphrt import CompilationConfig, RuntimeConfig, break_point, resolve
+from graphrt import CompilationConfig, Facts, RuntimeConfig, break_point, resolve
 from graphrt.compile import Compiled
 from graphrt.errors import (
     BreakError,
@@ -268,6 +268,47 @@ def test_code_that_no_trace_can_hold_names_its_line(kind, error, told):
     number = re.search(r"test_compile_runtime\.py(?::|\", line )(\d+)", caught.value.source)[1]
     assert linecache.getline(__file__, int(number)).endswith("# the line\n")
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [("compile_part", Formula(), 0), ("op_impls", {"a::b": print}, 0), ("op_impls", {}, 1)],
+)
+def test_argument_that_the_level_does_not_read_is_refused(monkeypatch, name, value, level):
+    asked = {"compilation": {"level": level}}
+    with pytest.raises(ConfigError, match=f"{name}(.|\n)*level {level}"):
+        RuntimeLab("NONE", model=Formula(), asked=asked, **{name: value})
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    facts = Facts(attention_ops=("a::b",), has_break_points=False)
+    with RuntimeLab("NONE", model=Formula(), facts=facts, **{name: value}) as lab:
+        assert lab.runtime.plan.level == 0
+
+
+class Noops(torch.nn.Module):
+    """Six operations that change nothing, among others by the same names that do."""
+
+    def forward(self, *, x, ids, lens):
+        rows = x.view(x.shape[0], -1).contiguous().to(x.dtype).reshape(x.shape)
+        rows = torch.sigmoid(rows.double().float()[:, :]) + x.to(torch.float32)
+        turned = rows.t().contiguous().view(-1)
+        x.add_(1.0).mul_(2.0)
+        kept = x.t().contiguous().t()
+        return {
+            "rows": rows + turned.view(WIDTH, -1).t() + kept + ids[:, None],
+            "lens": lens.view(-1),
+        }
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_operations_that_change_nothing_are_removed(is_on):
+    asked = {"compilation": {"pass_config": {"enable_noop": is_on}}}
+    with compiled("NONE", Noops(), asked=asked) as lab:
+        assert lab.runtime.report().compile.num_noops == (6 if is_on else 0)
+        given = values(5, 2)
+        found = lab.step(5, 2)
+    expected = Noops()(**{name: value.clone() for name, value in given.items()})
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
 
 
 def test_changed_global_is_a_warning_and_in_the_report():

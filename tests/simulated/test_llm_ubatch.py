@@ -12,7 +12,7 @@ from llm_traffic import TRAFFIC, check_same_tokens, engine_config, serve
 from tests.lab import Lab
 from typer.testing import CliRunner
 
-from graphrt import StepMetrics, ubatch
+from graphrt import StepMetrics, UBatchReason, ubatch
 from graphrt_llm import LLMEngine
 from graphrt_llm.attention import register_attention_backend
 from graphrt_llm.attention.base import AttentionInputs
@@ -43,7 +43,9 @@ class Unsplit(SdpaAttention):
     serves_micro_batches = False
 
 
-register_attention_backend("yielding", lambda cache, limits: Yielding(cache))
+register_attention_backend(
+    "yielding", lambda cache, limits: Yielding(cache, query_len=limits.query_len)
+)
 register_attention_backend("unsplit", lambda cache, limits: Unsplit(cache))
 
 
@@ -71,9 +73,14 @@ def test_backend_without_a_state_for_each_part_is_refused() -> None:
     assert served("NONE", "unsplit", StepMetrics()).tokens
 
 
-def test_micro_batches_with_drafts_are_refused() -> None:
-    with pytest.raises(EngineConfigError, match="num_speculative_tokens"):
-        served("NONE", "sdpa", StepMetrics(), ubatch=SPLIT, num_speculative_tokens=2)
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_steps_with_drafts_are_split_between_requests(mode: str) -> None:
+    metrics = StepMetrics()
+    found = served(mode, "yielding", metrics, ubatch=SPLIT, num_speculative_tokens=2)
+    counted = metrics.snapshot()
+    assert counted.split_steps > 2
+    assert counted.unsplit_reasons[UBatchReason.ENGINE_DECLINED] > 0
+    check_same_tokens(found, served("NONE", "sdpa", StepMetrics()))
 
 
 def test_demo_splits_steps_and_compares_the_tokens() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from graphrt import Reason
 from graphrt.errors import ConfigError
 from graphrt.parallel import NUM_WORDS, InProcessExchange, Lockstep, launch_ranks
 from graphrt.parallel.exchange import _Storage
-from lab import FULL, NONE, RuntimeLab, assert_equal
+from lab import FULL, NONE, PIECEWISE, RuntimeLab, assert_equal
 
 
 def alone() -> RuntimeLab:
@@ -37,6 +40,21 @@ def test_rank_alone_without_a_batch_does_not_run() -> None:
         assert lab.runtime.step_idle() is False
         assert lab.model.num_calls == calls
         assert lab.runtime.last_settled is None
+
+
+def test_rank_tells_the_others_that_it_excludes_piecewise(monkeypatch) -> None:
+    votes, agree = [], Lockstep.agree
+    monkeypatch.setattr(
+        Lockstep,
+        "agree",
+        lambda self, vote, *more: (votes.append(vote), agree(self, vote, *more))[1],
+    )
+    with alone() as lab:
+        lab.runtime.capture()
+        for exclude in (frozenset(), frozenset({FULL}), frozenset({PIECEWISE})):
+            lab.step(3, 3, uniform=True, exclude=exclude)
+    assert [vote.takes_piecewise for vote in votes] == [True, True, False]
+    assert lab.runtime.last_decision.mode is FULL
 
 
 def test_replaced_weight_is_noticed_before_the_decision() -> None:
@@ -84,6 +102,17 @@ def test_ranks_that_run_otherwise_have_other_plans(monkeypatch, other) -> None:
     assert texts[0] != texts[1]
 
 
+def test_ranks_with_other_multiprocessors_have_other_plans(monkeypatch) -> None:
+    texts = []
+    monkeypatch.setattr(Lockstep, "require_same_plan", lambda _, text: texts.append(text))
+    for most in (None, 8):
+        control: Any = SimpleNamespace(max_comm_sms=lambda most=most: most)
+        with RuntimeLab(ranks=InProcessExchange(1).ranks[0], sm_control=control):
+            pass
+    assert "SMs of communication and computation = (20, 112)" in texts[0]
+    assert "(8, 124)" in texts[1]
+
+
 def test_what_one_rank_may_not_do_is_refused() -> None:
     with alone() as lab, pytest.raises(ConfigError, match="one rank among several"):
         lab.runtime.capture_next()
@@ -116,6 +145,23 @@ def test_message_that_comes_as_the_wait_ends_is_taken() -> None:
     assert storage.wait(LateWork(None), 0.1)
     with pytest.raises(RuntimeError, match="broken"):
         storage.wait(LateWork(RuntimeError("broken")), 0.1)
+
+
+def test_termination_of_the_launcher_ends_its_ranks() -> None:
+    # In one write, so that the lines of two ranks do not mix.
+    rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
+    launcher = (
+        f"from graphrt import launch_ranks; raise SystemExit(launch_ranks(2, ['-c', {rank!r}]))"
+    )
+    started = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    ranks = [int(started.stdout.readline()) for _ in range(2)]
+    started.terminate()
+    assert started.wait(timeout=30) == 143
+    started.stdout.close()
+    for each in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(each, 0)
 
 
 def test_rank_that_cannot_be_started_ends_the_others(monkeypatch) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -453,6 +457,91 @@ def test_memo_of_inputs_is_refused_and_named(kind: Any, name: str) -> None:
             runner.capture()
         assert name in raised.value.do
     assert GLOBAL_MEMO is None
+
+
+CONTEXT_MEMO: ContextVar[Any] = ContextVar("CONTEXT_MEMO", default=None)
+LOCAL_MEMO = threading.local()
+WEAK_MEMO: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+WEAK_OWNER = torch.nn.Identity()
+
+
+def memo_in_context(x: Tensor) -> Tensor:
+    if CONTEXT_MEMO.get() is None:
+        CONTEXT_MEMO.set(x.sum())
+    return x * CONTEXT_MEMO.get()
+
+
+def memo_in_thread(x: Tensor) -> Tensor:
+    if not hasattr(LOCAL_MEMO, "sum"):
+        LOCAL_MEMO.sum = x.sum()
+    return x * LOCAL_MEMO.sum
+
+
+def memo_in_weak_dict(x: Tensor) -> Tensor:
+    if WEAK_OWNER not in WEAK_MEMO:
+        WEAK_MEMO[WEAK_OWNER] = x.sum()
+    return x * WEAK_MEMO[WEAK_OWNER]
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (memo_in_context, "CONTEXT_MEMO"),
+        (memo_in_thread, "LOCAL_MEMO"),
+        (memo_in_weak_dict, "WEAK_MEMO"),
+    ],
+)
+def test_fleeting_memo_of_inputs_is_refused_and_named(step: Any, name: str) -> None:
+    with make(step) as runner:
+        with pytest.raises(VerificationError) as raised:
+            runner.capture()
+        assert name in raised.value.do
+    assert CONTEXT_MEMO.get() is None
+    assert not vars(LOCAL_MEMO)
+    assert not WEAK_MEMO
+
+
+def test_entry_of_a_weak_dict_is_not_put_back_once_dead() -> None:
+    table: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+    held = [torch.nn.Identity(), torch.nn.Identity()]
+    table.update({held[0]: 0, held[1]: 1})
+    snapshot = HostSnapshot(lambda: table)
+    with snapshot.run(is_first=True):
+        held.pop()
+        table[held[0]] = 7
+    with snapshot.restored():
+        assert list(table.items()) == [(held[0], 0)]
+        assert len(table) == 1
+    assert list(table.values()) == [7]
+
+
+def test_dead_reference_in_an_attribute_stays() -> None:
+    model, other = SimpleNamespace(count=0), torch.nn.Identity()
+    model.parent, model.table = weakref.ref(other), {"parent": weakref.ref(other)}
+    snapshot = HostSnapshot(lambda: model)
+    for is_first in (True, False):
+        with snapshot.run(is_first=is_first):
+            model.count += 1
+            model.table[f"run {model.count}"] = 1
+    del other
+    snapshot.restore_advanced()
+    assert model.count == 0
+    assert model.parent() is None
+    assert list(model.table) == ["parent"]
+
+
+def test_other_threads_context_invalidates_nothing(lab: Lab) -> None:
+    scale, own = ContextVar("scale", default=2.0), threading.local()
+    own.offset = 1.0
+
+    def step(x: Tensor) -> Tensor:
+        return x * scale.get() + getattr(own, "offset", 0.0)
+
+    wrapper, x = lab.wrap(step), torch.ones(2)
+    lab.capture(wrapper, x)
+    scale.set(5.0)
+    del own.offset
+    assert lab.library.check_externals().is_unchanged
 
 
 def test_functools_cache_of_no_inputs_is_kept() -> None:

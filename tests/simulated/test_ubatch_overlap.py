@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -63,6 +64,34 @@ def test_missing_wait_is_found_with_both_operations(
         assert ("aten::tanh" if without == "fork" else "aten::add") in found
     assert "micro-batch 0, stream" in found
     assert found.count("ubatch_models.py") == 2
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        np.asarray,
+        torch.Tensor.cpu,
+        lambda x: x[0, 0].item(),
+    ],
+    ids=["tolist", "numpy", "asarray", "cpu", "item"],
+)
+def test_host_that_reads_what_it_does_not_wait_for_is_found(
+    lab: Lab, read: Callable[[torch.Tensor], Any], waits: bool
+) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(x)
+        ubatch.switch_to_comm()
+        received.copy_(x)
+        ubatch.switch_to_compute(sync=waits)
+        read(received)
+        return x
+
+    refused = nullcontext() if waits else pytest.raises(StreamRaceError, match="copy_")
+    with cut(lab, fn) as split, refused:
+        eager(split, 2, lab.random(4, WIDTH))
 
 
 def test_race_names_the_tag_of_the_communication(lab: Lab) -> None:

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from graphrt import (
     BufferSpec,
+    CaptureJob,
     CUDAGraphRunner,
     GraphLibrary,
     Invalidated,
@@ -30,10 +31,12 @@ from graphrt import (
     SimulatedDevice,
     TensorStateGuard,
     break_point,
+    capture_program,
 )
 from graphrt.errors import InvalidProgramError, MissError, VerificationError
 from graphrt.graphs import frozen_heap
-from lab import Lab
+from graphrt.graphs.reachable import Walk
+from lab import KEY, Lab
 
 FULL = RuntimeMode.FULL
 Pair = namedtuple("Pair", "left right")
@@ -822,3 +825,62 @@ def test_place_where_the_callable_keeps_its_input_is_no_external(sizes) -> None:
         scale.of = torch.zeros(4)
         assert run(runner, sizes[0]).eq(0).all()
         assert runner.last_decision.reason is Reason.INVALIDATED
+
+
+# -- one walk tells what a callable reads and what it remembers
+
+
+OUTER, INNER = {"scale": 1.0}, {"scale": 1.0}
+
+
+def test_hook_added_by_the_inputs_is_read_as_it_is(lab: Lab, monkeypatch) -> None:
+    """What the snapshot of the host does not look at is looked at before its walk is used."""
+    model, x, hooks = linear(), torch.ones(2, 4), list[Any]()
+
+    def scale(module, args):
+        return (args[0] * OUTER["scale"],)
+
+    def make_inputs():
+        if not hooks:
+            hooks.append(model.register_forward_pre_hook(scale))
+        return (x,), {}
+
+    lab.capture_all(CaptureJob(lab.wrap(model), FULL, KEY, make_inputs), warmups=1)
+    assert lab.library.check_externals().is_unchanged
+    monkeypatch.setitem(OUTER, "scale", 2.0)
+    assert not lab.library.check_externals().is_unchanged
+
+
+def test_one_program_is_captured_by_one_walk(lab: Lab, monkeypatch) -> None:
+    model, x = torch.nn.Sequential(linear(), linear()), torch.ones(2, 4)
+    calls = []
+    follow = Walk.follow
+    monkeypatch.setattr(
+        Walk, "follow", lambda walk, *args: calls.append(args) or follow(walk, *args)
+    )
+    for mode in (FULL, RuntimeMode.PIECEWISE):
+        capture_program(lab.library, "alone", mode, KEY, model, (x,))
+        assert [args[0] for args in calls] == [model]
+        calls.clear()
+
+
+@break_point
+def inner(x):
+    return x * INNER["scale"]
+
+
+@break_point
+def outer(x):
+    return inner(x) * OUTER["scale"]
+
+
+@pytest.mark.parametrize("scale", [OUTER, INNER])
+def test_what_break_points_in_break_points_read_is_noticed(lab: Lab, monkeypatch, scale) -> None:
+    def step(x):
+        return outer(x) + 1
+
+    for mode in (FULL, RuntimeMode.PIECEWISE):
+        capture_program(lab.library, mode.name, mode, KEY, step, (torch.ones(2),))
+    monkeypatch.setitem(scale, "scale", 2.0)
+    # Eager segments read it afresh at each replay.
+    assert {owner for owner, *_ in lab.library.check_externals().invalidated} == {"FULL"}

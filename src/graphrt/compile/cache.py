@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from graphrt.errors import ConfigWarning
 from graphrt.events import CacheMiss
 
-SCHEMA = 1
+SCHEMA = 2
 _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
 
@@ -93,14 +93,22 @@ class CompileCache:
             "sha256": sha256(payload).hexdigest(),
             **about,
         }
-        path = self._path(key)
+        return self._put(self._path(key), json.dumps(header).encode() + b"\n" + payload)
+
+    def write_index(self, place: str, keys: Sequence[Mapping[str, object]]) -> None:
+        """Say at ``place`` which entries a plan uses. For people: nothing reads it."""
+        if not self._is_read_only:
+            path = self._folder / "plans" / place / "index.json"
+            self._put(path, json.dumps(keys, indent=1).encode() + b"\n")
+
+    def _put(self, path: Path, data: bytes) -> bool:
         try:
             self.prepare()
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(json.dumps(header).encode() + b"\n" + payload)
+                    file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(unfinished, path)
@@ -113,7 +121,7 @@ class CompileCache:
             warnings.warn(
                 f"compilation.cache_dir: nothing is written to {self.root}: {error}",
                 ConfigWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
             return False
         return True

@@ -23,6 +23,7 @@ from graphrt.compile.effects import Description, refuse_hidden_reads, refuse_sha
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.inductor import Inductor
+from graphrt.compile.passes import remove_noops
 from graphrt.compile.ranges import (
     Axis,
     Forms,
@@ -80,6 +81,8 @@ class CompileReport(NamedTuple):
     """Things that the trace read and that are compared before each capture."""
     unaudited: tuple[str, ...] = ()
     """Those that cannot be."""
+    num_noops: int = 0
+    """Operations that changed nothing, and were removed."""
     notes: tuple[str, ...] = ()
     """What could not be done as asked, and why."""
 
@@ -104,7 +107,7 @@ class Compiled:
     ``trace`` comes first; a call before it is a ``CompileError``. ``impls``: Python functions to
     call in place of splitting ops. ``wrap``: what becomes of each piece; called in order, when all
     are compiled. ``limits``: axis -> the largest size; of the first, ``plan`` has ranges and sizes.
-    ``observer`` is told what was compiled.
+    ``observer`` is told what was compiled. ``rank``: of this process, under which it is noted.
 
     Dynamo's guards are dropped: each call compares its arguments with those traced, ``audit`` all
     else that the trace read. Errors: ``SplittingOpError`` for an unknown splitting op;
@@ -120,6 +123,7 @@ class Compiled:
         impls: Mapping[str, Callable[..., Any]] | None = None,
         wrap: Wrap = lambda piece, info: piece,
         observer: Observer | None = None,
+        rank: int = 0,
     ) -> None:
         self.runnable = target
         """What walks of what it reaches follow."""
@@ -128,8 +132,8 @@ class Compiled:
         """The generated function that calls the pieces."""
         self._ops = SplittingOps(plan.splitting_ops)
         self._attention = SplittingOps(plan.attention_ops)
-        self._compiler = make_compiler(plan)
-        self._dump = Dump(plan.debug_dump_path)
+        self._compiler = make_compiler(plan, rank)
+        self._dump = Dump(plan.debug_dump_path, rank)
         self._plan = plan
         self._impls = dict(impls or {})
         self._wrap = wrap
@@ -299,6 +303,7 @@ class Compiled:
             side_effects=found.side_effects,
             num_audited=audit.num_checked,
             unaudited=audit.unchecked,
+            num_noops=found.num_noops,
             notes=self._notes,
         )
         self._dump.json("guards.json", audit.told())
@@ -319,11 +324,11 @@ class Compiled:
         return entry
 
 
-def make_compiler(plan: CompilePlan) -> Compiler:
+def make_compiler(plan: CompilePlan, rank: int = 0) -> Compiler:
     """That of ``plan.backend``. Errors: ``ConfigError`` for a name that torch does not know, or a
     path that leads to no callable, and for options that Inductor does not have."""
     if plan.backend == "inductor":
-        return Inductor(plan)
+        return Inductor(plan, rank)
     return BlackBox(plan.backend, find_backend(plan.backend))
 
 
@@ -357,6 +362,7 @@ class _Compilation:
         self.seconds = {"split": 0.0, "compile": 0.0, "load": 0.0}
         self.source = ""
         self.began = 0.0
+        self.num_noops = 0
         self.unmatched: tuple[str, ...] = ()
         self.side_effects: tuple[str, ...] = ()
         self.axis = next(iter(self._limits), "")
@@ -375,6 +381,9 @@ class _Compilation:
         symbols = self._traced = self._symbols(graph, inputs)
         mode = TracingContext.get().fake_mode
         self._env = None if mode is None else mode.shape_env
+        has_passes = self._plan.level == 3 and self._plan.backend in ("eager", "inductor")
+        if has_passes and self._plan.pass_config.enable_noop:
+            self.num_noops = remove_noops(graph, owner._ops)
         self._names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
         if self._compiler.name == "inductor":
             called = {operator_of(node) for node in graph.graph.nodes}

@@ -15,13 +15,14 @@ from graphrt.errors import ConfigError
 
 
 class Dump:
-    """A new folder below ``root``: ``rank_0/model_<n>``. ``root`` None: nothing is written.
+    """A new folder below ``root``: ``rank_<rank>/model_<n>``. ``root`` None: nothing is written.
 
     Errors: ``ConfigError`` for a folder that cannot be written.
     """
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(self, root: Path | None, rank: int) -> None:
         self._root = root
+        self._rank = rank
         self._folder: Path | None = None
 
     def write(self, name: str, text: str) -> None:
@@ -29,7 +30,7 @@ class Dump:
             return
         try:
             if self._folder is None:
-                self._folder = _new_folder(self._root / "rank_0")
+                self._folder = _new_folder(self._root / f"rank_{self._rank}")
             (self._folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(

@@ -21,6 +21,7 @@ Axes = Mapping[int, Mapping[int, str]]
 """By id of a tensor: its dimensions that vary, and their axes."""
 
 _HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 _BY_IDENTITY = (
     *(type, FunctionType, BuiltinFunctionType, ModuleType, Enum),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
@@ -74,9 +75,55 @@ class Contract:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._device_type = tensors[0].device.type if tensors else "cpu"
         self._environment = environment(self._device_type)
+        self._is_flat = _is_flat(args, kwargs)
+        self._keywords = tuple(kwargs)
 
     def check(self, args: Any, kwargs: Any) -> None:
         """Errors: ``ContractError`` with argument, expected and found."""
+        if not self._is_met(args, kwargs):
+            self._check(args, kwargs)
+
+    def _is_met(self, args: Any, kwargs: Any) -> bool:
+        """Whether arguments without containers are as they were; False too where ``_check`` has to
+        tell. At every call: it makes no texts."""
+        leaves = (*args, *kwargs.values())
+        if not (
+            self._is_flat
+            and len(leaves) == len(self._leaves)
+            and tuple(kwargs) == self._keywords
+            and _is_flat(args, kwargs)
+            and _first_places(leaves) == self._same
+            and environment(self._device_type) == self._environment
+        ):
+            return False
+        found: dict[str, int] = {}
+        for expected, leaf in zip(self._leaves, leaves, strict=True):
+            if not isinstance(expected, _Tensor) or not isinstance(leaf, torch.Tensor):
+                if leaf is not expected:
+                    return False
+                continue
+            shape = leaf.shape
+            if (
+                leaf.dtype is not expected.dtype
+                or leaf.device != expected.device
+                or len(shape) != len(expected.sizes)
+                or not (
+                    leaf.is_contiguous()
+                    if expected.stride is None
+                    else leaf.stride() == expected.stride
+                )
+            ):
+                return False
+            for wanted, size in zip(expected.sizes, shape, strict=True):
+                if wanted != size and (
+                    isinstance(wanted, int)
+                    or found.setdefault(wanted, size) != size
+                    or not self._least <= size <= self._most[wanted]
+                ):
+                    return False
+        return True
+
+    def _check(self, args: Any, kwargs: Any) -> None:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if structure != self._structure:
             raise _breach("arguments", str(self._structure), str(structure))
@@ -143,6 +190,10 @@ class Contract:
                 raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")
         elif leaf.stride() != expected.stride:
             raise _breach(f"strides of {name}", str(expected.stride), str(leaf.stride()))
+
+
+def _is_flat(args: Any, kwargs: Any) -> bool:
+    return all(type(leaf) in _PLAIN for leaf in (*args, *kwargs.values()))
 
 
 def _first_places(leaves: Sequence[Any]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,9 +25,10 @@ class Inductor:
     name = "inductor"
     is_opaque = True
 
-    def __init__(self, plan: CompilePlan) -> None:
+    def __init__(self, plan: CompilePlan, rank: int) -> None:
         check_options(plan.inductor_compile_config)
         self._plan = plan
+        self._index = f"{plan.compute_hash()}/rank_{rank}"
         self._cache: CompileCache | None = None
         self.keys: Sequence[Mapping[str, object]] = ()
 
@@ -37,18 +39,24 @@ class Inductor:
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
             cache, key = self._entry(job)
             with _inductor_folder(cache):
-                found = cache.read(key)
-                if isinstance(found, bytes):
-                    with suppress(Exception):  # Whatever torch says of it, it is compiled anew.
-                        return Form(torch_api.fast_call(torch_api.from_bytes(found)), None)
-                    found = CacheMiss.LOAD_FAILED
-                artifact = self._compiled(job)
-                call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact)
-                if payload is None:
-                    return Form(call, CacheMiss.UNCACHEABLE)
-                about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}
-                cache.write(key, payload, about)
-            return Form(call, found)
+                form = self._loaded_or_compiled(job, cache, key)
+            names = ("piece", "sizes", "key")
+            cache.write_index(self._index, [{n: one[n] for n in names} for one in self.keys])
+            return form
+
+    def _loaded_or_compiled(self, job: Job, cache: CompileCache, key: str) -> Form:
+        found = cache.read(key)
+        if isinstance(found, bytes):
+            with suppress(Exception):  # Whatever torch says of it, it is compiled anew.
+                return Form(torch_api.fast_call(torch_api.from_bytes(found)), None)
+            found = CacheMiss.LOAD_FAILED
+        artifact = self._compiled(job)
+        call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact)
+        if payload is None:
+            return Form(call, CacheMiss.UNCACHEABLE)
+        about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}
+        cache.write(key, payload, about)
+        return Form(call, found)
 
     def _why_uncached(self) -> CacheMiss | None:
         if not self._plan.compile_cache or self._plan.cache_dir is None:
@@ -98,7 +106,10 @@ def _inductor_folder(cache: CompileCache) -> Iterator[None]:
     try:
         cache.prepare()
         cache.inductor_folder.mkdir(exist_ok=True)
-    except OSError:  # Told when an entry is written.
+        is_ours = os.access(cache.inductor_folder, os.W_OK)
+    except OSError:
+        is_ours = False
+    if not is_ours:  # Told when an entry is written. Inductor uses its own folder.
         yield
         return
     with environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(cache.inductor_folder)):

@@ -37,11 +37,12 @@ class Stock:
         plan: CompilePlan,
         *,
         refuse_now: Callable[[], None] = lambda: None,
+        rank: int = 0,
     ) -> None:
         self.runnable = target
         self._backend_name = plan.backend
         self._backend = find_backend(plan.backend)
-        self._dump = Dump(plan.debug_dump_path)
+        self._dump = Dump(plan.debug_dump_path, rank)
         self._refuse_now = refuse_now
         self._seconds = 0.0
         self._frames: list[int] = []

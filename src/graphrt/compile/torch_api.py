@@ -21,6 +21,7 @@ from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
@@ -97,15 +98,27 @@ def to_bytes(artifact: Any) -> bytes | None:
             artifact.save(path=str(path), format="binary")
         except (RuntimeError, AssertionError):
             return None
-        return path.read_bytes()
+        # Not asked for where Inductor compiled nothing for a CPU: it would compile to find out.
+        isas = _names(valid_vec_isa_list()) if valid_vec_isa_list.cache_info().currsize else ""
+        return isas.encode() + b"\n" + path.read_bytes()
 
 
 def from_bytes(payload: bytes) -> Callable[..., Any]:
     """Raises whatever torch raises, about anything."""
+    isas, _, saved = payload.partition(b"\n")
+    if isas and not valid_vec_isa_list.cache_info().currsize:
+        # Inductor starts a process to try each instruction set of the CPU: these were tried.
+        with inductor_config.patch({"cpp.vec_isa_ok": True}):
+            if _names(valid_vec_isa_list()) != isas.decode():
+                valid_vec_isa_list.cache_clear()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "artifact")
-        path.write_bytes(payload)
+        path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")
+
+
+def _names(instruction_sets: Sequence[Any]) -> str:
+    return ", ".join(map(str, instruction_sets))
 
 
 def fast_call(artifact: Any) -> Callable[..., Any]:

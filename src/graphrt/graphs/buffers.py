@@ -431,17 +431,6 @@ class BufferSet:
 class _Plan:
     """How the inputs of one set of names are staged at one combination of real sizes."""
 
-    __slots__ = (
-        "buffers",
-        "groups",
-        "is_repeatable",
-        "layout",
-        "padding",
-        "rests",
-        "sizes",
-        "views",
-    )
-
     def __init__(
         self,
         buffers: list[Buffer],

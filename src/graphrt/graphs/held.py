@@ -56,18 +56,18 @@ class HeldTensor:
 
     def has_moved(self) -> bool:
         """True if another storage or layout now stands behind the name, or the tensor object."""
-        return not self.fits(self.current())
+        return not self.fits(self.tensor if self.place is None else self.place.read())
 
-    def current(self) -> Any:
-        """What stands behind the name now."""
-        current: Any = self.tensor if self.place is None else self.place.read()
+    def part_of(self, value: Any) -> Any:
+        """What it would be if ``value`` stood at its place."""
         for part in self.parts:
-            current = getattr(current, part, None)
-        return current
+            value = getattr(value, part, None)
+        return value
 
-    def fits(self, current: Any) -> bool:
-        """True if ``current`` has the storage and the layout that were captured."""
-        if not issubclass(type(current), torch.Tensor):
+    def fits(self, value: Any) -> bool:
+        """True if ``value`` at its place has the storage and the layout that were captured."""
+        current = self.part_of(value)
+        if not _is_tensor(current):
             return False
         if self.storage is None:
             return current is self.tensor
@@ -124,6 +124,7 @@ class Reads:
         self.breaks = breaks
         self._later: Reads | None = None
         found = reached or reach(target)
+        found = found.lasting or found
         if not breaks:
             found = found.outside_breaks or found
         of_resources = _parts_of(prepared)
@@ -305,9 +306,13 @@ class Columns:
         layouts = []
         for number, item in enumerate(items):
             for get, box, name, value in _looks_of(item):
-                columns = self._by_getter.setdefault(get, ([], [], [], []))
-                for column, field in zip(columns, (box, name, value, number), strict=True):
-                    column.append(field)
+                columns = self._by_getter.get(get)
+                if columns is None:
+                    columns = self._by_getter[get] = ([], [], [], [])
+                columns[0].append(box)
+                columns[1].append(name)
+                columns[2].append(value)
+                columns[3].append(number)
             if isinstance(item, HeldTensor) and item.layout:
                 layouts.append((number, item.tensor, item.layout))
         self._layouts = [
@@ -334,7 +339,7 @@ def _looks_of(item: HeldTensor | Place) -> list[tuple[Callable[[Any, Any], Any],
     assert place is not None, "only what has a place is looked up again"
     owner, name, kind = place.owner, place.name, place.kind
     if isinstance(item, HeldTensor) and item.parts:
-        return [(_current, item, None, item.tensor)]
+        return [(_part, item, place, item.tensor)]
     if kind == "length":
         return [(length_hint, entries_of(owner), 0, place.value)]
     if kind == "member":
@@ -491,8 +496,8 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
     return _read, place, None
 
 
-def _current(item: HeldTensor, _: object) -> Any:
-    return item.current()
+def _part(item: HeldTensor, place: Place) -> Any:
+    return item.part_of(place.read())
 
 
 def _read(place: Place, _: object) -> Any:
@@ -657,7 +662,7 @@ class _Replacement:
         moved = [path for path in replaced if path in touched or path not in held_below]
         below = tuple(f"{path}." for path in replaced)
         for item in tensors:
-            place = item.place and _place_now(now, item.place, partial(_fits, item))
+            place = item.place and _place_now(now, item.place, item.fits)
             if place is None and (item.place is not None or item.has_moved()):
                 moved.append(item.name)
             else:
@@ -669,12 +674,6 @@ class _Replacement:
             elif not value.path.startswith(below):  # What is above it says all.
                 moved.append(value.path)
         self.moved = list(dict.fromkeys(moved))
-
-
-def _fits(item: HeldTensor, value: Any) -> bool:
-    for part in item.parts:
-        value = getattr(value, part, None)
-    return item.fits(value)
 
 
 def _place_now(now: Reads, place: Place, fits: Callable[[Any], bool]) -> Place | None:

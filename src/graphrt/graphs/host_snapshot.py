@@ -15,11 +15,13 @@ import gc
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import Context, ContextVar
 from itertools import accumulate, chain, compress, count
 from operator import is_, is_not
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
+from weakref import ReferenceType
 
 import torch
 
@@ -32,6 +34,7 @@ from graphrt.graphs.reachable import (
     reach,
     read_attribute,
     read_cell,
+    read_context,
     read_global,
 )
 from graphrt.graphs.values import tensors_of
@@ -49,7 +52,7 @@ _NOT_LOOKED_AT = ("default", "member", "length")
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
-Kind = Literal["object", "container", "cell", "global", "class", "slot"]
+Kind = Literal["object", "container", "cell", "global", "class", "slot", "context"]
 
 
 class _Held:
@@ -97,6 +100,10 @@ class _Held:
     def write(self, wanted: dict[Any, Any]) -> None:
         """Make it hold exactly this. Runs no code of the user's but a hash."""
         target = self.target
+        if self.kind == "container":
+            # What left a weak container because its object died does not come back.
+            now = self.read()
+            wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
         if isinstance(target, set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
@@ -149,10 +156,22 @@ class _Held:
         return _Change(self, before, now, differing)
 
 
+def _is_dead(*values: Any) -> bool:
+    """True if one of them is a weak reference whose object is gone."""
+    return any(issubclass(type(value), ReferenceType) and value() is None for value in values)
+
+
+def _unset(variable: ContextVar[Any], _: object) -> None:
+    """Set a context variable to its default: nothing can unset it. Without one it stays."""
+    with suppress(LookupError):
+        variable.set(Context().run(variable.get))
+
+
 _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "cell": read_cell,
     "global": read_global,
     "slot": read_attribute,
+    "context": read_context,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
 _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
@@ -162,6 +181,7 @@ _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
     ),
     "class": (type.__setattr__, type.__delattr__),
     "slot": (object.__setattr__, object.__delattr__),
+    "context": (lambda variable, _, value: variable.set(value), _unset),
 }
 
 
@@ -267,7 +287,7 @@ class HostSnapshot:
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
             path, owner, name, kind = place.path, place.owner, place.name, place.kind
-            if kind == "cell" or kind == "global":
+            if kind == "cell" or kind == "global" or kind == "context":
                 self._add(path, owner, kind, name)
             elif kind == "member":
                 base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
@@ -296,10 +316,11 @@ class HostSnapshot:
             if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
                 self._add(path, own, "object")
                 registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
+                for name in registers:
+                    if name in own:  # A scripted module keeps them elsewhere.
+                        self._add(path, own[name], "object")
                 for name, item in own.items():
-                    if name in registers:
-                        self._add(path, item, "object")
-                    elif type(item) in _CONTAINERS:
+                    if type(item) in _CONTAINERS and name not in registers:
                         # Also where no code names it: it may be reached in another way.
                         self._add(f"{path}.{name}" if path else name, item, "container")
             for base, name in _caches_of(kind):

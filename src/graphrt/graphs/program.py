@@ -10,7 +10,7 @@ from __future__ import annotations
 import keyword
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -210,121 +210,85 @@ class GraphMemory(NamedTuple):
     num_nodes: int | None
 
 
+@dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True, repr=False)
 class Program:
     """An ordered list of segments over stable storage, found by (owner, mode, key).
 
-    ``outputs``: what the callable returned; the next replay of any program of the library
-    overwrites it. None once retired.
+    ``owner``, ``mode``, ``key``, ``generation``: whose it is, and of which generation's pool.
+    ``segments``: device graphs, and eager calls between them. ``has_eager``: True if there are any
+    of these. ``source``: the generated replay, one line or more for each; eager ones name their
+    site. ``outputs``: what the callable returned; the next replay of any program of the library
+    overwrites it. None once retired. ``signature``: its arguments at capture.
     ``externals``: the tensors outside the pool that it holds. ``knows_externals``: True if they
     tell exactly what the graphs read and write. ``values``: the host values that it froze and that
-    the callable's code names; ``reads``: where both were found. ``is_observed``: True if its
-    capture was observed. ``autocast``: the dtype that autocast was on with at capture; None if it
-    was off. ``reads_step_info``: True if a graph holds what the forward context said of the step.
+    the callable's code names; ``reads``: where both were found. ``memory``: what it costs.
+    ``is_observed``: True if its capture was observed. ``is_compared``: True once a replay of it
+    equalled eager execution. ``autocast``: the dtype that autocast was on with at capture; None if
+    it was off. ``reads_step_info``: True if a graph holds what the forward context said of the
+    step. ``moved``: what was replaced, once it is invalid; empty if it was made so by hand.
+    ``check``: raises unless the arguments are those that were captured. ``replay``: launches the
+    segments; the first call of ``check`` installs it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_after_eager",
-        "_asks",
-        "_checker",
-        "_device",
-        "_filename",
-        "_function",
-        "_ignored",
-        "_is_retired",
-        "_recheck",
-        "_refusal",
-        "_replaying",
-        "_stale_check",
-        "_stream",
-        "autocast",
-        "check",
-        "externals",
-        "generation",
-        "has_eager",
-        "is_compared",
-        "is_observed",
-        "key",
-        "knows_externals",
-        "memory",
-        "mode",
-        "moved",
-        "outputs",
-        "owner",
-        "reads",
-        "reads_step_info",
-        "replay",
-        "segments",
-        "signature",
-        "source",
-        "values",
-    )
+    owner: str
+    mode: RuntimeMode
+    key: BatchDescriptor
+    generation: int
+    segments: Sequence[Segment]
+    signature: Signature
+    outputs: Any
+    externals: Sequence[HeldTensor]
+    reads: Reads | None
+    values: Sequence[Place]
+    memory: GraphMemory
+    autocast: torch.dtype | None = None
+    is_observed: bool = True
+    knows_externals: bool = False
+    reads_step_info: bool = False
+    device: InitVar[Device]
+    replaying: InitVar[ReplayInProgress]
+    stale_check: InitVar[StaleCheck]
+    after_eager: InitVar[Callable[[], None] | None]
 
-    check: Checker
-    """Raises unless the arguments are those that were captured."""
-    replay: Replay
-    """Launches the segments. The first call of ``check`` installs it."""
+    check: Checker = field(init=False)
+    replay: Replay = field(init=False)
+    source: str = field(init=False)
+    has_eager: bool = field(init=False)
+    is_compared: bool = field(init=False, default=False)
+    moved: tuple[str, ...] | None = field(init=False, default=None)
+    _device: Device = field(init=False)
+    _replaying: ReplayInProgress = field(init=False)
+    _stale_check: StaleCheck = field(init=False)
+    _ignored: frozenset[str] = field(init=False)
+    _filename: str = field(init=False)
+    _function: Replay = field(init=False)
+    _asks: bool = field(init=False)
+    _stream: Stream | None = field(init=False, default=None)
+    _recheck: Callable[[], object] | None = field(init=False, default=None)
+    _is_retired: bool = field(init=False, default=False)
+    _refusal: Callable[[], GraphrtError] | None = field(init=False, default=None)
+    _checker: Checker | None = field(init=False, default=None)
 
-    def __init__(
+    def __post_init__(
         self,
-        *,
-        owner: str,
-        mode: RuntimeMode,
-        key: BatchDescriptor,
-        generation: int,
-        segments: Sequence[Segment],
-        signature: Signature,
-        outputs: Any,
-        externals: Sequence[HeldTensor],
-        reads: Reads,
-        values: Sequence[Place],
-        memory: GraphMemory,
         device: Device,
         replaying: ReplayInProgress,
-        stale_check: StaleCheck = StaleCheck.IDENTITY,
-        after_eager: Callable[[], None] | None = None,
-        is_observed: bool = True,
-        knows_externals: bool = False,
-        autocast: torch.dtype | None = None,
-        reads_step_info: bool = False,
+        stale_check: StaleCheck,
+        after_eager: Callable[[], None] | None,
     ) -> None:
-        self.owner = owner
-        self.mode = mode
-        self.key = key
-        self.generation = generation
-        self.segments = tuple(segments)
-        self.signature = signature
-        self.outputs = outputs
-        self.externals = tuple(externals)
-        self.reads: Reads | None = reads
-        self.values = tuple(values)
-        self._ignored = reads.prepared
-        self.memory = memory
-        self.is_observed = is_observed
-        self.is_compared = False
-        """True once a replay of it equalled eager execution."""
-        self.knows_externals = knows_externals
-        self.autocast = autocast
-        self.reads_step_info = reads_step_info
+        self.segments, self.externals = tuple(self.segments), tuple(self.externals)
+        assert self.reads is not None, "let go of when it is retired"
+        self.values, self._ignored = tuple(self.values), self.reads.prepared
         self.has_eager = any(isinstance(segment, EagerSegment) for segment in self.segments)
-        self._device = device
-        self._replaying = replaying
-        self._stale_check = stale_check
-        self._stream: Stream | None = None
-        self.moved: tuple[str, ...] | None = None
-        """What was replaced, once the program is invalid; empty if it was made so by hand."""
-        self._recheck: Callable[[], object] | None = None
-        self._is_retired = False
-        self._refusal: Callable[[], GraphrtError] | None = None
-        self._checker: Checker | None = None
+        self._device, self._replaying, self._stale_check = device, replaying, stale_check
         self._filename = _free_filename(self.title)
         guard = (replaying, self.title) if self.has_eager else None
-        function, self.source = generate_replay(self.segments, self._filename, after_eager, guard)
-        """The generated replay, one line or more per segment; eager ones name their site."""
+        self._function, self.source = generate_replay(
+            self.segments, self._filename, after_eager, guard
+        )
         if len(self.segments) == 1 and isinstance(self.segments[0], GraphSegment):
             # One line that calls one callable: the callable itself does the same, sooner.
-            function = self.segments[0].graph.replay
-        self._function = function
+            self._function = self.segments[0].graph.replay
         self._asks = not self.has_eager
         self._install()
 

@@ -7,9 +7,13 @@ attributes of other objects that some reached code names. Code is read, never ru
 capture. Code and objects of torch, NumPy, the standard library and graphrt are not entered, except
 that the methods of a ``torch.nn`` module name attributes of that module.
 
+Context variables, ``threading.local`` and weak dictionaries and sets are followed last: who
+notices replaced weights leaves them out, because other threads and later steps find other values
+there.
+
 Not found is what no code names: what a function imports when it runs, attributes under computed
-names, contents of arrays, context and thread-local variables, replaced code or classes of objects
-that stay, variables of the environment.
+names, contents of arrays, attributes of a ``threading.local`` with an ``__init__`` of its own,
+replaced code or classes of objects that stay, variables of the environment.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ import builtins
 import dis
 import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
 from types import (
@@ -32,6 +38,7 @@ from types import (
     ModuleType,
 )
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
@@ -49,6 +56,7 @@ PlaceKind = Literal[
     "cell",
     "global",
     "default",
+    "context",
 ]
 
 MAX_ITEMS = 4096
@@ -103,6 +111,9 @@ class Reach(NamedTuple):
     """Every object that was entered, by path: modules, plain objects, containers, functions."""
     outside_breaks: Reach | None
     """Without what break points alone reach; None if that is all."""
+    lasting: Reach | None
+    """Without what context variables, thread-local and weak containers alone lead to; None if that
+    is all."""
 
 
 def reach(target: object) -> Reach:
@@ -203,8 +214,14 @@ _NOT_CALLED = frozenset(
         "replace",
     ]
 )
+_FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_fleeting(kind: type) -> bool:
+    return not _FLEETING.isdisjoint(kind.__mro__)
 
 
 # -- reading
@@ -269,6 +286,10 @@ def read_global(owner: Mapping[str, Any], name: str) -> Any:
     return owner.get(name, MISSING)
 
 
+def read_context(owner: ContextVar[Any], _: object) -> Any:
+    return owner.get(MISSING)
+
+
 def _read_default(owner: FunctionType, name: str) -> Any:
     return dict(_defaults_of(owner)).get(name, MISSING)
 
@@ -285,6 +306,7 @@ _READ = {
     "cell": read_cell,
     "global": read_global,
     "default": _read_default,
+    "context": read_context,
 }
 
 
@@ -491,6 +513,7 @@ class Walk:
         self._stack: list[tuple[str, Any]] = []
         self._broken: list[Any] = []
         """What break points run."""
+        self._fleeting: list[tuple[str, Any]] = []
         self._large: list[tuple[str, dict[Any, Any]]] = []
         self._methods: list[tuple[FunctionType, _Class]] = []
         """Named, and not read yet."""
@@ -498,7 +521,7 @@ class Walk:
     def follow(self, target: object, path: str = "") -> Reach:
         """Walk everything that ``target`` reaches and that this walk has not entered yet."""
         if id(target) in self._seen:
-            return Reach((), {}, None)
+            return Reach((), {}, None, None)
         num_seen = len(self._seen)
         found = self._run(path, target)
         if self._skipped & self._home:  # A module of a package was found after other code of it.
@@ -512,12 +535,29 @@ class Walk:
         self._places, self._objects, self._unnamed = [], {}, {}
         self._skipped.clear()
         self._enter_all([(path, target)])
-        outside = None
-        if self._broken:
-            outside = self._found(None)
-            self._enter_all([("", value) for value in reversed(self._broken)])
-            self._broken.clear()
-        return self._found(outside)
+        outside = self._found() if self._broken else None
+        self._enter_broken()
+        lasting = self._found(outside) if self._fleeting else None
+        while self._fleeting:
+            fleeting, self._fleeting, self._stack = self._fleeting, [], []
+            for where, value in fleeting:
+                self._enter_fleeting(where, value)
+            self._enter_all(self._stack)
+            self._enter_broken()
+        return self._found(outside, lasting)
+
+    def _enter_broken(self) -> None:
+        while self._broken:
+            broken, self._broken = self._broken, []
+            self._enter_all([("", value) for value in reversed(broken)])
+
+    def _enter_fleeting(self, path: str, value: Any) -> None:
+        if isinstance(value, ContextVar):
+            self._add(Place(path, value, None, "context", read_context(value, None)))
+        elif not isinstance(value, threading.local):
+            self._stack.append((path, value.data))
+        elif type(value).__init__ is object.__init__:  # Else a thread's first look runs it.
+            self._stack.append((path, threading.local.__getattribute__(value, "__dict__")))
 
     def _enter_all(self, targets: list[tuple[str, Any]]) -> None:
         stack = self._stack = targets
@@ -533,14 +573,17 @@ class Walk:
             if not stack:
                 self._enter_large()
 
-    def _found(self, outside_breaks: Reach | None) -> Reach:
+    def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
         unnamed = (place for places in self._unnamed.values() for place in places)
         places = [*self._places, *(place for place in unnamed if place.kind != "member")]
         places += self._not_there()
-        return Reach(tuple(places), dict(self._objects), outside_breaks)
+        return Reach(tuple(places), dict(self._objects), outside_breaks, lasting)
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
+        if _is_fleeting(kind):  # type: ignore[arg-type]  # types are hashable
+            self._fleeting.append((path, value))
+            return
         if kind in (dict, list, tuple, set, frozenset) or issubclass(
             kind, (dict, list, tuple, set, frozenset, deque)
         ):
@@ -694,9 +737,8 @@ class Walk:
             if name not in attributes:
                 self._places.append(Place(prefix + name, owner, name, "member", value))
         registers = [getattr(owner, each) for each, _ in _REGISTERS] if known.is_module else []
-        for name in known.unset:
-            if name not in attributes and not any(name in register for register in registers):
-                self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
+        for name in known.unset.difference(attributes, *registers):
+            self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
 
     def _add_attribute(
         self, known: _Class, path: str, owner: Any, name: str, kind: PlaceKind, value: Any

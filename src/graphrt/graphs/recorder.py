@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
@@ -63,55 +64,44 @@ class OpenCuts:
 open_cuts = OpenCuts()
 
 
+@dataclass(kw_only=True, eq=False)
 class ProgramRecorder:
     """One capture of one callable, on the calling thread and the current stream."""
 
-    def __init__(
-        self,
-        *,
-        device: Device,
-        pool: Pool,
-        stream: Stream,
-        owner: str,
-        mode: RuntimeMode,
-        key: BatchDescriptor,
-        replaying: ReplayInProgress,
-        side_streams: Sequence[Stream] = (),
-        generators: Sequence[torch.Generator] = (),
-        observe: bool = True,
-        state: StateGuard | None = None,
-    ) -> None:
-        self.owner = owner
-        self.mode = mode
-        self.key = key
-        self.segments: list[Segment] = []
-        self.outputs: Any = None
-        self.static_output_bytes = 0
-        self.static_output_addresses: set[int] = set()
-        self.in_eager = False
-        """True while an eager segment runs at capture."""
-        self.reads_step_info = False
-        """True once the callable read ``attn_metadata`` of the forward context outside an eager
-        segment: what it said then is part of the graph."""
-        self.eager_writes: list[Write] = []
-        """Tensors outside the pool that an eager segment wrote while it ran at capture."""
-        self._device = device
-        self._pool = pool
-        self._stream = stream
-        self._replaying = replaying
-        self._side_streams = tuple(side_streams)
-        self._generators = tuple(generators)
-        self._observe = observe
-        self._state = state
-        self._saved: list[Any] = []
-        """What the guard saved before the first eager segment ran."""
-        # A worker in a copy of the caller's context finds this recorder too, and must not cut.
-        self._thread = threading.get_ident()
-        self._label = f"{owner} {mode.name} {key}"
-        self._eager_inputs: dict[int, TensorRef] = {}
-        """Tensors outside the pool that eager segments are bound to, by id: layers share most."""
-        self._recording: Recording | None = None
-        self._eager_failure: BaseException | None = None
+    owner: str
+    mode: RuntimeMode
+    key: BatchDescriptor
+    device: Device
+    pool: Pool
+    stream: Stream
+    replaying: ReplayInProgress
+    side_streams: Sequence[Stream]
+    generators: Sequence[torch.Generator]
+    observe: bool
+    state: StateGuard | None
+    segments: list[Segment] = field(default_factory=list)
+    outputs: Any = None
+    static_output_bytes: int = 0
+    static_output_addresses: set[int] = field(default_factory=set)
+    in_eager: bool = False
+    """True while an eager segment runs at capture."""
+    reads_step_info: bool = False
+    """True once the callable read ``attn_metadata`` of the forward context outside an eager
+    segment: what it said then is part of the graph."""
+    eager_writes: list[Write] = field(default_factory=list)
+    """Tensors outside the pool that an eager segment wrote while it ran at capture."""
+    _saved: list[Any] = field(default_factory=list)
+    """What the guard saved before the first eager segment ran."""
+    # A worker in a copy of the caller's context finds this recorder too, and must not cut.
+    _thread: int = field(default_factory=threading.get_ident)
+    _eager_inputs: dict[int, TensorRef] = field(default_factory=dict)
+    """Tensors outside the pool that eager segments are bound to, by id: layers share most."""
+    _recording: Recording | None = None
+    _eager_failure: BaseException | None = None
+
+    @property
+    def _label(self) -> str:
+        return f"{self.owner} {self.mode.name} {self.key}"
 
     @property
     def graphs(self) -> list[DeviceGraph]:
@@ -176,8 +166,8 @@ class ProgramRecorder:
         finally:
             open_cuts.add(-self._cuts_at_all)
             self._eager_failure = None
-            if self._state is not None and self._saved:
-                self._state.restore(self._saved.pop())
+            if self.state is not None and self._saved:
+                self.state.restore(self._saved.pop())
 
     def run_eager(
         self,
@@ -198,8 +188,8 @@ class ProgramRecorder:
         try:
             self._close_segment()
             site = f"segment {len(self.segments)}: {name}"
-            if self._state is not None and not self._saved:
-                self._saved.append(self._state.save())
+            if self.state is not None and not self._saved:
+                self._saved.append(self.state.save())
             given = tensors_of((args, kwargs))
             for tensor in given:
                 if self._owns(tensor):
@@ -207,14 +197,14 @@ class ProgramRecorder:
                     _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
             watch: AbstractContextManager[list[Write]] = (
-                observed_writes() if self._observe else nullcontext([])
+                observed_writes() if self.observe else nullcontext([])
             )
-            self._replaying.begin(f"{self._label}, which is being captured")
+            self.replaying.begin(f"{self._label}, which is being captured")
             try:
                 with watch as writes:
                     result = (stub or fn)(*args, **kwargs)
             finally:
-                self._replaying.end()
+                self.replaying.end()
             self._join_side_streams()  # What it returned may still be in the making there.
             # An observation sees every tensor; without one, versions tell of those that were given.
             writes += [
@@ -307,7 +297,7 @@ class ProgramRecorder:
             ),
             *(TensorRef("", write.tensor, written=True) for write in self.eager_writes),
         ]
-        return reads.hold(refs, self._device.owns)
+        return reads.hold(refs, self.device.owns)
 
     def writes(self) -> list[Write]:
         """Every tensor outside the pool that was written, once for each segment."""
@@ -329,19 +319,19 @@ class ProgramRecorder:
         self.outputs = None
 
     def _join_side_streams(self) -> None:
-        for side in self._side_streams:
-            self._device.order(self._stream, side)
+        for side in self.side_streams:
+            self.device.order(self.stream, side)
 
     def _open_segment(self) -> None:
         self._join_side_streams()
         label = f"{self._label} segment {len(self.segments)}"
-        self._recording = self._device.begin(
-            self._pool, self._stream, label, self._generators, observe=self._observe
+        self._recording = self.device.begin(
+            self.pool, self.stream, label, self.generators, observe=self.observe
         )
         # Work on a stream that stays outside the recording would run once, now, and be missing
         # from every replay.
-        for side in self._side_streams:
-            self._device.order(side, self._stream)
+        for side in self.side_streams:
+            self.device.order(side, self.stream)
 
     def _close_segment(self) -> None:
         self._join_side_streams()
@@ -360,10 +350,10 @@ class ProgramRecorder:
         return first
 
     def _owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided and self._device.owns(tensor)
+        return tensor.layout is torch.strided and self.device.owns(tensor)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._device.weak_alias(tensor) if tensor.layout is torch.strided else tensor
+        return self.device.weak_alias(tensor) if tensor.layout is torch.strided else tensor
 
     def _bind(self, site: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that maps a tensor to what an eager segment is bound to instead.
@@ -462,7 +452,7 @@ class ProgramRecorder:
     def _alloc_static(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        static = self._device.alloc(self._pool, size, stride, dtype)
+        static = self.device.alloc(self.pool, size, stride, dtype)
         storage = static.untyped_storage()
         self.static_output_bytes += storage.nbytes()
         self.static_output_addresses.add(storage.data_ptr())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -122,38 +122,31 @@ class CaptureOptions:
         return [item for item in self.resources if not isinstance(item, Workspace)]
 
 
+@dataclass(eq=False)
 class CaptureScope:
     """An open permission to capture into one library; see ``GraphLibrary.capture_scope``."""
 
-    def __init__(
-        self,
-        library: object,
-        device: Device,
-        options: CaptureOptions,
-        stream: Stream,
-        prepare_for_capture: Callable[[BatchDescriptor], None],
-    ) -> None:
-        self.library = library
-        self.device = device
-        self.options = options
-        self.stream = stream
-        """What it warms up and records on."""
-        self.prepare_for_capture = prepare_for_capture
-        """Called before a key's first warm-up: lets resources set up what is made once for it."""
-        self.recorder: ProgramRecorder | None = None
-        """Set while a program is recorded, where break points find it."""
-        self.programs: list[Program] = []
-        """Captured in this scope, in order."""
-        self.generation: Any = None
-        """The generation of a ``"new"`` or ``"lazy"`` scope that takes the next program."""
-        self.has_frozen_workspaces = False
-        self.guarded: dict[int, set[torch.UntypedStorage | None]] = {}
-        """By id of a state guard that was watched: the storages that it keeps."""
-        self.hosts: dict[int, HostSnapshot] = {}
-        """By id of a callable that is captured here: what it remembers on the host."""
-        self.recording_lock = threading.Lock()
-        """Held while a program is recorded: one at a time."""
-        self._environments: dict[BatchDescriptor, CaptureEnvironment] = {}
+    library: object
+    device: Device
+    options: CaptureOptions
+    stream: Stream
+    """What it warms up and records on."""
+    prepare_for_capture: Callable[[BatchDescriptor], None]
+    """Called before a key's first warm-up: lets resources set up what is made once for it."""
+    recorder: ProgramRecorder | None = None
+    """Set while a program is recorded, where break points find it."""
+    programs: list[Program] = field(default_factory=list)
+    """Captured in this scope, in order."""
+    generation: Any = None
+    """The generation of a ``"new"`` or ``"lazy"`` scope that takes the next program."""
+    has_frozen_workspaces: bool = False
+    guarded: dict[int, set[torch.UntypedStorage | None]] = field(default_factory=dict)
+    """By id of a state guard that was watched: the storages that it keeps."""
+    hosts: dict[int, HostSnapshot] = field(default_factory=dict)
+    """By id of a callable that is captured here: what it remembers on the host."""
+    recording_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a program is recorded: one at a time."""
+    _environments: dict[BatchDescriptor, CaptureEnvironment] = field(default_factory=dict)
 
     def host_of(self, fn: object) -> HostSnapshot:
         """The snapshot of what ``fn`` remembers; made before its first run in this scope."""

@@ -13,7 +13,7 @@ word content                                        largest one
 5, 6 uniform << 16 | variant, and its negation      opposite if all ranks share them
 7    adapters                                       most adapters
 8    0: split, else reason << 20 | rank             an objection to a split, and whose
-9    0: can capture, else 1 << 20 | rank            a rank that cannot
+9    0: takes PIECEWISE, else 1 << 20 | rank        a rank that does not
 ==== ============================================== ===========================================
 
 A rank without work is neutral: it shares any variant, and lowers no mode unless it says so, where
@@ -49,7 +49,8 @@ MOST_VARIANTS = 2**16
 _RANK = MOST_RANKS - 1
 _SHARES_ANY = -(2**62)
 _NO_MODES: frozenset[RuntimeMode] = frozenset()
-_GRAPHS = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
+_PIECEWISE = frozenset({RuntimeMode.PIECEWISE})
+_GRAPHS = _PIECEWISE | {RuntimeMode.FULL}
 # CPython 3.11 finds the member of a number slowly, and every step needs some.
 _MODES = tuple(RuntimeMode)
 _NONE, _, _FULL = _MODES
@@ -138,12 +139,13 @@ class RankVote(NamedTuple):
     """The reason of the local decision."""
     ubatch_reason: UBatchReason | None = None
     """Why this rank does not want a split step; None: it wants one."""
-    can_capture: bool = True
+    takes_piecewise: bool = True
+    """False: its step excludes PIECEWISE, which another rank may have."""
 
     @classmethod
-    def idle(cls, rank: int, can_capture: bool = True) -> RankVote:
+    def idle(cls, rank: int) -> RankVote:
         """The vote of a rank without work."""
-        return cls(rank, 0, 0, ubatch_reason=UBatchReason.PEER_IDLE, can_capture=can_capture)
+        return cls(rank, 0, 0, ubatch_reason=UBatchReason.PEER_IDLE)
 
 
 class Agreement(NamedTuple):
@@ -166,8 +168,8 @@ class Agreement(NamedTuple):
     """Reason and rank of the lowest mode; None if it is FULL."""
     unsplit_because: tuple[UBatchReason, int] | None
     """Why the step is not split, and the rank that it is due to."""
-    cannot_capture: int | None
-    """A rank that cannot capture; None: all can."""
+    refuses_piecewise: int | None
+    """A rank that takes FULL or eager only; None: there is none."""
 
 
 _new = tuple.__new__
@@ -202,7 +204,7 @@ def pack(vote: RankVote, tag: int = 0) -> tuple[int, ...]:
 
     Errors: ``BatchError`` for numbers that do not fit, or fewer padded than unpadded tokens.
     """
-    rank, real, padded, mode, uniform, variant, loras, reason, objection, can_capture = vote
+    rank, real, padded, mode, uniform, variant, loras, reason, objection, takes = vote
     if not (
         0 <= rank < MOST_RANKS
         and (1 <= real <= padded < MOST_TOKENS or real == padded == 0)
@@ -218,11 +220,11 @@ def pack(vote: RankVote, tag: int = 0) -> tuple[int, ...]:
             found=f"{vote}, tag {tag}",
             do="vote for the batch that the rank has",
         )
-    cannot = 0 if can_capture else 1 << 20 | rank
+    refuses = 0 if takes else 1 << 20 | rank
     lowest = 0 if mode == 2 else (2 - mode) << 28 | reason << 20 | rank
     if not real:
         refused = UBatchReason.PEER_IDLE << 20 | rank
-        return (tag, -tag, 0, rank, lowest, _SHARES_ANY, _SHARES_ANY, 0, refused, cannot)
+        return (tag, -tag, 0, rank, lowest, _SHARES_ANY, _SHARES_ANY, 0, refused, refuses)
     kind = uniform << 16 | variant
     return (
         tag,
@@ -234,7 +236,7 @@ def pack(vote: RankVote, tag: int = 0) -> tuple[int, ...]:
         -kind,
         loras,
         0 if objection is None else objection << 20 | rank,
-        cannot,
+        refuses,
     )
 
 
@@ -297,7 +299,7 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
 
     Errors: ``RankDesyncError`` if they were not all in the same round.
     """
-    tag, minus_tag, padded, fewest, lowest, kind, minus_kind, loras, objection, cannot = words
+    tag, minus_tag, padded, fewest, lowest, kind, minus_kind, loras, objection, refuses = words
     if tag != -minus_tag:
         check_round(words)
     uniform, variant = False, 0
@@ -319,6 +321,8 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
         unsplit = UBatchReason.TOO_FEW_TOKENS, fewest_rank
     elif stride * (num_ubatches - 1) >= real:
         unsplit = UBatchReason.LAST_SLICE_EMPTY, fewest_rank
+    if refuses and lowest >> 28 == 1:
+        lowest = 2 << 28 | Reason.EXCLUDED << 20 | refuses & _RANK
     # As ``Agreement(...)``, in two thirds of the time.
     agreed = (
         not padded,
@@ -332,7 +336,7 @@ def decide(words: Sequence[int], rules: SplitRules) -> Agreement:
         num_ubatches if unsplit is None else 1,
         (_REASONS[lowest >> 20 & 0xFF], lowest & _RANK) if lowest else None,
         unsplit,
-        cannot & _RANK if cannot else None,
+        refuses & _RANK if refuses else None,
     )
     return _new(Agreement, agreed)
 
@@ -366,11 +370,13 @@ def settle(
     if agreement.idle:
         return None
     mode, padded = agreement.runtime_mode, agreement.num_tokens_padded
-    uniform = agreement.uniform
+    uniform, excluded = agreement.uniform, _ABOVE[mode]
+    if agreement.refuses_piecewise is not None:
+        excluded |= _PIECEWISE
     loras, num_ubatches = agreement.num_active_loras, agreement.num_ubatches
     because: tuple[UBatchReason, int | None] | None = agreement.unsplit_because
     if num_ubatches > 1:
-        found = dispatch(padded, uniform, loras, _ABOVE[mode], num_ubatches)
+        found = dispatch(padded, uniform, loras, excluded, num_ubatches)
         real, query_len = agreement.min_num_tokens, rules.query_len if uniform else 1
         size = found.descriptor.num_tokens
         is_full = found.mode == _FULL
@@ -392,7 +398,7 @@ def settle(
             because = UBatchReason.LAST_SLICE_EMPTY, agreement.min_rank
     culprit: tuple[Reason, int | None] | None = agreement.eager_because
     if mode != _NONE:
-        found = dispatch(padded, uniform, loras, _ABOVE[mode], 1)
+        found = dispatch(padded, uniform, loras, excluded, 1)
         if found.mode != _NONE:
             return SettledStep(_for(vote, found), None, because)
         culprit = found.reason, None if culprit is None else culprit[1]

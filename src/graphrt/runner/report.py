@@ -402,9 +402,9 @@ _PARTS = (
     "tensors outside the pools",
     "kept by the allocator",
     "kernels and libraries, in warm-ups",
-    "the same, in captures",
-    "the same, in checks",
-    "the rest",
+    "kernels and libraries, in captures",
+    "kernels and libraries, in checks",
+    "the rest: other processes, for one",
 )
 """What the table calls the fields of ``MemoryTaken``."""
 
@@ -425,8 +425,9 @@ def _memory_table(before: DeviceMemory, after: DeviceMemory, report: RunnerRepor
         f"Memory of the {report.device} device",
         ("",),
         rows,
-        "Kernels and libraries: what their first use takes of the driver, once in a process, and "
-        "graphs that are uploaded. The rest: what other processes took meanwhile.",
+        "Kernels and libraries: what their first use takes past the allocator, once in a process."
+        if any((taken.warmup, taken.capture, taken.check))
+        else "",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -575,6 +575,11 @@ class CUDAGraphRunner:
                 host=host,
                 ended=memory.ended,
             )
+            if not self._keys.pending():
+                # Comparisons leave the allocator with gigabytes that no later capture needs. While
+                # another thread records on this GPU, nothing can be given back.
+                with suppress(CaptureInProgressError):
+                    self.device.trim()
             after, taken = memory.taken()
             self._memory = (self._memory or (memory.before,))[0], after
             self._memory_taken = self._memory_taken.plus(taken)

@@ -78,7 +78,13 @@ class RankedSteps:
     same graphs.
     """
 
-    def __init__(self, lockstep: Lockstep, runner: CUDAGraphRunner, resolved: Resolved) -> None:
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        runner: CUDAGraphRunner,
+        resolved: Resolved,
+        sms: tuple[int, int] | None,
+    ) -> None:
         plan, compiled = resolved.plan, resolved.compile.compute_hash()
         config = resolved.config
         # Runs that only some ranks make would wait for the others in their collectives.
@@ -88,6 +94,8 @@ class RankedSteps:
         }
         warmups = config.compilation.cudagraph_num_of_warmups
         also = {"torch": torch.__version__, "compile": compiled, "warmups": warmups, **runs}
+        # Launch sizes are part of a graph.
+        also["SMs of communication and computation"] = sms
         lockstep.require_same_plan(plan_text(plan, also))
         self._lockstep = lockstep
         self._same_batch = config.ranks.same_batch
@@ -182,6 +190,7 @@ class RankedSteps:
             num_active_loras,
             reason,
             unsplit,
+            RuntimeMode.PIECEWISE not in exclude,
         )
         settled = self._settle(vote)
         assert settled is not None, "this rank has work"

@@ -72,6 +72,7 @@ from graphrt.ubatch import (
     make_slices,
     wants_split,
 )
+from graphrt.ubatch.sm_budget import sm_pair
 
 if TYPE_CHECKING:
     from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
@@ -159,8 +160,9 @@ class Runtime:
     ``compile_part``: the module inside ``model`` that is compiled; None: ``model``. Its
     ``forward`` is replaced until ``close()``; what the model does around it stays plain Python.
     ``op_impls``: Python functions to call in place of splitting ops, where the graph is cut: they
-    may be break points themselves. It is traced here, or by ``capture(like=...)`` without
-    ``examples``, in an eager run of the largest key's example.
+    may be break points themselves. Both are for a compiler, and refused where the level asked for
+    has none. The model is traced here, or by ``capture(like=...)`` without ``examples``, in an
+    eager run of the largest key's example.
     ``sm_control``: divides the multiprocessors while a step in micro-batches is issued. With these
     (``config.ubatch``) ``inputs`` are one list for all keys, and those whose values are places in
     the batch say so (``BufferSpec.rebase``).
@@ -220,7 +222,7 @@ class Runtime:
             self.config, self.resolved = config, resolve(config, facts)
         lockstep = None if ranks is None else Lockstep(ranks, config.ranks)
         plan = self.resolved.plan
-        _check_built(self.resolved)
+        _check_built(self.resolved, compile_part=compile_part, op_impls=op_impls)
         if self.resolved.compile.custom_ops or "graphrt.compile.custom_ops" in sys.modules:
             from graphrt.compile import check_custom_ops  # Here, because few models have any.
 
@@ -240,7 +242,8 @@ class Runtime:
             axis for spec in inputs for axis in spec.axes
         }
         if plan.level is not CompilationLevel.NO_COMPILATION:
-            self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer)
+            rank = 0 if ranks is None else ranks.rank
+            self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer, rank)
         fn = model if self._compiled is None or compile_part is not None else self._compiled
         self._split: SplitCallable | None = None
         self._split_ms: dict[BatchDescriptor, tuple[float, float]] = {}
@@ -298,9 +301,11 @@ class Runtime:
                 smaller_sizes=partial(_smaller_sizes, plan),
                 lockstep=lockstep,
             )
-            self._ranks = (
-                None if lockstep is None else RankedSteps(lockstep, self.runner, self.resolved)
-            )
+            self._ranks: RankedSteps | None = None
+            if lockstep is not None:
+                num_sms = self.device.limits.num_sms
+                sms = sm_pair(sm_control, plan.ubatch.num_comm_sms, num_sms)
+                self._ranks = RankedSteps(lockstep, self.runner, self.resolved, sms)
             if self._compiled is not None:
                 if compile_part is not None:
                     compile_part.forward = self._compiled
@@ -770,10 +775,17 @@ def _resolve(
         raise config_error("Runtime", problems) from error
 
 
-def _check_built(resolved: Resolved) -> None:
-    """Errors: ``ConfigError`` for what can be planned, and is not built yet."""
+def _check_built(resolved: Resolved, **arguments: object) -> None:
+    """Errors: ``ConfigError`` for what can be planned, and is not built yet; and for ``arguments``
+    that no compiler reads, because the level has none."""
     plan = resolved.plan
     problems = [*unbuilt(resolved.compile), *misplaced_attention(resolved.compile)]
+    # TORCH_COMPILE_DISABLE switches off what the same code would do without it.
+    is_asked = not any(field == "level" for field, *_ in resolved.adjustments)
+    for name, least in (("compile_part", 1), ("op_impls", 2)):
+        if arguments[name] is not None and plan.level < least and is_asked:
+            found = f"given, at level {int(plan.level)}"
+            problems.append(ConfigProblem(name, found, f"None, or level {least} or above"))
     is_cut = any(mode is RuntimeMode.PIECEWISE for mode, _ in plan.capture_order)
     if plan.level is CompilationLevel.PIECEWISE and plan.ubatch.num_ubatches > 1:
         found = f"{plan.ubatch.num_ubatches}, at level 3"
@@ -791,6 +803,7 @@ def _compiled(
     part: torch.nn.Module | None,
     impls: Mapping[str, Callable[..., Any]] | None,
     observer: Observer | None,
+    rank: int,
 ) -> Compiled | Stock:
     from graphrt.compile import Compiled, Stock  # Here, because it loads the compiler: seconds.
 
@@ -803,7 +816,7 @@ def _compiled(
         )
     plan, target = resolved.plan, model if part is None else part.forward
     if plan.level is CompilationLevel.DYNAMO_AS_IS:
-        return Stock(target, resolved.compile, refuse_now=_refuse_in_recordings)
+        return Stock(target, resolved.compile, refuse_now=_refuse_in_recordings, rank=rank)
     return Compiled(
         target,
         resolved.compile,
@@ -811,6 +824,7 @@ def _compiled(
         impls=impls,
         wrap=_as_segment,
         observer=observer,
+        rank=rank,
     )
 
 

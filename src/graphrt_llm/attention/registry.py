@@ -32,7 +32,7 @@ def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
 
 # State of the process, as names of plug-ins are. Entries are added whole and never change.
 _FACTORIES: dict[str, AttentionFactory] = {
-    "sdpa": lambda cache, limits: SdpaAttention(cache),
+    "sdpa": lambda cache, limits: SdpaAttention(cache, limits.query_len if limits else 1),
     "flashinfer": flashinfer.FlashInferAttention,
     "paged": _make_paged,
 }

@@ -70,7 +70,8 @@ class _Lengths(NamedTuple):
 
 
 class SdpaAttention:
-    """``cache``: where keys and values are stored, and read by block.
+    """``cache``: where keys and values are stored, and read by block. ``query_len``: above 1, only
+    steps of requests with so many tokens each are cut into micro-batches, between two requests.
 
     Memory: a layer copies the blocks that it reads. The static formula reads a whole context for
     each request of a uniform batch, but for each *token* of another, which is too much memory for
@@ -81,8 +82,9 @@ class SdpaAttention:
     keep_alive: ClassVar[Sequence[Tensor]] = ()
     serves_micro_batches: ClassVar[bool] = True
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, query_len: int = 1) -> None:
         self.cache = cache
+        self._query_len = query_len
         self._kv_shape = (2, cache.config.num_kv_heads, cache.config.head_dim)
         self._num_groups = cache.config.num_heads // cache.config.num_kv_heads
         self._steps = [_Step()]
@@ -98,7 +100,7 @@ class SdpaAttention:
             for step in self._steps:
                 step.begin(key, None)
             return
-        parts = _of_micro_batches(step_info, key.num_ubatches)
+        parts = _of_micro_batches(step_info, key.num_ubatches, self._query_len)
         for step, part in zip(self._steps, parts, strict=False):
             step.begin(key, _measure(*part))
 
@@ -233,7 +235,7 @@ class SdpaAttention:
 
 
 def _of_micro_batches(
-    info: AttentionMetadata, num_ubatches: int
+    info: AttentionMetadata, num_ubatches: int, query_len: int
 ) -> list[tuple[AttentionMetadata, int]]:
     """The lengths of each micro-batch, cut where the runtime cuts the batch, and how many of its
     requests, counted from the first, do not go on in the next one."""
@@ -242,7 +244,7 @@ def _of_micro_batches(
     lens, seq_lens = [int(n) for n in info.query_lens], [int(n) for n in info.seq_lens]
     loc = [0, *accumulate(lens)]
     longest = max(lens), max(seq_lens)
-    slices = ubatch.make_slices(lens, loc[-1], len(lens), num_ubatches)
+    slices = ubatch.make_slices(lens, loc[-1], len(lens), num_ubatches, query_len)
     found = []
     for part in slices:
         of = ubatch.slice_metadata(part, loc, seq_lens, *longest)

@@ -31,12 +31,10 @@ def _product(
     norm,
     weight,
     bias,
-    added,
     out,
     num_rows,
     num_outputs,
     x_stride,
-    added_stride,
     out_stride,
     eps,
     WIDTH: tl.constexpr,  # noqa: N803
@@ -103,8 +101,7 @@ def _product(
     target = out + row[:, None].to(tl.int64) * out_stride + output[None, :]
     is_inside = is_row[:, None] & is_output[None, :]
     if ADDS:
-        residual = added + row[:, None].to(tl.int64) * added_stride + output[None, :]
-        result += tl.load(residual, mask=is_inside, other=0.0).to(tl.float32)
+        result += tl.load(target, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(target, result.to(out.dtype.element_ty), mask=is_inside)
 
 
@@ -154,11 +151,10 @@ def product(
     norm: Tensor | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
-    added: Tensor | None = None,
+    adds: bool = False,
 ) -> None:
-    """Write to ``out`` [rows, outputs] ``x`` [rows, width] through ``weight``.
+    """Write to ``out`` [rows, outputs], or add to it, ``x`` [rows, width] through ``weight``.
 
-    ``added`` [rows, outputs], perhaps ``out`` itself: the result is added to it.
     ``norm`` [width]: each row of ``x`` is first divided by its root mean square and multiplied by
     it. ``is_gated``: ``weight`` [width, 2 * outputs] holds gate, then up; the result is
     silu(gate) * up. At most ``MAX_ROWS`` rows. Matrices are as ``Kernels`` says; rows of ``x`` and
@@ -168,12 +164,11 @@ def product(
     num_outputs = out.shape[1]
     rows = triton.next_power_of_2(num_rows)
     tiling = (_GATED if is_gated else _NARROW if num_outputs <= NARROW else _WIDE)[rows]
-    strides = (x.stride(0), 0 if added is None else added.stride(0), out.stride(0))
     _launch_product(
         (triton.cdiv(num_outputs, tiling.outputs), 1, 1),
-        # ``x`` is a placeholder pointer for what is not there: it is then never read.
-        tuple(x if one is None else one for one in (x, norm, weight, bias, added, out)),
-        (num_rows, num_outputs, *strides, eps),
+        # ``x`` is a placeholder pointer where there is no norm or bias: it is then never read.
+        (x, x if norm is None else norm, weight, x if bias is None else bias, out),
+        (num_rows, num_outputs, x.stride(0), out.stride(0), eps),
         (
             width,
             rows,
@@ -183,7 +178,7 @@ def product(
             norm is not None,
             bias is not None,
             is_gated,
-            added is not None,
+            adds,
         ),
         tiling.num_warps,
     )

@@ -161,7 +161,7 @@ def norm_gate(
 
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if few_rows.serves(x, weight):
-        few_rows.product(x, weight, bias, residual, added=residual)
+        few_rows.product(x, weight, bias, residual, adds=True)
         return
     eager.add_linear(residual, x, weight, bias)
 

@@ -181,11 +181,11 @@ class DecoderLayer(nn.Module):
         slots: Tensor,
         attn: AttentionInputs,
         ops: Operators,
-    ) -> Tensor:
-        """What ``forward`` computes, as a new tensor, for a compiler to trace.
+    ) -> None:
+        """What ``forward`` computes, for a compiler to trace: no two values share memory.
 
-        It writes the cache's ``slots`` in place and calls attention as an operator. On a GPU in
-        half precision plain forms differ from ``forward`` in rounding, because its kernels do.
+        Attention is an operator. On a GPU in half precision plain forms differ from ``forward`` in
+        rounding, because its kernels do.
         """
         num_tokens, width = residual.shape[0], slots.shape[-1]
         qkv = ops.norm_linear(residual, self.attention_norm, self.eps, *self.qkv.matrix)
@@ -193,14 +193,14 @@ class DecoderLayer(nn.Module):
         ops.rotate_and_store(heads, self.qk_norm, self.eps, rotation, slots, attn.slot_mapping)
         attended = heads.new_empty((num_tokens, self.num_heads, width))
         attention_operator(heads, *attn, attended, self.index)
-        residual = ops.add_linear(residual, attended.flatten(1), *self.attention_out.matrix)
+        ops.add_linear(residual, attended.flatten(1), *self.attention_out.matrix)
 
         norm = self.mlp_norm
         if self.experts is not None:
-            routed: Tensor = self.experts(F.rms_norm(residual, norm.shape, norm, self.eps))
-            return residual + routed
+            residual.add_(self.experts(F.rms_norm(residual, norm.shape, norm, self.eps)))
+            return
         gated = ops.norm_gate(residual, norm, self.eps, *self.gate_up.matrix)
-        return ops.add_linear(residual, gated, *self.down.matrix)
+        ops.add_linear(residual, gated, *self.down.matrix)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -325,7 +325,7 @@ class CausalLM(nn.Module):
 
 
 class FunctionalLM(nn.Module):
-    """The formula of a ``CausalLM`` over one cache, which writes no tensor but the cache's.
+    """The formula of a ``CausalLM`` over one cache, without memory that layers share.
 
     Shares the model's parameters. What a compiler traces: once, for any number of tokens.
     """
@@ -345,7 +345,7 @@ class FunctionalLM(nn.Module):
         rotation = model.rotary.index_select(0, positions)
         for layer, slots in zip(model.layers, self.slots, strict=True):
             assert isinstance(layer, DecoderLayer)
-            residual = layer.functional(residual, rotation, slots, attn, self.operators)
+            layer.functional(residual, rotation, slots, attn, self.operators)
         last = residual.index_select(0, logits_indices.flatten())
         eps, head = model.config.rms_norm_eps, model.lm_head.t()
         logits = self.operators.norm_linear(last, model.norm, eps, head, None)

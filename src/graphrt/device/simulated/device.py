@@ -23,7 +23,7 @@ from graphrt.device.simulated.memory import (
     SimulatedPool,
     without_modes,
 )
-from graphrt.device.simulated.races import RaceWatch
+from graphrt.device.simulated.races import watching_races
 from graphrt.device.simulated.recorder import Shared, SimulatedRecording, is_recording
 from graphrt.device.simulated.streams import SimulatedMark, SimulatedStream
 from graphrt.device.torch_modes import report_capturing
@@ -166,7 +166,7 @@ class SimulatedDevice:
             block.owner = SimulatedStream(f"used on {stream.name}")
 
     def watch_races(self) -> AbstractContextManager[Any]:
-        return RaceWatch(self._thread, self.shared.operators)
+        return watching_races(self._thread, self.shared.operators)
 
     def synchronize(self, stream: Stream | None = None) -> None:
         """Everything has run already. Inside a recording it is as illegal as on CUDA."""

@@ -5,9 +5,12 @@ Recordings look for them from their first mark on, and eager code where ``RaceWa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.context import current_forward_context
@@ -174,21 +177,60 @@ class RaceWatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not reads_data and (traits.moves_no_data or traits.only_allocates):
             return result
-        stream, source = self._thread.stream, caller_source()
-        stream.clock[stream] += 1
         places = traits.written
         if func.namespace == "c10d" and not places:
             places = _written_by_collective(func)
         touched = [(one, at in places) for at, one in enumerate(args)]
         touched += [(one, key in places) for key, one in kwargs.items()]
         touched.append((result, True))
+        self._note(touched, traits.name)
+        return result
+
+    def note_read(self, tensor: torch.Tensor, operation: str) -> None:
+        """The host reads ``tensor``: on a GPU, by a copy on the current stream."""
+        self._note([(tensor, False)], operation)
+
+    def _note(self, touched: list[tuple[Any, bool]], operation: str) -> None:
+        stream, source = self._thread.stream, caller_source()
+        stream.clock[stream] += 1
         for value, written in touched:
             for tensor in tensors_in(value):
                 if tensor.layout is torch.strided:
                     storage = tensor.untyped_storage()
                     self._kept.setdefault(storage.data_ptr(), storage)
-                    self._accesses.note(tensor, written, traits.name, stream, source)
-        return result
+                    self._accesses.note(tensor, written, operation, stream, source)
+
+
+class _HostReads(TorchFunctionMode):
+    """Tells a watch of the reads that a CPU tensor answers without the dispatcher."""
+
+    def __init__(self, watch: RaceWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = _HOST_READS.get(func)
+        if name is not None and isinstance(args[0], torch.Tensor):
+            self._watch.note_read(args[0], name)
+        return func(*args, **(kwargs or {}))
+
+
+_HOST_READS = {
+    torch.Tensor.tolist: "Tensor.tolist",
+    torch.Tensor.numpy: "Tensor.numpy",
+    torch.Tensor.__array__: "Tensor.__array__",
+    torch.Tensor.cpu: "Tensor.cpu",
+}
+
+
+@contextmanager
+def watching_races(thread: CallingThread, operators: Operators) -> Iterator[None]:
+    """Around eager code: look for races between the streams that it is issued on."""
+    watch = RaceWatch(thread, operators)
+    with _HostReads(watch), watch:
+        yield
 
 
 def _written_by_collective(func: Any) -> frozenset[int | str]:
