@@ -200,7 +200,16 @@ class LoRAWeights(nn.Module):
                     shape = (config.num_layers, max_loras, rows, width)
                     memory = torch.empty(shape, dtype=dtype, device=device)
                     memory.normal_(std=0.01, generator=noise)
+                    if factor == "b":
+                        memory *= self._own_block(name, memory.device)
                     self.register_buffer(f"{name}_{factor}", memory, persistent=False)
+
+    def _own_block(self, projection: str, device: torch.device) -> Tensor:
+        """[rows, out] bool: True where a row of ``B`` belongs to the linear map of a column."""
+        parts = torch.tensor(self.parts(projection), device=device)
+        number = torch.arange(len(parts), device=device)
+        rows = number.repeat_interleave(self.max_rank)
+        return rows[:, None] == number.repeat_interleave(parts)
 
     def of(self, projection: str, layer: int) -> tuple[Tensor, Tensor]:
         """``A`` and ``B`` of all slots in one layer: [max_loras, rows, in] and [.., out]."""

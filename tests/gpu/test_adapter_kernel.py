@@ -11,7 +11,7 @@ from graphrt_llm.lora import MOST_TOKENS, LoRAWeights, projection_shapes, random
 CUDA = torch.device("cuda")
 MAX_LORAS, MAX_RANK = 5, 20
 RANKS = [16, 1, 20, 7]
-"""Of the adapters in slots 0 to 3; nothing was loaded into the last."""
+"""Of the adapters in slots 0 to 3; the last one holds what it was made with."""
 
 
 def both(model, dtype) -> tuple[LoRAWeights, LoRAWeights]:

@@ -29,7 +29,7 @@ from graphrt_llm import (
 from graphrt_llm.config import Limits
 from graphrt_llm.errors import AdapterError, AdapterInUseError, EngineConfigError, GraphrtError
 from graphrt_llm.kernels import EAGER, eager
-from graphrt_llm.lora import random_lora
+from graphrt_llm.lora import LoRAWeights, random_lora
 from graphrt_llm.request import Request
 from graphrt_llm.scheduler import AdapterSlots, Scheduler
 
@@ -237,6 +237,16 @@ class ByToken:
         out += torch.einsum("tr,tro->to", down, b[place])
         if gated is not None:
             eager.apply_gate(out, gated)
+
+
+def test_an_empty_slot_is_as_sparse_as_an_adapter():
+    """Kernels read the block of each linear map alone: products of all of them must agree."""
+    config = ModelConfig.tiny()
+    weights = LoRAWeights(config, max_loras=2, max_rank=3, dtype=torch.float64, device="cpu")
+    empty = {name: memory[:, 0].clone() for name, memory in weights.named_buffers() if "_" in name}
+    weights.load(0, random_lora(config, rank=3))
+    for name, before in empty.items():
+        assert torch.equal(before != 0, getattr(weights, name)[:, 0] != 0)
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])

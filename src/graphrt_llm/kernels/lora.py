@@ -52,15 +52,15 @@ def _product(
     for first in range(0, rank, RANKS):
         is_row = (first + number < rank)[:, None]
         # Loaded before it is needed, so that both matrices arrive together.
-        rows = b + (first + number)[:, None] * OUTPUTS + tl.arange(0, BLOCK)[None, :]
-        up = tl.load(rows, mask=is_row, other=0.0)
+        up_rows = b + (first + number)[:, None] * OUTPUTS + tl.arange(0, BLOCK)[None, :]
+        up = tl.load(up_rows, mask=is_row, other=0.0)
         down = tl.zeros((RANKS,), tl.float32)
         squares = tl.zeros((CHUNK,), tl.float32)
         for start in range(0, WIDTH, CHUNK):
             inside = start + element < WIDTH
             values = tl.load(x + start + element, mask=inside, other=0.0).to(tl.float32)
-            rows = a + (first + number)[:, None] * WIDTH + (start + element)[None, :]
-            factors = tl.load(rows, mask=is_row & inside[None, :], other=0.0).to(tl.float32)
+            down_rows = a + (first + number)[:, None] * WIDTH + (start + element)[None, :]
+            factors = tl.load(down_rows, mask=is_row & inside[None, :], other=0.0).to(tl.float32)
             if HAS_NORM:
                 squares += values * values
                 values *= tl.load(norm + start + element, mask=inside, other=0.0).to(tl.float32)
