@@ -207,7 +207,7 @@ def test_decoding_requests_come_first_and_prompts_fill_the_rest():
     assert shapes == [
         [("a", 1), ("b", 7)],
         [("a", 1), ("b", 5), ("c", 2)],
-        [("a", 1), ("b", 1), ("c", 1)],
+        [("b", 1), ("a", 1), ("c", 1)],  # Of those that decode, the longest first.
     ]
 
 

@@ -2,8 +2,6 @@
 
 FlashInfer calls nvcc at the first plan of each of its modules, which takes 7 and 16 s on an H200's
 host, and keeps what it built on disk. The processes make no CUDA context.
-
-Run as a module, this builds one: ``python -m graphrt_llm.attention.building KIND DTYPE HEAD_DIM``.
 """
 
 from __future__ import annotations
@@ -58,7 +56,15 @@ def flashinfer_build(modules: Sequence[tuple[str, str, int]]) -> ProcessBuild:
         "FLASHINFER_CUDA_ARCH_LIST": " ".join(f"{major}.{minor}" for major, minor in archs),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return ProcessBuild([["-m", __name__, *map(str, module)] for module in modules], environment)
+    source = f"import {__name__} as building; building.build_module{{}}"
+    return ProcessBuild([["-c", source.format(module)] for module in modules], environment)
+
+
+def build_module(kind: str, dtype_name: str, head_dim: int) -> None:
+    """Build one, in this process, at a low priority."""
+    os.nice(NICENESS)
+    # Under the module's own lock and log, as a wrapper builds it: it finds nothing to do then.
+    _spec(kind, dtype_name, head_dim).build(verbose=False)
 
 
 class ProcessBuild:
@@ -103,13 +109,3 @@ class ProcessBuild:
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(5)
         self._log.close()
-
-
-def _main(kind: str, dtype: str, head_dim: str) -> None:
-    os.nice(NICENESS)
-    # Under the module's own lock and log, as a wrapper builds it: it finds nothing to do then.
-    _spec(kind, dtype, int(head_dim)).build(verbose=False)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
