@@ -780,9 +780,9 @@ MUTANTS = [
     ),
     Mutant(
         "memory of the latest capture alone is told",
-        RUNNER + "runner.py",
-        "self._memory_taken = self._memory_taken.plus(taken)",
-        "self._memory_taken = taken",
+        RUNNER + "captures.py",
+        "self.memory_taken = self.memory_taken.plus(taken)",
+        "self.memory_taken = taken",
         REPORT,
     ),
     Mutant(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import islice
-from time import perf_counter, perf_counter_ns
+from time import perf_counter_ns
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -21,15 +20,11 @@ from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.dispatch import BucketKey
 from graphrt.errors import (
     BatchError,
-    CaptureInProgressError,
     VerificationError,
 )
 from graphrt.events import (
-    CaptureBegan,
-    CaptureEnded,
     Event,
     KeysChanged,
-    MemoryTaken,
     Observer,
     RanEager,
     Replayed,
@@ -49,13 +44,12 @@ from graphrt.graphs import (
     WatchMode,
     Workspace,
     frozen_heap,
-    too_many_failures,
 )
 from graphrt.graphs.held import bytes_of
 from graphrt.graphs.values import own_copy
-from graphrt.interrupts import interrupted_between_steps
 from graphrt.parallel import Lockstep
 from graphrt.report import StepMetrics
+from graphrt.runner.captures import Captures
 from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inputs
 from graphrt.runner.executor import (
     Call,
@@ -65,7 +59,6 @@ from graphrt.runner.executor import (
     ReadyGraph,
     Varying,
 )
-from graphrt.runner.jobs import CaptureJob, capture_all
 from graphrt.runner.keys import (
     Dispatcher,
     NoDispatcher,
@@ -83,7 +76,6 @@ from graphrt.runner.keys import (
     like_beside_examples_error,
     make_key,
     miss_error,
-    missing_text,
     no_examples_error,
     no_sizes_error,
     one_rank_error,
@@ -94,8 +86,6 @@ from graphrt.runner.keys import (
 )
 from graphrt.runner.progress import Progress, shown
 from graphrt.runner.report import (
-    CaptureMemory,
-    DeviceMemory,
     Misses,
     RunnerReport,
     Subject,
@@ -291,14 +281,19 @@ class CUDAGraphRunner:
         self._entries = self._keys.entries
         self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
         """By mode, and by the id of the key object, which the graph holds."""
-        self._host: HostSnapshot | None = None
-        """What ``fn`` remembered on the host before the first part of a capture."""
+        self._captures = Captures(
+            fn,
+            self.name,
+            self.library,
+            self._keys,
+            self._executor,
+            lockstep=lockstep,
+            check=self._check,
+            refresh=self._refresh,
+            emit=self._emit,
+        )
         self._prospects: Dispatcher | None = None
         """Dispatches as if everything were captured. Made when it is asked for."""
-        self._capture_seconds = 0.0
-        self._memory: tuple[DeviceMemory, DeviceMemory] | None = None
-        self._memory_taken = MemoryTaken()
-        """Before the first capture, and after the last one that ended without an error."""
         self._misses: dict[Reason, Misses] = {}
         self._told: KeysChanged | None = None
         """What the observer was told last of what serves."""
@@ -380,13 +375,12 @@ class CUDAGraphRunner:
             if self._has_own_examples:
                 raise like_beside_examples_error()
             self._executor.use_examples_like(like)
-        with self._capturing() as capture, shown(progress, self.name) as tell:
+        with self._captures.part() as capture, shown(progress, self.name) as tell:
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
             self._ask()
-            self._invalidate_with_others()
-            generation, chosen = self._choose(wanted)
+            chosen, options = self._captures.choose(wanted, self._options)
             self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
-            capture(chosen, replace(self._options, generation=generation), tell)
+            capture(chosen, options, tell)
         return self.report()
 
     def capture_next(
@@ -422,16 +416,10 @@ class CUDAGraphRunner:
         if chosen:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
-                with self._capturing() as capture, frozen_heap():
-                    self._invalidate_unchecked(chosen)
-                    ordered = [e for e in self._keys.pending() if e in chosen]
-                    capture(ordered, self._options, None)
+                with self._captures.part() as capture, frozen_heap():
+                    capture(self._captures.pending_of(chosen), self._options, None)
             finally:
-                if self.library.catalog.has_given_up(self.name) and self._keys.pending():
-                    for entry in self._keys.pending():
-                        error = too_many_failures(entry.owner, entry.mode, entry.key)
-                        self.library.catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
-                    self._refresh()
+                self._captures.give_up()
         return len(self._keys.pending())
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
@@ -453,148 +441,13 @@ class CUDAGraphRunner:
         self._refresh()
         return len(programs)
 
-    def _invalidate_with_others(self) -> None:
-        """Invalidate the programs that another rank has none of: all capture the same keys."""
-        if self._lockstep is None:
-            return
-        entries = tuple(self._entries.values())
-        serves = self._lockstep.served_by_all([e.reason is Reason.HIT for e in entries])
-        for entry, is_everywhere in zip(entries, serves, strict=True):
-            if entry.reason is Reason.HIT and not is_everywhere and entry.program is not None:
-                self.library.catalog.invalidate(entry.program, ("something on another rank",))
-
-    def _invalidate_unchecked(self, entries: Sequence[Entry]) -> None:
-        """Invalidate programs that an interrupt left unchecked, where what they read has moved."""
-        for entry in entries:
-            program = entry.valid_program
-            if program is not None and (names := program.find_moved()):
-                self.library.catalog.invalidate(program, names)
-
-    def _choose(self, wanted: Sequence[Entry]) -> tuple[Literal["current", "new"], Sequence[Entry]]:
-        """Which keys to capture, and whether beside the programs that serve or in their place.
-
-        No program is freed alone, so one that can never serve again costs its memory until its
-        whole generation goes. Memory comes first where none serves, service where one does.
-        """
-        missing = [entry for entry in wanted if entry.reason is not Reason.HIT]
-        generations = self.library.generations
-        owners = {program.owner for generation in generations for program in generation.programs}
-        has_invalid = any(e.program is not None and not e.program.is_valid for e in wanted)
-        if not has_invalid or owners != {self.name}:
-            # A generation goes as a whole: with it would go what serves another runner.
-            return "current", missing
-        entries = self._entries.values()
-        if any(entry.reason is Reason.HIT for entry in entries):
-            # What takes the old generation's place has to serve what that one serves.
-            return "new", [e for e in entries if e in wanted or e.valid_program is not None]
-        for generation in generations:
-            if generation.programs:
-                self.library.retire(generation)
-        return "current", missing
-
-    @contextmanager
-    def _capturing(self) -> Iterator[Callable[..., None]]:
-        """Around every capture: time it, hold Ctrl-C back, dispatch to what it captured.
-
-        Yields ``_capture``, with what ``fn`` remembered before the first warm-up, of an earlier
-        part too. What something else has changed since counts as it is now.
-        """
-        if self._executor.examples is None:
-            raise no_examples_error()
-        if self.library.scope is not None:
-            raise CaptureInProgressError(
-                f"capture of {self.name}",
-                expected="no open capture scope, because the runner opens one with its own options",
-                found="one that is open",
-                do="leave the scope first",
-            )
-        self.library.require_no_recording(f"capture of {self.name}")
-        started = perf_counter()
-        self._executor.outputs.expire()
-        if self._host is None:
-            self._host = HostSnapshot(self.fn)
-        else:
-            self._host.rebase()
-        try:
-            together: AbstractContextManager[None] = nullcontext()
-            if self._lockstep is not None:
-                together = self._lockstep.capturing(lambda: missing_text(self.missing()))
-            with interrupted_between_steps() as check_interrupt, torch.no_grad(), together:
-                yield partial(self._capture, self._host, check_interrupt)
-        finally:
-            self._capture_seconds += perf_counter() - started
-            self._refresh()
-
-    def _capture(
-        self,
-        host: HostSnapshot,
-        check_interrupt: Callable[[], None],
-        entries: Sequence[Entry],
-        options: CaptureOptions,
-        progress: Progress | None,
-    ) -> None:
-        """Capture ``entries`` in one scope, and check each first replay after it."""
-        if entries:
-            self._emit(CaptureBegan(self.name, len(entries)))
-        started, memory, taken = perf_counter(), CaptureMemory(self.library), MemoryTaken()
-        done, total = 0, 2 * len(entries)
-
-        def tick(key: BatchDescriptor) -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(done, total, key)
-            check_interrupt()
-
-        def gate(job: CaptureJob, phase: str) -> bool:
-            if phase == "warmup":
-                check_interrupt()
-            return self._lockstep is None or self._lockstep.gate(job, phase)
-
-        before_warmup = None if self._verify == "off" else host
-        jobs = [
-            CaptureJob(
-                self.fn,
-                entry.mode,
-                entry.key,
-                partial(self._executor.example_inputs, entry.key),
-                owner=self.name,
-                check=partial(self._check, before_warmup),
-                checked=lambda entry: tick(entry.key),
-            )
-            for entry in entries
-        ]
-        try:
-            capture_all(
-                self.library,
-                jobs,
-                options,
-                gate=gate,
-                progress=lambda number, total, job: tick(job.key),
-                later=[key for _, key in self._entries],
-                host=host,
-                ended=memory.ended,
-            )
-            if not self._keys.pending():
-                # Comparisons leave the allocator with gigabytes that no later capture needs. While
-                # another thread records on this GPU, nothing can be given back.
-                with suppress(CaptureInProgressError):
-                    self.device.trim()
-            after, taken = memory.taken()
-            self._memory = (self._memory or (memory.before,))[0], after
-            self._memory_taken = self._memory_taken.plus(taken)
-        finally:
-            if entries:
-                num_served = sum(entry.reason is Reason.HIT for entry in self._entries.values())
-                seconds = perf_counter() - started
-                self._emit(CaptureEnded(self.name, len(entries), num_served, seconds, taken))
-
     def _emit(self, event: Event) -> None:
         if self._observer is not None:
             self._observer(event)
 
-    def _check(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
+    def _check(self, host: HostSnapshot, entry: Entry) -> None:
         """Check a first replay: a run, so that nothing may call the runner inside it."""
+        before_warmup = None if self._verify == "off" else host
         self._is_running = True
         try:
             with self._comparing(entry):
@@ -899,7 +752,7 @@ class CUDAGraphRunner:
                 ready[mode][id(entry.key)] = known
         self._prospects = None
         if not self._keys.pending():
-            self._host = None  # No other part follows: the next warm-up is the first one.
+            self._captures.forget_host()
         self.dispatcher: Dispatcher = self._make_dispatcher(unavailable=self.missing())
         for mode, key in self.dispatcher.keys:
             entry = self._entries[mode, key]
@@ -955,14 +808,14 @@ class CUDAGraphRunner:
             ),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
             largest=MappingProxyType(largest_sizes(self._entries, self._axis_sizes)),
-            capture_seconds=self._capture_seconds,
+            capture_seconds=self._captures.seconds,
             missing_seconds=sum(e.seconds.total for e in entries if e.program is None),
             graph_bytes=self.library.charged_bytes,
             held_bytes=bytes_of(
                 held for e in entries if e.program is not None for held in e.program.externals
             ),
-            memory=self._memory,
-            memory_taken=self._memory_taken,
+            memory=self._captures.memory,
+            memory_taken=self._captures.memory_taken,
         )
 
     def explain(self, subject: Subject | None = None) -> str:
@@ -1025,7 +878,7 @@ class CUDAGraphRunner:
         self._watch.stop()
         self._executor.outputs.expire()
         self._ready = {mode: {} for mode in RuntimeMode}
-        self._host = None
+        self._captures.forget_host()
         self.dispatcher = NoDispatcher(closed_error)
 
     def _require_open(self) -> None:
