@@ -31,7 +31,6 @@ from graphrt import (
 )
 from graphrt.config import UBatchConfig
 from graphrt.ubatch import UBatchWrapper
-from graphrt_llm.collectives import RankGroup
 
 BLOCKS, REPEATS = 9, 5
 LAYERS, TOKENS, WIDTH, PRODUCTS = 16, 1024, 4096, 4
@@ -49,13 +48,13 @@ class PeerCopies:
     def __init__(self, most: int, rank: int, device: torch.device) -> None:
         # For each micro-batch two, in turns: the other rank may still read the one before.
         self.received = symmetric.empty(2, 2, most, dtype=DTYPE, device=device)
-        self._handle = symmetric.rendezvous(self.received, dist.group.WORLD.group_name)
+        self._handle = symmetric.rendezvous(self.received, dist.group.WORLD)
         shape = self.received.shape
-        self.theirs = self._handle.get_buffer(1 - rank, shape, DTYPE)
+        self._theirs = self._handle.get_buffer(1 - rank, shape, DTYPE)
 
     def __call__(self, sent: Tensor, turn: int) -> Tensor:
         number, place = ubatch.index(), turn % 2
-        self.theirs[number, place, : len(sent)].copy_(sent)
+        self._theirs[number, place, : len(sent)].copy_(sent)
         self._handle.barrier(channel=number)
         return self.received[number, place, : len(sent)]
 
@@ -64,13 +63,13 @@ class NCCL:
     """Exchanges rows with the other GPU through NCCL, as it chooses."""
 
     def __init__(self, most: int, rank: int, device: torch.device) -> None:
-        self.received = torch.empty(most, dtype=DTYPE, device=device)
-        self.group = RankGroup(rank, 2, device)
+        self._received = torch.empty(most, dtype=DTYPE, device=device)
+        self._rank = rank
 
     def __call__(self, sent: Tensor, turn: int) -> Tensor:
-        received, rows = self.received[: len(sent)], [len(sent), len(sent)]
-        rows[self.group.rank] = 0
-        self.group.all_to_all(received, sent, rows, rows)
+        received, rows = self._received[: len(sent)], [len(sent), len(sent)]
+        rows[self._rank] = 0
+        dist.all_to_all_single(received, sent, rows, rows)
         return received
 
 
@@ -155,10 +154,10 @@ def main() -> None:
             split.append(wrapper)
         else:
             wrapper = CUDAGraphWrapper(fn, library, FULL, name=name)
-        written = [*model.sent, peer.received, peer.theirs, nccl.received]
-        dist.barrier()
+        written = [*model.sent, peer.received, nccl._received]
         with torch.no_grad(), library.capture_scope(may_overwrite=written) as scope:
             for mode in (NONE, FULL):
+                dist.barrier()
                 with scope.step(mode, key):
                     wrapper(x)
 
@@ -202,7 +201,6 @@ def main() -> None:
     for wrapper in split:
         wrapper.close()
     dist.barrier()
-    nccl.group.close()
     dist.destroy_process_group()
     device.close()
 

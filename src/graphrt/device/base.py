@@ -170,10 +170,9 @@ class Device(Protocol):
     def new_pool(self, handle: Any = None) -> Pool:
         """A fresh pool, or a view of the pool that ``handle`` names."""
 
-    def stream(self, name: str, *, urgent: bool = False) -> Stream:
+    def stream(self, name: str) -> Stream:
         """The persistent, non-default stream of this name, made on first use.
 
-        ``urgent``, where it is made: its kernels start before those that wait on other streams.
         Errors: ``ConfigError`` where the device has no more streams.
         """
 

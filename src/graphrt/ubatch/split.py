@@ -155,8 +155,7 @@ class SplitCallable:
         if self._comm is None:
             self._num_comms += 1
             name = f"graphrt comm {id(self):x}.{self._num_comms}"
-            # Its few kernels would wait until a product that fills the device has ended.
-            self._comm = self._device.stream(name, urgent=True)
+            self._comm = self._device.stream(name)
         return self._comm
 
     def _drop_comm(self) -> None:

@@ -66,7 +66,7 @@ class StreamTable:
         default = torch.cuda.default_stream(device_index)
         self._by_handle[default.cuda_stream] = CUDAStream("default", default)
 
-    def named(self, name: str, urgent: bool = False) -> CUDAStream:
+    def named(self, name: str) -> CUDAStream:
         """The stream of this name, made on first use.
 
         Errors: ``ConfigError`` if all of torch's streams have names.
@@ -75,7 +75,7 @@ class StreamTable:
             taken = {stream.torch_stream.cuda_stream for stream in self._by_name.values()}
             # Taken in turn, so that the next one may have a name already.
             for _ in range(NUM_STREAMS):
-                drawn = torch.cuda.Stream(self._device_index, priority=-1 if urgent else 0)
+                drawn = torch.cuda.Stream(self._device_index)
                 if drawn.cuda_stream not in taken:
                     break
             else:
@@ -171,8 +171,8 @@ class CUDADevice:
         self.pools.add(pool)
         return pool
 
-    def stream(self, name: str, *, urgent: bool = False) -> CUDAStream:
-        return self._streams.named(name, urgent)
+    def stream(self, name: str) -> CUDAStream:
+        return self._streams.named(name)
 
     def adopt_stream(self, stream: object) -> CUDAStream:
         theirs = stream.torch_stream if isinstance(stream, CUDAStream) else stream

@@ -111,7 +111,7 @@ class SimulatedDevice:
 
     # Streams.
 
-    def stream(self, name: str, *, urgent: bool = False) -> SimulatedStream:
+    def stream(self, name: str) -> SimulatedStream:
         known = self._streams.get(name)
         if known is None:
             most = self._limits.max_streams
