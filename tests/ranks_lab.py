@@ -30,8 +30,11 @@ def free_port() -> int:
         return port
 
 
-def launch(script: str, scenario: str, world: int = 2, timeout_s: float = 60) -> list[Ended]:
-    """Run ``python script scenario`` once for each rank, as torchrun would."""
+def launch(script: str, scenario: str, world: int = 2, timeout_s: float = 300) -> list[Ended]:
+    """Run ``python script scenario`` once for each rank, as torchrun would.
+
+    ``timeout_s``: ends a test that hangs, on a busy machine too.
+    """
     port = str(free_port())
     known = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *([known] if known else [])])
@@ -64,7 +67,7 @@ def launch(script: str, scenario: str, world: int = 2, timeout_s: float = 60) ->
         for rank in ranks:
             if rank.poll() is None:
                 rank.kill()
-                rank.wait()
+                rank.communicate()  # It closes the pipes, too.
     return ended
 
 
