@@ -841,6 +841,22 @@ def test_weight_moved_between_captures_is_held_where_it_is(lab: Lab) -> None:
     assert held.storage is model.weight.untyped_storage()
 
 
+@pytest.mark.parametrize("change", [{"scale": 5.0}, {"shift": torch.zeros(4)}])
+def test_object_set_between_captures_is_watched(lab: Lab, change) -> None:
+    model = SimpleNamespace(adapter=None)
+
+    def step(x):
+        return x * model.adapter.scale + model.adapter.shift if model.adapter else x + 1
+
+    capture_program(lab.library, "alone", FULL, KEY, step, (torch.ones(2, 4),))
+    model.adapter = SimpleNamespace(scale=2.0, shift=torch.ones(4))
+    args = (torch.ones(3, 4),)
+    program = capture_program(lab.library, "alone", FULL, BatchDescriptor(3), step, args)
+    assert not program.find_moved()
+    vars(model.adapter).update(change)
+    assert program.find_moved() == [f"model.adapter.{name}" for name in change]
+
+
 def test_value_that_a_recording_changes_is_not_watched(lab: Lab) -> None:
     model = SimpleNamespace(count=0, scale=2.0)
 

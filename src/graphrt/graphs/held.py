@@ -182,7 +182,17 @@ class Reads:
             and self.breaks == breaks
             and self.has_same_links()
             and list(map(len, self._boxes)) == self._sizes
+            and not any(self._leads_on(now) for now in self._changed_values())
         )
+
+    def _changed_values(self) -> Iterator[object]:
+        """What stands now where other host values stood."""
+        return (self.values[number].read() for number in self._value_columns.changed())
+
+    @staticmethod
+    def _leads_on(value: object) -> bool:
+        """True for a tensor, and an object that has not been followed, in place of a None."""
+        return value is not MISSING and not is_host_scalar(value)
 
     def has_same_links(self) -> bool:
         """True if every object that was followed still stands where it stood."""
