@@ -450,6 +450,8 @@ class LLMEngine:
         else:
             self.attention = AttentionChoice(name, f"{reason}; it is built now")
         keys = [(RuntimeMode.FULL, key) for key in switch.keys]
+        if keys:
+            self._keep_tokens()
         self.runtime.withdraw(keys, f"attention {self.attention.reason}")
         self._num_missing += len(keys)
 
@@ -471,15 +473,19 @@ class LLMEngine:
         def allow(key: BatchDescriptor) -> bool:
             nonlocal is_tried
             is_tried = self._examples.can_fill(key)
-            if is_tried and self._in_flight:
-                # The capture of ``key`` follows and may overwrite graph storage, and with it these
-                # tokens, which are the next step's input.
-                step = self._in_flight[-1]
-                step.tokens = step.tokens.clone()
+            if is_tried:
+                self._keep_tokens()
             return is_tried
 
         self._num_missing = self.runtime.capture_next(first=wanted, allow=allow)
         return is_tried
+
+    def _keep_tokens(self) -> None:
+        """Copy the tokens in flight, which are the next step's input, before graph storage that
+        they may be in is freed or overwritten."""
+        if self._in_flight:
+            step = self._in_flight[-1]
+            step.tokens = step.tokens.clone()
 
     def _launch(self, batch: ScheduledBatch, exclude: frozenset[RuntimeMode]) -> LaunchedStep:
         """Run and sample ``batch`` without waiting for the device."""

@@ -125,6 +125,17 @@ def test_graphs_are_captured_anew_by_priority(switching):
         assert engine.attention.reason.endswith("it is built now")
 
 
+def test_withdrawn_graphs_leave_their_place_in_the_budget(switching, expected):
+    BUILDS.append(Stub(5))
+    config = engine_config("FULL_DECODE_ONLY", max_graphs=3)
+    config = replace(config, attention_backend="switching", capture="by_priority")
+    with LLMEngine.tiny(config) as engine:
+        engine.capture()
+        assert serve(engine, TRAFFIC)[:2] == expected
+        assert engine.runtime.library.num_graphs == 3
+        assert not engine.runtime.report().missing
+
+
 def test_a_build_that_fails_is_told_and_changes_nothing(switching, expected):
     BUILDS.append(Stub(3, failure="no compiler"))
     events: list[Event] = []
