@@ -443,17 +443,16 @@ class LLMEngine:
         switch = switching.poll()
         if switch is None:
             return
-        self._switching = None
         name, reason = self.attention
-        if switch.failure:
-            self.attention = AttentionChoice(name, f"{reason}; not built: {switch.failure}")
-        else:
-            self.attention = AttentionChoice(name, f"{reason}; it is built now")
+        end = f"not built: {switch.failure}" if switch.failure else "it is built now"
+        choice = AttentionChoice(name, f"{reason}; {end}")
         keys = [(RuntimeMode.FULL, key) for key in switch.keys]
         if keys:
             self._keep_tokens()
-        self.runtime.withdraw(keys, f"attention {self.attention.reason}")
+        self.runtime.withdraw(keys, f"attention {choice.reason}")
+        # Only now, so that the next step goes on with what an interrupt has left.
         self._num_missing += len(keys)
+        self.attention, self._switching = choice, None
 
     def _capture_next(self, batch: ScheduledBatch | None, exclude: frozenset[RuntimeMode]) -> bool:
         """Capture the graph of ``batch`` if it is missing, or else another; True if one was tried.
