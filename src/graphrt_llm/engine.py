@@ -443,15 +443,16 @@ class LLMEngine:
         switch = switching.poll()
         if switch is None:
             return
-        self._switching = None
         name, reason = self.attention
-        if switch.failure:
-            self.attention = AttentionChoice(name, f"{reason}; not built: {switch.failure}")
-        else:
-            self.attention = AttentionChoice(name, f"{reason}; it is built now")
+        end = f"not built: {switch.failure}" if switch.failure else "it is built now"
+        choice = AttentionChoice(name, f"{reason}; {end}")
         keys = [(RuntimeMode.FULL, key) for key in switch.keys]
-        self.runtime.withdraw(keys, f"attention {self.attention.reason}")
+        if keys:
+            self._keep_tokens()
+        self.runtime.withdraw(keys, f"attention {choice.reason}")
+        # Only now, so that the next step goes on with what an interrupt has left.
         self._num_missing += len(keys)
+        self.attention, self._switching = choice, None
 
     def _capture_next(self, batch: ScheduledBatch | None, exclude: frozenset[RuntimeMode]) -> bool:
         """Capture the graph of ``batch`` if it is missing, or else another; True if one was tried.
@@ -471,15 +472,19 @@ class LLMEngine:
         def allow(key: BatchDescriptor) -> bool:
             nonlocal is_tried
             is_tried = self._examples.can_fill(key)
-            if is_tried and self._in_flight:
-                # The capture of ``key`` follows and may overwrite graph storage, and with it these
-                # tokens, which are the next step's input.
-                step = self._in_flight[-1]
-                step.tokens = step.tokens.clone()
+            if is_tried:
+                self._keep_tokens()
             return is_tried
 
         self._num_missing = self.runtime.capture_next(first=wanted, allow=allow)
         return is_tried
+
+    def _keep_tokens(self) -> None:
+        """Copy the tokens in flight, which are the next step's input, before graph storage that
+        they may be in is freed or overwritten."""
+        if self._in_flight:
+            step = self._in_flight[-1]
+            step.tokens = step.tokens.clone()
 
     def _launch(self, batch: ScheduledBatch, exclude: frozenset[RuntimeMode]) -> LaunchedStep:
         """Run and sample ``batch`` without waiting for the device."""

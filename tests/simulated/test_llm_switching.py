@@ -125,6 +125,41 @@ def test_graphs_are_captured_anew_by_priority(switching):
         assert engine.attention.reason.endswith("it is built now")
 
 
+def test_withdrawn_graphs_leave_their_place_in_the_budget(switching, expected):
+    BUILDS.append(Stub(5))
+    config = engine_config("FULL_DECODE_ONLY", max_graphs=3)
+    config = replace(config, attention_backend="switching", capture="by_priority")
+    with LLMEngine.tiny(config) as engine:
+        engine.capture()
+        assert serve(engine, TRAFFIC)[:2] == expected
+        assert engine.runtime.library.num_graphs == 3
+        assert not engine.runtime.report().missing
+
+
+@pytest.mark.parametrize("failure", ["", "no compiler"])
+def test_switch_that_is_interrupted_goes_on_in_the_next_step(switching, expected, failure):
+    BUILDS.append(Stub(5, failure))
+    withdrawn: list[int] = []
+
+    def observer(event: Event) -> None:
+        if isinstance(event, Withdrawn):
+            withdrawn.append(event.num_programs)
+            if len(withdrawn) == 1:
+                raise KeyboardInterrupt
+
+    with engine_of("FULL_DECODE_ONLY", "before_serving", True, observer) as engine:
+        engine.capture()
+        with pytest.raises(KeyboardInterrupt):
+            serve(engine, TRAFFIC)
+        assert engine.is_building
+        engine.abort_all()
+        assert serve(engine, TRAFFIC)[:2] == expected
+        assert not engine.is_building
+        assert not engine.runtime.report().missing
+        assert engine.attention.reason.count("built") == 1
+    assert withdrawn == [0 if failure else 3, 0]
+
+
 def test_a_build_that_fails_is_told_and_changes_nothing(switching, expected):
     BUILDS.append(Stub(3, failure="no compiler"))
     events: list[Event] = []
@@ -166,6 +201,7 @@ def ended(build: ProcessBuild) -> str:
         process.wait(30)
     found = build.poll()
     assert found is not None
+    assert build.poll() == found
     return found
 
 

@@ -501,6 +501,24 @@ def test_fleeting_memo_of_inputs_is_refused_and_named(step: Any, name: str) -> N
     assert not WEAK_MEMO
 
 
+def test_context_variable_that_cannot_be_unset_is_no_memo() -> None:
+    memo, current = ContextVar[Tensor]("memo"), ContextVar[Tensor]("current")
+
+    def remember(x: Tensor) -> Tensor:
+        if memo.get(None) is None:
+            memo.set(x.sum())
+        return x * memo.get()
+
+    def set_in_each_run(x: Tensor) -> Tensor:
+        current.set(x)
+        return current.get() * 2
+
+    with make(remember) as runner, pytest.raises(VerificationError, match="variable 'memo'"):
+        runner.capture()
+    with make(set_in_each_run) as runner:
+        runner.capture()
+
+
 def test_entry_of_a_weak_dict_is_not_put_back_once_dead() -> None:
     table: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     held = [torch.nn.Identity(), torch.nn.Identity()]

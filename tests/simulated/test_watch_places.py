@@ -10,7 +10,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -839,6 +839,78 @@ def test_weight_moved_between_captures_is_held_where_it_is(lab: Lab) -> None:
     assert not program.find_moved()
     (held,) = [item for item in program.externals if item.name == "weight"]
     assert held.storage is model.weight.untyped_storage()
+
+
+@pytest.mark.parametrize("change", [{"scale": 5.0}, {"shift": torch.zeros(4)}])
+def test_object_set_between_captures_is_watched(lab: Lab, change) -> None:
+    model = SimpleNamespace(adapter=None)
+
+    def step(x):
+        return x * model.adapter.scale + model.adapter.shift if model.adapter else x + 1
+
+    capture_program(lab.library, "alone", FULL, KEY, step, (torch.ones(2, 4),))
+    model.adapter = SimpleNamespace(scale=2.0, shift=torch.ones(4))
+    args = (torch.ones(3, 4),)
+    program = capture_program(lab.library, "alone", FULL, BatchDescriptor(3), step, args)
+    assert not program.find_moved()
+    vars(model.adapter).update(change)
+    assert program.find_moved() == [f"model.adapter.{name}" for name in change]
+
+
+def tripled(module, x):
+    return module.inner(x) * OUTER["scale"]
+
+
+def doubled(module, x):
+    return module.inner(x) * 2
+
+
+WAYS = {
+    "function": lambda fn, net: lambda x: fn(net, x),
+    "method": MethodType,
+    "partial": functools.partial,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_set_on_a_module_is_watched_until_removed(lab: Lab, monkeypatch, way) -> None:
+    net, x = Net(), torch.ones(2, 4)
+    model = torch.nn.Sequential(net)
+
+    def capture():
+        program = capture_program(lab.library, "alone", FULL, KEY, model, (x,))
+        assert not program.find_moved()
+        return program
+
+    net.forward = WAYS[way](tripled, net)
+    program = capture()
+    net.forward = WAYS[way](tripled, net)
+    assert not program.find_moved(), "the same code"
+    with monkeypatch.context() as patch:
+        patch.setitem(OUTER, "scale", 2.0)
+        assert program.find_moved()
+    if way != "function":
+        program = capture()
+        net.forward = WAYS[way](doubled, net)
+        assert "0.forward" in program.find_moved()
+    program = capture()
+    del net.forward
+    assert "0.forward" in program.find_moved()
+
+
+def test_one_of_two_places_of_a_module_is_watched(lab: Lab) -> None:
+    first = torch.nn.Sequential(linear())
+    for place in range(2):
+        model = torch.nn.ModuleList([first, first])
+
+        def step(x, model=model):
+            return model[1](model[0](x))
+
+        args = (torch.ones(2, 4),)
+        program = capture_program(lab.library, f"alone {place}", FULL, KEY, step, args)
+        assert not program.find_moved()
+        model[place] = torch.nn.Sequential(linear())
+        assert program.find_moved()
 
 
 def test_value_that_a_recording_changes_is_not_watched(lab: Lab) -> None:

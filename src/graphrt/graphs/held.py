@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import compress
 from operator import is_not, length_hint, ne
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -147,10 +147,15 @@ class Reads:
         """Named host values."""
         self.tensors = tuple(tensors)
         used = _prefixes([item.name for item in tensors] + [place.path for place in values])
+        # An object that has several paths is walked by one of them.
+        shared = {id(place.value) for place in links if place.path in used}
         self.links = tuple(
-            place for place in links if place.path in used or issubclass(type(place.value), _CODE)
+            place
+            for place in links
+            if id(place.value) in shared or issubclass(type(place.value), _CODE)
         )
         """What leads to both: objects, containers, functions."""
+        self._used = used
         self.prepared = frozenset(
             place.path for place in self._found if id(place.owner) in of_resources
         )
@@ -182,7 +187,17 @@ class Reads:
             and self.breaks == breaks
             and self.has_same_links()
             and list(map(len, self._boxes)) == self._sizes
+            and not any(self._leads_on(now) for now in self._changed_values())
         )
+
+    def _changed_values(self) -> Iterator[object]:
+        """What stands now where other host values stood."""
+        return (self.values[number].read() for number in self._value_columns.changed())
+
+    @staticmethod
+    def _leads_on(value: object) -> bool:
+        """True for a tensor, and an object that has not been followed, in place of a None."""
+        return value is not MISSING and not is_host_scalar(value)
 
     def has_same_links(self) -> bool:
         """True if every object that was followed still stands where it stood."""
@@ -227,7 +242,9 @@ class Reads:
             if place.read() is place.value:
                 continue
             found = [other.value for other in now.places.get(place.path, ())]
-            if not any(_same_code(place.value, value) for value in found):
+            # Nothing below another path of an object has a name that could tell.
+            is_walked = place.path in self._used or issubclass(type(place.value), _CODE)
+            if not is_walked or not any(_same_code(place.value, value) for value in found):
                 yield place.path
 
     def hold(
@@ -527,7 +544,7 @@ def _member(classes: Classes, name: str) -> Any:
 
 
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)
-_CODE = (FunctionType, BuiltinFunctionType, type, partial, *_WRAPPERS)
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
 
 _REGISTERS = {"parameter": "_parameters", "buffer": "_buffers", "submodule": "_modules"}
 
@@ -588,6 +605,10 @@ def _same_code(before: object, now: object) -> bool:
         return False
     if type(before) is FunctionType:
         return before.__code__ is now.__code__  # type: ignore[attr-defined]  # it is one as well
+    if type(before) is MethodType and type(now) is MethodType:
+        return before.__self__ is now.__self__ and _same_code(before.__func__, now.__func__)
+    if type(before) is partial and type(now) is partial:
+        return _same_code(before.func, now.func)
     return not issubclass(type(before), (type, BuiltinFunctionType, *_WRAPPERS))
 
 

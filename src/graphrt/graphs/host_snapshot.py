@@ -25,6 +25,7 @@ from weakref import ReferenceType
 
 import torch
 
+from graphrt.errors import VerificationError
 from graphrt.graphs.reachable import (
     MISSING,
     Reach,
@@ -165,6 +166,14 @@ def _unset(variable: ContextVar[Any], _: object) -> None:
     """Set a context variable to its default: nothing can unset it. Without one it stays."""
     with suppress(LookupError):
         variable.set(Context().run(variable.get))
+
+
+def _has_default(variable: ContextVar[Any]) -> bool:
+    try:
+        Context().run(variable.get)
+    except LookupError:
+        return False
+    return True
 
 
 _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
@@ -535,6 +544,7 @@ class HostSnapshot:
         """
         caches = self._filled_caches()
         self._note_between()
+        self._refuse_memo_that_stays()
         try:
             for change in self._since_first():
                 change.put_back([k for k in change.keys if self._is_of_a_run(change.held, k)])
@@ -545,6 +555,22 @@ class HostSnapshot:
         finally:
             for held in self._touched():
                 held.write(held.last)
+
+    def _refuse_memo_that_stays(self) -> None:
+        """Errors: ``VerificationError`` for a context variable without a default that the first run
+        alone has set: nothing can unset it, and eager code would read what the graph reads."""
+        for change in self._since_first():
+            held = change.held
+            is_memo = held.kind == "context" and not change.before and change.keys
+            if not is_memo or _has_default(held.target) or not tensors_of(change.value(None)):
+                continue
+            if self._is_of_a_run(held, None) and not _is_in(self._advancing, held, None):
+                raise VerificationError(
+                    f"context variable {held.target.name!r}",
+                    expected="a default: it is set to that before eager code is compared",
+                    found="none, and a tensor that the first warm-up set",
+                    do="give it a default, ContextVar(name, default=None)",
+                )
 
     def _filled_caches(self) -> list[tuple[_Held, Any, Any]]:
         """``functools`` caches with a new entry that may depend on inputs, and where they stand."""

@@ -237,9 +237,9 @@ class GraphLibrary:
         )
 
     def drop(self, programs: Sequence[Program]) -> None:
-        """Undo the newest captures: withdraw and reset them. Called by captures, never later.
+        """Withdraw and reset programs; their generations live on, with those of other keys.
 
-        Older programs are only ever retired with their whole generation.
+        Called by captures, of the newest, and by runners, when the device is done with them.
         """
         for program in reversed(programs):
             self.catalog.withdraw(program)

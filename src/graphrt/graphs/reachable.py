@@ -447,8 +447,9 @@ class _Class:
     def __init__(self, kind: type, is_foreign: bool) -> None:
         self.is_module = issubclass(kind, torch.nn.Module)
         self.is_foreign = is_foreign
-        self.own: set[str] = set()
-        """Attributes that methods of the class read of their object."""
+        self.own = {"forward"}
+        """Attributes that methods of the class read of their object; and the one that hides the
+        method of a module that every call runs."""
         self.members: dict[str, list[Any]] = {}
         """Members of the class and its bases, by name; of a module class, up to ``nn.Module``."""
         self.members_of_slots: dict[str, Any] = {}

@@ -426,17 +426,20 @@ class CUDAGraphRunner:
         """Let the programs of ``keys`` serve no more, because other kernels would run now.
 
         For a choice on the host that nothing compares. Runs of these keys are eager
-        (``NOT_CAPTURED_YET``) until ``capture`` or ``capture_next`` has captured them anew. The
-        programs' memory is freed with their generation. Returns how many there were; emits
-        ``Withdrawn`` with ``reason``, also for none. Between two runs.
+        (``NOT_CAPTURED_YET``) until ``capture`` or ``capture_next`` has captured them anew. Waits
+        for the device and frees the programs' graphs; later captures use their place in the pool.
+        Returns how many there were; emits ``Withdrawn`` with ``reason``, also for none. Between
+        two runs, whose outputs it ends.
         """
         self._require_idle("withdraw")
         if self._lockstep is not None:
             raise one_rank_error("withdraw")
         chosen = self._keys.select(list(keys))
         programs = [entry.program for entry in chosen if entry.program is not None]
-        for program in programs:
-            self.library.catalog.withdraw(program)
+        if programs:
+            self._executor.outputs.expire()
+            self.device.synchronize()
+            self.library.drop(programs)
         self._emit(Withdrawn(self.name, len(programs), reason))
         self._refresh()
         return len(programs)

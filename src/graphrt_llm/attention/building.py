@@ -77,6 +77,7 @@ class ProcessBuild:
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})}
         command = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the build
+        self._failure: str | None = None
         self._processes = [
             subprocess.Popen(
                 [*command, *each],
@@ -92,13 +93,14 @@ class ProcessBuild:
         codes = [process.poll() for process in self._processes]
         if None in codes:
             return None
-        failure = ""
-        if any(codes):
-            self._log.seek(0)
-            last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-            failure = f"exit codes {codes}: {''.join(last)}"
-        self._log.close()
-        return failure
+        if self._failure is None:
+            self._failure = ""
+            if any(codes):
+                self._log.seek(0)
+                last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
+                self._failure = f"exit codes {codes}: {''.join(last)}"
+            self._log.close()
+        return self._failure
 
     def close(self) -> None:
         for process in self._processes:
