@@ -612,6 +612,15 @@ class Runtime:
             self._execute_padding(decision, step_info)
         return decision is not None
 
+    def tell_batch(self, digest: int) -> None:
+        """Say what the next steps compute, where ranks see one batch (``RankConfig.same_batch``).
+
+        ``digest``: of requests and tokens. Where it is another one on another rank, the next step
+        of each ends with ``RankDesyncError``. Without such ranks nothing reads it.
+        """
+        if self._ranks is not None:
+            self._ranks.batch_digest = digest
+
     @property
     def last_settled(self) -> SettledStep | None:
         """What the ranks' votes of the latest step came to; None without ranks, or if all idled."""
