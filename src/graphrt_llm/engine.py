@@ -224,7 +224,8 @@ class LLMEngine:
         Errors: ``EngineStateError`` while requests are unfinished; those of ``Runtime.capture``.
         """
         self._require_idle("capture")
-        group, most_s = self._group, self.runtime.config.ranks.capture_timeout_s
+        # Half, so that a rank left alone in a layer is in time where the others wait for it.
+        group, most_s = self._group, self.runtime.config.ranks.capture_timeout_s / 2
         with nullcontext() if group is None else group.limited(most_s):
             report = self.runtime.capture(progress)
         self._num_missing = 0  # Only another call of this method retries what failed.
