@@ -402,7 +402,13 @@ class Runtime:
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
         """Have the graphs of ``keys`` captured anew. See ``CUDAGraphRunner.withdraw``."""
-        return self.runner.withdraw(keys, reason)
+        chosen = list(keys)
+        num_withdrawn = self.runner.withdraw(chosen, reason)
+        for item in chosen:
+            key = item if isinstance(item, BatchDescriptor) else item[1]
+            # Other kernels take another time: the pair is compared again when it is captured.
+            self._split_ms.pop(replace(key, num_ubatches=self.plan.ubatch.num_ubatches), None)
+        return num_withdrawn
 
     def key_for(
         self,
