@@ -52,7 +52,7 @@ from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
 from graphrt_llm.attention.sdpa import SdpaAttention
-from graphrt_llm.collectives import RankGroup
+from graphrt_llm.collectives import RankGroup, _groups
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.weights import random_weights
@@ -634,6 +634,8 @@ def apart() -> None:
     )
     other = replace(config, seed=RANK)
     say(seed=error_of(lambda: LLMEngine.tiny(other, ranks=exchange)))
+    small = replace(config, num_blocks=3)
+    say(blocks=error_of(lambda: LLMEngine.tiny(small, ranks=exchange)), groups=len(_groups))
     prompt, params = [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True)
     with LLMEngine.tiny(config, ranks=exchange) as engine:
         expected = engine.generate(prompt, params)

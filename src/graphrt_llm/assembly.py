@@ -120,6 +120,7 @@ def assemble(
     started = rank_variables() if ranks is not None else None
     device = make_device(config.device, None if started is None else started.local_rank)
     backend: AttentionBackend | None = None
+    group: RankGroup | None = None
     try:
         group = _group(model_config, config, device, ranks)
         model = _load(model_config, config, model_dir, device, group)
@@ -222,6 +223,8 @@ def assemble(
     except BaseException:
         if backend is not None and (switching := getattr(backend, "switching", None)) is not None:
             switching.close()
+        if group is not None:
+            group.close()
         device.close()
         raise
     is_cuda = device.torch_device.type == "cuda"

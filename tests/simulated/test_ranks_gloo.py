@@ -171,6 +171,7 @@ def test_ranks_that_share_layers_with_other_batches_all_raise() -> None:
 def test_ranks_that_share_layers_notice_what_one_does() -> None:
     noticed = [
         {"seed": "EngineConfigError"},
+        {"blocks": "EngineConfigError", "groups": 0},
         {"tokens": "RankDesyncError"},
         {"abort": "RankDesyncError"},
         {"step": "RankDesyncError"},
