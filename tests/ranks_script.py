@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from graphrt import (
     CompilationConfig,
     ForwardContext,
     OutputSpec,
+    RankConfig,
     Reason,
     Replayed,
     Runtime,
@@ -50,7 +52,7 @@ from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
 from graphrt_llm.attention.sdpa import SdpaAttention
-from graphrt_llm.collectives import RankGroup
+from graphrt_llm.collectives import RankGroup, _groups
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.weights import random_weights
@@ -615,6 +617,65 @@ def tensor_parallel() -> None:
     exchange.close()
 
 
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except GraphrtError as error:
+        return type(error).__name__
+    return ""
+
+
+def apart() -> None:
+    """Ranks that share layers, and of which one does something else: no rank gets wrong tokens."""
+    exchange = TorchExchange()
+    limits = RankConfig(step_timeout_s=2)
+    config = replace(
+        TINY_CONFIG, tensor_parallel=True, runtime=replace(TINY_CONFIG.runtime, ranks=limits)
+    )
+    other = replace(config, seed=RANK)
+    say(seed=error_of(lambda: LLMEngine.tiny(other, ranks=exchange)))
+    small = replace(config, num_blocks=3)
+    say(blocks=error_of(lambda: LLMEngine.tiny(small, ranks=exchange)), groups=len(_groups))
+    prompt, params = [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True)
+    with LLMEngine.tiny(config, ranks=exchange) as engine:
+        expected = engine.generate(prompt, params)
+        say(tokens=error_of(lambda: engine.generate([1 + RANK, 2, 3], params)))
+        for number in range(2):
+            engine.add_request(prompt, params, f"{number}")
+        engine.step()
+        engine.abort(f"{RANK}")
+        say(abort=error_of(engine.step))
+        engine.abort_all()
+        # A step that fails here, when its tokens were sampled there.
+        sample = engine._sampler.sample
+        if RANK:
+            engine._sampler.sample = no_sample  # type: ignore[method-assign]
+        engine.add_request(prompt, params)
+        with suppress(ValueError):
+            engine.step()
+        engine._sampler.sample = sample  # type: ignore[method-assign]
+        say(step=error_of(engine.step))
+        engine.abort_all()
+        say(same=engine.generate(prompt, params) == expected)
+        # One that fails in a layer, while the others wait there.
+        if RANK:
+            model = next(m for m in engine.runtime.runner.fn.modules() if isinstance(m, CausalLM))
+            model.layers[1].forward = no_sample  # type: ignore[method-assign]
+        engine.add_request(prompt, params)
+        try:
+            say(layer=error_of(engine.step))
+        except ValueError:
+            say(layer="ValueError")
+        exchange.post(f"waited {RANK}", "")
+        while exchange.read("waited 0") is None:
+            time.sleep(0.05)
+    exchange.close()
+
+
+def no_sample(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("this rank fails")
+
+
 def many() -> None:
     """Random steps of several ranks, after one capture: no rank is left behind."""
     import random
@@ -653,6 +714,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "experts": experts,
     "micro-batches": micro_batches,
     "tensor parallel": tensor_parallel,
+    "apart": apart,
     "many": many,
     "on gpus": on_gpus,
     "engines on gpus": engines_on_gpus,

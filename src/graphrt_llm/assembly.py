@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, get_args
+from zlib import crc32
 
 import torch
 
@@ -113,9 +114,13 @@ def assemble(
             found=str(config.runtime.max_loras),
             do="leave it at 0.",
         )
+    if ranks is not None:
+        is_random = model_dir is None or config.load_format == "dummy"
+        _check_alike(model_config, config, ranks, is_random=is_random)
     started = rank_variables() if ranks is not None else None
     device = make_device(config.device, None if started is None else started.local_rank)
     backend: AttentionBackend | None = None
+    group: RankGroup | None = None
     try:
         group = _group(model_config, config, device, ranks)
         model = _load(model_config, config, model_dir, device, group)
@@ -218,6 +223,8 @@ def assemble(
     except BaseException:
         if backend is not None and (switching := getattr(backend, "switching", None)) is not None:
             switching.close()
+        if group is not None:
+            group.close()
         device.close()
         raise
     is_cuda = device.torch_device.type == "cuda"
@@ -237,6 +244,33 @@ def assemble(
         serves_alike=config.tensor_parallel,
         lora=model.lora,
     )
+
+
+def _check_alike(
+    model_config: ModelConfig, config: EngineConfig, ranks: Exchange, *, is_random: bool
+) -> None:
+    """Errors: ``EngineConfigError``, on every rank, where ranks that share a model would have
+    parts of different ones, or choose different tokens."""
+    told: dict[str, object] = {
+        "tensor_parallel, expert_parallel": (config.tensor_parallel, config.expert_parallel)
+    }
+    if config.tensor_parallel or config.expert_parallel:
+        told |= {
+            "the model": model_config,
+            "dtype, load_format": (config.dtype, "dummy" if is_random else config.load_format),
+            "seed": config.seed if config.tensor_parallel or is_random else None,
+        }
+    own = [crc32(repr(value).encode()) for value in told.values()]
+    own += [0] * (4 - len(own))
+    least = agree_least(ranks, own + [-number for number in own])
+    for number, name in enumerate(told):
+        if least[number] != -least[4 + number]:
+            raise EngineConfigError(
+                f"EngineConfig: {name}",
+                expected="the same on every rank, because ranks share the model",
+                found=f"another on another rank; here {told[name]}",
+                do="make the engines of all ranks with the same configuration.",
+            )
 
 
 def _group(
@@ -270,7 +304,10 @@ def _group(
         )
     if config.tensor_parallel:
         model_config.part(world)  # Before a rank waits for the others.
-    return RankGroup(ranks.rank, world, device.torch_device)
+    # A GPU's limit cannot be changed for captures, which take longer than steps.
+    limits, place = config.runtime.ranks, device.torch_device
+    timeout_s = limits.step_timeout_s if place.type == "cpu" else limits.capture_timeout_s
+    return RankGroup(ranks.rank, world, place, timeout_s)
 
 
 def _load(

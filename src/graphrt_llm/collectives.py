@@ -6,23 +6,32 @@ Operators, so that a graph can hold them and a compiler need not look inside. Re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphrt.errors import RankLostError
+
 
 class RankGroup:
     """The ranks that share a model, of the default process group.
 
-    ``number``: by which the operators find it. ``close`` has to be called before the process group
-    is destroyed.
+    ``number``: by which the operators find it. ``timeout_s``: most seconds that a rank waits in
+    them: on a GPU torch ends the process then, else they raise ``RankLostError``. ``close`` has to
+    be called before the process group is destroyed.
     """
 
-    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, world: int, device: torch.device, timeout_s: float = 600.0
+    ) -> None:
         self.rank, self.world = rank, world
-        self.group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        self.group = dist.new_group(backend=backend, timeout=timeout)
+        self._device, self._timeout = device, timeout
         self.number = max(_groups, default=0) + 1
         _groups[self.number] = self
         # Communicators are built by the first call, which may not be inside a capture.
@@ -49,6 +58,19 @@ class RankGroup:
         """Add up ``x``, contiguous and of one shape on every rank, in place: equal bits on all."""
         torch.ops.graphrt_llm.all_reduce(x, self.number)
 
+    @contextmanager
+    def limited(self, timeout_s: float) -> Iterator[None]:
+        """Wait ``timeout_s`` at most inside, on the CPU."""
+        if self._device.type != "cpu":
+            yield
+            return
+        backend = self.group._get_backend(self._device)
+        backend._set_default_timeout(timedelta(seconds=timeout_s))
+        try:
+            yield
+        finally:
+            backend._set_default_timeout(self._timeout)
+
     def close(self) -> None:
         """Destroy the group. Idempotent."""
         if _groups.pop(self.number, None) is not None:
@@ -62,11 +84,28 @@ _groups: dict[int, RankGroup] = {}
 def _all_to_all(
     received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], group: int
 ) -> None:
-    dist.all_to_all_single(received, sent, received_rows, sent_rows, group=_groups[group].group)
+    with _told(sent):
+        dist.all_to_all_single(received, sent, received_rows, sent_rows, group=_groups[group].group)
 
 
 def _all_reduce(x: Tensor, group: int) -> None:
-    dist.all_reduce(x, group=_groups[group].group)
+    with _told(x):
+        dist.all_reduce(x, group=_groups[group].group)
+
+
+@contextmanager
+def _told(x: Tensor) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if x.device.type != "cpu":
+            raise  # CUDA's own, which says whether the device can go on.
+        raise RankLostError(
+            "an exchange between the ranks of a layer",
+            expected="every rank in it, within the time-out of ranks",
+            found=str(error),
+            do="see the error of the other ranks",
+        ) from error
 
 
 _library = torch.library.Library("graphrt_llm", "FRAGMENT")

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from numbers import Number
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, overload
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,6 +110,8 @@ class LLMEngine:
         self._eos_token_ids = frozenset(parts.model_config.eos_token_ids)
         self._seed = parts.seed
         self._ranks, self._serves_alike = parts.ranks, parts.serves_alike
+        # Of requests and tokens, in their order: ranks that serve alike have the same.
+        self._digest = 0
         self._model_config = parts.model_config
         self._lora = parts.lora
         self._adapters: dict[str, LoRAAdapter] = {}
@@ -220,7 +224,10 @@ class LLMEngine:
         Errors: ``EngineStateError`` while requests are unfinished; those of ``Runtime.capture``.
         """
         self._require_idle("capture")
-        report = self.runtime.capture(progress)
+        # Half, so that a rank left alone in a layer is in time where the others wait for it.
+        group, most_s = self._group, self.runtime.config.ranks.capture_timeout_s / 2
+        with nullcontext() if group is None else group.limited(most_s):
+            report = self.runtime.capture(progress)
         self._num_missing = 0  # Only another call of this method retries what failed.
         return report
 
@@ -262,9 +269,13 @@ class LLMEngine:
                 found="one whose last tokens no step has returned yet",
                 do="step, or abort it, first.",
             )
+        was_idle = not self.has_unfinished()
         self.scheduler.add(request)
         # One that is refused uses up no number, and with it no seed.
         self._num_added += 1
+        if self._serves_alike:
+            # Not its id, which each rank may choose for itself.
+            self._tell((request.prompt_token_ids, params, request.seed), anew=was_idle)
         return request_id
 
     @property
@@ -370,6 +381,9 @@ class LLMEngine:
         self._require_open()
         late = [output for output in self._unreturned if output.request_id == request_id]
         has_ended = bool(late) and late[-1].finish_reason is not None
+        if self._serves_alike and not has_ended:
+            known = [*self.scheduler.running, *self.scheduler.waiting]
+            self._tell([request.request_id == request_id for request in known])
         output = late[-1] if has_ended else self.scheduler.abort(request_id)
         self._unreturned = [other for other in self._unreturned if other.request_id != request_id]
         tokens = tuple(token for output in late for token in output.new_token_ids)
@@ -407,7 +421,7 @@ class LLMEngine:
         if batch is not None and not self.overlap:
             token_ids = self._launch(batch, exclude).wait()
             self._is_launching = False
-            self._unreturned += self.scheduler.update(batch, token_ids)
+            self._keep(self.scheduler.update(batch, token_ids))
         else:
             if batch is not None:
                 try:
@@ -535,7 +549,19 @@ class LLMEngine:
         """Wait for the tokens of the oldest step in flight and store them."""
         token_ids = self._in_flight[0].wait()
         batch = self._in_flight.popleft().batch
-        self._unreturned += self.scheduler.resolve(batch, token_ids)
+        self._keep(self.scheduler.resolve(batch, token_ids))
+
+    def _keep(self, outputs: list[RequestOutput]) -> None:
+        self._unreturned += outputs
+        if outputs and self._serves_alike:
+            self._tell([output.new_token_ids for output in outputs])
+
+    def _tell(self, done: object, *, anew: bool = False) -> None:
+        """Have ranks that serve alike find out in their next step if another has not done this:
+        one that continued with other tokens would give all of them wrong ones. ``anew``: of what
+        was before nothing is left."""
+        self._digest = crc32(repr(done).encode(), 0 if anew else self._digest)
+        self.runtime.tell_batch(self._digest)
 
     @overload
     def generate(
@@ -628,6 +654,8 @@ class LLMEngine:
         adapter = None if lora is None else self._adapter(lora)
         prompt = self._checked_prompt(name, token_ids)
         self.scheduler.add(Request(name, prompt, once, seed=0, adapter=adapter))
+        if self._serves_alike:
+            self._tell(prompt, anew=True)
         try:
             while True:
                 batch = self.scheduler.schedule()

@@ -168,6 +168,20 @@ def test_ranks_that_share_layers_with_other_batches_all_raise() -> None:
         assert f"(here: {tokens} tokens)" in said[-1]["notes"][0]
 
 
+def test_ranks_that_share_layers_notice_what_one_does() -> None:
+    noticed = [
+        {"seed": "EngineConfigError"},
+        {"blocks": "EngineConfigError", "groups": 0},
+        {"tokens": "RankDesyncError"},
+        {"abort": "RankDesyncError"},
+        {"step": "RankDesyncError"},
+        {"same": True},
+    ]
+    (_, *first), (_, *second) = all_said(launch(SCRIPT, "apart"))
+    assert first == [*noticed, {"layer": "RankLostError"}]
+    assert second == [*noticed, {"layer": "ValueError"}]
+
+
 def said_at_the_end(ended: Ended) -> list[Any]:
     assert ended.status == 0, ended.stderr
     return ended.said[1:]

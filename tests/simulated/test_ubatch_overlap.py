@@ -75,8 +75,10 @@ def test_missing_wait_is_found_with_both_operations(
         np.asarray,
         torch.Tensor.cpu,
         lambda x: x[0, 0].item(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(device="cpu"),
     ],
-    ids=["tolist", "numpy", "asarray", "cpu", "item"],
+    ids=["tolist", "numpy", "asarray", "cpu", "item", "to", "to device"],
 )
 def test_host_that_reads_what_it_does_not_wait_for_is_found(
     lab: Lab, read: Callable[[torch.Tensor], Any], waits: bool

@@ -99,6 +99,8 @@ class RankedSteps:
         lockstep.require_same_plan(plan_text(plan, also))
         self._lockstep = lockstep
         self._same_batch = config.ranks.same_batch
+        self.batch_digest = 0
+        """Of what the ranks of ``same_batch`` compute, beside its size: alike on every rank."""
         self._runner = runner
         # Split eagerly, all ranks would have to pad to one size, which no eager step does.
         self._rules = SplitRules.of(plan)._replace(allow_eager=False)
@@ -210,14 +212,15 @@ class RankedSteps:
         lockstep, rules, about = self._lockstep, self._rules, self._graphs
         if self._same_batch:
             # In the tag, so that every rank finds out, and not only the one with fewest tokens.
-            about ^= hash((vote.num_tokens_unpadded, vote.uniform, vote.miss_reason)) & 0xFFFF
+            about ^= hash((vote.num_tokens_unpadded, vote.uniform, self.batch_digest)) & 0xFFFF
         try:
             agreement = lockstep.agree(vote, rules, about)
         except RankDesyncError as error:
             if self._same_batch:
                 error.add_note(
                     "these ranks share a model and must see one batch: give each of them the same "
-                    f"requests in the same order (here: {vote.num_tokens_unpadded} tokens)"
+                    "requests in the same order, and none further steps after one has failed "
+                    f"(here: {vote.num_tokens_unpadded} tokens)"
                 )
             raise
         self.last = settle(agreement, vote, self._runner.dispatcher.dispatch, rules)

@@ -402,7 +402,13 @@ class Runtime:
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
         """Have the graphs of ``keys`` captured anew. See ``CUDAGraphRunner.withdraw``."""
-        return self.runner.withdraw(keys, reason)
+        chosen = list(keys)
+        num_withdrawn = self.runner.withdraw(chosen, reason)
+        for item in chosen:
+            key = item if isinstance(item, BatchDescriptor) else item[1]
+            # Other kernels take another time: the pair is compared again when it is captured.
+            self._split_ms.pop(replace(key, num_ubatches=self.plan.ubatch.num_ubatches), None)
+        return num_withdrawn
 
     def key_for(
         self,
@@ -611,6 +617,15 @@ class Runtime:
         if decision is not None:
             self._execute_padding(decision, step_info)
         return decision is not None
+
+    def tell_batch(self, digest: int) -> None:
+        """Say what the next steps compute, where ranks see one batch (``RankConfig.same_batch``).
+
+        ``digest``: of requests and tokens. Where it is another one on another rank, the next step
+        of each ends with ``RankDesyncError``. Without such ranks nothing reads it.
+        """
+        if self._ranks is not None:
+            self._ranks.batch_digest = digest
 
     @property
     def last_settled(self) -> SettledStep | None:

@@ -212,6 +212,9 @@ class _HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = _HOST_READS.get(func)
+        if func is torch.Tensor.to and "cpu" in (*args[1:2], (kwargs or {}).get("device")):
+            # By name: a ``torch.device`` may be the simulated one, to which nothing is copied.
+            name = "Tensor.to"
         if name is not None and isinstance(args[0], torch.Tensor):
             self._watch.note_read(args[0], name)
         return func(*args, **(kwargs or {}))
