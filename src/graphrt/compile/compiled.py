@@ -32,6 +32,7 @@ from graphrt.compile.ranges import (
     cut_at,
     ranges_of,
     refuse_shape_guards,
+    with_layouts,
 )
 from graphrt.compile.splitter import (
     Piece,
@@ -467,6 +468,8 @@ class _Compilation:
             if mode.shape_env is not None:
                 refuse_shape_guards(mode.shape_env, symbols.made, sizes)
             forms[sizes] = form.call
+            if self._compiler.is_opaque:
+                forms[sizes] = with_layouts(form.call, piece.outputs)
             seconds = perf_counter() - began
             self.seconds["compile" if form.missed else "load"] += seconds
             if form.missed is None:
