@@ -53,6 +53,22 @@ def few(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 few.register_fake(lambda x, table: torch.empty_like(x))
 
 
+@CustomOp.register("test_pair")
+class Pair(CustomOp):
+    operator, largest_size, optimized_for = "graphrt_test::pair", 4, ("cpu",)
+
+    def forward_native(self, x):
+        return x + 1.0, x * 2.0
+
+
+@torch.library.custom_op("graphrt_test::pair", mutates_args=())
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return Pair.forward_native(None, x)
+
+
+pair.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+
+
 class Store(torch.nn.Module):
     """Layers that write a table which the splitting op reads, and a counter."""
 
@@ -313,3 +329,15 @@ def test_later_call_outside_no_grad_gives_the_same(tmp_path):
         expected = one(x)
     with torch.enable_grad():
         assert torch.equal(one(x), expected)
+
+
+def test_operator_of_two_results_is_plain_in_pieces_for_more(tmp_path):
+    asked = {"backend": "inductor", "cache_dir": tmp_path, "level": 3, "splitting_ops": ()}
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+    op = Pair(plan, "cpu")
+    one = Compiled(lambda x: op(x)[1] - op(x)[0], plan, limits={"tokens": 8})
+    first = torch.randn(8, 3)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (3, 8):
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(one(x), x * 2.0 - (x + 1.0))
