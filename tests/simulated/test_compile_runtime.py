@@ -311,6 +311,13 @@ def test_operations_that_change_nothing_are_removed(is_on):
         assert torch.equal(found[name], value)
 
 
+def test_code_without_operations_is_refused():
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=3, splitting_ops=()))).compile
+    one, x = Compiled(lambda x: (x, x), plan, limits={"tokens": 8}), torch.ones(4, 2)
+    with pytest.raises(CompileError, match="without any operation"):
+        one.trace(lambda: one(x), [(x, 0, "tokens")])
+
+
 class Turned(torch.nn.Module):
     """Turns a view in place and back, which leaves the tensor under it as it is."""
 

@@ -282,6 +282,13 @@ class Compiled:
             compilers.clear()
             results = tuple(made)
             made.clear()
+        if not results:
+            raise CompileError(
+                "trace",
+                expected="code that computes something with torch",
+                found="a call without any operation",
+                do="run it uncompiled (level 0)",
+            )
         [found] = results
         found.refuse_shape_guards()
         audit = Audit(guards, scope, root.__globals__)
