@@ -164,11 +164,19 @@ class Examples:
     """Makes examples in free blocks only.
 
     Nothing is scheduled while a graph is captured, so a capture between two steps overwrites
-    nothing that a request will read.
+    nothing that a request will read. ``mixes_adapters``: whether one has tokens of several, of
+    which a graph of fewer applies the first; False where small batches apply those of every token.
     """
 
-    def __init__(self, limits: Limits, vocab_size: int, allocator: BlockAllocator) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        vocab_size: int,
+        allocator: BlockAllocator,
+        mixes_adapters: bool = True,
+    ) -> None:
         self._limits = limits
+        self._mixes_adapters = mixes_adapters
         self._vocab_size = vocab_size
         self._allocator = allocator
         self._num_needed: dict[tuple[int, int], int] = {}
@@ -247,8 +255,11 @@ class Examples:
         values = _values(query_lens, ends, owners, positions, input_ids, tables, size, q)
         if limits.max_loras:
             # All adapters at once: a graph of fewer takes the first of them, in any order.
-            values["active_loras"] = rng.permutation(limits.max_loras)
-            values["lora_slots"] = rng.integers(NO_ADAPTER, limits.max_loras, num_reqs)[owners]
+            active = values["active_loras"] = rng.permutation(limits.max_loras)
+            slots = rng.integers(NO_ADAPTER, limits.max_loras, num_reqs)
+            if not self._mixes_adapters:
+                slots[slots != NO_ADAPTER] = active[0]
+            values["lora_slots"] = slots[owners]
         return Example(
             {name: torch.from_numpy(array) for name, array in values.items()},
             step_info=AttentionMetadata(query_lens, ends, tables),

@@ -204,6 +204,11 @@ class LoRAWeights(nn.Module):
                         memory *= self._own_block(name, memory.device)
                     self.register_buffer(f"{name}_{factor}", memory, persistent=False)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether batches of few tokens apply the adapter of each, without ``active_loras``."""
+        return self._kernel is not None
+
     def _own_block(self, projection: str, device: torch.device) -> Tensor:
         """[rows, out] bool: True where a row of ``B`` belongs to the linear map of a column."""
         parts = torch.tensor(self.parts(projection), device=device)

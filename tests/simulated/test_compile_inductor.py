@@ -53,6 +53,22 @@ def few(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 few.register_fake(lambda x, table: torch.empty_like(x))
 
 
+@CustomOp.register("test_pair")
+class Pair(CustomOp):
+    operator, largest_size, optimized_for = "graphrt_test::pair", 4, ("cpu",)
+
+    def forward_native(self, x):
+        return x + 1.0, x * 2.0
+
+
+@torch.library.custom_op("graphrt_test::pair", mutates_args=())
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return Pair.forward_native(None, x)
+
+
+pair.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+
+
 class Store(torch.nn.Module):
     """Layers that write a table which the splitting op reads, and a counter."""
 
@@ -283,3 +299,45 @@ def test_results_over_an_argument_stay_views_at_later_calls(tmp_path):
         view, more = one(x)
         assert (view.shape, view.data_ptr()) == ((size * 2,), x.data_ptr())
         assert torch.equal(more, x + 1.0)
+
+
+def test_result_that_is_made_contiguous_stays_so_behind_a_piece(tmp_path):
+    def turned(x):
+        rows = x.t().contiguous()
+        return torch.sigmoid(rows).view(-1), rows + 1.0
+
+    asked = {"level": 3, "backend": "inductor", "cache_dir": tmp_path}
+    config = CompilationConfig(splitting_ops=("torch.sigmoid",), **asked)
+    one = Compiled(turned, resolve(RuntimeConfig(compilation=config)).compile, limits={"tokens": 8})
+    first = torch.randn(8, 3)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (8, 5):
+        x = torch.randn(size, 3)
+        found, expected = one(x), turned(x)
+        torch.testing.assert_close(found, expected)
+        assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+def test_later_call_outside_no_grad_gives_the_same(tmp_path):
+    asked = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+    weight = torch.nn.Parameter(torch.randn(2, 3))
+    one = Compiled(lambda x: x @ weight, plan, limits={"tokens": 8})
+    x = torch.randn(4, 2)
+    with torch.no_grad():
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+        expected = one(x)
+    with torch.enable_grad():
+        assert torch.equal(one(x), expected)
+
+
+def test_operator_of_two_results_is_plain_in_pieces_for_more(tmp_path):
+    asked = {"backend": "inductor", "cache_dir": tmp_path, "level": 3, "splitting_ops": ()}
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+    op = Pair(plan, "cpu")
+    one = Compiled(lambda x: op(x)[1] - op(x)[0], plan, limits={"tokens": 8})
+    first = torch.randn(8, 3)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (3, 8):
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(one(x), x * 2.0 - (x + 1.0))

@@ -311,6 +311,32 @@ def test_operations_that_change_nothing_are_removed(is_on):
         assert torch.equal(found[name], value)
 
 
+def test_code_without_operations_is_refused():
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=3, splitting_ops=()))).compile
+    one, x = Compiled(lambda x: (x, x), plan, limits={"tokens": 8}), torch.ones(4, 2)
+    with pytest.raises(CompileError, match="without any operation"):
+        one.trace(lambda: one(x), [(x, 0, "tokens")])
+
+
+class Turned(torch.nn.Module):
+    """Turns a view in place and back, which leaves the tensor under it as it is."""
+
+    def forward(self, *, x, ids, lens):
+        rows = x + 1.0
+        view = rows.view(x.shape)
+        view.t_()
+        sums = rows.sum(0)
+        torch.ops.aten.t_.default(view)
+        return {"rows": view * sums + ids[:, None], "lens": lens * 1}
+
+
+def test_view_that_changes_in_place_is_not_removed():
+    with compiled("NONE", Turned(), ops=()) as lab:
+        given = values(5, 2)
+        found = lab.step(5, 2)
+    assert torch.equal(found["rows"], Turned()(**given)["rows"])
+
+
 def test_changed_global_is_a_warning_and_in_the_report():
     class Logs(Formula):
         def between(self, hidden):

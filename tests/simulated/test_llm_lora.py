@@ -272,6 +272,17 @@ def test_few_tokens_have_their_adapters_added_by_the_kernel(mode, monkeypatch):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("most", [1, 8])
+def test_sizes_with_and_without_the_kernel_agree_at_capture(most, monkeypatch):
+    """A graph of more tokens is verified by real sizes that the kernel serves."""
+    kernels = EAGER._replace(add_lora=ByToken())
+    monkeypatch.setattr(lora_module, "choose_kernels", lambda *_: kernels)
+    monkeypatch.setattr(lora_module, "MOST_TOKENS", most)
+    with LLMEngine.tiny(replace(lora_config("FULL"), dtype="float64")) as engine:
+        engine.capture()
+        assert not engine.runtime.report().missing
+
+
 def test_captures_by_priority_reach_every_count():
     config = replace(EIGHT, runtime=replace(EIGHT.runtime, max_loras=2), capture="by_priority")
     with LLMEngine.tiny(config) as engine:

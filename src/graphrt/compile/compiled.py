@@ -32,6 +32,7 @@ from graphrt.compile.ranges import (
     cut_at,
     ranges_of,
     refuse_shape_guards,
+    with_layouts,
 )
 from graphrt.compile.splitter import (
     Piece,
@@ -281,6 +282,13 @@ class Compiled:
             compilers.clear()
             results = tuple(made)
             made.clear()
+        if not results:
+            raise CompileError(
+                "trace",
+                expected="code that computes something with torch",
+                found="a call without any operation",
+                do="run it uncompiled (level 0)",
+            )
         [found] = results
         found.refuse_shape_guards()
         audit = Audit(guards, scope, root.__globals__)
@@ -467,6 +475,8 @@ class _Compilation:
             if mode.shape_env is not None:
                 refuse_shape_guards(mode.shape_env, symbols.made, sizes)
             forms[sizes] = form.call
+            if self._compiler.is_opaque:
+                forms[sizes] = with_layouts(form.call, piece.outputs)
             seconds = perf_counter() - began
             self.seconds["compile" if form.missed else "load"] += seconds
             if form.missed is None:

@@ -16,13 +16,20 @@ _MAY_CHANGE_NOTHING = re.compile(
     r"view(_as)?|reshape(_as)?|(un)?flatten|expand(_as)?|(un)?squeeze|narrow|contiguous|getitem"
     r"|to|type(_as)?|double|float|half|bfloat16|long|int"
 )
+# They change shape, strides or memory of the Python object that they are given, not of its views.
+_CHANGES_AN_OBJECT = re.compile(
+    r"(t|transpose|swap(axes|dims)|(un)?squeeze|resize(_as)?|as_strided|set|rename)_|set_data"
+)
 
 
 def remove_noops(graph: fx.GraphModule, ops: SplittingOps) -> int:
     """Use the argument of what returns it unchanged: the same memory, shape, strides and dtype.
 
-    Returns how many operations are gone. What the graph returns, and ``ops``, stay.
+    Returns how many operations are gone. What the graph returns, and ``ops``, stay; and all where
+    some tensor gets another shape in place, because its views do not.
     """
+    if any(_CHANGES_AN_OBJECT.fullmatch(_name(node)) for node in graph.graph.nodes):
+        return 0
     num_removed = 0
     for node in list(graph.graph.nodes):
         is_returned = any(user.op == "output" for user in node.users)
@@ -41,12 +48,15 @@ def _changes_nothing(node: fx.Node) -> bool:
         node.op == "call_function"
         and (node.target is operator.getitem or getattr(node.target, "__module__", "") == "torch")
     )
-    name = getattr(node.target, "__name__", str(node.target))
-    if not is_of_torch or not _MAY_CHANGE_NOTHING.fullmatch(name) or not node.args:
+    if not is_of_torch or not _MAY_CHANGE_NOTHING.fullmatch(_name(node)) or not node.args:
         return False
     source = node.args[0]
     told = _told(source.meta.get("example_value")) if isinstance(source, fx.Node) else None
     return told is not None and told == _told(node.meta.get("example_value"))
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
 def _told(value: Any) -> tuple[Any, ...] | None:

@@ -312,18 +312,24 @@ def written_out(
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     copies: dict[fx.Node, fx.Node] = {}
+    several: dict[Any, tuple[fx.Proxy, ...]] = {}
 
     def proxied(used: fx.Node) -> Any:
         return fx.Proxy(copies[used], tracer)
 
     for node in module.graph.nodes:
         function = plain.get(operator_of(node))
+        if node.target is operator.getitem and node.args[0] in several:
+            copies[node] = several[node.args[0]][node.args[1]].node
+            continue
         if function is None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
         args: Any = fx.node.map_arg(node.args, proxied)
         made = function(*args, **fx.node.map_arg(node.kwargs, proxied))
-        if made is not None:
+        if isinstance(made, tuple):
+            several[node] = made
+        elif made is not None:
             copies[node] = made.node
     written = fx.GraphModule(module, graph)
     _Examples(written).run(*inputs)

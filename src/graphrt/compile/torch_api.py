@@ -153,7 +153,10 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
     watchers = _compiled_code.watchers
 
     def call(*args: Any) -> Any:
-        return fast(list(args)) if fast is not None and not watchers else other_call(args)
+        # Its products refuse to write their results for parameters while gradients are recorded.
+        if fast is None or watchers or torch.is_grad_enabled():
+            return other_call(args)
+        return fast(list(args))
 
     return call
 
