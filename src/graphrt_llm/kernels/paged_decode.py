@@ -2,9 +2,9 @@
 
 A request's context is split among programs, which read it at the same time; the last of them to
 finish combines the parts. The split depends on the length and, in two steps, on the number of rows:
-a graph needs no plan, and a row's result is the same bits with every padding. Drafts of a
-request are further rows of its heads, which tensor cores have room for anyway: keys and values are
-read once for all.
+a graph needs no plan, and a row's result is the same bits with every padding within one of these
+steps. Drafts of a request are further rows of its heads, which tensor cores have room for anyway:
+keys and values are read once for all.
 
 Source: online softmax and its split over the keys, Dao 2023 (FlashAttention-2, Flash-Decoding).
 """
