@@ -13,7 +13,7 @@ import torch
 
 from graphrt.batch import BatchDescriptor, Reason
 from graphrt.errors import CaptureInProgressError
-from graphrt.events import CaptureBegan, CaptureEnded, Event, MemoryTaken
+from graphrt.events import CaptureBegan, CaptureEnded, MemoryTaken, Observer
 from graphrt.graphs import CaptureOptions, Entry, GraphLibrary, HostSnapshot, too_many_failures
 from graphrt.interrupts import interrupted_between_steps
 from graphrt.parallel import Lockstep
@@ -29,8 +29,7 @@ Capture = Callable[[Sequence[Entry], CaptureOptions, Progress | None], None]
 class Captures:
     """Captures keys of one runner, all at once or in parts, and counts what that takes.
 
-    ``check(host, entry)``: compares a first replay, where ``host`` is what ``fn`` remembered before
-    the first warm-up. ``refresh()``: dispatches to what is ready now.
+    It does not hold the runner, so that a closed one gives its memory back at once.
     """
 
     def __init__(
@@ -42,9 +41,6 @@ class Captures:
         executor: Executor,
         *,
         lockstep: Lockstep | None,
-        check: Callable[[HostSnapshot, Entry], None],
-        refresh: Callable[[], None],
-        emit: Callable[[Event], None],
     ) -> None:
         self.seconds = 0.0
         self.memory: tuple[DeviceMemory, DeviceMemory] | None = None
@@ -56,18 +52,22 @@ class Captures:
         self._keys = keys
         self._executor = executor
         self._lockstep = lockstep
-        self._check = check
-        self._refresh = refresh
-        self._emit = emit
         self._host: HostSnapshot | None = None
         """What ``fn`` remembered on the host before the first part of a capture."""
 
     @contextmanager
-    def part(self) -> Iterator[Capture]:
+    def part(
+        self,
+        check: Callable[[HostSnapshot, Entry], None],
+        refresh: Callable[[], None],
+        emit: Observer,
+    ) -> Iterator[Capture]:
         """Around every capture: time it, hold Ctrl-C back, dispatch to what it captured.
 
         Yields ``_capture``, with what ``fn`` remembered before the first warm-up, of an earlier
-        part too. What something else has changed since counts as it is now.
+        part too. What something else has changed since counts as it is now. ``check(host, entry)``
+        compares a first replay, given what was remembered; ``refresh()`` dispatches to what is
+        ready now.
         """
         if self._executor.examples is None:
             raise no_examples_error()
@@ -90,10 +90,11 @@ class Captures:
             if self._lockstep is not None:
                 together = self._lockstep.capturing(lambda: missing_text(self._keys.missing()))
             with interrupted_between_steps() as check_interrupt, torch.no_grad(), together:
-                yield partial(self._capture, self._host, check_interrupt)
+                compare = partial(check, self._host)
+                yield partial(self._capture, compare, emit, self._host, check_interrupt)
         finally:
             self.seconds += perf_counter() - started
-            self._refresh()
+            refresh()
 
     def forget_host(self) -> None:
         """No other part follows: the next warm-up is the first one."""
@@ -144,17 +145,20 @@ class Captures:
                 self._library.catalog.invalidate(program, names)
         return [entry for entry in self._keys.pending() if entry in chosen]
 
-    def give_up(self) -> None:
-        """Where three keys in a row have failed, try none of the others."""
+    def gives_up(self) -> bool:
+        """Where three keys in a row have failed, mark all others as failed: True if there were."""
         catalog, pending = self._library.catalog, self._keys.pending()
-        if pending and catalog.has_given_up(self._name):
-            for entry in pending:
-                error = too_many_failures(entry.owner, entry.mode, entry.key)
-                catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
-            self._refresh()
+        if not pending or not catalog.has_given_up(self._name):
+            return False
+        for entry in pending:
+            error = too_many_failures(entry.owner, entry.mode, entry.key)
+            catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
+        return True
 
     def _capture(
         self,
+        check: Callable[[Entry], None],
+        emit: Observer,
         host: HostSnapshot,
         check_interrupt: Callable[[], None],
         entries: Sequence[Entry],
@@ -163,7 +167,7 @@ class Captures:
     ) -> None:
         """Capture ``entries`` in one scope, and check each first replay after it."""
         if entries:
-            self._emit(CaptureBegan(self._name, len(entries)))
+            emit(CaptureBegan(self._name, len(entries)))
         started, memory, taken = perf_counter(), CaptureMemory(self._library), MemoryTaken()
         done, total = 0, 2 * len(entries)
 
@@ -186,7 +190,7 @@ class Captures:
                 entry.key,
                 partial(self._executor.example_inputs, entry.key),
                 owner=self._name,
-                check=partial(self._check, host),
+                check=check,
                 checked=lambda entry: tick(entry.key),
             )
             for entry in entries
@@ -215,4 +219,4 @@ class Captures:
             if entries:
                 num_served = sum(entry.reason is Reason.HIT for entry in known.values())
                 seconds = perf_counter() - started
-                self._emit(CaptureEnded(self._name, len(entries), num_served, seconds, taken))
+                emit(CaptureEnded(self._name, len(entries), num_served, seconds, taken))

@@ -288,9 +288,6 @@ class CUDAGraphRunner:
             self._keys,
             self._executor,
             lockstep=lockstep,
-            check=self._check,
-            refresh=self._refresh,
-            emit=self._emit,
         )
         self._prospects: Dispatcher | None = None
         """Dispatches as if everything were captured. Made when it is asked for."""
@@ -375,7 +372,10 @@ class CUDAGraphRunner:
             if self._has_own_examples:
                 raise like_beside_examples_error()
             self._executor.use_examples_like(like)
-        with self._captures.part() as capture, shown(progress, self.name) as tell:
+        with (
+            self._captures.part(self._check, self._refresh, self._emit) as capture,
+            shown(progress, self.name) as tell,
+        ):
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
             self._ask()
             chosen, options = self._captures.choose(wanted, self._options)
@@ -416,10 +416,14 @@ class CUDAGraphRunner:
         if chosen:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
-                with self._captures.part() as capture, frozen_heap():
+                with (
+                    self._captures.part(self._check, self._refresh, self._emit) as capture,
+                    frozen_heap(),
+                ):
                     capture(self._captures.pending_of(chosen), self._options, None)
             finally:
-                self._captures.give_up()
+                if self._captures.gives_up():
+                    self._refresh()
         return len(self._keys.pending())
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
