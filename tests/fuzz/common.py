@@ -8,8 +8,8 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -111,10 +111,11 @@ class _Fuse(NamedTuple):
     """Passes of the point before it goes off."""
 
 
-# A context variable, because no snapshot of what a model remembers looks into one: an armed fault
-# must not look like state of the model.
-_FUSE: ContextVar[_Fuse | None] = ContextVar("fuse", default=None)
-_FIRED: ContextVar[int] = ContextVar("fired", default=0)
+# Queues, because no snapshot of what a model remembers looks into one: neither an armed fault nor
+# the number of those that went off may look like state of the model, which captures put back.
+_FUSE: SimpleQueue[_Fuse] = SimpleQueue()
+"""Empty, or the one that is armed."""
+_FIRED: SimpleQueue[None] = SimpleQueue()
 
 POINTS = ("forward", "eager_segment", "examples", "observer")
 KINDS = ("error", "memory", "interrupt")
@@ -123,30 +124,31 @@ DEVICE_FAULTS = ("op", "allocation", "end", "replay_op")
 
 def arm(point: str, kind: str, after: int) -> None:
     """Let pass number ``after`` of ``point`` fail, once."""
-    _FUSE.set(_Fuse(point, kind, after))
+    disarm()
+    _FUSE.put(_Fuse(point, kind, after))
 
 
 def disarm() -> None:
-    _FUSE.set(None)
+    while not _FUSE.empty():
+        _FUSE.get_nowait()
 
 
 def num_fired() -> int:
-    return _FIRED.get()
+    return _FIRED.qsize()
 
 
 def note_fired() -> None:
-    _FIRED.set(_FIRED.get() + 1)
+    _FIRED.put(None)
 
 
 def touch(point: str) -> None:
     """Pass a point of user code, where an armed fault goes off."""
-    fuse = _FUSE.get()
-    if fuse is None or fuse.point != point:
+    if _FUSE.empty():
         return
-    if fuse.left:
-        _FUSE.set(fuse._replace(left=fuse.left - 1))
+    fuse = _FUSE.get_nowait()
+    if fuse.point != point or fuse.left:
+        _FUSE.put(fuse if fuse.point != point else fuse._replace(left=fuse.left - 1))
         return
-    _FUSE.set(None)
     note_fired()
     if fuse.kind == "interrupt":
         signal.raise_signal(signal.SIGINT)
