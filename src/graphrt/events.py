@@ -218,11 +218,11 @@ class Invalidated(NamedTuple):
 
 
 class Withdrawn(NamedTuple):
-    """Programs serve no more because they are to be captured anew, with other kernels.
+    """A caller withdrew programs: their keys run eager until they are captured again.
 
-    ``owner``: The name under which they were found.
-    ``num_programs``: How many; 0 where the change came before any was captured.
-    ``reason``: Why, in the words of who asked.
+    ``owner``: The name under which the programs were found.
+    ``num_programs``: How many there were; 0 if none of the keys was captured yet.
+    ``reason``: The caller's reason.
     """
 
     owner: str

@@ -136,17 +136,17 @@ class Captures:
             if entry.reason is Reason.HIT and not is_everywhere and entry.program is not None:
                 self._library.catalog.invalidate(entry.program, ("something on another rank",))
 
-    def pending_of(self, chosen: Sequence[Entry]) -> list[Entry]:
-        """``chosen`` in capture order, without programs that an interrupt left unchecked and that
-        read what has moved since."""
+    def recheck(self, chosen: Sequence[Entry]) -> list[Entry]:
+        """Invalidate what an interrupt left unchecked and reads what has moved since; return what
+        of ``chosen`` is still to be captured, in capture order."""
         for entry in chosen:
             program = entry.valid_program
             if program is not None and (names := program.find_moved()):
                 self._library.catalog.invalidate(program, names)
         return [entry for entry in self._keys.pending() if entry in chosen]
 
-    def gives_up(self) -> bool:
-        """Where three keys in a row have failed, mark all others as failed: True if there were."""
+    def fail_the_rest(self) -> bool:
+        """After three failures in a row, mark every other key as failed; True if it marked any."""
         catalog, pending = self._library.catalog, self._keys.pending()
         if not pending or not catalog.has_given_up(self._name):
             return False

@@ -420,20 +420,22 @@ class CUDAGraphRunner:
                     self._captures.part(self._check, self._refresh, self._emit) as capture,
                     frozen_heap(),
                 ):
-                    capture(self._captures.pending_of(chosen), self._options, None)
+                    capture(self._captures.recheck(chosen), self._options, None)
             finally:
-                if self._captures.gives_up():
+                if self._captures.fail_the_rest():
                     self._refresh()
         return len(self._keys.pending())
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
-        """Let the programs of ``keys`` serve no more, because other kernels would run now.
+        """Drop the programs of ``keys``; return how many there were. Call it between two runs.
 
-        For a choice on the host that nothing compares. Runs of these keys are eager
-        (``NOT_CAPTURED_YET``) until ``capture`` or ``capture_next`` has captured them anew. Waits
-        for the device and frees the programs' graphs; later captures use their place in the pool.
-        Returns how many there were; emits ``Withdrawn`` with ``reason``, also for none. Between
-        two runs, whose outputs it ends.
+        For a change on the host that ``watch`` cannot see: the model calls other kernels from now
+        on. Runs of these keys are eager (``NOT_CAPTURED_YET``) until ``capture`` or
+        ``capture_next`` captures them again. Waits for the device and frees the graphs; later
+        captures reuse their memory in the pool. Emits ``Withdrawn`` with ``reason``, also for none.
+
+        Aliasing: ends the validity of every output that a run returned.
+        Errors:   ``ConfigError`` with ``lockstep``, and for what is no key.
         """
         self._require_idle("withdraw")
         if self._lockstep is not None:

@@ -401,7 +401,7 @@ class Runtime:
             self._ranks.leave_unsplit(self._unprofitable)
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
-        """Have the graphs of ``keys`` captured anew. See ``CUDAGraphRunner.withdraw``."""
+        """Drop the graphs of ``keys``. See ``CUDAGraphRunner.withdraw``."""
         chosen = list(keys)
         num_withdrawn = self.runner.withdraw(chosen, reason)
         for item in chosen:
