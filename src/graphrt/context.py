@@ -83,8 +83,8 @@ class ForwardContext:
             cudagraph_runtime_mode=RuntimeMode.NONE, ubatch_slices=None, ubatch=ubatch
         )
         part.attn_metadata = _member("attn_metadata", self._metadata, ubatch)
-        slots = _member("slot_mapping", self.slot_mapping, ubatch)
-        part.slot_mapping = None if isinstance(slots, dict) and not slots else slots
+        mapping = _member("slot_mapping", self.slot_mapping, ubatch)
+        part.slot_mapping = None if isinstance(mapping, dict) and not mapping else mapping
         if self.num_tokens_across_ranks is not None:
             part.num_tokens_across_ranks = (num_tokens,) * len(self.num_tokens_across_ranks)
         return part

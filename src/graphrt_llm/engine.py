@@ -115,7 +115,7 @@ class LLMEngine:
         self._model_config = parts.model_config
         self._lora = parts.lora
         self._adapters: dict[str, LoRAAdapter] = {}
-        # What stands in each slot on the device; None also while it is written.
+        # What is in each slot on the device; None also while it is written.
         self._loaded: list[object] = [None] * limits.max_loras
         self._group = parts.group
         # While the kernels of another attention backend are being built.

@@ -95,7 +95,7 @@ class DraftCounts(NamedTuple):
 
 
 class AdapterSlots:
-    """Which adapter stands in which slot, and how many running requests use it.
+    """Which adapter is in which slot, and how many running requests use it.
 
     An adapter that no running request uses stays until another one needs its slot: the one that was
     given back first.

@@ -16,6 +16,8 @@ ABOVE_DEVICES = "src/graphrt/(?:graphs|runner|runtime)/"
 # Engines compare logits, which lie a gap apart.
 NO_LOGITS = "(?!.*(?:_llm|demo|engines))|.*/attention/"
 CALLERS = "tests|examples|benchmarks"
+# Classes have slots of their own, which `__slots__` declares.
+NO_CLASSES = "src/graphrt/(?!graphs/(?:host_snapshot|reachable))"
 
 
 class Word:
@@ -49,16 +51,16 @@ def phrase(words: str) -> Word:
 # counts where it names the thing that was renamed: in some folders, or beside what only code has.
 WORDS = [
     Word("gap", r"(?<![A-Za-z])(?<!without.a.)[Gg]aps?(?![A-Za-z])", NO_LOGITS),
-    Word("window", r"(?<![A-Za-z])(?<!sliding.)[Ww]indows?(?![A-Za-z])"),
+    Word("window", r"(?<![A-Za-z])(?<!sliding.)[Ww]indows?(?![A-Za-z]| paths)"),
     Word("External", r"\bExternal\b(?! [a-z])"),
     named("ExternalUse"),
     named("Sighting|Sightings"),
-    Word("slot", r"(?<![A-Za-z])(?<!__)slots?(?![A-Za-z=]|__|_mapping)", LIBRARY),
+    Word("slot", r"(?<![A-Za-z])(?<!__)slots?(?![A-Za-z=]|__|_mapping)", NO_CLASSES),
     part("destination|Destination", LIBRARY),
     Word("Ambient", r"[Aa]mbient"),
     named("CaptureTerms"),
     Word("FailureBook", r"FailureBook|failure_book"),
-    part("fuse"),
+    part("fuse", "(?!docs)"),  # Compilers fuse.
     named("CaptureFuseError"),
     Word("admit", r"(?<![A-Za-z])admi(?:t|ts|tted|ssions?)(?![A-Za-z])", LIBRARY),
     Word("admit()", r"\.admit\(", CALLERS),
@@ -82,7 +84,10 @@ WORDS = [
     Word("soil", r"(?<![A-Za-z])soil"),
     named("_settled"),
     part("sinks"),
-    Word("holds", r"(?<!device)\.holds\b(?!\()|self\._holds\b|\bholds(?==|: |\"|``)"),
+    Word(
+        "holds",
+        r"(?<!device)(?<!pools)\.holds\b(?!\()|self\._holds\b|\bholds(?==|: )|[\"`]holds[\"`]",
+    ),
     named("CollectorPause"),
     named("old_heap_aside"),
     Word("collection.py", r"graphs[./]collection\b"),

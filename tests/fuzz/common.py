@@ -60,7 +60,7 @@ class Counts:
     leaks: int = 0
     faults: int = 0
     ties: int = 0
-    refused: int = 0
+    rearmedd: int = 0
     missed: int = 0
     """Wrong answers of models that are wrong for some sizes or values, in runs nobody compared."""
     late: int = 0
@@ -77,7 +77,7 @@ class Counts:
             f"fuzz: {self.engine_steps:,} engine steps, {self.runner_steps:,} runner steps, "
             f"{self.wrong} wrong, {self.unexplained} unexplained eager, {self.leaks} leaks, "
             f"{self.faults:,} faults injected (seed {seed}; {self.cases:,} cases, "
-            f"{self.ties} ties, {self.refused} refused, {self.missed} missed, {self.late} late; "
+            f"{self.ties} ties, {self.rearmedd} rearmedd, {self.missed} missed, {self.late} late; "
             f"eager: "
             + (", ".join(f"{n:,} {name}" for name, n in sorted(self.eager.items())) or "none")
             + ")"
@@ -92,8 +92,8 @@ class Problem(Exception):  # noqa: N818  It is a finding, not an error of the pr
         self.kind = kind
 
 
-def require(holds: bool, kind: str, text: str | Callable[[], str]) -> None:
-    if not holds:
+def require(is_so: bool, kind: str, text: str | Callable[[], str]) -> None:
+    if not is_so:
         raise Problem(kind, text if isinstance(text, str) else text())
 
 
@@ -104,7 +104,7 @@ class InjectedError(RuntimeError):
     """An error that the fuzzer raised on purpose."""
 
 
-class _Fuse(NamedTuple):
+class _Armed(NamedTuple):
     point: str
     kind: str
     left: int
@@ -113,7 +113,7 @@ class _Fuse(NamedTuple):
 
 # Queues, because no snapshot of what a model remembers looks into one: neither an armed fault nor
 # the number of those that went off may look like state of the model, which captures put back.
-_FUSE: SimpleQueue[_Fuse] = SimpleQueue()
+_ARMED: SimpleQueue[_Armed] = SimpleQueue()
 """Empty, or the one that is armed."""
 _FIRED: SimpleQueue[None] = SimpleQueue()
 
@@ -125,12 +125,12 @@ DEVICE_FAULTS = ("op", "allocation", "end", "replay_op")
 def arm(point: str, kind: str, after: int) -> None:
     """Let pass number ``after`` of ``point`` fail, once."""
     disarm()
-    _FUSE.put(_Fuse(point, kind, after))
+    _ARMED.put(_Armed(point, kind, after))
 
 
 def disarm() -> None:
-    while not _FUSE.empty():
-        _FUSE.get_nowait()
+    while not _ARMED.empty():
+        _ARMED.get_nowait()
 
 
 def num_fired() -> int:
@@ -143,16 +143,16 @@ def note_fired() -> None:
 
 def touch(point: str) -> None:
     """Pass a point of user code, where an armed fault goes off."""
-    if _FUSE.empty():
+    if _ARMED.empty():
         return
-    fuse = _FUSE.get_nowait()
-    if fuse.point != point or fuse.left:
-        _FUSE.put(fuse if fuse.point != point else fuse._replace(left=fuse.left - 1))
+    armed = _ARMED.get_nowait()
+    if armed.point != point or armed.left:
+        _ARMED.put(armed if armed.point != point else armed._replace(left=armed.left - 1))
         return
     note_fired()
-    if fuse.kind == "interrupt":
+    if armed.kind == "interrupt":
         signal.raise_signal(signal.SIGINT)
-    elif fuse.kind == "memory":
+    elif armed.kind == "memory":
         raise torch.OutOfMemoryError(f"injected: out of memory in {point}")
     else:
         raise InjectedError(f"injected in {point}")
@@ -211,7 +211,7 @@ class Watch:
         elif isinstance(event, PaddingVerified):
             self.num_padding_compared += 1
         elif isinstance(event, Verified) and not event.equal and not self.may_differ:
-            self.problem = Problem("wrong", f"a right program was refused: {event}")
+            self.problem = Problem("wrong", f"a right program was rearmedd: {event}")
         elif isinstance(event, Captured):
             self.num_failures = 0
         touch("observer")
@@ -223,7 +223,7 @@ class Watch:
         if self.may_differ and event.error == VerificationError.__name__:
             known = True
         if "injected fault" in event.message:
-            note_fired()  # By the device, which has no fuse.
+            note_fired()  # By the device, which arms none.
         if event.error == GraphMemoryError.__name__ and self.has_budget:
             known = True
         if event.error == TooManyFailuresError.__name__ and self.num_failures > 3:
@@ -433,12 +433,12 @@ def attempt(
         if watch.may_differ and isinstance(error, VerificationError):
             raise
         if case.get("wrong") and isinstance(error, GraphrtError):
-            counts.refused += 1
-            say(f"refused: {error}")
+            counts.rearmedd += 1
+            say(f"rearmedd: {error}")
             return None
         watch.raise_problem()
         if num_fired() == fired and "injected fault" in str(error):
-            note_fired()  # By the device, which has no fuse.
+            note_fired()  # By the device, which arms none.
         is_full = watch.has_budget and isinstance(error, GraphMemoryError | TooManyFailuresError)
         if is_full or (num_fired() > fired and is_injected(error)):
             say(f"as asked: {type(error).__name__}")

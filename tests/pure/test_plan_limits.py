@@ -151,7 +151,7 @@ print("refused")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and sizes of a process are Linux's")
-def test_refusals_need_neither_memory_nor_time() -> None:
+def test_wrong_plans_need_neither_memory_nor_time() -> None:
     assert resource.RLIMIT_AS
     done = subprocess.run(
         [sys.executable, "-c", LIMITED],

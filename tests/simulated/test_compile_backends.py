@@ -392,11 +392,11 @@ def test_level_1_counts_graphs_and_recompiles_with_their_reason():
 
 
 def test_level_1_refuses_to_compile_inside_a_recording():
-    def refuse():
+    def refuse_now():
         raise CompileDuringCaptureError("compile level 1")
 
     plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=1))).compile
-    stock = Stock(lambda x: x + 1, plan, refuse_now=refuse)
+    stock = Stock(lambda x: x + 1, plan, refuse_now=refuse_now)
     with pytest.raises(CompileDuringCaptureError):
         stock(torch.ones(2))
 

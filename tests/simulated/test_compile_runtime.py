@@ -397,7 +397,7 @@ def test_piecewise_graphs_without_splitting_ops_are_refused():
         assert lab.runtime.plan.cudagraph_mode.name == "FULL"
 
 
-# -- what stands in for guards
+# -- what replaces guards
 
 
 def test_attribute_changed_after_the_trace_is_refused():

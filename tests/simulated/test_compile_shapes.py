@@ -1,4 +1,4 @@
-"""How the size that varies is marked for the trace; what stands in for a branch on it."""
+"""How the size that varies is marked for the trace; what replaces a branch on it."""
 
 from __future__ import annotations
 

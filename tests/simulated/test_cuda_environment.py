@@ -29,7 +29,7 @@ class Management:
         return call
 
 
-def answering_with(found: Management | OSError) -> Callable[[str], Management]:
+def management_of(found: Management | OSError) -> Callable[[str], Management]:
     def load(name: str) -> Management:
         assert name == "libnvidia-ml.so.1"
         if isinstance(found, OSError):
@@ -50,7 +50,7 @@ def answering_with(found: Management | OSError) -> Callable[[str], Management]:
 def test_driver_version_is_what_the_library_answers(
     found: Management | OSError, version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private.ctypes, "CDLL", answering_with(found))
+    monkeypatch.setattr(private.ctypes, "CDLL", management_of(found))
     assert private.driver_version() == version
     if isinstance(found, Management):
         assert found.calls[-1] == "nvmlShutdown"

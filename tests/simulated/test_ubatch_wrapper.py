@@ -55,12 +55,12 @@ class Wrapped:
     def __init__(self, lab: Lab, fn: Callable[..., Any], mode: Any = FULL, **more: Any) -> None:
         self.lab, self.calls = lab, list[int]()
 
-        def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def count(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.calls.append(len(x))
             return fn(x, *args, **kwargs)
 
         options = {"input_axes": {"x": 0}, **more}
-        self.wrapper = UBatchWrapper(counted, lab.library, mode, CONFIG, **options)
+        self.wrapper = UBatchWrapper(count, lab.library, mode, CONFIG, **options)
 
     def __enter__(self) -> UBatchWrapper:
         return self.wrapper

@@ -122,7 +122,7 @@ class CustomOp(torch.nn.Module):
 
 
 class SizedForm(NamedTuple):
-    """What stands in place of an operator in pieces for larger batches."""
+    """What replaces an operator in pieces for larger batches."""
 
     plain: Callable[..., Any]
     largest_size: int

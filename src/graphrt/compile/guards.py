@@ -1,4 +1,4 @@
-"""What stands in for Dynamo's guards: checks of the arguments, and of what the trace read.
+"""What replaces Dynamo's guards: checks of the arguments, and of what the trace read.
 
 Dynamo's own guards would be evaluated at every call, and are all dropped. Arguments and modes are
 compared at every call of the compiled code; what else the trace read, before each capture.

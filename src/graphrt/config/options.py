@@ -42,7 +42,7 @@ class UBatchConfig:
     ``num_comm_sms``: Multiprocessors left to communication while a split step runs.
     ``allow_eager``: Split large batches that no split graph serves eagerly. False: they are not
       split.
-    ``auto_off``: On a GPU, a ``Runtime`` times each split graph and its unsplit twin once both are
+    ``auto_off``: On a GPU, a ``Runtime`` times each split graph and its unsplit form once both are
       captured, and leaves a size unsplit (``NOT_PROFITABLE``) where that is not slower.
     ``stall_timeout_s``: Seconds without a hand-over after which a split step or its capture is
       given up.

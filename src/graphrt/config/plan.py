@@ -36,7 +36,7 @@ class Adjustment(NamedTuple):
       sizes.
     ``asked``: The value that was asked for.
     ``effective``: The value that counts.
-    ``reason``: Why, in words.
+    ``reason``: In words.
     """
 
     field: str

@@ -53,7 +53,7 @@ class Padding:
     def fill(cls, value: float | int | bool, *, arbitrary: bool = False) -> Padding:
         """Padded rows hold ``value``: -1, or the index of a row reserved for padding.
 
-        ``arbitrary``: no real row may depend on it (ids, positions; never slots or lengths).
+        ``arbitrary``: no real row may depend on it (ids, positions; never cache rows, lengths).
         """
         return cls("fill", value, arbitrary)
 

@@ -64,7 +64,7 @@ class _Held:
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
         self.target = target
-        """The container itself; the ``__dict__`` of an object; else what ``name`` stands in."""
+        """The container itself; the ``__dict__`` of an object; else what has ``name``."""
         self.kind: Kind = kind
         self.name = name
         """Of a single variable or attribute; other names in ``target`` are not looked at."""

@@ -386,7 +386,7 @@ def settle(
             if not is_slower:
                 return SettledStep(_for(vote, found))
         if rules.allow_eager and not is_slower and real >= rules.prefill_token_threshold:
-            # All pad to one size, because each slice communicates with its twin on other ranks.
+            # All pad to one size, because each slice communicates with that of other ranks.
             key = dispatch(padded, uniform, loras, _GRAPHS, num_ubatches).descriptor
             reason = Reason.NO_KEY if is_full else found.reason
             lowered = agreement.eager_because if vote.runtime_mode > mode else None

@@ -105,7 +105,7 @@ class RuntimeReport(RunnerReport):
 
     ``resolved``: The plan, and each option that could not be used as asked.
     ``compile``: What levels 1 to 3 compiled; None at level 0, and before they did.
-    ``split_ms``: Milliseconds of a replay in micro-batches, and of its unsplit twin, where they
+    ``split_ms``: Milliseconds of a replay in micro-batches, and of its unsplit form, where they
       were compared (``UBatchConfig.auto_off``): a size that is not faster is not split.
     """
 
@@ -383,18 +383,16 @@ class Runtime:
         return remaining
 
     def _compare_split_times(self) -> None:
-        """Find out which split graphs are no faster than their unsplit twins: once for each."""
+        """Find out which split graphs are no faster than the unsplit ones: once for each."""
         if self.device.name not in _TIMED_DEVICES or not self.plan.ubatch.auto_off:
             return
-        missing, twins = self.runner.missing(), []
+        missing = self.runner.missing()
         for mode, key in self.plan.capture_order:
-            twin = mode, replace(key, num_ubatches=1)
+            pair = (mode, key), (mode, replace(key, num_ubatches=1))
             is_new = key.num_ubatches > 1 and key not in self._split_ms
-            if is_new and (mode, key) not in missing and twin not in missing:
-                twins.append(((mode, key), twin))
-        for pair in twins:
-            split, unsplit = self.runner.time_replays(pair)
-            self._split_ms[pair[0][1]] = split / 1e6, unsplit / 1e6
+            if is_new and missing.keys().isdisjoint(pair):
+                split, unsplit = self.runner.time_replays(pair)
+                self._split_ms[key] = split / 1e6, unsplit / 1e6
         found = {key for key, (split, unsplit) in self._split_ms.items() if split >= unsplit}
         self._unprofitable = frozenset(found)
         if self._ranks is not None:

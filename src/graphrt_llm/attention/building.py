@@ -36,7 +36,7 @@ def missing_modules(cache: KVCache) -> list[tuple[str, str, int]]:
 
 
 def _spec(kind: str, dtype_name: str, head_dim: int) -> Any:
-    """A module as FlashInfer's wrappers ask for it: without positions, window, cap."""
+    """A module as FlashInfer's wrappers ask for it: without positions, sliding window, cap."""
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
     dtype = getattr(torch, dtype_name)

@@ -74,7 +74,7 @@ class AttentionChoice(NamedTuple):
     """A backend's name, and why it was chosen.
 
     ``name``: Under which it is registered.
-    ``reason``: Why, in words.
+    ``reason``: In words.
     """
 
     name: str
