@@ -239,11 +239,11 @@ def test_interrupt_after_torch_has_begun_or_ended_is_undone(fake, state, moment)
 
 
 def test_capture_that_torch_does_not_begin_is_undone(fake, state, monkeypatch):
-    def begin(graph, *args, **kwargs):
+    def raise_code_900(graph, *args, **kwargs):
         raise DriverError(900)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
+        patch.setattr(torch.cuda.CUDAGraph, "capture_begin", raise_code_900)
         # What the clean-up begins itself would be refused too.
         patch.setattr(CUDARecording, "_free_generators", lambda recording: None)
         with pytest.raises(ForbiddenOperationError):

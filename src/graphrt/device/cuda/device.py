@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from graphrt.device.base import (
-    DeviceLimits,
-    Mark,
-    MemoryReading,
-    Pool,
-    Stream,
-)
+from graphrt.device.base import DeviceLimits, Mark, MemoryReading, Pool, Stream
 from graphrt.device.cuda import private
 from graphrt.device.cuda.failures import translate
 from graphrt.device.cuda.pool import CUDAPool, PoolTable, storage_address
@@ -30,26 +25,15 @@ from graphrt.errors import (
 from graphrt.source import caller_source
 
 
+@dataclass(eq=False, slots=True, repr=False)
 class CUDAStream:
     """A CUDA stream and its name. Compared by identity: the device makes one per stream."""
 
-    __slots__ = ("name", "torch_stream")
-
-    def __init__(self, name: str, torch_stream: torch.cuda.Stream) -> None:
-        self.name = name
-        self.torch_stream = torch_stream
+    name: str
+    torch_stream: torch.cuda.Stream
 
     def __repr__(self) -> str:
         return f"CUDAStream({self.name!r}, {self.torch_stream.cuda_stream:#x})"
-
-
-class CUDAMark:
-    """An event: everything issued on its stream before it was recorded."""
-
-    __slots__ = ("event",)
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
 
 
 # torch takes its streams in turn from a fixed set of this many per device and priority.
@@ -135,11 +119,8 @@ class CUDADevice:
         self.debug = debug
         self.torch_device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(index)
-        self.limits = DeviceLimits(
-            max_graphs=None,
-            max_streams=NUM_STREAMS,
-            num_sms=properties.multi_processor_count,
-        )
+        num_sms = properties.multi_processor_count
+        self.limits = DeviceLimits(max_graphs=None, max_streams=NUM_STREAMS, num_sms=num_sms)
         self._streams = StreamTable(index)
         self.pools = PoolTable()
         self._captures = CaptureState(index, debug, self.pools)
@@ -196,16 +177,16 @@ class CUDADevice:
     def use(self, stream: Stream) -> AbstractContextManager[None]:
         return cast(AbstractContextManager[None], torch.cuda.stream(_own(stream).torch_stream))
 
-    def mark(self, stream: Stream) -> CUDAMark:
+    def mark(self, stream: Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(_own(stream).torch_stream)
-        return CUDAMark(event)
+        return event
 
     def wait(self, stream: Stream, mark: Mark) -> None:
         """Errors: ``UnjoinedStreamError`` where one side captures and the other does not."""
-        assert isinstance(mark, CUDAMark), "a mark of this device"
+        assert isinstance(mark, torch.cuda.Event), "a mark of this device"
         try:
-            _own(stream).torch_stream.wait_event(mark.event)
+            _own(stream).torch_stream.wait_event(mark)
         except RuntimeError as error:
             failure = translate(error, f"wait of stream {stream.name!r} for a mark")
             if isinstance(failure, CaptureError) and not failure.source:

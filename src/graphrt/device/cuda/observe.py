@@ -197,17 +197,8 @@ class Observer(OfRecording, TorchDispatchMode):
 # Types of the schema language that hold no tensor, in whatever lists and optionals.
 _NO_TENSORS = frozenset(
     (
-        "IntType",
-        "SymIntType",
-        "BoolType",
-        "SymBoolType",
-        "FloatType",
-        "SymFloatType",
-        "ComplexType",
-        "NumberType",
-        "StringType",
-        "DeviceObjType",
-        "GeneratorType",
+        *("IntType", "SymIntType", "BoolType", "SymBoolType", "FloatType", "SymFloatType"),
+        *("ComplexType", "NumberType", "StringType", "DeviceObjType", "GeneratorType"),
     )
 )
 

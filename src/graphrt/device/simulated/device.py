@@ -57,6 +57,10 @@ class SimulatedDevice:
     memory from the pool, as cuBLAS does.
     """
 
+    name = "simulated"
+    torch_device = torch.device("cpu")
+    generator = torch.default_generator
+
     def __init__(
         self,
         *,
@@ -87,34 +91,18 @@ class SimulatedDevice:
             memory=self._memory,
         )
         self._thread = self.shared.thread
-        self._limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=num_sms)
+        self.limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=num_sms)
         self._streams: dict[str, SimulatedStream] = {}
         self._is_closed = False
         self.ranges: deque[str] = deque(maxlen=1024)
         """Labels of the latest ranges, in the order they were entered."""
-
-    @property
-    def name(self) -> str:
-        return "simulated"
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def generator(self) -> torch.Generator:
-        return torch.default_generator
-
-    @property
-    def limits(self) -> DeviceLimits:
-        return self._limits
 
     # Streams.
 
     def stream(self, name: str) -> SimulatedStream:
         known = self._streams.get(name)
         if known is None:
-            most = self._limits.max_streams
+            most = self.limits.max_streams
             if most is not None and len(self._streams) >= most:
                 raise CaptureError(
                     "the device has no more streams",
@@ -129,11 +117,10 @@ class SimulatedDevice:
         for known in self._streams.values():
             if known is stream:
                 return known
-        is_ours = stream is self._thread.default
         raise ConfigError(
             "capture stream",
             expected="a stream of this device, device.stream(name), other than the default one",
-            found="the default stream" if is_ours else repr(stream),
+            found="the default stream" if stream is self._thread.default else repr(stream),
             do="pass one that this device has made",
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from graphrt.source import caller_source, is_user_file
 
 Operator = torch._ops.OpOverload
 Is = Callable[[torch.Tensor], bool]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 class ForbiddenOp(NamedTuple):
@@ -45,53 +47,44 @@ class ForbiddenOp(NamedTuple):
         )
 
 
-def _reads_host(name: str) -> ForbiddenOp:
-    return ForbiddenOp(
-        name,
-        "it waits for the device and hands a value to Python",
-        "keep the value on the device (torch.where, index_select), or pass it as part of the key.",
-    )
-
-
-def _sized_by_data(name: str) -> ForbiddenOp:
-    return ForbiddenOp(
-        name,
-        "the size of its result depends on data",
-        "use a fixed size: torch.where, masked_fill, topk, or a mask carried along.",
-    )
-
-
-def _rebinds(name: str) -> ForbiddenOp:
-    return ForbiddenOp(
-        name,
-        "it gives a tensor other memory, and a replay keeps using the memory it recorded",
-        "write into the tensor with copy_(), or rebind outside the capture.",
-    )
-
-
-def _copies_object(name: str) -> ForbiddenOp:
-    return ForbiddenOp(
-        name,
-        "it copies a tensor's bytes on the host",
-        "copy with clone() inside the capture, or copy the object outside it.",
-    )
+def _because(reason: str, fix: str) -> Callable[[str], ForbiddenOp]:
+    """Makes the operation of a name that is forbidden for this reason."""
+    return lambda name: ForbiddenOp(name, reason, fix)
 
 
 _MADE_BEFORE = (
     "make the tensor before the capture, or fill it on the device (torch.full, torch.arange)."
 )
-
-
-def constant_tensor(name: str) -> ForbiddenOp:
-    return ForbiddenOp(
-        name,
-        "its host values are read once, now, and every replay uses the same ones",
-        _MADE_BEFORE,
-    )
-
-
-def uploads(name: str) -> ForbiddenOp:
-    return ForbiddenOp(name, "it copies host memory to the device and waits for it", _MADE_BEFORE)
+reads_host = _because(
+    "it waits for the device and hands a value to Python",
+    "keep the value on the device (torch.where, index_select), or pass it as part of the key.",
+)
+_sized_by_data = _because(
+    "the size of its result depends on data",
+    "use a fixed size: torch.where, masked_fill, topk, or a mask carried along.",
+)
+_rebinds = _because(
+    "it gives a tensor other memory, and a replay keeps using the memory it recorded",
+    "write into the tensor with copy_(), or rebind outside the capture.",
+)
+_copies_object = _because(
+    "it copies a tensor's bytes on the host",
+    "copy with clone() inside the capture, or copy the object outside it.",
+)
+_checks_host = _because(
+    "it waits for the device to check its result, or its arguments, on the host",
+    "use a variant that does not check (torch.linalg.inv_ex, cholesky_ex, solve_ex), "
+    "or compute it outside the capture.",
+)
+_is_cpu_only = _because("it has no CUDA kernel", "use torch.histc with a range, or scatter_add_.")
+constant_tensor = _because(
+    "its host values are read once, now, and every replay uses the same ones", _MADE_BEFORE
+)
+uploads = _because("it copies host memory to the device and waits for it", _MADE_BEFORE)
+branches = _because(
+    "Python decides which function runs by a value on the device",
+    "compute both and choose with torch.where, or decide outside the capture.",
+)
 
 
 # On CUDA these take a number in a tensor of the host as a number, without a copy. Others copy it to
@@ -105,22 +98,25 @@ _TAKE_NUMBERS = frozenset(
         *("logical_and", "logical_or", "logical_xor"),
     )
 )
-_TAKE_NUMBER_AS: Mapping[str, str] = MappingProxyType(
-    {
-        "aten::addcmul": "tensor2",
-        "aten::fill": "value",
-        "aten::index_fill": "value",
-        "aten::index_put": "values",
-        "aten::_index_put_impl": "values",
-        "aten::_unsafe_index_put": "values",
-        "aten::lerp": "weight",
-        "aten::masked_fill": "value",
-    }
-)
+_TAKE_NUMBER_AS: Mapping[str, str] = {
+    "aten::addcmul": "tensor2",
+    "aten::fill": "value",
+    "aten::index_fill": "value",
+    "aten::index_put": "values",
+    "aten::_index_put_impl": "values",
+    "aten::_unsafe_index_put": "values",
+    "aten::lerp": "weight",
+    "aten::masked_fill": "value",
+}
+
+
+def _named(func: Operator, args: Args, kwargs: Kwargs) -> Kwargs:
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def takes_numbers(
-    func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], on_host: Sequence[torch.Tensor]
+    func: Operator, args: Args, kwargs: Kwargs, on_host: Sequence[torch.Tensor]
 ) -> bool:
     """Whether ``func`` takes each of its arguments ``on_host`` as a number."""
     if any(one.dim() for one in on_host):
@@ -128,8 +124,7 @@ def takes_numbers(
     name = func._schema.name.removesuffix("_")
     if func.namespace != "aten" or name in _TAKE_NUMBERS:
         return True
-    names = [argument.name for argument in func._schema.arguments]
-    named = dict(zip(names, args, strict=False)) | kwargs
+    named = _named(func, args, kwargs)
     return all(one is named.get(_TAKE_NUMBER_AS.get(name, "")) for one in on_host)
 
 
@@ -149,22 +144,6 @@ def mixes_host(name: str) -> ForbiddenOp:
     )
 
 
-def reads_data(name: str) -> ForbiddenOp:
-    return _reads_host(name)
-
-
-def branches(name: str) -> ForbiddenOp:
-    return ForbiddenOp(
-        f"torch.{name}",
-        "Python decides which function runs by a value on the device",
-        "compute both and choose with torch.where, or decide outside the capture.",
-    )
-
-
-def reseeds() -> ForbiddenOp:
-    return _SEEDS
-
-
 def one_hot(indices: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """As CUDA computes it: with a number of classes it reads nothing on the host."""
     if num_classes <= 0:
@@ -173,72 +152,53 @@ def one_hot(indices: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return zeros.scatter_(-1, indices.unsqueeze(-1), 1)
 
 
-def _checks_host(name: str) -> ForbiddenOp:
-    return ForbiddenOp(
-        name,
-        "it waits for the device to check its result, or its arguments, on the host",
-        "use a variant that does not check (torch.linalg.inv_ex, cholesky_ex, solve_ex), "
-        "or compute it outside the capture.",
-    )
-
-
-def _is_cpu_only(name: str) -> ForbiddenOp:
-    return ForbiddenOp(
-        name, "it has no CUDA kernel", "use torch.histc with a range, or scatter_add_."
-    )
-
-
-_SEEDS = ForbiddenOp(
+RESEEDS = ForbiddenOp(
     "torch.manual_seed",
     "it changes the seed once, now, and no replay does",
     "seed before the capture, or between two replays.",
 )
 _PICKLING = _copies_object("Tensor.__reduce_ex__ (pickling, copy.copy)")
 
-_OPERATORS: Mapping[str, ForbiddenOp] = MappingProxyType(
-    {
-        "aten::item": _reads_host("aten::_local_scalar_dense (.item())"),
-        "aten::_local_scalar_dense": _reads_host("aten::_local_scalar_dense (.item())"),
-        "aten::is_nonzero": _reads_host("aten::is_nonzero (bool(tensor))"),
-        "aten::equal": _reads_host("aten::equal (torch.equal)"),
-        "aten::allclose": _reads_host("aten::allclose"),
-        "aten::nonzero": _sized_by_data("aten::nonzero"),
-        "aten::nonzero_numpy": _sized_by_data("aten::nonzero (as_tuple=True)"),
-        "aten::argwhere": _sized_by_data("aten::argwhere"),
-        "aten::masked_select": _sized_by_data("aten::masked_select"),
-        "aten::unique_dim": _sized_by_data("aten::unique_dim (torch.unique)"),
-        "aten::unique_consecutive": _sized_by_data("aten::unique_consecutive"),
-        "aten::unique_dim_consecutive": _sized_by_data("aten::unique_dim_consecutive"),
-        "aten::_unique": _sized_by_data("aten::_unique (torch.unique)"),
-        "aten::_unique2": _sized_by_data("aten::_unique2 (torch.unique)"),
-        "aten::bincount": _sized_by_data("aten::bincount"),
-        "aten::cholesky": _checks_host("aten::cholesky"),
-        "aten::_linalg_eigh": _checks_host("aten::_linalg_eigh (torch.linalg.eigh)"),
-        "aten::_linalg_svd": _checks_host("aten::_linalg_svd (torch.linalg.svd)"),
-        "aten::linalg_eig": _checks_host("aten::linalg_eig (torch.linalg.eig)"),
-        "aten::linalg_eigvals": _checks_host("aten::linalg_eigvals"),
-        "aten::_linalg_eigvals": _checks_host("aten::_linalg_eigvals (torch.linalg.eigvals)"),
-        "aten::linalg_lstsq": _checks_host("aten::linalg_lstsq (torch.linalg.lstsq)"),
-        "aten::linalg_matrix_exp": _checks_host("aten::linalg_matrix_exp (torch.matrix_exp)"),
-        "aten::linalg_pinv": _checks_host("aten::linalg_pinv (torch.linalg.pinv)"),
-        "aten::histogram": _is_cpu_only("aten::histogram"),
-        "aten::_histogramdd_bin_edges": _is_cpu_only("aten::_histogramdd_bin_edges"),
-        "aten::_histogramdd_from_bin_cts": _is_cpu_only("aten::_histogramdd_from_bin_cts"),
-        "aten::_histogramdd_from_bin_tensors": _is_cpu_only("aten::_histogramdd_from_bin_tensors"),
-        "aten::set_data": _rebinds("aten::set_data"),
-        "aten::resize": _rebinds("aten::resize"),
-        "aten::set": _rebinds("aten::set"),
-    }
-)
-_TAGS: Mapping[str, Callable[[str], ForbiddenOp]] = MappingProxyType(
-    {
-        "data_dependent_output": _reads_host,
-        "dynamic_output_shape": _sized_by_data,
-        "cudagraph_unsafe": lambda name: ForbiddenOp(
-            name, "it is declared unsafe in CUDA graphs", "take it out of the captured part."
-        ),
-    }
-)
+_OPERATORS: Mapping[str, ForbiddenOp] = {
+    "aten::item": reads_host("aten::_local_scalar_dense (.item())"),
+    "aten::_local_scalar_dense": reads_host("aten::_local_scalar_dense (.item())"),
+    "aten::is_nonzero": reads_host("aten::is_nonzero (bool(tensor))"),
+    "aten::equal": reads_host("aten::equal (torch.equal)"),
+    "aten::allclose": reads_host("aten::allclose"),
+    "aten::nonzero": _sized_by_data("aten::nonzero"),
+    "aten::nonzero_numpy": _sized_by_data("aten::nonzero (as_tuple=True)"),
+    "aten::argwhere": _sized_by_data("aten::argwhere"),
+    "aten::masked_select": _sized_by_data("aten::masked_select"),
+    "aten::unique_dim": _sized_by_data("aten::unique_dim (torch.unique)"),
+    "aten::unique_consecutive": _sized_by_data("aten::unique_consecutive"),
+    "aten::unique_dim_consecutive": _sized_by_data("aten::unique_dim_consecutive"),
+    "aten::_unique": _sized_by_data("aten::_unique (torch.unique)"),
+    "aten::_unique2": _sized_by_data("aten::_unique2 (torch.unique)"),
+    "aten::bincount": _sized_by_data("aten::bincount"),
+    "aten::cholesky": _checks_host("aten::cholesky"),
+    "aten::_linalg_eigh": _checks_host("aten::_linalg_eigh (torch.linalg.eigh)"),
+    "aten::_linalg_svd": _checks_host("aten::_linalg_svd (torch.linalg.svd)"),
+    "aten::linalg_eig": _checks_host("aten::linalg_eig (torch.linalg.eig)"),
+    "aten::linalg_eigvals": _checks_host("aten::linalg_eigvals"),
+    "aten::_linalg_eigvals": _checks_host("aten::_linalg_eigvals (torch.linalg.eigvals)"),
+    "aten::linalg_lstsq": _checks_host("aten::linalg_lstsq (torch.linalg.lstsq)"),
+    "aten::linalg_matrix_exp": _checks_host("aten::linalg_matrix_exp (torch.matrix_exp)"),
+    "aten::linalg_pinv": _checks_host("aten::linalg_pinv (torch.linalg.pinv)"),
+    "aten::histogram": _is_cpu_only("aten::histogram"),
+    "aten::_histogramdd_bin_edges": _is_cpu_only("aten::_histogramdd_bin_edges"),
+    "aten::_histogramdd_from_bin_cts": _is_cpu_only("aten::_histogramdd_from_bin_cts"),
+    "aten::_histogramdd_from_bin_tensors": _is_cpu_only("aten::_histogramdd_from_bin_tensors"),
+    "aten::set_data": _rebinds("aten::set_data"),
+    "aten::resize": _rebinds("aten::resize"),
+    "aten::set": _rebinds("aten::set"),
+}
+_TAGS: Mapping[str, Callable[[str], ForbiddenOp]] = {
+    "data_dependent_output": reads_host,
+    "dynamic_output_shape": _sized_by_data,
+    "cudagraph_unsafe": _because(
+        "it is declared unsafe in CUDA graphs", "take it out of the captured part."
+    ),
+}
 
 
 def depends_on_arguments(func: Operator) -> bool:
@@ -257,25 +217,22 @@ def check_operator(func: Operator) -> ForbiddenOp | None:
     return next((forbidden(name) for tag, forbidden in _TAGS.items() if tag in present), None)
 
 
-def check_arguments(
-    func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is
-) -> ForbiddenOp | None:
+def check_arguments(func: Operator, args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
     """Whether this call is forbidden, for operators that depend on their arguments."""
-    names = [argument.name for argument in func._schema.arguments]
-    named = dict(zip(names, args, strict=False)) | kwargs
+    named = _named(func, args, kwargs)
     if named.get("check_errors"):
         return _checks_host(f"{func._schema.name} (check_errors=True)")
     check = _BY_ARGUMENTS.get(func._schema.name)
     return check(func, named, is_host) if check is not None else None
 
 
-def _check_repeats(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_repeats(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     if func._overloadname == "self_int" or named.get("output_size") is not None:
         return None
     return _sized_by_data("aten::repeat_interleave (repeats in a tensor)")
 
 
-def _check_indices(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_indices(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     """A mask selects as many elements as data say; a number is written under it with no count."""
     indices = [one for one in named["indices"] if isinstance(one, torch.Tensor)]
     is_mask = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
@@ -295,31 +252,31 @@ def _check_indices(func: Operator, named: dict[str, Any], is_host: Is) -> Forbid
     )
 
 
-def _check_info(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_info(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     return _checks_host(f"aten::_linalg_check_errors (in {named['api_name']})")
 
 
-def _check_ends(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_ends(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     ends = [named[k] for k in ("start", "end") if isinstance(named[k], torch.Tensor)]
     if all(is_host(one) for one in ends):
         return None
-    return _reads_host(f"{func._schema.name} (ends in tensors)")
+    return reads_host(f"{func._schema.name} (ends in tensors)")
 
 
-def _check_range(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_range(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     if named.get("min", 0) != named.get("max", 0):
         return None
-    return _reads_host("aten::histc (without a range)")
+    return reads_host("aten::histc (without a range)")
 
 
-def _check_fill(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_fill(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     value = named["value"]
     if not isinstance(value, torch.Tensor) or is_host(value):
         return None
-    return _reads_host(f"{func._schema.name} (by a value on the device)")
+    return reads_host(f"{func._schema.name} (by a value on the device)")
 
 
-def _check_deviation(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_deviation(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     if not isinstance(named.get("std"), torch.Tensor):
         return None
     return ForbiddenOp(
@@ -329,7 +286,7 @@ def _check_deviation(func: Operator, named: dict[str, Any], is_host: Is) -> Forb
     )
 
 
-def _check_isin(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_isin(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     known, wanted = named.get("elements"), named.get("test_elements")
     if not isinstance(known, torch.Tensor) or not isinstance(wanted, torch.Tensor):
         return None
@@ -338,7 +295,7 @@ def _check_isin(func: Operator, named: dict[str, Any], is_host: Is) -> Forbidden
     return None if is_small or named.get("assume_unique") else _sized_by_data("aten::isin")
 
 
-def _check_resize(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_resize(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     tensor = named["self"]
     like = named.get("the_template")
     size = like.shape if like is not None else named["size"]
@@ -346,7 +303,7 @@ def _check_resize(func: Operator, named: dict[str, Any], is_host: Is) -> Forbidd
     return None if needed <= tensor.untyped_storage().nbytes() else _rebinds(func._schema.name)
 
 
-def _check_set(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_set(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     source = named.get("source")
     if isinstance(source, torch.Tensor):
         source = source.untyped_storage()
@@ -355,37 +312,31 @@ def _check_set(func: Operator, named: dict[str, Any], is_host: Is) -> ForbiddenO
     return _rebinds("aten::set_")
 
 
-_BY_ARGUMENTS: Mapping[str, Callable[[Operator, dict[str, Any], Is], ForbiddenOp | None]] = (
-    MappingProxyType(
-        {
-            "aten::index": _check_indices,
-            "aten::index_put": _check_indices,
-            "aten::index_put_": _check_indices,
-            "aten::_index_put_impl_": _check_indices,
-            "aten::_unsafe_index": _check_indices,
-            "aten::_unsafe_index_put": _check_indices,
-            "aten::repeat_interleave": _check_repeats,
-            "aten::_linalg_check_errors": _check_info,
-            "aten::linspace": _check_ends,
-            "aten::logspace": _check_ends,
-            "aten::histc": _check_range,
-            "aten::masked_fill": _check_fill,
-            "aten::masked_fill_": _check_fill,
-            "aten::index_fill": _check_fill,
-            "aten::index_fill_": _check_fill,
-            "aten::normal": _check_deviation,
-            "aten::isin": _check_isin,
-            "aten::resize_": _check_resize,
-            "aten::resize_as_": _check_resize,
-            "aten::set_": _check_set,
-        }
-    )
-)
+_BY_ARGUMENTS: Mapping[str, Callable[[Operator, Kwargs, Is], ForbiddenOp | None]] = {
+    "aten::index": _check_indices,
+    "aten::index_put": _check_indices,
+    "aten::index_put_": _check_indices,
+    "aten::_index_put_impl_": _check_indices,
+    "aten::_unsafe_index": _check_indices,
+    "aten::_unsafe_index_put": _check_indices,
+    "aten::repeat_interleave": _check_repeats,
+    "aten::_linalg_check_errors": _check_info,
+    "aten::linspace": _check_ends,
+    "aten::logspace": _check_ends,
+    "aten::histc": _check_range,
+    "aten::masked_fill": _check_fill,
+    "aten::masked_fill_": _check_fill,
+    "aten::index_fill": _check_fill,
+    "aten::index_fill_": _check_fill,
+    "aten::normal": _check_deviation,
+    "aten::isin": _check_isin,
+    "aten::resize_": _check_resize,
+    "aten::resize_as_": _check_resize,
+    "aten::set_": _check_set,
+}
 
 
-def check_function(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is
-) -> ForbiddenOp | None:
+def check_function(func: Any, args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
     """Whether a call that Python may answer is forbidden."""
     found = _FUNCTIONS.get(func)
     if found is None:
@@ -408,7 +359,7 @@ def _spells_cpu(device: Any) -> bool:
     return frame is not None and "cpu" in frame.f_code.co_consts
 
 
-def _check_to(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_to(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
     target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
     if isinstance(target, torch.Tensor):
         to_host = is_host(target)
@@ -419,18 +370,18 @@ def _check_to(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> For
     from_host = is_host(args[0])
     if from_host == to_host:
         return None
-    return uploads("Tensor.to (of host memory)") if from_host else _reads_host("Tensor.to('cpu')")
+    return uploads("Tensor.to (of host memory)") if from_host else reads_host("Tensor.to('cpu')")
 
 
 # Kept, because recordings replace the function.
 _FROM_DLPACK = from_dlpack.__code__
 
 
-def _check_dlpack(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_dlpack(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
     # torch.from_dlpack makes one more tensor over the same device memory; others read on the host.
     if is_host(args[0]) or _is_called_by(_FROM_DLPACK):
         return None
-    return _reads_host("Tensor.__dlpack__ (read on the host)")
+    return reads_host("Tensor.__dlpack__ (read on the host)")
 
 
 def _is_called_by(code: Any) -> bool:
@@ -447,16 +398,14 @@ def _is_called_by(code: Any) -> bool:
 _REDUCES = getattr(getattr(torch.Tensor, "_reduce_ex_internal", None), "__code__", None)
 
 
-def _check_storage(
-    args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is
-) -> ForbiddenOp | None:
+def _check_storage(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
     return _PICKLING if _is_called_by(_REDUCES) and not is_host(args[0]) else None
 
 
-def _check_split(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+def _check_split(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
     sections = [*args[1:2], *[kwargs[k] for k in kwargs if k != "dim"]]
     if any(isinstance(one, torch.Tensor) and not is_host(one) for one in sections):
-        return _reads_host("torch.tensor_split (sections in a tensor)")
+        return reads_host("torch.tensor_split (sections in a tensor)")
     return None
 
 
@@ -474,63 +423,55 @@ def _check_values(
     if isinstance(data, torch.Tensor):
         return uploads(name) if to_device and is_host(data) else None
     if _holds_tensor(data):
-        return _reads_host(f"{name} (of a list of tensors)")
+        return reads_host(f"{name} (of a list of tensors)")
     return uploads(f"{name} (on the device)") if to_device else None
 
 
 def _check_new(name: str) -> Callable[..., ForbiddenOp | None]:
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is) -> ForbiddenOp | None:
+    def check(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         return _check_values(name, data, kwargs.get("device"), is_host)
 
     return check
 
 
-def _check_new_tensor(
-    args: tuple[Any, ...], kwargs: dict[str, Any], is_host: Is
-) -> ForbiddenOp | None:
+def _check_new_tensor(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
     data = args[1] if len(args) > 1 else kwargs.get("data")
     is_on_device = kwargs.get("device") is None and not is_host(args[0])
     name = "Tensor.new_tensor"
     return _check_values(name, data, kwargs.get("device"), is_host, is_on_device)
 
 
-def _functions() -> Mapping[Any, Any]:
-    tensor: Any = torch.Tensor
-    return MappingProxyType(
-        {
-            tensor.item: _reads_host("aten::_local_scalar_dense (.item())"),
-            tensor.__bool__: _reads_host("aten::_local_scalar_dense (bool(tensor))"),
-            tensor.__int__: _reads_host("aten::_local_scalar_dense (int(tensor))"),
-            tensor.__float__: _reads_host("aten::_local_scalar_dense (float(tensor))"),
-            tensor.__complex__: _reads_host("aten::_local_scalar_dense (complex(tensor))"),
-            tensor.__index__: _reads_host("aten::_local_scalar_dense (a tensor as an index)"),
-            tensor.__contains__: _reads_host("aten::_local_scalar_dense (value in tensor)"),
-            tensor.tolist: _reads_host("Tensor.tolist"),
-            tensor.numpy: _reads_host("Tensor.numpy"),
-            tensor.__array__: _reads_host("Tensor.__array__ (numpy conversion)"),
-            tensor.__repr__: _reads_host("Tensor.__repr__ (printing)"),
-            tensor.__format__: _reads_host("Tensor.__format__ (formatting)"),
-            tensor.__deepcopy__: _copies_object("Tensor.__deepcopy__ (copy.deepcopy)"),
-            tensor.__reduce_ex__: _PICKLING,
-            tensor.data.__set__: _rebinds("Tensor.data.__set__ (assignment to .data)"),
-            tensor.cpu: _reads_host("Tensor.cpu"),
-            tensor.to: _check_to,
-            tensor.__dlpack__: _check_dlpack,
-            tensor.new_tensor: _check_new_tensor,
-            tensor.untyped_storage: _check_storage,
-            torch.tensor_split: _check_split,
-            tensor.tensor_split: _check_split,
-            torch.tensor: _check_new("torch.tensor"),
-            torch.as_tensor: _check_new("torch.as_tensor"),
-            torch.asarray: _check_new("torch.asarray"),
-            torch.manual_seed: _SEEDS,
-            torch.seed: _SEEDS,
-        }
-    )
-
-
-_FUNCTIONS = _functions()
+_TENSOR: Any = torch.Tensor
+_FUNCTIONS: Mapping[Any, Any] = {
+    _TENSOR.item: reads_host("aten::_local_scalar_dense (.item())"),
+    _TENSOR.__bool__: reads_host("aten::_local_scalar_dense (bool(tensor))"),
+    _TENSOR.__int__: reads_host("aten::_local_scalar_dense (int(tensor))"),
+    _TENSOR.__float__: reads_host("aten::_local_scalar_dense (float(tensor))"),
+    _TENSOR.__complex__: reads_host("aten::_local_scalar_dense (complex(tensor))"),
+    _TENSOR.__index__: reads_host("aten::_local_scalar_dense (a tensor as an index)"),
+    _TENSOR.__contains__: reads_host("aten::_local_scalar_dense (value in tensor)"),
+    _TENSOR.tolist: reads_host("Tensor.tolist"),
+    _TENSOR.numpy: reads_host("Tensor.numpy"),
+    _TENSOR.__array__: reads_host("Tensor.__array__ (numpy conversion)"),
+    _TENSOR.__repr__: reads_host("Tensor.__repr__ (printing)"),
+    _TENSOR.__format__: reads_host("Tensor.__format__ (formatting)"),
+    _TENSOR.__deepcopy__: _copies_object("Tensor.__deepcopy__ (copy.deepcopy)"),
+    _TENSOR.__reduce_ex__: _PICKLING,
+    _TENSOR.data.__set__: _rebinds("Tensor.data.__set__ (assignment to .data)"),
+    _TENSOR.cpu: reads_host("Tensor.cpu"),
+    _TENSOR.to: _check_to,
+    _TENSOR.__dlpack__: _check_dlpack,
+    _TENSOR.new_tensor: _check_new_tensor,
+    _TENSOR.untyped_storage: _check_storage,
+    torch.tensor_split: _check_split,
+    _TENSOR.tensor_split: _check_split,
+    torch.tensor: _check_new("torch.tensor"),
+    torch.as_tensor: _check_new("torch.as_tensor"),
+    torch.asarray: _check_new("torch.asarray"),
+    torch.manual_seed: RESEEDS,
+    torch.seed: RESEEDS,
+}
 
 SEEN_IN_RECORDINGS: Sequence[tuple[Any, str]] = (
     (torch, "manual_seed"),

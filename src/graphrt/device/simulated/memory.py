@@ -128,9 +128,6 @@ class Arena:
     def give_back(self, offset: int, num_bytes: int, owner: SimulatedStream) -> None:
         """Put a range among the free ones."""
         self.free.append(FreeRange(offset, num_bytes, owner))
-        self._merge_free()
-
-    def _merge_free(self) -> None:
         merged: list[FreeRange] = []
         for one in sorted(self.free, key=lambda free: free.offset):
             if merged and merged[-1].end == one.offset and merged[-1].owner is one.owner:
@@ -141,14 +138,10 @@ class Arena:
 
     def lower_top(self, last_live_end: int) -> None:
         """Forget bytes that only an aborted recording had used."""
-        top = max(self.kept_top, last_live_end)
-        if top >= self.top:
-            return
-        self.top = top
-        kept = [one for one in self.free if one.offset < top]
-        for one in kept:
+        self.top = top = min(self.top, max(self.kept_top, last_live_end))
+        self.free = [one for one in self.free if one.offset < top]
+        for one in self.free:
             one.num_bytes = min(one.num_bytes, top - one.offset)
-        self.free = kept
 
 
 class PoolMemory:
@@ -163,10 +156,7 @@ class PoolMemory:
         self.num_views = 0
 
     def arena_at(self, address: int) -> Arena | None:
-        for arena in self.arenas:
-            if arena.address <= address < arena.end:
-                return arena
-        return None
+        return next((one for one in self.arenas if one.address <= address < one.end), None)
 
     def bytes(self) -> int:
         self.poll()
@@ -215,10 +205,7 @@ class PoolMemory:
         """``keep``: it ended well, so what it used stays in use."""
         self.poll()
         self.is_recording = False
-        if keep:
-            self.keep()
-        else:
-            self._lower_tops()
+        (self.keep if keep else self._lower_tops)()
 
     def keep(self) -> None:
         """What is in use now stays in use."""
@@ -289,12 +276,9 @@ class SimulatedPool:
 
     def __init__(self, memory: PoolMemory) -> None:
         self.memory = memory
+        self.handle = memory.handle
         self.released = False
         memory.num_views += 1
-
-    @property
-    def handle(self) -> tuple[int, int]:
-        return self.memory.handle
 
     def owns(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
@@ -340,11 +324,8 @@ class DeviceMemory:
         self._max_graphs = max_graphs
 
     def arena_at(self, address: int) -> Arena | None:
-        for pool in self.pools:
-            arena = pool.arena_at(address) if pool.num_views else None
-            if arena is not None:
-                return arena
-        return None
+        found = (pool.arena_at(address) for pool in self.pools if pool.num_views)
+        return next((arena for arena in found if arena is not None), None)
 
     def block_at(self, address: int) -> LiveBlock | None:
         return next((pool.live[address] for pool in self.pools if address in pool.live), None)

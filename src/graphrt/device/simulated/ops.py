@@ -23,7 +23,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from graphrt.device.simulated.forbidden_ops import (
+    Args,
     ForbiddenOp,
+    Kwargs,
     Operator,
     check_operator,
     depends_on_arguments,
@@ -105,7 +107,7 @@ def _traits_of(func: Operator) -> Traits:
     )
 
 
-def decompose(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run the parts of a composite operator, as eager would.
 
     ``func.decompose`` may pick a Python decomposition that computes other bits than the kernel.
@@ -165,7 +167,7 @@ class Operators:
             known = self._traits[func] = _traits_of(func)
         return known
 
-    def results(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def results(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         """What ``func`` returns: ``NewTensor`` for tensors, None for arguments that it writes.
 
         ``NOT_RECORDED`` where it has to run now.
@@ -183,7 +185,7 @@ class Operators:
             known = self._results[key] = (self._infer(func, args, kwargs),)
         return known[0]
 
-    def reads_data(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def reads_data(self, func: Operator, args: Args, kwargs: Kwargs) -> bool:
         """Whether ``func``, which returns no tensor, needs more than metadata for its answer."""
         known = self._reads_data.get(func)
         if known is None:
@@ -196,14 +198,14 @@ class Operators:
         return known
 
     def grown(
-        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Operator, args: Args, kwargs: Kwargs
     ) -> list[tuple[torch.Tensor, NewTensor]]:
         """The arguments without elements to which ``func`` gives some."""
         with self._fakes() as substitutes:
             substitutes.run(func, args, kwargs)
         return substitutes.grown()
 
-    def _infer(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _infer(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         if any(one.device.type != "cpu" for one in tensors_in((args, tuple(kwargs.values())))):
             return NOT_RECORDED
         places = self.traits(func).returns_written
@@ -216,7 +218,7 @@ class Operators:
             ]
         return NOT_RECORDED if NOT_RECORDED in leaves(results) else results
 
-    def _run_on_fakes(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_fakes(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         try:
             with self._fakes() as substitutes:
                 return substitutes.run(func, args, kwargs)
@@ -299,7 +301,7 @@ class _Substitutes:
         self._by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By id of a tensor: itself, and what is passed in its place."""
 
-    def run(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         given = [self._substitute(one) for one in args]
         named = {name: self._substitute(one) for name, one in kwargs.items()}
         result = func(*given, **named)

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.context import current_forward_context
+from graphrt.device.simulated.forbidden_ops import Args
 from graphrt.device.simulated.memory import extent_bytes, without_modes
 from graphrt.device.simulated.ops import Operators, decompose, tensors_in
 from graphrt.device.simulated.streams import CallingThread, SimulatedStream
@@ -69,24 +70,12 @@ class Accesses:
     ) -> None:
         """Errors: ``StreamRaceError`` naming both operations."""
         for tensor in tensors_in(value):
-            length = extent_bytes(tensor.shape, tensor.stride(), tensor.dtype)
+            shape, stride, start = tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
+            length = extent_bytes(shape, stride, tensor.dtype)
             if length:
-                start = tensor.data_ptr()
-                self._add(
-                    stream,
-                    _Access(
-                        start,
-                        start + length,
-                        tuple(tensor.shape),
-                        tensor.stride(),
-                        tensor.dtype.itemsize,
-                        written,
-                        operation,
-                        _micro_batch(),
-                        source,
-                        stream.clock[stream],
-                    ),
-                )
+                place = (start, start + length, shape, stride, tensor.dtype.itemsize, written)
+                told = (operation, _micro_batch(), source)
+                self._add(stream, _Access(*place, *told, stream.clock[stream]))
 
     def _add(self, stream: SimulatedStream, access: _Access) -> None:
         for other, accesses in self._by_stream.items():
@@ -158,9 +147,7 @@ class RaceWatch(TorchDispatchMode):
         self._accesses = Accesses()
         self._kept: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         if is_for_parts(types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -208,9 +195,7 @@ class _HostReads(TorchFunctionMode):
         super().__init__()
         self._watch = watch
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         name = _HOST_READS.get(func)
         if func is torch.Tensor.to and "cpu" in (*args[1:2], (kwargs or {}).get("device")):
             # By name: a ``torch.device`` may be the simulated one, to which nothing is copied.

@@ -22,7 +22,10 @@ from graphrt.device.base import TensorUse
 from graphrt.device.simulated.forbidden_ops import (
     INDEXING,
     MAKES_HOST_TENSOR,
+    RESEEDS,
     SEEN_IN_RECORDINGS,
+    Args,
+    Kwargs,
     Operator,
     branches,
     check_arguments,
@@ -30,8 +33,7 @@ from graphrt.device.simulated.forbidden_ops import (
     constant_tensor,
     mixes_host,
     one_hot,
-    reads_data,
-    reseeds,
+    reads_host,
     takes_numbers,
     uploads,
 )
@@ -226,7 +228,7 @@ class SimulatedRecording:
             raise self._first_error
         self._shared.faults.check_end()
         if any(generator.initial_seed() != seed for generator, seed in self._seeds):
-            raise reseeds().error()
+            raise RESEEDS.error()
         self._streams.check_joined()
         if not self._calls and not allow_empty:
             raise EmptyCaptureError(
@@ -259,7 +261,7 @@ class SimulatedRecording:
     # The operators, as torch dispatches them.
 
     def record_operator(
-        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mode: TorchDispatchMode
+        self, func: Operator, args: Args, kwargs: Kwargs, mode: TorchDispatchMode
     ) -> Any:
         """Record ``func``, or run it if it moves no data. ``mode``: what records its parts."""
         traits = self._shared.operators.traits(func)
@@ -279,7 +281,7 @@ class SimulatedRecording:
             and traits.asks_metadata
             and self._shared.operators.reads_data(func, args, kwargs)
         ):
-            forbidden = reads_data(traits.name)
+            forbidden = reads_host(traits.name)
         if forbidden is not None:
             raise forbidden.error()
         if traits.is_composite:
@@ -308,9 +310,7 @@ class SimulatedRecording:
             self._uses_rng |= traits.uses_rng
         return _returned(results, traits, args, kwargs)
 
-    def _is_on_host(
-        self, func: Operator, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def _is_on_host(self, func: Operator, traits: Traits, args: Args, kwargs: Kwargs) -> bool:
         """Whether it works on host memory alone, and so runs now.
 
         Errors: ``ForbiddenOperationError`` if it takes host memory beside tensors of the device,
@@ -352,16 +352,14 @@ class SimulatedRecording:
         self._tensors.note_host(made)
         return made
 
-    def _grow_empty(
-        self, func: Operator, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _grow_empty(self, func: Operator, traits: Traits, args: Args, kwargs: Kwargs) -> None:
         """Allocate for results that the caller passed as tensors without elements."""
         if all(one.numel() for one in _written(traits, args, kwargs)):
             return
         for tensor, new in self._shared.operators.grown(func, args, kwargs):
             self._tensors.allocate_for(tensor, new, self._shared.thread.stream)
 
-    def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """A call that torch may answer without dispatching anything."""
         forbidden = check_function(func, args, kwargs, self._tensors.is_host)
         if forbidden is not None:
@@ -390,7 +388,7 @@ class SimulatedRecording:
         function: Callable[..., Any],
         name: str,
         args: Sequence[Any],
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
         written: Collection[int | str],
         results: Any,
         stream: SimulatedStream,
@@ -449,9 +447,7 @@ class _OperatorRecorder(OfRecording, TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._recording = recording
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         if is_for_parts(types):
             return NotImplemented
         try:
@@ -476,9 +472,7 @@ class _FunctionRecorder(OfRecording, TorchFunctionMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         try:
             return self._recording.call_function(func, args, kwargs or {})
         except GraphrtError as error:
@@ -490,7 +484,7 @@ class _FunctionRecorder(OfRecording, TorchFunctionMode):
 def _unsupported(func: Any) -> GraphrtError:
     name = func.name()
     if name in ("cond", "while_loop"):
-        return branches(name).error()
+        return branches(f"torch.{name}").error()
     source = caller_source()
     return UnsupportedOperationError(
         f"torch.ops.higher_order.{name} cannot be recorded on the simulated device",
@@ -506,12 +500,12 @@ def _unsupported(func: Any) -> GraphrtError:
 _TAKES_HOST = frozenset({"aten::_pack_padded_sequence"})
 
 
-def _written(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written(traits: Traits, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     named = [at for at in traits.written if isinstance(at, str) or at < len(args)]
     return tensors_in([args[at] if isinstance(at, int) else kwargs.get(at) for at in named])
 
 
-def _returned(results: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _returned(results: Any, traits: Traits, args: Args, kwargs: Kwargs) -> Any:
     """What the operator returns: new tensors, and written arguments in their places."""
     places = traits.returns_written
     values = (results,) if len(places) == 1 else results or ()

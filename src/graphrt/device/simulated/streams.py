@@ -20,18 +20,14 @@ class SimulatedStream:
     """A logical queue. Compared by identity."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self.recording: RecordedStreams | None = None
         """The open recording that this stream belongs to."""
         self.clock: dict[SimulatedStream, int] = {self: 0}
         """How far into each stream the next operation here is known to come after."""
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def __repr__(self) -> str:
-        return f"SimulatedStream({self._name!r})"
+        return f"SimulatedStream({self.name!r})"
 
     def mark(self) -> SimulatedMark:
         if self.recording is not None:
