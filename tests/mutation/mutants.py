@@ -759,8 +759,8 @@ MUTANTS = [
     Mutant(
         "step that was not split does not say why",
         "graphrt/runtime/runtime.py",
-        "        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why\n",
-        "        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, None\n",
+        "        return dispatch(*batch), None, why\n",
+        "        return dispatch(*batch), None, None\n",
         SPLIT_STEPS,
     ),
     # What captures take from the device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -104,96 +104,85 @@ class ReadyGraph:
     address (``StaleCheck.POINTER``), the autocast dtype, what the capture read of ``step_info``."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Executor:
     """Static buffers, outputs and resources of ``fn``. Each run ends the outputs of the one before.
 
     ``inputs``: specs, or ``key -> specs``. Where an axis stands behind dimension 0, or specs depend
     on the key, each key gets contiguous buffers of its own.
     ``written_rows``: tensor -> name of the input that indexes the rows of it that a run writes.
+    ``declared``: how outputs are cut.
     ``smaller_sizes(mode, key)``: batches that are padded to a key, compared with the batch itself.
     ``reads_padding``: why results are meant to depend on the padding; empty if they are not.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        library: GraphLibrary,
-        inputs: Inputs,
-        outputs: OutputSpec | None,
-        capacity: Sizes,
-        axis_sizes: Callable[[BatchDescriptor], Sizes],
-        examples: Examples | None,
-        options: CaptureOptions,
-        tolerance: float | None,
-        observer: Observer | None,
-        *,
-        written_rows: Mapping[torch.Tensor, str],
-        smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]],
-        reads_padding: str,
-        is_strict: bool,
-        before_compared_run: Callable[[], None] | None = None,
-    ) -> None:
-        if outputs is None or outputs.axes is None:
+    fn: Callable[..., Any]
+    library: GraphLibrary
+    inputs: InitVar[Inputs]
+    declared: InitVar[OutputSpec | None]
+    capacity: Sizes
+    axis_sizes: Callable[[BatchDescriptor], Sizes]
+    examples: Examples | None
+    options: CaptureOptions
+    tolerance: float | None
+    observer: Observer | None
+    written_rows: Mapping[torch.Tensor, str]
+    smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]]
+    reads_padding: str
+    is_strict: bool
+    wait_for_ranks: Callable[[], None]
+    """Before each run that a comparison makes."""
+    is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
+    """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
+    num_tokens_across_ranks: tuple[int, ...] | None = None
+    """What the forward context of an eager run says: each rank's own size."""
+
+    def __post_init__(self, inputs: Inputs, declared: OutputSpec | None) -> None:
+        if declared is None or declared.axes is None:
             raise ConfigError(
                 "outputs of a runner",
                 expected="an OutputSpec with declared axes, because sizes differ",
                 found="None",
                 do="name the padded dimension of each output; {} if none is",
             )
-        self.fn = fn
-        self.axis_sizes = axis_sizes
         # A copy: outputs of two runners that were given one spec must not expire each other's.
-        self.outputs = OutputSpec(outputs.axes, outputs.policy, chosen_from=outputs.chosen_from)
-        check_axes(outputs, capacity)
-        self._library = library
-        self._replaying = library.replaying
-        self._capacity = capacity
-        self.examples = examples
-        self._options = options
-        self._layers = options.layers
-        self._written_rows = written_rows
-        self._smaller_sizes = smaller_sizes
-        self._reads_padding = reads_padding
-        self._is_strict = is_strict
-        self._before_compared_run = before_compared_run
-        self.num_tokens_across_ranks: tuple[int, ...] | None = None
-        """What the forward context of an eager run says: each rank's own size."""
-        self._device_kind = library.device.torch_device.type
-        self._generators = (library.device.generator, *library.generators)
+        self.outputs = OutputSpec(declared.axes, declared.policy, chosen_from=declared.chosen_from)
+        check_axes(declared, self.capacity)
+        self._replaying, self._layers = self.library.replaying, self.options.layers
+        device = self.library.device
+        self._device_kind = device.torch_device.type
+        self._generators = (device.generator, *self.library.generators)
         self._has_step_info = False
         """True once an example came with ``step_info``."""
         self._has_constant_info = False
-        self.is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
-        """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
         self._captured_with: dict[BatchDescriptor, Any] = {}
         """By key: copies of the example that was captured, until its program is checked."""
-        self._resources = tuple(options.prepared)
-        self._tolerance = tolerance
-        self._observer = observer
+        self._resources = tuple(self.options.prepared)
         # Eager outputs have their real size where it is an axis, and may be views of static buffers
         # as graph outputs are of graph storage. A length of another kind is cut off here too.
-        lengths = [length for dims in outputs.axes.values() for length in dims.values()]
-        self._hands_eager_out = outputs.policy == "view" and not any(map(callable, lengths))
-        self._expire = self.outputs.expire if outputs.policy == "checked_view" else None
+        lengths = [length for dims in declared.axes.values() for length in dims.values()]
+        self._hands_eager_out = declared.policy == "view" and not any(map(callable, lengths))
+        self._expire = self.outputs.expire if declared.policy == "checked_view" else None
         self._of_key: dict[BatchDescriptor, BufferSet] = {}
-        self._specs = inputs if callable(inputs) else partial(_same, tuple(inputs))
+        self._specs = inputs if callable(inputs) else lambda key: inputs
         self._reader: BufferSet | None = None
         """Reads real sizes off values. It has no bytes where each key has buffers of its own."""
         self._shared: BufferSet | None = None
         if callable(inputs):
             return  # The first use asks for the specs of a key.
-        check_written_rows(written_rows, inputs)
+        check_written_rows(self.written_rows, inputs)
         if any(axis in spec.shape[1:] for spec in inputs for axis in spec.axes):
             # A prefix along an inner axis is not contiguous.
             self._reader = self._empty_buffers(inputs)
         else:
-            self._reader = self._shared = BufferSet(inputs, capacity, axis_sizes, library.device)
-        check_parameters(fn, inputs)
+            self._shared = BufferSet(inputs, self.capacity, self.axis_sizes, device)
+            self._reader = self._shared
+        check_parameters(self.fn, inputs)
 
     def register(self) -> None:
         """Let graphs of the library write the shared buffers that are declared ``written``."""
         if self._shared is not None:
-            self._library.add_buffers(self._shared)
+            self.library.add_buffers(self._shared)
 
     def real_sizes(self, values: Values) -> dict[str, int]:
         """The real size of every axis, read off ``values``. Errors: ``InputMismatchError``."""
@@ -211,12 +200,12 @@ class Executor:
 
     def _buffers_to_read(self) -> BufferSet:
         if self._reader is None:
-            self._reader = self._empty_buffers(self._specs(make_key(self._capacity)))
+            self._reader = self._empty_buffers(self._specs(make_key(self.capacity)))
         return self._reader
 
     def _empty_buffers(self, specs: Sequence[BufferSpec]) -> BufferSet:
-        none = dict.fromkeys(self._capacity, 0)
-        return BufferSet(specs, none, lambda _: none, self._library.device)
+        none = dict.fromkeys(self.capacity, 0)
+        return BufferSet(specs, none, lambda _: none, self.library.device)
 
     def bind(self, key: BatchDescriptor) -> BoundBuffers:
         """The padded views of ``key``."""
@@ -225,10 +214,10 @@ class Executor:
         buffers = self._of_key.get(key)
         if buffers is None:
             sizes, specs = self.axis_sizes(key), self._specs(key)
-            check_written_rows(self._written_rows, specs)
-            buffers = BufferSet(specs, sizes, lambda _: sizes, self._library.device)
+            check_written_rows(self.written_rows, specs)
+            buffers = BufferSet(specs, sizes, lambda _: sizes, self.library.device)
             self._of_key[key] = buffers
-            self._library.add_buffers(buffers)
+            self.library.add_buffers(buffers)
         return buffers.bind(key)
 
     def make_ready(self, entry: Entry) -> ReadyGraph:
@@ -252,7 +241,7 @@ class Executor:
 
     def _check_of(self, program: Program, bound: BoundBuffers) -> Callable[[Any], None] | None:
         """What is compared before each replay beside what costs nothing; None if that is all."""
-        is_pointer = self._library.stale_check is StaleCheck.POINTER
+        is_pointer = self.library.stale_check is StaleCheck.POINTER
         never_informed = program.reads_step_info and not self._has_step_info
         if not (is_pointer or never_informed or program.autocast):
             return None
@@ -261,7 +250,14 @@ class Executor:
             if autocast_dtype(self._device_kind) is not program.autocast:
                 raise autocast_error(program.key, program.autocast)
             if never_informed and step_info is not None:
-                raise _step_info_error(program)
+                raise UnkeyedValueError(
+                    f"{program.title}: step_info",
+                    expected="None, as in every example: the callable read it outside eager "
+                    "segments, so the graph holds what it did without",
+                    found="a value",
+                    do="give examples a step_info that differs by seed, or read it in an eager "
+                    "segment",
+                )
             if is_pointer:
                 program.check((), bound.views)
 
@@ -345,17 +341,17 @@ class Executor:
             read = self.real_sizes(values)
         except InputMismatchError:
             return None
-        found = {axis: read.get(axis, real[axis]) for axis in self._capacity}
+        found = {axis: read.get(axis, real[axis]) for axis in self.capacity}
         return found if found != dict(real) and self.is_padded(real, found) else None
 
     def _unpadded(self, key: BatchDescriptor, sizes: Sizes) -> BoundBuffers:
         """Buffers of exactly these sizes: the shared ones where they are large enough."""
         if self._shared is not None and all(
-            sizes.get(axis, 0) <= size for axis, size in self._capacity.items()
+            sizes.get(axis, 0) <= size for axis, size in self.capacity.items()
         ):
             return self._shared.unpadded(sizes)
         specs = self._specs(key)
-        return BufferSet(specs, sizes, lambda _: sizes, self._library.device).bind(key)
+        return BufferSet(specs, sizes, lambda _: sizes, self.library.device).bind(key)
 
     # -- verification
 
@@ -374,15 +370,6 @@ class Executor:
         for resource in self._resources:
             resource.prepare(key, step_info)
 
-        def run_eager() -> Any:
-            self._wait_for_ranks()
-            with (
-                torch.no_grad(),
-                self._context(RuntimeMode.NONE, key, step_info),
-                self._library.device.modes_of_recording(),
-            ):
-                return self.outputs.bind(self.fn(**bound.views)).unpad(sizes)
-
         def run_replay() -> Any:
             bound.stage(staged, values)  # Again: the eager run may write buffers.
             return self._replay_compared(ready, sizes, step_info)
@@ -391,16 +378,16 @@ class Executor:
         return check_replay(
             mode=ready.mode,
             key=key,
-            run_eager=run_eager,
+            run_eager=lambda: self._eager_compared(key, bound, sizes, step_info),
             run_replay=run_replay,
             state=self._run_state(
                 call, bound, bound.views, whole, poisons=before_warmup is not None
             ),
             runnable=self.fn,
             before_warmup=before_warmup,
-            tolerance=self._tolerance,
+            tolerance=self.tolerance,
             suspects=lambda: _suspects(ready.program),
-            observer=self._observer,
+            observer=self.observer,
         )
 
     def compare_padding(
@@ -422,22 +409,16 @@ class Executor:
                 resource.prepare(key, step_info)
 
         def run_unpadded() -> Any:
-            self._wait_for_ranks()
             unpadded = self._unpadded(unpadded_key, sizes)
             unpadded.stage(sizes, values)
             for resource in self._resources:
                 resource.prepare(unpadded_key, step_info)
-            with (
-                torch.no_grad(),
-                self._context(RuntimeMode.NONE, unpadded_key, step_info),
-                self._library.device.modes_of_recording(),
-            ):
-                outputs = self.outputs.bind(self.fn(**unpadded.views)).unpad(sizes)
-                if self._shared is None:
-                    # Written in buffers of its own, compared where replays write.
-                    for name, view in real.items():
-                        if bound.specs[name].written:
-                            view.copy_(unpadded.views[name])
+            outputs = self._eager_compared(unpadded_key, unpadded, sizes, step_info)
+            if self._shared is None:
+                # Written in buffers of its own, compared where replays write.
+                for name, view in real.items():
+                    if bound.specs[name].written:
+                        view.copy_(unpadded.views[name])
             return outputs
 
         return check_padding(
@@ -449,19 +430,23 @@ class Executor:
             replay=lambda: self._replay_compared(ready, sizes, step_info),
             run_unpadded=run_unpadded if staged == sizes else None,
             state=self._run_state(call, bound, real, (), poisons=before_warmup is not None),
-            reads_padding=self._reads_padding,
+            reads_padding=self.reads_padding,
             chosen_from=self.outputs.chosen_from,
-            tolerance=self._tolerance,
+            tolerance=self.tolerance,
             before_warmup=before_warmup,
-            observer=self._observer,
+            observer=self.observer,
         )
 
-    def _wait_for_ranks(self) -> None:
-        if self._before_compared_run is not None:
-            self._before_compared_run()
+    def _eager_compared(
+        self, key: BatchDescriptor, bound: BoundBuffers, sizes: Sizes, step_info: Any
+    ) -> Any:
+        self.wait_for_ranks()
+        modes = self.library.device.modes_of_recording()
+        with torch.no_grad(), self._context(RuntimeMode.NONE, key, step_info), modes:
+            return self.outputs.bind(self.fn(**bound.views)).unpad(sizes)
 
     def _replay_compared(self, ready: ReadyGraph, sizes: Sizes, step_info: Any) -> Any:
-        self._wait_for_ranks()
+        self.wait_for_ranks()
         with torch.no_grad(), self._context(ready.mode, ready.key, step_info):
             ready.program(**ready.bound.views)
         return ready.unpad(sizes)
@@ -471,8 +456,8 @@ class Executor:
         whole: list[torch.Tensor] = []
         left: list[torch.Tensor] = []
         room = MAX_COMPARED_BYTES
-        for tensor in self._options.may_overwrite:
-            if tensor in self._written_rows:
+        for tensor in self.options.may_overwrite:
+            if tensor in self.written_rows:
                 continue
             room -= tensor.nbytes
             (whole if room >= 0 else left).append(tensor)
@@ -493,7 +478,7 @@ class Executor:
         }
         tensors |= {f"may_overwrite {n}": tensor for n, tensor in enumerate(overwritten)}
         rows = {}
-        for number, (tensor, name) in enumerate(self._written_rows.items()):
+        for number, (tensor, name) in enumerate(self.written_rows.items()):
             if name not in call.values:
                 continue  # Optional, and not in this batch.
             real = [
@@ -504,7 +489,7 @@ class Executor:
             index = index.to(device=tensor.device, dtype=torch.int64)
             valid = index[(index >= 0) & (index < tensor.shape[0])]
             rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
-        return RunState(self._options.state, tensors, rows, self._generators, poisons=poisons)
+        return RunState(self.options.state, tensors, rows, self._generators, poisons=poisons)
 
     def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
         """Play a new program once, on inputs other than those it was captured with.
@@ -513,10 +498,8 @@ class Executor:
         are padded to it. State stays as it was.
         """
         ready, call = self.make_ready(entry), self._example(entry.key, 1)
-        state = RunState(self._options.state, generators=self._generators)
-        saved = state.save()
         captured = self._captured_with.pop(entry.key, None)
-        try:
+        with self._state_kept():
             if before_warmup is None:
                 self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
                 return
@@ -533,13 +516,13 @@ class Executor:
                     captured[0],
                     dict(call.values),
                     before_warmup,
-                    is_strict=self._is_strict,
+                    is_strict=self.is_strict,
                 )
             _, left = self._overwritten()
             ready.program.is_compared = require_compared(
-                subject, verification, left, is_strict=self._is_strict
+                subject, verification, left, is_strict=self.is_strict
             )
-            if self._options.warmups == 0:
+            if self.options.warmups == 0:
                 # The capture was the first run of all: a third one shows what counts runs, and
                 # inputs other than before show what a first run kept of its own.
                 for seed in (0, 1):
@@ -548,8 +531,15 @@ class Executor:
             for sizes in self._sizes_to_pad(entry):
                 with _of_example():
                     self.compare_padding(ready, self._call(sizes, 1), before_warmup)
-                compared.append(_told(sizes))
+                compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
             entry.padding = self._describe_padding(compared, ready.program)
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        state = RunState(self.options.state, generators=self._generators)
+        saved = state.save()
+        try:
+            yield
         finally:
             state.restore(saved)
 
@@ -558,11 +548,9 @@ class Executor:
 
         ``wait`` until the device is done. State stays as it was.
         """
-        guarded = RunState(self._options.state, generators=self._generators)
-        saved = guarded.save()
-        calls = [(self.make_ready(entry), self._example(entry.key, 1)) for entry in entries]
         least = [sys.maxsize] * len(entries)
-        try:
+        with self._state_kept():
+            calls = [(self.make_ready(entry), self._example(entry.key, 1)) for entry in entries]
             for _ in range(TIMED_ROUNDS):
                 for number, (ready, call) in enumerate(calls):
                     self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
@@ -573,8 +561,6 @@ class Executor:
                     wait()
                     took = (perf_counter_ns() - started) // TIMED_REPLAYS
                     least[number] = min(least[number], took)
-        finally:
-            guarded.restore(saved)
         return least
 
     def _sizes_to_pad(self, entry: Entry) -> list[Sizes]:
@@ -583,7 +569,7 @@ class Executor:
         Along an axis that the one that missed it fills, the smallest as well.
         """
         padded = self.axis_sizes(entry.key)
-        smallest = [s for s in self._smaller_sizes(entry.mode, entry.key) if s != padded]
+        smallest = [s for s in self.smaller_sizes(entry.mode, entry.key) if s != padded]
         if not smallest and entry.key.num_ubatches > 1:
             # Without padding: only this compares micro-batches with the batch as a whole.
             smallest = [padded]
@@ -596,7 +582,7 @@ class Executor:
     def _describe_padding(self, compared: Sequence[str], program: Program) -> str:
         if not compared:
             return "no batch is padded to this key"
-        why = f"reads padding: {self._reads_padding}; " if self._reads_padding else ""
+        why = f"reads padding: {self.reads_padding}; " if self.reads_padding else ""
         random = "; draws random numbers: without the unpadded batch" if _is_random(program) else ""
         return f"{why}compared with {', '.join(compared)}{random}"
 
@@ -605,26 +591,22 @@ class Executor:
     def trace(self, sizes: Sizes, run: Callable[[Callable[[], Any], Varying], None]) -> None:
         """Give ``run`` a call of ``fn`` on an example of ``sizes``, as in an eager step, and the
         dimensions of its inputs that vary. State stays as it was."""
-        guarded = RunState(self._options.state, generators=self._generators)
-        before = guarded.save()
-        key, call = BatchDescriptor(next(iter(sizes.values()))), self._call(sizes, 0)
-        bound = self._unpadded(key, sizes)
-        bound.stage(sizes, call.values)
-        # Tensors of their own, because what they are marked with stays on them.
-        views = {name: view.view_as(view) for name, view in bound.views.items()}
-        varying = [
-            (view, dim, axis)
-            for name, view in views.items()
-            for dim, axis in enumerate(bound.specs[name].shape)
-            if isinstance(axis, str)
-        ]
-        try:
+        with self._state_kept():
+            key, call = BatchDescriptor(next(iter(sizes.values()))), self._call(sizes, 0)
+            bound = self._unpadded(key, sizes)
+            bound.stage(sizes, call.values)
+            # Tensors of their own, because what they are marked with stays on them.
+            views = {name: view.view_as(view) for name, view in bound.views.items()}
+            varying = [
+                (view, dim, axis)
+                for name, view in views.items()
+                for dim, axis in enumerate(bound.specs[name].shape)
+                if isinstance(axis, str)
+            ]
             for resource in self._resources:
                 resource.prepare(key, call.step_info)
             with torch.no_grad(), self._context(RuntimeMode.NONE, key, call.step_info):
                 run(partial(self.fn, **views), varying)
-        finally:
-            guarded.restore(before)
 
     def example_inputs(
         self, key: BatchDescriptor, seed: int
@@ -666,11 +648,11 @@ class ProfiledExecutor(Executor):
     def replay(
         self, ready: ReadyGraph, values: Values, sizes: Sizes, staged: Sizes, step_info: Any
     ) -> Any:
-        with self._library.device.range(f"{ready.mode.name} {ready.key}"):
+        with self.library.device.range(f"{ready.mode.name} {ready.key}"):
             return super().replay(ready, values, sizes, staged, step_info)
 
     def eager(self, key: BatchDescriptor, call: Call) -> Any:
-        with self._library.device.range(f"NONE {key}"):
+        with self.library.device.range(f"NONE {key}"):
             return super().eager(key, call)
 
 
@@ -702,16 +684,6 @@ def _require_other_info(entry: Entry, captured: Any, step_info: Any) -> None:
     )
 
 
-def _step_info_error(program: Program) -> UnkeyedValueError:
-    return UnkeyedValueError(
-        f"{program.title}: step_info",
-        expected="None, as in every example: the callable read it outside eager segments, so the "
-        "graph holds what it did without",
-        found="a value",
-        do="give examples a step_info that differs by seed, or read it in an eager segment",
-    )
-
-
 def _suspects(program: Program) -> list[str]:
     """What is known to make a replay differ from eager."""
     found = []
@@ -727,11 +699,3 @@ def _suspects(program: Program) -> list[str]:
 
 def _is_random(program: Program) -> bool:
     return any(item.graph.uses_rng for item in program.segments if isinstance(item, GraphSegment))
-
-
-def _told(sizes: Sizes) -> str:
-    return " and ".join(f"{size} {axis}" for axis, size in sizes.items())
-
-
-def _same(specs: Sequence[BufferSpec], key: BatchDescriptor) -> Sequence[BufferSpec]:
-    return specs

@@ -103,11 +103,6 @@ _EAGER = RuntimeMode.NONE
 _NONE: frozenset[RuntimeMode] = frozenset()
 
 
-def _seen() -> bool:
-    """In place of a look, where one was taken before the decision."""
-    return True
-
-
 _FIXED = {"calls": 1}
 """The size along an axis that no input has: where all calls have the same shapes."""
 
@@ -253,21 +248,21 @@ class CUDAGraphRunner:
             if self._owns_library:
                 on_error.callback(self.library.close)
             self._executor = (ProfiledExecutor if nvtx else Executor)(
-                fn,
-                self.library,
-                inputs,
-                outputs,
-                self.capacity,
-                self._axis_sizes,
-                examples,
-                self._options,
-                verify_tolerance,
-                observer,
+                fn=fn,
+                library=self.library,
+                inputs=inputs,
+                declared=outputs,
+                capacity=self.capacity,
+                axis_sizes=self._axis_sizes,
+                examples=examples,
+                options=self._options,
+                tolerance=verify_tolerance,
+                observer=observer,
                 written_rows=may_overwrite if isinstance(may_overwrite, Mapping) else {},
                 smaller_sizes=smaller_sizes or partial(smaller_by_axis, sizes, self._axis_sizes),
                 reads_padding=reads_padding,
                 is_strict=self._is_strict,
-                before_compared_run=None if lockstep is None else lockstep.before_run,
+                wait_for_ranks=lockstep.before_run if lockstep is not None else lambda: None,
             )
             self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
             """The owner of the programs in the library."""
@@ -637,7 +632,7 @@ class CUDAGraphRunner:
     def look_before_deciding(self) -> Callable[[], None]:
         """From here on, look at what graphs read when the returned function is called, in place of
         before each graph run: ranks decide together, so that no rank may change its mind later."""
-        look, self._look = self._look, _seen
+        look, self._look = self._look, lambda: True
 
         def refresh() -> None:
             if not look():

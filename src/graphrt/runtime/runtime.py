@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from time import perf_counter_ns
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -93,6 +93,8 @@ _TIMED_DEVICES = ("cuda",)
 """Where the time of a replay is that of the model: a simulated one computes in turns."""
 
 _NONE: frozenset[RuntimeMode] = frozenset()
+_Batch = tuple[int, bool, int, frozenset[RuntimeMode]]
+"""Tokens, whether it is uniform, adapters, excluded modes: what a dispatcher decides by."""
 # CPython 3.11 looks a member up through a Python property; a step has no time for that.
 _EAGER, _NOT_CAPTURED_YET = RuntimeMode.NONE, Reason.NOT_CAPTURED_YET
 
@@ -208,12 +210,7 @@ class Runtime:
         sm_control: SMControl | None = None,
         ranks: Exchange | None = None,
     ) -> None:
-        flat = {
-            "mode": mode,
-            "sizes": sizes,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-        }
+        flat = dict(zip(_FIELDS, (mode, sizes, max_num_seqs, max_num_batched_tokens), strict=True))
         self.config, self.resolved = _resolve(config, flat, facts)
         config = self.config
         check_rank_config(config.ranks, ranks is not None)
@@ -483,13 +480,13 @@ class Runtime:
         elif self._split is None:
             decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
         else:
-            decision, slices, why = self._decide_split(
-                num_tokens, num_reqs, uniform, num_active_loras, exclude, query_lens, unsplit
-            )
+            batch = (num_tokens, uniform, num_active_loras, exclude)
+            decision, slices, why = self._decide_split(batch, num_reqs, query_lens, unsplit)
         mode, key, reason = decision
-        if reason is _NOT_CAPTURED_YET:
-            self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, decision)
         sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
+        if reason is _NOT_CAPTURED_YET:
+            batch = (num_tokens, uniform, num_active_loras, exclude)
+            runner.note_miss(*batch, key.num_ubatches, real_sizes=sizes)
         if slices is None:
             outputs = self._execute(decision, sizes, values, step_info)
         else:
@@ -515,66 +512,22 @@ class Runtime:
             )
         return outputs
 
-    def _note_miss(
-        self,
-        num_tokens: int,
-        num_reqs: int,
-        uniform: bool,
-        num_active_loras: int,
-        exclude: frozenset[RuntimeMode],
-        missed: Decision,
-    ) -> None:
-        self.runner.note_miss(
-            num_tokens,
-            uniform,
-            num_active_loras,
-            exclude,
-            missed.descriptor.num_ubatches,
-            real_sizes={TOKENS: num_tokens, REQUESTS: num_reqs},
-        )
-
-    def _query_lens(
-        self,
-        given: Iterable[int] | None,
-        num_tokens: int,
-        num_reqs: int,
-        query_len: int,
-        uniform: bool,
-    ) -> list[int] | None:
-        """The tokens of each request; None where a cut needs them and nobody knows."""
-        if given is None:
-            if uniform:
-                return [query_len] * num_reqs
-            # Nothing is cut by requests: as if there was one.
-            return None if self._cuts_requests else [num_tokens]
-        lens = [int(length) for length in given]
-        if sum(lens) != num_tokens or len(lens) != num_reqs:
-            raise BatchError(
-                "query_lens",
-                expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
-                found=f"{len(lens)} that add up to {sum(lens)}",
-                do="pass the tokens of each request of this batch, in order",
-            )
-        return lens
-
     def _decide_split(
         self,
-        num_tokens: int,
+        batch: _Batch,
         num_reqs: int,
-        uniform: bool,
-        num_active_loras: int,
-        exclude: frozenset[RuntimeMode],
         query_lens: Iterable[int] | None,
         unsplit: UBatchReason | None,
     ) -> tuple[Decision, Sequence[UBatchSlice] | None, UBatchReason | None]:
         """What a step runs, where an eager one is cut, and why it is not split."""
+        num_tokens, uniform, _, _ = batch
         dispatch, config = self.runner.dispatcher.dispatch, self.plan.ubatch
         query_len, num_ubatches = self._query_len if uniform else 1, config.num_ubatches
         why = wants_split(num_tokens, uniform, config, unsplit)
         if why is None and not ubatch_stride(num_tokens, query_len, num_ubatches):
             why = UBatchReason.TOO_FEW_TOKENS
         if why is None:
-            found = dispatch(num_tokens, uniform, num_active_loras, exclude, num_ubatches)
+            found = dispatch(*batch, num_ubatches)
             if found.mode is not _EAGER:
                 padded = found.descriptor.num_tokens
                 if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
@@ -587,13 +540,20 @@ class Runtime:
             why = UBatchReason.NO_FULL_GRAPH
             may_cut = config.allow_eager and self.config.on_miss == "eager"
             if may_cut and num_tokens >= config.prefill_token_threshold:
-                lens = self._query_lens(query_lens, num_tokens, num_reqs, query_len, uniform)
+                lens: list[int] | None
+                if query_lens is not None:
+                    lens = _check_query_lens(query_lens, num_tokens, num_reqs)
+                elif uniform:
+                    lens = [query_len] * num_reqs
+                else:  # Where nothing is cut by requests: as if there was one.
+                    lens = None if self._cuts_requests else [num_tokens]
                 if lens is not None:
                     slices = make_slices(lens, num_tokens, num_reqs, num_ubatches, query_len)
                     return found, slices, None
             if found.reason is _NOT_CAPTURED_YET:
-                self._note_miss(num_tokens, num_reqs, uniform, num_active_loras, exclude, found)
-        return dispatch(num_tokens, uniform, num_active_loras, exclude), None, why
+                sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
+                self.runner.note_miss(*batch, num_ubatches, real_sizes=sizes)
+        return dispatch(*batch), None, why
 
     def step_idle(self, step_info: Any = None) -> bool:
         """Take part in a step of the other ranks without a batch; False if no rank has one.
@@ -743,12 +703,7 @@ class Runtime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -919,6 +874,19 @@ def _check_requests(num_tokens: int, num_reqs: int) -> None:
             found=str(found),
             do="count the requests of this batch",
         )
+
+
+def _check_query_lens(query_lens: Iterable[int], num_tokens: int, num_reqs: int) -> list[int]:
+    """The tokens of each request. Errors: ``BatchError`` if they are not those of the batch."""
+    lens = [int(length) for length in query_lens]
+    if sum(lens) != num_tokens or len(lens) != num_reqs:
+        raise BatchError(
+            "query_lens",
+            expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
+            found=f"{len(lens)} that add up to {sum(lens)}",
+            do="pass the tokens of each request of this batch, in order",
+        )
+    return lens
 
 
 def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:
