@@ -7,6 +7,7 @@ not capture by accident; a worker that needs it runs in a copy of its caller's c
 from __future__ import annotations
 
 from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
@@ -16,51 +17,36 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ForwardContext:
     """The mode and key of this step, and what attention needs. Entered once, with ``with``.
 
     A context entered inside another inherits its ``capture_scope``, its ``layers`` where it has
     none, and its ``breaks=False``. Compiled code never reads it.
+
+    ``cudagraph_runtime_mode``: What wrappers of this mode replay in; NONE: nothing.
+    ``batch_descriptor``: The key of the step.
+    ``attn_metadata``: The step's ``step_info``, whatever that is.
+    ``slot_mapping``: Where attention stores keys and values.
+    ``layers``: Objects by name that operators find here.
+    ``num_tokens_across_ranks``: The size of each rank's batch; None where a rank decides alone.
+    ``ubatch_slices``: Where the step is cut into micro-batches. ``ubatch``: The one that runs.
+    ``capture_scope``: The permission to capture, and the recorder.
+    ``breaks``: False: break points are plain calls.
     """
 
-    __slots__ = (
-        "_token",
-        "attn_metadata",
-        "batch_descriptor",
-        "breaks",
-        "capture_scope",
-        "cudagraph_runtime_mode",
-        "layers",
-        "num_tokens_across_ranks",
-        "slot_mapping",
-        "ubatch",
-        "ubatch_slices",
-    )
-
-    def __init__(
-        self,
-        cudagraph_runtime_mode: RuntimeMode = RuntimeMode.NONE,
-        batch_descriptor: BatchDescriptor | None = None,
-        # No bare star: defaults of keyword-only parameters are looked up in a dict at every call.
-        attn_metadata: Any = None,
-        slot_mapping: Any = None,
-        layers: Mapping[str, Any] | None = None,
-        num_tokens_across_ranks: tuple[int, ...] | None = None,
-        ubatch_slices: Sequence[Any] | None = None,
-        ubatch: Any = None,
-        capture_scope: Any = None,
-        breaks: bool = True,
-    ) -> None:
-        self.cudagraph_runtime_mode = cudagraph_runtime_mode
-        self.batch_descriptor = batch_descriptor
-        self.attn_metadata = attn_metadata
-        self.slot_mapping = slot_mapping
-        self.layers = layers
-        self.num_tokens_across_ranks = num_tokens_across_ranks
-        self.ubatch_slices = ubatch_slices
-        self.ubatch = ubatch
-        self.capture_scope = capture_scope
-        self.breaks = breaks
+    # Not keyword-only: defaults of such parameters are looked up in a dict at every call.
+    cudagraph_runtime_mode: RuntimeMode = RuntimeMode.NONE
+    batch_descriptor: BatchDescriptor | None = None
+    attn_metadata: Any = None
+    slot_mapping: Any = None
+    layers: Mapping[str, Any] | None = None
+    num_tokens_across_ranks: tuple[int, ...] | None = None
+    ubatch_slices: Sequence[Any] | None = None
+    ubatch: Any = None
+    capture_scope: Any = None
+    breaks: bool = True
+    _token: Token[ForwardContext | None] = field(init=False)
 
     def derive(self, **changes: Any) -> ForwardContext:
         """Return a context, not entered yet, that differs from this one in ``changes``."""
@@ -102,7 +88,7 @@ class ForwardContext:
                 self.layers = outer.layers
             if not outer.breaks:
                 self.breaks = False
-        self._token: Token[ForwardContext | None] = _enter(self)
+        self._token = _enter(self)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

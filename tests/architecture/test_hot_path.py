@@ -42,7 +42,6 @@ GOLDEN = {
     "PIECEWISE": [
         *DISPATCH,
         *EXECUTE,
-        "context.py ForwardContext.__init__",
         "context.py ForwardContext.__enter__",
         "<graphrt model PIECEWISE BatchDescriptor(num_tokens=4)> replay",
         "context.py ForwardContext.__exit__",
