@@ -189,7 +189,7 @@ class _CaptureQuery:
         self._original: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 
     def __call__(self) -> bool:
-        return threading.get_ident() in self._num_scopes or self._original()
+        return self.is_told_here() or self._original()
 
     def is_told_here(self) -> bool:
         return threading.get_ident() in self._num_scopes

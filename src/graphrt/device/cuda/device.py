@@ -297,7 +297,7 @@ class CUDADevice:
             return alias._neg_view() if tensor.is_neg() else alias
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        if not tensor.is_cuda:
+        if not tensor.is_cuda or tensor.layout is not torch.strided:
             return False
         address = storage_address(tensor)
         return address is not None and self.pools.holds(address)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -41,14 +42,16 @@ _open_recordings: dict[int, OpenRecordings] = {}
 """By index: the allocator, cuBLAS's workspaces and the driver's rules are the process's too."""
 
 
+@dataclass(eq=False)
 class CaptureState:
     """What the recordings and the graphs of one device share."""
 
-    def __init__(self, index: int, debug: bool, pools: PoolTable) -> None:
-        self.index = index
-        self.debug = debug
-        self.pools = pools
-        opened = _open_recordings.setdefault(index, OpenRecordings())
+    index: int
+    debug: bool
+    pools: PoolTable
+
+    def __post_init__(self) -> None:
+        opened = _open_recordings.setdefault(self.index, OpenRecordings())
         self.current, self.recordings = opened.current, opened.all
         self.graphs: dict[int, CUDADeviceGraph] = {}
         """Those that are not reset, oldest first, by id. Strong on purpose: see there."""
@@ -68,6 +71,7 @@ class CaptureState:
             )
 
 
+@dataclass(eq=False, repr=False)
 class CUDADeviceGraph:
     """One instantiated graph. The device keeps it alive until ``reset``.
 
@@ -76,29 +80,21 @@ class CUDADeviceGraph:
     ``replay`` is the bare launch from the start, so that it may be bound once.
     """
 
-    def __init__(
-        self,
-        state: CaptureState,
-        graph: torch.cuda.CUDAGraph,
-        pool: CUDAPool,
-        label: str,
-        *,
-        externals: tuple[TensorUse, ...],
-        uses_rng: bool,
-        num_nodes: int | None,
-    ) -> None:
-        self._state = state
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._pool = pool
-        self._label = label
-        self.externals = externals
-        self.uses_rng = uses_rng
-        """Whether a replay may move a generator: as observed, or True if nothing was."""
-        self.num_nodes = num_nodes
-        """0 for an empty graph, else known on a debug device with cuda-bindings only."""
-        self.replay: Callable[[], None] = bare_launch(graph, label)
-        state.graphs[id(self)] = self
-        pool.num_graphs += 1
+    _state: CaptureState
+    _graph: torch.cuda.CUDAGraph | None
+    _pool: CUDAPool
+    _label: str
+    externals: tuple[TensorUse, ...]
+    uses_rng: bool
+    """Whether a replay may move a generator: as observed, or True if nothing was."""
+    num_nodes: int | None
+    """0 for an empty graph, else known on a debug device with cuda-bindings only."""
+
+    def __post_init__(self) -> None:
+        assert self._graph is not None, "until it is reset"
+        self.replay: Callable[[], None] = bare_launch(self._graph, self._label)
+        self._state.graphs[id(self)] = self
+        self._pool.num_graphs += 1
 
     def reset(self) -> None:
         """Destroy the executable, and no longer count as a user of the pool. Idempotent.
@@ -145,25 +141,22 @@ def bare_launch(graph: torch.cuda.CUDAGraph, label: str) -> Callable[[], None]:
     return launch
 
 
+@dataclass(eq=False, repr=False)
 class CUDARecording:
     """An open recording of the calling thread. Made by ``CUDADevice.begin``.
 
     ``stream`` is current. Errors: torch's own, translated; what was begun is undone.
     """
 
-    def __init__(
-        self,
-        state: CaptureState,
-        pool: CUDAPool,
-        stream: torch.cuda.Stream,
-        label: str,
-        generators: Sequence[torch.Generator],
-        observe: bool,
-    ) -> None:
-        self._state = state
-        self._pool = pool
-        self._stream = stream
-        self._label = label
+    _state: CaptureState
+    _pool: CUDAPool
+    _stream: torch.cuda.Stream
+    _label: str
+    generators: InitVar[Sequence[torch.Generator]]
+    observe: InitVar[bool]
+
+    def __post_init__(self, generators: Sequence[torch.Generator], observe: bool) -> None:
+        state, pool = self._state, self._pool
         # torch registers the default one itself.
         default = torch.cuda.default_generators[state.index]
         self._generators = [each for each in generators if each is not default]
@@ -188,7 +181,7 @@ class CUDARecording:
                 enter(self._observer)
             annotations = private.kernel_annotations() if state.debug else None
             if annotations is not None:
-                self._labels = private.KernelLabels(annotations, label)
+                self._labels = private.KernelLabels(annotations, self._label)
         except BaseException as error:  # noqa: BLE001  The caller has no recording to abort.
             raise self.abort(error)  # noqa: B904  The same error, or it has it as its cause.
 

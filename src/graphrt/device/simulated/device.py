@@ -246,10 +246,10 @@ class SimulatedDevice:
         return tensor
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        address = 0 if storage is None else storage.data_ptr()
         arena = self._memory.arena_at(address)
-        if arena is None:
+        if arena is None or storage is None:
             return tensor
         with without_modes():
             flat = arena.owning(address - arena.address, storage.nbytes(), tensor.dtype)

@@ -331,6 +331,8 @@ class DeviceMemory:
         return next((pool.live[address] for pool in self.pools if address in pool.live), None)
 
     def owns(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
         return self.arena_at(tensor.untyped_storage().data_ptr()) is not None
 
     def reading(self, pool_bytes: int) -> MemoryReading:

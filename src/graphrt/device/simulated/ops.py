@@ -258,7 +258,7 @@ class Operators:
             mode = _new_fake_mode()
         try:
             with mode:
-                yield _Substitutes(lambda tensor: _fake(mode, tensor))
+                yield _Substitutes(lambda one: FakeTensor(mode, _meta(one), one.device))
         finally:
             self._idle_modes.append(mode)
 
@@ -269,10 +269,6 @@ def _new_fake_mode() -> FakeTensorMode:
     # name.
     mode.cache_enabled = False
     return mode
-
-
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    return FakeTensor(mode, _meta(tensor), tensor.device)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -89,24 +89,21 @@ class Shared:
     compiled_code_guard: Callable[[], AbstractContextManager[Any]] | None = None
 
 
+@dataclass(eq=False, repr=False)
 class SimulatedRecording:
     """An open recording. See ``base.Recording``."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        pool: PoolMemory,
-        stream: SimulatedStream,
-        label: str,
-        observe: bool,
-        generators: Sequence[torch.Generator] = (),
-    ) -> None:
-        self._shared = shared
-        self._pool = pool
-        self._label = label
-        self._observe = observe
-        self._streams = RecordedStreams(label, stream)
-        self._tensors = RecordedTensors(pool, shared.memory, shared.faults)
+    _shared: Shared
+    _pool: PoolMemory
+    stream: InitVar[SimulatedStream]
+    _label: str
+    _observe: bool
+    generators: InitVar[Sequence[torch.Generator]]
+
+    def __post_init__(self, stream: SimulatedStream, generators: Sequence[torch.Generator]) -> None:
+        shared = self._shared
+        self._streams = RecordedStreams(self._label, stream)
+        self._tensors = RecordedTensors(self._pool, shared.memory, shared.faults)
         self._seeds = [(one, one.initial_seed()) for one in (torch.default_generator, *generators)]
         self._function: Any = None
         """The function of torch's that runs now, as Python called it."""
@@ -117,7 +114,7 @@ class SimulatedRecording:
         self._workspaces: dict[SimulatedStream, Workspace] = {}
         self._owned_workspaces: list[Workspace] = []
         self._modes = ExitStack()
-        pool.begin_recording()
+        self._pool.begin_recording()
         shared.thread.set_recording(self._streams)
         try:
             self._modes.enter_context(self._recording())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from graphrt.errors import UnjoinedStreamError
@@ -64,18 +65,20 @@ class SimulatedMark(NamedTuple):
     recording: RecordedStreams | None
 
 
+@dataclass(eq=False, repr=False)
 class RecordedStreams:
     """The streams of one recording."""
 
-    def __init__(self, label: str, stream: SimulatedStream) -> None:
-        self.label = label
-        self.stream = stream
-        self.is_open = True
-        self._joined_at: dict[SimulatedStream, int] = {}
-        """How far each stream was when it came in."""
-        self.checks_races = False
-        """True from the first mark on. Until then there is one stream, and no race."""
-        self.add(stream)
+    label: str
+    stream: SimulatedStream
+    is_open: bool = True
+    checks_races: bool = False
+    """True from the first mark on. Until then there is one stream, and no race."""
+    _joined_at: dict[SimulatedStream, int] = field(default_factory=dict)
+    """How far each stream was when it came in."""
+
+    def __post_init__(self) -> None:
+        self.add(self.stream)
 
     def add(self, stream: SimulatedStream) -> None:
         stream.recording = self

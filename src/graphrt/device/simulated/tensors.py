@@ -46,13 +46,15 @@ class _Alias(NamedTuple):
     held: HeldInput | None
 
 
+@dataclass(eq=False, repr=False)
 class RecordedTensors:
     """Allocates results, and hands out one alias for each layout of the same bytes."""
 
-    def __init__(self, pool: PoolMemory, memory: DeviceMemory, faults: Faults) -> None:
-        self._pool = pool
-        self._memory = memory
-        self._faults = faults
+    _pool: PoolMemory
+    _memory: DeviceMemory
+    _faults: Faults
+
+    def __post_init__(self) -> None:
         self._num_allocations = 0
         self._aliases: dict[Hashable, _Alias] = {}
         self._held: dict[int, HeldInput] = {}
@@ -148,9 +150,7 @@ class RecordedTensors:
         block = self._pool.live.get(address)
         arena = block.arena if block is not None else self._memory.arena_at(address)
         if arena is None:
-            held = self._held.get(address)
-            if held is None:
-                held = self._held[address] = HeldInput(tensor)
+            held = self._held.setdefault(address, HeldInput(tensor))
             return _Alias(tensor.detach(), held)
         start = address + int(tensor.storage_offset()) * tensor.dtype.itemsize
         alias = arena.view(start, tensor.shape, tensor.stride(), tensor.dtype)
