@@ -18,9 +18,7 @@ if TYPE_CHECKING:
         RuntimeMode as RuntimeMode,
         UBatchReason as UBatchReason,
     )
-    from graphrt.compile import (
-        CustomOp as CustomOp,
-    )
+    from graphrt.compile import CustomOp as CustomOp
     from graphrt.config import (
         Adjustment as Adjustment,
         AttentionSupport as AttentionSupport,
@@ -37,22 +35,14 @@ if TYPE_CHECKING:
         ForwardContext as ForwardContext,
         get_forward_context as get_forward_context,
     )
-    from graphrt.device import (
-        make_device as make_device,
-    )
-    from graphrt.device.base import (
-        Device as Device,
-    )
-    from graphrt.device.simulated import (
-        SimulatedDevice as SimulatedDevice,
-    )
+    from graphrt.device import make_device as make_device
+    from graphrt.device.base import Device as Device
+    from graphrt.device.simulated import SimulatedDevice as SimulatedDevice
     from graphrt.dispatch import (
         BucketDispatcher as BucketDispatcher,
         CUDAGraphDispatcher as CUDAGraphDispatcher,
     )
-    from graphrt.errors import (
-        GraphrtError as GraphrtError,
-    )
+    from graphrt.errors import GraphrtError as GraphrtError
     from graphrt.events import (
         CaptureBegan as CaptureBegan,
         Captured as Captured,
@@ -92,9 +82,7 @@ if TYPE_CHECKING:
         forbid_in_capture as forbid_in_capture,
         no_breaks as no_breaks,
     )
-    from graphrt.interrupts import (
-        interrupted_between_steps as interrupted_between_steps,
-    )
+    from graphrt.interrupts import interrupted_between_steps as interrupted_between_steps
     from graphrt.parallel import (
         Exchange as Exchange,
         InProcessExchange as InProcessExchange,
@@ -143,34 +131,18 @@ if TYPE_CHECKING:
     )
 
 _NAMES_OF_ROOM = {
-    "batch": """
-        BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode UBatchReason
-    """,
-    "compile": """
-        CustomOp
-    """,
+    "batch": "BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode UBatchReason",
+    "compile": "CustomOp",
     "config": """
         Adjustment AttentionSupport CompilationConfig Facts Plan RankConfig RankVariables
         RuntimeConfig rank_variables resolve
     """,
-    "context": """
-        ForwardContext get_forward_context
-    """,
-    "device": """
-        make_device
-    """,
-    "device.base": """
-        Device
-    """,
-    "device.simulated": """
-        SimulatedDevice
-    """,
-    "dispatch": """
-        BucketDispatcher CUDAGraphDispatcher
-    """,
-    "errors": """
-        GraphrtError
-    """,
+    "context": "ForwardContext get_forward_context",
+    "device": "make_device",
+    "device.base": "Device",
+    "device.simulated": "SimulatedDevice",
+    "dispatch": "BucketDispatcher CUDAGraphDispatcher",
+    "errors": "GraphrtError",
     "events": """
         CaptureBegan CaptureEnded CaptureFailed Captured Event Invalidated KeysChanged Observer
         PaddingVerified RanEager Replayed Retired Verified Withdrawn
@@ -181,30 +153,18 @@ _NAMES_OF_ROOM = {
         TensorStateGuard Workspace break_at break_call break_point capture_program
         forbid_in_capture no_breaks
     """,
-    "interrupts": """
-        interrupted_between_steps
-    """,
-    "parallel": """
-        Exchange InProcessExchange TorchExchange agree_least launch_ranks
-    """,
-    "planner": """
-        TraceRequest generate_azure_like read_trace
-    """,
+    "interrupts": "interrupted_between_steps",
+    "parallel": "Exchange InProcessExchange TorchExchange agree_least launch_ranks",
+    "planner": "TraceRequest generate_azure_like read_trace",
     "report": """
         LoggingObserver PolicyRun ProgressBars PrometheusObserver ReportPage RunningHistogram
         StepMetrics TextRow TextTable capture_table check_report_path comparison_table lora_table
         miss_table
         summarize_runs write_report
     """,
-    "runner": """
-        CUDAGraphRunner CaptureJob Example capture_all
-    """,
-    "runtime": """
-        Runtime RuntimeReport
-    """,
-    "verify": """
-        check_padding_unread check_replay compare explain
-    """,
+    "runner": "CUDAGraphRunner CaptureJob Example capture_all",
+    "runtime": "Runtime RuntimeReport",
+    "verify": "check_padding_unread check_replay compare explain",
 }
 _ROOM_OF = {name: room for room, names in _NAMES_OF_ROOM.items() for name in names.split()}
 

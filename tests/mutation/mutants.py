@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant(
         "pool memory may stay in the caller's objects",
         GRAPHS + "capture.py",
-        "        _refuse_escapes(recorder, pool, live_before, fn, options.allow_escape)\n",
+        "        _refuse_escapes(recorder, live_before, options.allow_escape)\n",
         "",
         EXTERNALS,
     ),
@@ -603,7 +603,7 @@ MUTANTS = [
     Mutant(
         "devices of one GPU do not see each other's recordings",
         CUDA + "recording.py",
-        "_open_recordings.setdefault(index, OpenRecordings())",
+        "_open_recordings.setdefault(self.index, OpenRecordings())",
         "OpenRecordings()",
         UNWINDING,
     ),

@@ -9,27 +9,14 @@ from graphrt.graphs.breaks import break_at, break_call, break_point, forbid_in_c
 from graphrt.graphs.buffers import BoundBuffers, BufferSet
 from graphrt.graphs.bufferspec import BufferSpec, Padding
 from graphrt.graphs.capture import capture_program
-from graphrt.graphs.catalog import (
-    Catalog,
-    Entry,
-    Key,
-    OwnerEntries,
-    TimedPhase,
-    too_many_failures,
-)
-from graphrt.graphs.environment import (
-    CaptureEnvironment,
-    autocast_dtype,
-    autocast_error,
-    require_no_grad,
-)
+from graphrt.graphs.catalog import Catalog, Entry, Key, TimedPhase, too_many_failures
+from graphrt.graphs.environment import autocast_dtype, autocast_error, require_no_grad
 from graphrt.graphs.gc_pause import frozen_heap, gc_paused
-from graphrt.graphs.held import ExternalsReport, HeldTensor
+from graphrt.graphs.held import ExternalsReport
 from graphrt.graphs.host_snapshot import HostSnapshot
-from graphrt.graphs.library import Generation, GraphBudget, GraphLibrary
-from graphrt.graphs.outputs import BoundOutputs, OutputSpec
+from graphrt.graphs.library import GraphBudget, GraphLibrary
+from graphrt.graphs.outputs import OutputSpec
 from graphrt.graphs.program import EagerSegment, GraphMemory, GraphSegment, Program, Returned
-from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import (
     Resource,
     StateGuard,
@@ -44,31 +31,25 @@ from graphrt.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 __all__ = [
     "BoundBuffers",
-    "BoundOutputs",
     "BufferSet",
     "BufferSpec",
     "CUDAGraphOptions",
     "CUDAGraphWrapper",
-    "CaptureEnvironment",
     "CaptureOptions",
     "CaptureScope",
     "Catalog",
     "EagerSegment",
     "Entry",
     "ExternalsReport",
-    "Generation",
     "GraphBudget",
     "GraphLibrary",
     "GraphMemory",
     "GraphSegment",
-    "HeldTensor",
     "HostSnapshot",
     "Key",
     "OutputSpec",
-    "OwnerEntries",
     "Padding",
     "Program",
-    "ProgramRecorder",
     "Resource",
     "Returned",
     "StaleCheck",

@@ -19,6 +19,7 @@ import torch
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError, LateInitError
 from graphrt.graphs.recorder import ProgramRecorder, open_cuts
+from graphrt.graphs.scope import CaptureScope
 from graphrt.source import caller_source
 
 P = ParamSpec("P")
@@ -108,10 +109,14 @@ def is_recording_here() -> bool:
     return _open_recorder() is not None
 
 
-def _open_recorder() -> ProgramRecorder | None:
+def _open_scope() -> CaptureScope | None:
     context = current_forward_context()
-    scope = None if context is None else context.capture_scope
-    recorder: ProgramRecorder | None = None if scope is None else scope.recorder
+    return None if context is None else context.capture_scope
+
+
+def _open_recorder() -> ProgramRecorder | None:
+    scope = _open_scope()
+    recorder = None if scope is None else scope.recorder
     return recorder if recorder is not None and recorder.records_here else None
 
 
@@ -179,8 +184,7 @@ def forbid_in_capture(what: str) -> None:
 
     For code that initialises, compiles or tunes on first use: the warm-up must have done it.
     """
-    context = current_forward_context()
-    scope = None if context is None else context.capture_scope
+    scope = _open_scope()
     if scope is not None and scope.device.is_capturing():
         raise LateInitError(
             what,
@@ -236,15 +240,12 @@ def _bind_self(
     fn: Callable[..., Any], args: tuple[Any, ...], stub: Callable[..., Any] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any] | None]:
     """Split a method's ``self`` off: an object is kept as it is, even where it is a dataclass."""
-    if not args or inspect.ismethod(fn) or not _takes_self(fn):
+    code = getattr(fn, "__code__", None)
+    takes_self = code is not None and code.co_varnames[:1] == ("self",) and code.co_argcount > 0
+    if not args or inspect.ismethod(fn) or not takes_self:
         return fn, args, stub
     bound_stub = None if stub is None else functools.partial(stub, args[0])
     return functools.partial(fn, args[0]), args[1:], bound_stub
-
-
-def _takes_self(fn: Callable[..., Any]) -> bool:
-    code = getattr(fn, "__code__", None)
-    return code is not None and code.co_varnames[:1] == ("self",) and code.co_argcount > 0
 
 
 def _label(fn: Callable[..., Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -428,22 +429,19 @@ class BufferSet:
             )
 
 
+@dataclass(eq=False)
 class _Plan:
     """How the inputs of one set of names are staged at one combination of real sizes."""
 
-    def __init__(
-        self,
-        buffers: list[Buffer],
-        sizes: Mapping[str, int],
-        padding: list[tuple[PaddingGroup, Box | None, Box | None]],
-    ) -> None:
-        self.buffers = buffers
-        self.sizes = sizes
-        self.views = [buffer.view(sizes) for buffer in buffers]
-        # (group, its real sizes in this step, its dirty sizes after the replay).
-        self.padding = padding
+    buffers: list[Buffer]
+    sizes: Mapping[str, int]
+    padding: list[tuple[PaddingGroup, Box | None, Box | None]]
+    """(group, its real sizes in this step, its dirty sizes after the replay)."""
+
+    def __post_init__(self) -> None:
+        self.views = [buffer.view(self.sizes) for buffer in self.buffers]
         # True if staging this plan twice in a row leaves nothing to fill the second time.
-        self.is_repeatable = all(real == after for _, real, after in padding)
+        self.is_repeatable = all(real == after for _, real, after in self.padding)
         # What ``_layout`` read off each source last time, and the copies that suit it.
         self.layout: list[tuple[Any, ...]] | None = None
         self.groups: list[tuple[list[torch.Tensor], operator.itemgetter[Any] | None]] = []

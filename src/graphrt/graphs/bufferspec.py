@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -181,8 +181,6 @@ def _holds(dtype: torch.dtype, value: float | int | bool) -> bool:
 class Buffer:
     """One allocation and its cached views."""
 
-    __slots__ = ("spec", "tensor", "views")
-
     def __init__(self, spec: BufferSpec, capacity: Mapping[str, int], device: torch.device) -> None:
         self.spec = spec
         shape = self.box(capacity)
@@ -214,6 +212,7 @@ class Buffer:
         return views
 
 
+@dataclass(slots=True, eq=False)
 class PaddingGroup:
     """Buffers whose real sizes always change together, and which of their rows hold stale data.
 
@@ -221,16 +220,13 @@ class PaddingGroup:
     None: they hold it everywhere. ``name``: the optional input that alone makes up the group.
     """
 
-    __slots__ = ("axes", "buffers", "dirty", "fills", "name", "written")
-
-    def __init__(self, axes: tuple[str, ...], name: str | None, written: bool) -> None:
-        self.axes = axes
-        self.name = name
-        self.written = written
-        self.buffers: list[Buffer] = []
-        self.dirty: Box | None = None
-        # (dirty, real) -> the zeros by dtype, and the other fills. Empty while nothing shrinks.
-        self.fills: dict[tuple[Box, Box | None], tuple[_Zeros, _Fills]] = {}
+    axes: tuple[str, ...]
+    name: str | None
+    written: bool
+    buffers: list[Buffer] = field(default_factory=list)
+    dirty: Box | None = None
+    fills: dict[tuple[Box, Box | None], tuple[_Zeros, _Fills]] = field(default_factory=dict)
+    """(dirty, real) -> the zeros by dtype, and the other fills. Empty while nothing shrinks."""
 
     def box(self, sizes: Mapping[str, int]) -> Box:
         """The sizes of this group's axes, in order."""

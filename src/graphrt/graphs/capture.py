@@ -92,20 +92,21 @@ def capture_program(
             generators=library.generators,
             observe=options.observe != "never",
             state=options.state,
+            fn=fn,
+            args=args,
+            kwargs=kwargs or {},
         )
-        pool, kwargs = generation.pool, kwargs or {}
+        pool = generation.pool
         before = set(pool.live_blocks()), library.device.memory(pool)
         host = scope.host_of(fn)
         # No replay assigns anything again, and later captures reuse the memory.
         is_refused = partial(_is_of_recording, library.device, options.allow_escape)
         with host.run(is_first=options.warmups == 0, refuses=is_refused):
-            reads = _reads(library, recorder, fn, options, None, host.reach)
+            reads = _reads(library, recorder, options, None, host.reach)
             frozen = reads.read_values()
             with _context(scope, mode, key):
-                recorder.record(fn, args, kwargs, weak_outputs=options.weak_outputs)
-            program = _make_program(
-                library, generation, recorder, fn, args, kwargs, options, before, reads, frozen
-            )
+                recorder.record(weak_outputs=options.weak_outputs)
+            program = _make_program(library, generation, recorder, options, before, reads, frozen)
             entry = library.add(scope, generation, program)
     except Exception as error:
         if isinstance(error, CaptureError):
@@ -125,7 +126,7 @@ def _is_of_recording(device: Device, allowed: Sequence[str], path: str, value: A
     """True for a value that a recording assigned and that holds memory of the pool."""
     if any(fnmatchcase(path, pattern) for pattern in allowed):
         return False
-    return any(t.layout is torch.strided and device.owns(t) for t in tensors_of(value))
+    return any(map(device.owns, tensors_of(value)))
 
 
 def _context(
@@ -146,47 +147,42 @@ def _make_program(
     library: GraphLibrary,
     generation: Generation,
     recorder: ProgramRecorder,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
     options: CaptureOptions,
     before: tuple[set[Block], MemoryReading],
     reads: Reads,
     frozen: Sequence[Place],
 ) -> Program:
     """Make the program of what was recorded, in no generation yet. Errors leave no graph."""
-    device, pool = library.device, generation.pool
-    live_before, memory_before = before
+    device, fn, (live_before, memory_before) = library.device, recorder.fn, before
     try:
-        _refuse_escapes(recorder, pool, live_before, fn, options.allow_escape)
-        earlier, reads = reads, _reads(library, recorder, fn, options, reads, partial(reach, fn))
+        _refuse_escapes(recorder, live_before, options.allow_escape)
+        earlier, reads = reads, _reads(library, recorder, options, reads, partial(reach, fn))
         names = parameters_of(fn)
-        externals = recorder.externals(reads, args, kwargs, options.keep_alive, names)
+        externals = recorder.externals(reads, options.keep_alive, names)
         written = [item for item in externals if item.written]
         writes = recorder.writes()
         _refuse_mutated_inputs(written, writes, library.static_buffers)
         if options.checks == "all":
-            given = dict(zip(names, args, strict=False)) | dict(kwargs)
+            given = dict(zip(names, recorder.args, strict=False)) | dict(recorder.kwargs)
             _refuse_advanced_state(written, writes, given, library, options)
-        is_observed = options.observe != "never"
         return Program(
             owner=recorder.owner,
             mode=recorder.mode,
             key=recorder.key,
             generation=generation.index,
             segments=recorder.segments,
-            signature=Signature.of(args, kwargs, names),
+            signature=Signature.of(recorder.args, recorder.kwargs, names),
             outputs=recorder.outputs,
             externals=externals,
             reads=reads,
             values=reads.values_since(earlier, frozen),
-            memory=_cost(recorder, externals, memory_before, device.memory(pool)),
+            memory=_cost(recorder, externals, memory_before),
             device=device,
             replaying=library.replaying,
             stale_check=library.stale_check,
             after_eager=_joining(device, library.side_streams),
-            is_observed=is_observed,
-            knows_externals=is_observed and device.name == "simulated",
+            is_observed=recorder.observe,
+            knows_externals=recorder.observe and device.name == "simulated",
             autocast=autocast_dtype(device.torch_device.type),
             reads_step_info=recorder.reads_step_info,
         )
@@ -198,13 +194,12 @@ def _make_program(
 def _reads(
     library: GraphLibrary,
     recorder: ProgramRecorder,
-    fn: Callable[..., Any],
     options: CaptureOptions,
     known: Reads | None,
     walk: Callable[[], Reach],
 ) -> Reads:
-    """What ``fn`` reads now: of an earlier walk, where nothing was replaced since."""
-    owner = (recorder.owner, recorder.mode)
+    """What the callable reads now: of an earlier walk, where nothing was replaced since."""
+    fn, owner = recorder.fn, (recorder.owner, recorder.mode)
     is_before = known is None  # Tensors that moved are found after the recording.
     if known is None:
         programs = (p for g in reversed(library.generations) for p in reversed(g.programs))
@@ -233,28 +228,21 @@ def _reads(
 
 
 def _captured(program: Program, seconds: float) -> Captured:
-    memory = program.memory
     return Captured(
         owner=program.owner,
         mode=program.mode,
         key=program.key,
         num_graphs=program.num_graphs,
         num_eager=program.num_eager,
-        num_nodes=memory.num_nodes,
         seconds=seconds,
-        pool_growth_bytes=memory.pool_growth_bytes,
-        exec_bytes=memory.exec_bytes,
-        static_output_bytes=memory.static_output_bytes,
-        external_bytes=memory.external_bytes,
+        **program.memory._asdict(),
     )
 
 
 def _cost(
-    recorder: ProgramRecorder,
-    externals: Sequence[HeldTensor],
-    before: MemoryReading,
-    after: MemoryReading,
+    recorder: ProgramRecorder, externals: Sequence[HeldTensor], before: MemoryReading
 ) -> GraphMemory:
+    after = recorder.device.memory(recorder.pool)
     driver_bytes = before.free_bytes - after.free_bytes
     allocator_bytes = after.reserved_bytes - before.reserved_bytes
     nodes = [graph.num_nodes for graph in recorder.graphs]
@@ -281,21 +269,17 @@ def _joining(device: Device, streams: Sequence[Stream]) -> Callable[[], None] | 
 
 
 def _refuse_escapes(
-    recorder: ProgramRecorder,
-    pool: Pool,
-    live_before: set[Block],
-    fn: Callable[..., Any],
-    allowed: Sequence[str],
+    recorder: ProgramRecorder, live_before: set[Block], allowed: Sequence[str]
 ) -> None:
     kept = {t.untyped_storage().data_ptr() for t in tensors_of(recorder.outputs)}
     kept |= recorder.static_output_addresses
-    escaped = _escaped(pool, live_before, kept)
+    escaped = _escaped(recorder.pool, live_before, kept)
     if escaped:
         # A reference cycle of the callable looks the same; only here is a collection worth it.
         gc.collect()
-        escaped = _escaped(pool, live_before, kept)
+        escaped = _escaped(recorder.pool, live_before, kept)
     for block in escaped:
-        holder = find_holder(block.address, block.num_bytes, fn)
+        holder = find_holder(block.address, block.num_bytes, recorder.fn)
         if any(fnmatchcase(holder, pattern) for pattern in allowed):
             continue
         place = f", allocated at {block.source}" if block.source else ""

@@ -19,6 +19,7 @@ from graphrt.graphs.program import Program
 Key = tuple[RuntimeMode, BatchDescriptor]
 
 MAX_FAILURES_IN_A_ROW = 3
+_NO_KEY = object()
 
 
 TimedPhase = Literal["warmup", "capture", "check"]
@@ -78,6 +79,7 @@ class Entry:
         return program if program is not None and program.is_valid else None
 
 
+@dataclass(slots=True, eq=False)
 class OwnerEntries:
     """The entries of one owner in one mode, by key: what a wrapper looks its step up in.
 
@@ -85,26 +87,14 @@ class OwnerEntries:
     there, because a dispatcher hands out the same key object for the same batch shape.
     """
 
-    __slots__ = (
-        "_replaying",
-        "by_key",
-        "is_observed_always",
-        "memo_key",
-        "memo_program",
-        "mode",
-        "owner",
-    )
-
-    memo_program: Program
-
-    def __init__(self, owner: str, mode: RuntimeMode, replaying: ReplayInProgress) -> None:
-        self._replaying = replaying
-        self.owner = owner
-        self.mode = mode
-        self.by_key: dict[BatchDescriptor, Entry] = {}
-        self.is_observed_always = False
-        """True once a recording touched a tensor that nothing names."""
-        self.memo_key: object = _NO_KEY
+    owner: str
+    mode: RuntimeMode
+    replaying: ReplayInProgress
+    by_key: dict[BatchDescriptor, Entry] = field(default_factory=dict)
+    is_observed_always: bool = False
+    """True once a recording touched a tensor that nothing names."""
+    memo_key: object = _NO_KEY
+    memo_program: Program = field(init=False)
 
     def find(self, key: BatchDescriptor | None) -> Program | None:
         """The program of ``key``, valid or not.
@@ -114,8 +104,8 @@ class OwnerEntries:
         entry = None if key is None else self.by_key.get(key)
         program = None if entry is None else entry.program
         if program is not None:
-            if self._replaying.title is not None:
-                raise self._replaying.refusal(program.title)
+            if self.replaying.title is not None:
+                raise self.replaying.refusal(program.title)
             self.memo_program = program
             self.memo_key = key
         return program
@@ -190,11 +180,8 @@ class Catalog:
 
     def entry(self, owner: str, mode: RuntimeMode, key: BatchDescriptor) -> Entry:
         """The entry of this key, made where there is none yet."""
-        entries = self.of_owner(owner, mode)
-        known = entries.by_key.get(key)
-        if known is None:
-            known = entries.by_key[key] = Entry(owner, mode, key)
-        return known
+        by_key = self.of_owner(owner, mode).by_key
+        return by_key.get(key) or by_key.setdefault(key, Entry(owner, mode, key))
 
     def of_owner(self, owner: str, mode: RuntimeMode) -> OwnerEntries:
         """The entries of an owner, made where there are none yet."""
@@ -215,7 +202,7 @@ class Catalog:
         entry = self.entry(program.owner, program.mode, program.key)
         entry.program = program
         entry.reason = Reason.HIT
-        owner = self._owners[program.owner, program.mode]
+        owner = self.of_owner(program.owner, program.mode)
         owner.by_key[program.key] = owner.by_key.pop(program.key)  # Last: in order of capture.
         owner.forget_memo()
         return entry
@@ -353,6 +340,3 @@ def detached(error: BaseException) -> Exception:
     alone.__context__ = None
     alone.__cause__ = None if error.__cause__ is None else detached(error.__cause__)
     return alone
-
-
-_NO_KEY = object()

@@ -9,11 +9,12 @@ import os
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -145,9 +146,10 @@ class GraphLibrary:
         self._generations: list[Generation] = []
         self._observer = observer
         self._has_user_pool = pool is not None
-        self._streams: list[Stream] = []
-        self._buffers: list[BufferSet] = []
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self.side_streams: tuple[Stream, ...] = ()
+        self.static_buffers: tuple[BufferSet, ...] = ()
+        self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        """Marked, for as long as they live, when programs became invalid."""
         self._hooks: Watch | None = None
         self._hooked_owners: set[str] = set()
         self._prepared: set[tuple[Callable[..., None], BatchDescriptor]] = set()
@@ -195,9 +197,19 @@ class GraphLibrary:
     def require_program(self, entries: OwnerEntries, key: BatchDescriptor | None) -> Program:
         """Return an owner's program of ``key``, or raise what its absence means."""
         program = entries.find(key)
-        if program is None:
-            self._raise_missing(entries, key)
-        return program
+        if program is not None:
+            return program
+        self._require_usable()
+        if key is None:
+            raise ContextError(
+                f"{entries.owner} {entries.mode.name}",
+                expected="a batch descriptor in the forward context of a graph step",
+                found="None",
+                do="enter ForwardContext(mode, key), or mode NONE to run eager",
+            )
+        known = sorted(Programs(entries), key=lambda other: abs(other.num_tokens - key.num_tokens))
+        # Made elsewhere, because a local variable that holds a raised error is a cycle.
+        raise _unseen_key_error(entries, key, known[:3])
 
     def add(self, scope: CaptureScope, generation: Generation, program: Program) -> Entry:
         """Take a captured program in, and publish or stage it. Called by captures."""
@@ -345,7 +357,9 @@ class GraphLibrary:
                 self._current = self._open_generation("first")
             return self._current
         if kind == "lazy" and not self._has_room(scope.generation):
-            scope.generation = self._lazy_generation()
+            # The newest lazy generation that has room for one program more.
+            newest = next((g for g in reversed(self._generations) if g.kind == "lazy"), None)
+            scope.generation = newest if self._has_room(newest) else self._open_generation("lazy")
             if scope.has_frozen_workspaces:
                 self._freeze_workspaces_in(scope.generation, scope)
         generation: Generation = scope.generation
@@ -359,8 +373,8 @@ class GraphLibrary:
     def register_stream(self, stream: Stream) -> Stream:
         """Declare a side stream: it is joined at each end of a segment and forked at each begin."""
         self._require_usable()
-        if stream not in self._streams:
-            self._streams.append(stream)
+        if stream not in self.side_streams:
+            self.side_streams += (stream,)
         return stream
 
     def stream(self, name: str) -> Stream:
@@ -368,21 +382,13 @@ class GraphLibrary:
         self._require_usable()
         return self.register_stream(self.device.stream(name))
 
-    @property
-    def side_streams(self) -> tuple[Stream, ...]:
-        return tuple(self._streams)
-
     def add_buffers(self, buffers: BufferSet) -> None:
         """Declare static buffers: graphs may write those declared ``written``, no others.
 
         ``close()`` drops them.
         """
         self._require_usable()
-        self._buffers.append(buffers)
-
-    @property
-    def static_buffers(self) -> tuple[BufferSet, ...]:
-        return tuple(self._buffers)
+        self.static_buffers += (buffers,)
 
     def reserve(self, resources: Iterable[Resource], largest: BatchDescriptor) -> None:
         """Let resources allocate for the largest key, once: graphs hold the addresses."""
@@ -476,13 +482,6 @@ class GraphLibrary:
             and len(generation.programs) < self.generation_size
         )
 
-    def _lazy_generation(self) -> Generation:
-        """The newest lazy generation that has room for one program more."""
-        newest = next((g for g in reversed(self._generations) if g.kind == "lazy"), None)
-        if newest is not None and self._has_room(newest):
-            return newest
-        return self._open_generation("lazy")
-
     def _open_generation(self, kind: Kind, handle: Any = None) -> Generation:
         self._require_usable()
         pool = self.device.new_pool() if handle is None else self.device.new_pool(handle)
@@ -569,16 +568,15 @@ class GraphLibrary:
 
     def invalidate(self, owner: str | None = None) -> int:
         """Make every valid program of ``owner`` (of all) ``invalid`` by hand; returns how many."""
-        counts: dict[str, int] = {}
-        for program in self._of_owner(owner):
-            if program.is_valid:
-                self.catalog.invalidate(program)
-                counts[program.owner] = counts.get(program.owner, 0) + 1
+        valid = [program for program in self._of_owner(owner) if program.is_valid]
+        counts = Counter(program.owner for program in valid)
+        for program in valid:
+            self.catalog.invalidate(program)
         for name, count in counts.items():
             self.emit(Invalidated(name, count, ()))
         if counts:
             self._mark_watches()
-        return sum(counts.values())
+        return len(valid)
 
     def settle(self, programs: Iterable[Program]) -> None:
         """Leave out of what new programs read what their callable changes itself; see ``Program``.
@@ -588,10 +586,6 @@ class GraphLibrary:
         lookup = Lookup()
         for program in programs:
             program.settle(lookup)
-
-    def add_watch(self, watch: Watch) -> None:
-        """Let ``watch`` know, for as long as it lives, when programs became invalid."""
-        self._watches.add(watch)
 
     def watch_registrations(self, owner: str) -> None:
         """Let torch's registration hooks alone make an owner's programs look before they run.
@@ -609,7 +603,7 @@ class GraphLibrary:
             self._hooks.update(own, self.check_externals)
 
     def _mark_watches(self) -> None:
-        for watch in self._watches:
+        for watch in self.watches:
             watch.is_marked = True
 
     # -- suspension and end
@@ -662,9 +656,9 @@ class GraphLibrary:
             self.retire()
         if self._hooks is not None:
             self._hooks.stop()
-        for buffers in self._buffers:
+        for buffers in self.static_buffers:
             buffers.close()
-        self._buffers.clear()
+        self.static_buffers = ()
         self._prepared.clear()
         self.device.forget_stream(self._stream)
         self._is_closed = True
@@ -690,10 +684,6 @@ class GraphLibrary:
     def emit(self, event: Event) -> None:
         if self._observer is not None:
             self._observer(event)
-
-    def refuse_in_child(self) -> None:
-        """In a forked child every use raises ``ForkedProcessError``: the device is the parent's."""
-        self._refuse_all(_forked_error)
 
     def _of_owner(self, owner: str | None) -> list[Program]:
         programs = [p for generation in self._generations for p in generation.programs]
@@ -729,19 +719,6 @@ class GraphLibrary:
                 found="one that is open",
                 do="leave the scope first",
             )
-
-    def _raise_missing(self, entries: OwnerEntries, key: BatchDescriptor | None) -> NoReturn:
-        self._require_usable()
-        if key is None:
-            raise ContextError(
-                f"{entries.owner} {entries.mode.name}",
-                expected="a batch descriptor in the forward context of a graph step",
-                found="None",
-                do="enter ForwardContext(mode, key), or mode NONE to run eager",
-            )
-        known = sorted(Programs(entries), key=lambda other: abs(other.num_tokens - key.num_tokens))
-        # Made elsewhere, because a local variable that holds a raised error is a cycle.
-        raise _unseen_key_error(entries, key, known[:3])
 
 
 def _unseen_key_error(
@@ -779,12 +756,15 @@ def _forked_error() -> ForkedProcessError:
 
 
 def _refuse_in_children(library: GraphLibrary) -> None:
-    """Costs nothing per step: the child's copy of every program is swapped once, at the fork."""
+    """In a forked child every use raises ``ForkedProcessError``: the device is the parent's.
+
+    Costs nothing per step: the child's copy of every program is swapped once, at the fork.
+    """
     reference = weakref.ref(library)
 
     def after_fork() -> None:
         living = reference()
         if living is not None:
-            living.refuse_in_child()
+            living._refuse_all(_forked_error)
 
     os.register_at_fork(after_in_child=after_fork)

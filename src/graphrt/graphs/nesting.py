@@ -5,6 +5,7 @@ Between two graphs of a program, while an eager segment runs, that memory is liv
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from graphrt.errors import NestedReplayError
@@ -16,6 +17,7 @@ class Unasking(Protocol):
     def ask_again(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class ReplayInProgress:
     """Which program of a library is between its graphs, if one is.
 
@@ -23,12 +25,9 @@ class ReplayInProgress:
     once: from then on its replay is the bare launch, until ``begin`` makes it ask again.
     """
 
-    __slots__ = ("title", "unasking")
-
-    def __init__(self) -> None:
-        self.title: str | None = None
-        self.unasking: set[Unasking] = set()
-        """Programs that asked, and now replay without asking."""
+    title: str | None = None
+    unasking: set[Unasking] = field(default_factory=set)
+    """Programs that asked, and now replay without asking."""
 
     def begin(self, title: str) -> None:
         """Say that ``title`` runs eager segments now. Errors: ``NestedReplayError``."""

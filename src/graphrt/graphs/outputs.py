@@ -215,11 +215,7 @@ def _container_copier(nodes: list[Node]) -> Callable[[Any], Any] | None:
     root = nodes[0].value
     if len(changeable) == 1 and type(root) in (dict, list):
         return type(root).copy  # type: ignore[no-any-return]  # dict.copy or list.copy
-    return lambda value: map_tensors(value, _same)
-
-
-def _same(value: Any) -> Any:
-    return value
+    return lambda value: map_tensors(value, lambda tensor: tensor)
 
 
 def _check_paths(nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]]) -> None:

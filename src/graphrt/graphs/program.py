@@ -11,7 +11,6 @@ import keyword
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -225,7 +224,8 @@ class Program:
     ``is_observed``: True if its capture was observed. ``is_compared``: True once a replay of it
     equalled eager execution. ``autocast``: the dtype that autocast was on with at capture; None if
     it was off. ``reads_step_info``: True if a graph holds what the forward context said of the
-    step. ``moved``: what was replaced, once it is invalid; empty if it was made so by hand.
+    step. ``device``, ``replaying``, ``stale_check``: those of its library.
+    ``moved``: what was replaced, once it is invalid; empty if it was made so by hand.
     ``check``: raises unless the arguments are those that were captured. ``replay``: launches the
     segments; the first call of ``check`` installs it.
     """
@@ -245,9 +245,9 @@ class Program:
     is_observed: bool = True
     knows_externals: bool = False
     reads_step_info: bool = False
-    device: InitVar[Device]
-    replaying: InitVar[ReplayInProgress]
-    stale_check: InitVar[StaleCheck]
+    device: Device
+    replaying: ReplayInProgress
+    stale_check: StaleCheck
     after_eager: InitVar[Callable[[], None] | None]
 
     check: Checker = field(init=False)
@@ -256,9 +256,6 @@ class Program:
     has_eager: bool = field(init=False)
     is_compared: bool = field(init=False, default=False)
     moved: tuple[str, ...] | None = field(init=False, default=None)
-    _device: Device = field(init=False)
-    _replaying: ReplayInProgress = field(init=False)
-    _stale_check: StaleCheck = field(init=False)
     _ignored: frozenset[str] = field(init=False)
     _filename: str = field(init=False)
     _function: Replay = field(init=False)
@@ -269,20 +266,13 @@ class Program:
     _refusal: Callable[[], GraphrtError] | None = field(init=False, default=None)
     _checker: Checker | None = field(init=False, default=None)
 
-    def __post_init__(
-        self,
-        device: Device,
-        replaying: ReplayInProgress,
-        stale_check: StaleCheck,
-        after_eager: Callable[[], None] | None,
-    ) -> None:
+    def __post_init__(self, after_eager: Callable[[], None] | None) -> None:
         self.segments, self.externals = tuple(self.segments), tuple(self.externals)
         assert self.reads is not None, "let go of when it is retired"
         self.values, self._ignored = tuple(self.values), self.reads.prepared
         self.has_eager = any(isinstance(segment, EagerSegment) for segment in self.segments)
-        self._device, self._replaying, self._stale_check = device, replaying, stale_check
         self._filename = _free_filename(self.title)
-        guard = (replaying, self.title) if self.has_eager else None
+        guard = (self.replaying, self.title) if self.has_eager else None
         self._function, self.source = generate_replay(
             self.segments, self._filename, after_eager, guard
         )
@@ -300,8 +290,8 @@ class Program:
         Errors:   ``StaleInputError``, ``UnkeyedValueError`` before anything ran;
                   ``NestedReplayError`` inside an eager segment of a program of the library.
         """
-        if self._replaying.title is not None:
-            raise self._replaying.refusal(self.title)
+        if self.replaying.title is not None:
+            raise self.replaying.refusal(self.title)
         self.check(args, kwargs)
         self.replay()
         return self.outputs
@@ -412,10 +402,10 @@ class Program:
     def retire(self) -> None:
         """Reset the graphs, newest first, and let go of everything. Only the library calls this."""
         self._is_retired = True
-        self._replaying.unasking.discard(self)
+        self.replaying.unasking.discard(self)
         linecache.cache.pop(self._filename, None)
         self._checker = None
-        self._function = _nothing
+        self._function = lambda: None
         self._install()
         for segment in reversed(self.segments):
             if isinstance(segment, GraphSegment):
@@ -445,9 +435,9 @@ class Program:
 
     def _replay_asking(self) -> None:
         """Replay unless another program is in the middle; ask no more until one begins."""
-        self._replaying.require_none(self.title)
+        self.replaying.require_none(self.title)
         self.replay = self._function
-        self._replaying.unasking.add(self)
+        self.replaying.unasking.add(self)
         self._function()
 
     def ask_again(self) -> None:
@@ -465,21 +455,21 @@ class Program:
     def _check_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare everything with what capture saw, then install the generated checker."""
         self.signature.compare(args, kwargs, self.title)
-        self._stream = self._device.current_stream()
+        self._stream = self.device.current_stream()
         self._checker = generate_checker(
-            self._stale_check,
+            self.stale_check,
             self.signature,
             args,
             kwargs,
-            by_address=partial(_owns, self._device),
+            by_address=self.device.owns,
             full_check=self._check_fully,
         )
         self._install()
 
     def _check_fully(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.signature.compare(args, kwargs, self.title)
-        if self._stale_check is StaleCheck.POINTER:
-            current = self._device.current_stream()
+        if self.stale_check is StaleCheck.POINTER:
+            current = self.device.current_stream()
             if current is not self._stream:
                 first = "" if self._stream is None else self._stream.name
                 raise StreamRaceError(
@@ -612,14 +602,6 @@ def _free_filename(title: str) -> str:
         filename = f"<graphrt {title} ({number})>"
         number += 1
     return filename
-
-
-def _owns(device: Device, tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and device.owns(tensor)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _raising(error: Callable[[], GraphrtError]) -> Callable[..., NoReturn]:

@@ -79,6 +79,9 @@ class ProgramRecorder:
     generators: Sequence[torch.Generator]
     observe: bool
     state: StateGuard | None
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
     segments: list[Segment] = field(default_factory=list)
     outputs: Any = None
     static_output_bytes: int = 0
@@ -112,38 +115,28 @@ class ProgramRecorder:
         return len(self.segments) - len(self.graphs)
 
     @property
-    def _cuts_at_all(self) -> bool:
-        return self.mode is RuntimeMode.PIECEWISE
-
-    @property
     def cuts(self) -> bool:
         """True where a break point ends a segment: in a PIECEWISE recording of this thread."""
-        return self._cuts_at_all and self.records_here
+        return self.mode is RuntimeMode.PIECEWISE and self.records_here
 
-    def record(
-        self,
-        runnable: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        weak_outputs: bool,
-    ) -> None:
-        """Run ``runnable`` once inside recordings; fills ``segments`` and ``outputs``.
+    def record(self, *, weak_outputs: bool) -> None:
+        """Run ``fn`` once inside recordings; fills ``segments`` and ``outputs``.
 
         What eager segments advance of the guarded state is put back.
         An error leaves no recording open and no graph alive, and propagates with its place noted.
         """
-        open_cuts.add(self._cuts_at_all)
+        cuts = self.mode is RuntimeMode.PIECEWISE
+        open_cuts.add(cuts)
         try:
             self._open_segment()
-            result = runnable(*args, **kwargs)
+            result = self.fn(*self.args, **self.kwargs)
             if self._eager_failure is not None:
                 # The model caught what its eager segment raised, and went on outside any recording.
                 raise self._eager_failure
             self._close_segment()
             # Once the strong output is gone, later captures reuse its bytes. Not sooner, because
             # the device drops a result that dies inside the recording as unread.
-            self.outputs = _map_kept(result, self._alias) if weak_outputs else result
+            self.outputs = _map_kept(result, self.device.weak_alias) if weak_outputs else result
             del result
             if not self.graphs:
                 raise EmptyCaptureError(
@@ -154,7 +147,7 @@ class ProgramRecorder:
         except BaseException as error:  # noqa: BLE001 - raised again below, translated or as it is
             num_segments = len(self.segments)
             first = self._abort(error)
-            self._note_place(first, error.__traceback__, runnable, num_segments)
+            self._note_place(first, error.__traceback__, num_segments)
             try:
                 if first is error:
                     raise
@@ -164,7 +157,7 @@ class ProgramRecorder:
                 # keeps pool memory alive.
                 del first
         finally:
-            open_cuts.add(-self._cuts_at_all)
+            open_cuts.add(-cuts)
             self._eager_failure = None
             if self.state is not None and self._saved:
                 self.state.restore(self._saved.pop())
@@ -192,7 +185,7 @@ class ProgramRecorder:
                 self._saved.append(self.state.save())
             given = tensors_of((args, kwargs))
             for tensor in given:
-                if self._owns(tensor):
+                if self.device.owns(tensor):
                     # The kernels before it have not run: zero keeps index-like values in range.
                     _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
@@ -210,7 +203,7 @@ class ProgramRecorder:
             writes += [
                 Write(tensor, site) for tensor, version in versions if _version(tensor) != version
             ]
-            self.eager_writes += [write for write in writes if not self._owns(write.tensor)]
+            self.eager_writes += [write for write in writes if not self.device.owns(write.tensor)]
             returned: list[Returned] = []
             bind = self._bind(site)
             addresses = {storage_start(tensor) for tensor in given} - {0}
@@ -271,12 +264,7 @@ class ProgramRecorder:
         return self._recording is not None and self._thread == threading.get_ident()
 
     def externals(
-        self,
-        reads: Reads,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        keep_alive: Sequence[torch.Tensor],
-        names: Sequence[str] = (),
+        self, reads: Reads, keep_alive: Sequence[torch.Tensor], names: Sequence[str] = ()
     ) -> list[HeldTensor]:
         """Return everything outside the pool that the program must keep.
 
@@ -285,7 +273,7 @@ class ProgramRecorder:
         refs = [
             *(
                 TensorRef(format_call_path(node.path, names), node.value)
-                for node in walk_call(args, kwargs)
+                for node in walk_call(self.args, self.kwargs)
                 if node.kind == "tensor"
             ),
             *self._eager_inputs.values(),
@@ -349,12 +337,6 @@ class ProgramRecorder:
         self.reset()
         return first
 
-    def _owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided and self.device.owns(tensor)
-
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.device.weak_alias(tensor) if tensor.layout is torch.strided else tensor
-
     def _bind(self, site: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that maps a tensor to what an eager segment is bound to instead.
 
@@ -366,7 +348,7 @@ class ProgramRecorder:
         def bind(tensor: torch.Tensor) -> torch.Tensor:
             alias = bound.get(id(tensor))
             if alias is None:
-                alias = bound[id(tensor)] = self._alias(tensor)
+                alias = bound[id(tensor)] = self.device.weak_alias(tensor)
                 if alias is tensor:
                     self._eager_inputs.setdefault(id(tensor), TensorRef(site, tensor))
             return alias
@@ -390,10 +372,10 @@ class ProgramRecorder:
             if isinstance(value, torch.Tensor):
                 static = statics.get(id(value))
                 if static is None:
-                    alias = bind if id(value) in given_ids else self._alias
+                    alias = bind if id(value) in given_ids else self.device.weak_alias
                     returned.append(Returned(path, "passed", alias(value)))
                     return value
-                returned.append(Returned(path, "static_output", self._alias(static)))
+                returned.append(Returned(path, "static_output", self.device.weak_alias(static)))
                 return static
             kind: Literal["host", "opaque"] = "host" if is_host(value) else "opaque"
             returned.append(Returned(path, kind, kept_host_value(value)))
@@ -424,7 +406,12 @@ class ProgramRecorder:
                 statics[id(tensor)] = static._neg_view() if tensor.is_neg() else static
         for tensor in new:
             if id(tensor) not in statics:
-                statics[id(tensor)] = self._static_output(tensor)
+                step = tensor.stride()
+                # A broadcast result has fewer bytes than elements; its copy needs room for each.
+                step = tensor.contiguous().stride() if 0 in step else step
+                static = self._alloc_static(tensor.shape, step, tensor.dtype)
+                with torch.no_grad():
+                    statics[id(tensor)] = static.copy_(tensor)
         return statics
 
     def _shared_bytes(
@@ -432,22 +419,12 @@ class ProgramRecorder:
     ) -> tuple[SharedBytes, ...]:
         """How the static outputs over one storage are refilled."""
         places = [index for index, leaf in enumerate(returned) if leaf.kind == "static_output"]
-        return tuple(
-            SharedBytes(
-                tuple(places[index] for index in group),
-                offsets,
-                self._alias(bytes_of([returned[places[index]].value for index in group])),
-            )
-            for group, offsets in shared_storages(dict(enumerate(new))).items()
-        )
-
-    def _static_output(self, value: torch.Tensor) -> torch.Tensor:
-        # A broadcast result has fewer bytes than elements; its copy needs room for each.
-        stride = value.contiguous().stride() if 0 in value.stride() else value.stride()
-        static = self._alloc_static(value.shape, stride, value.dtype)
-        with torch.no_grad():
-            static.copy_(value)
-        return static
+        found = []
+        for group, offsets in shared_storages(dict(enumerate(new))).items():
+            leaves = tuple(places[index] for index in group)
+            target = bytes_of([returned[leaf].value for leaf in leaves])
+            found.append(SharedBytes(leaves, offsets, self.device.weak_alias(target)))
+        return tuple(found)
 
     def _alloc_static(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -470,15 +447,9 @@ class ProgramRecorder:
             do=f"allocate and return the tensor when {out!r} is None, write into it otherwise",
         )
 
-    def _note_place(
-        self,
-        error: BaseException,
-        trace: TracebackType | None,
-        runnable: Callable[..., Any],
-        segment: int,
-    ) -> None:
+    def _note_place(self, error: BaseException, trace: TracebackType | None, segment: int) -> None:
         """Say where the capture stopped; what inner rooms already said stays."""
-        module_path = _module_path(trace, runnable)
+        module_path = _module_path(trace, self.fn)
         source = str(traceback_source(trace))
         mode, key = self.mode.name, str(self.key)
         if isinstance(error, CaptureError):

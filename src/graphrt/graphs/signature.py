@@ -142,7 +142,7 @@ def generate_checker(
     ``full_check``: decides after a miss, and raises.
     """
     if level is StaleCheck.OFF:
-        return _no_check
+        return lambda args, kwargs: None
     if level is StaleCheck.POINTER:
         return full_check
     nodes = walk_call(args, kwargs)[1:]
@@ -181,10 +181,6 @@ def _generate_line(nodes: Sequence[Node], num_args: int, test: _LeafTest, miss: 
         f"    miss(args, kwargs)\n"
     )
     return make_function(source, "<graphrt stale check>", {}, tuple(constants.values()))
-
-
-def _no_check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    return None
 
 
 def _identity_test(
@@ -232,8 +228,9 @@ def _content_test(node: Node, place: str, constant: Callable[[Any], str]) -> lis
 
 
 def _tensor_test(value: torch.Tensor, place: str, constant: Callable[[Any], str]) -> list[str]:
-    if not _has_address(value):
-        return ["False"]  # Only the full check looks into it.
+    if value.layout is not torch.strided or hasattr(value, "__tensor_flatten__"):
+        # Without strides, or made of others (packed weights): only the full check looks into it.
+        return ["False"]
     # Constants, not literals: the text is then the same for every program.
     tests = [
         f"{place}.data_ptr() == {constant(value.data_ptr())}",
@@ -286,11 +283,6 @@ def _read(node: Node, names: Sequence[str]) -> InputLeaf:
         is_conj=value.is_conj(),
         is_neg=value.is_neg(),
     )
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    """False for what is made of other tensors (packed weights), or has no strides."""
-    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
 def _address(tensor: torch.Tensor) -> int | tuple[int, ...]:
