@@ -119,10 +119,7 @@ if TYPE_CHECKING:
         Example as Example,
         capture_all as capture_all,
     )
-    from graphrt.runtime import (
-        Runtime as Runtime,
-        RuntimeReport as RuntimeReport,
-    )
+    from graphrt.runtime import Runtime as Runtime, RuntimeReport as RuntimeReport
     from graphrt.verify import (
         check_padding_unread as check_padding_unread,
         check_replay as check_replay,

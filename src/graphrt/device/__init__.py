@@ -33,8 +33,5 @@ def make_device(name: DeviceName = "auto", index: int | None = None) -> Device:
 
         return SimulatedDevice()
     raise ConfigError(
-        "device",
-        expected='"auto", "cuda" or "simulated"',
-        found=repr(name),
-        do="name one of them",
+        "device", expected='"auto", "cuda" or "simulated"', found=repr(name), do="name one of them"
     )

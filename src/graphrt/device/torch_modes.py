@@ -98,17 +98,10 @@ def is_for_parts(types: Collection[type]) -> bool:
     return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
-@contextmanager
-def shown_to_modes(functions: Sequence[tuple[Any, str]]) -> Iterator[None]:
-    """While entered, function modes see these functions (module and name), which torch shows none.
-
-    Only under their present names: who has imported a function itself calls it unseen.
-    """
-    _shown_functions.add(functions)
-    try:
-        yield
-    finally:
-        _shown_functions.remove(functions)
+def with_bits_of(alias: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``alias``, over the bytes of ``tensor``, with its conj and neg bits."""
+    alias = alias.conj() if tensor.is_conj() else alias
+    return torch._neg_view(alias) if tensor.is_neg() else alias
 
 
 class _ShownFunctions:
@@ -123,20 +116,27 @@ class _ShownFunctions:
         self._num_scopes: Counter[tuple[Any, str]] = Counter()
         self._originals: dict[tuple[Any, str], Any] = {}
 
-    def add(self, functions: Sequence[tuple[Any, str]]) -> None:
+    @contextmanager
+    def scope(self, functions: Sequence[tuple[Any, str]]) -> Iterator[None]:
+        """While entered, function modes see these functions (module and name), which torch shows
+        none.
+
+        Only under their present names: who has imported a function itself calls it unseen.
+        """
         with self._lock:
             for place in functions:
                 if not self._num_scopes[place]:
                     original = self._originals[place] = getattr(*place)
                     setattr(*place, _overridable(original))
                 self._num_scopes[place] += 1
-
-    def remove(self, functions: Sequence[tuple[Any, str]]) -> None:
-        with self._lock:
-            for place in functions:
-                self._num_scopes[place] -= 1
-                if not self._num_scopes[place]:
-                    setattr(*place, self._originals.pop(place))
+        try:
+            yield
+        finally:
+            with self._lock:
+                for place in functions:
+                    self._num_scopes[place] -= 1
+                    if not self._num_scopes[place]:
+                        setattr(*place, self._originals.pop(place))
 
 
 def _overridable(original: Any) -> Any:
@@ -149,28 +149,7 @@ def _overridable(original: Any) -> Any:
     return call
 
 
-_shown_functions = _ShownFunctions()
-
-
-@contextmanager
-def report_capturing() -> Iterator[None]:
-    """While entered, ``torch.cuda.is_current_stream_capturing()`` is true on the calling thread.
-
-    Libraries branch on that function: some skip reads on the host only while a capture runs. A
-    warm-up must take the same branch, and so must a device that captures without CUDA. Any number
-    of threads may be inside at once; other threads get torch's own answer.
-    """
-    thread = threading.get_ident()
-    _capture_query.add(thread)
-    try:
-        yield
-    finally:
-        _capture_query.remove(thread)
-
-
-def reports_capturing() -> bool:
-    """Whether the calling thread is in ``report_capturing``."""
-    return _capture_query.is_told_here()
+shown_to_modes = _ShownFunctions().scope
 
 
 class _CaptureQuery:
@@ -192,9 +171,19 @@ class _CaptureQuery:
         return self.is_told_here() or self._original()
 
     def is_told_here(self) -> bool:
+        """Whether the calling thread is in ``report_capturing``."""
         return threading.get_ident() in self._num_scopes
 
-    def add(self, thread: int) -> None:
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """While entered, ``torch.cuda.is_current_stream_capturing()`` is true on the calling
+        thread.
+
+        Libraries branch on that function: some skip reads on the host only while a capture runs. A
+        warm-up must take the same branch, and so must a device that captures without CUDA. Any
+        number of threads may be inside at once; other threads get torch's own answer.
+        """
+        thread = threading.get_ident()
         with self._lock:
             current = torch.cuda.is_current_stream_capturing
             # It may be this object already, outside every scope: if somebody saved torch's function
@@ -203,14 +192,17 @@ class _CaptureQuery:
                 self._original = current
                 torch.cuda.is_current_stream_capturing = self
             self._num_scopes[thread] += 1
-
-    def remove(self, thread: int) -> None:
-        with self._lock:
-            self._num_scopes[thread] -= 1
-            if not self._num_scopes[thread]:
-                del self._num_scopes[thread]
-            if not self._num_scopes:
-                torch.cuda.is_current_stream_capturing = self._original
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_scopes[thread] -= 1
+                if not self._num_scopes[thread]:
+                    del self._num_scopes[thread]
+                if not self._num_scopes:
+                    torch.cuda.is_current_stream_capturing = self._original
 
 
 _capture_query = _CaptureQuery()
+report_capturing = _capture_query.scope
+reports_capturing = _capture_query.is_told_here

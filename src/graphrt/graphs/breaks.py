@@ -92,9 +92,7 @@ def break_call(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
 
 
 def opaque_call(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    describe: Callable[[], tuple[Any, Sequence[int]]],
+    fn: Callable[..., Any], args: Sequence[Any], describe: Callable[[], tuple[Any, Sequence[int]]]
 ) -> Any:
     """Call ``fn``, whose kernels no recorder sees; a recording takes the call as one node.
 

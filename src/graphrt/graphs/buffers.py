@@ -19,14 +19,7 @@ import torch
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.errors import InputMismatchError, LibraryClosedError, StaticBufferError
-from graphrt.graphs.bufferspec import (
-    Box,
-    Buffer,
-    BufferSpec,
-    PaddingGroup,
-    group_padding,
-    remember,
-)
+from graphrt.graphs.bufferspec import Box, Buffer, BufferSpec, PaddingGroup, group_padding, remember
 
 Sizes = int | Mapping[str, int]
 """Real sizes of a step: a number where the specs use one axis, else axis -> number."""

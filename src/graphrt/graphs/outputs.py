@@ -268,8 +268,7 @@ def _infer(
     same = [axis for axis, size in sizes.items() if other_sizes.get(axis) in (None, size)]
     if same or sizes.keys() != other_sizes.keys():
         raise _no_inference(
-            "two keys that differ in every axis",
-            f"{dict(sizes)} and {dict(other_sizes)}",
+            "two keys that differ in every axis", f"{dict(sizes)} and {dict(other_sizes)}"
         )
     left = _tensors(one)
     right = _tensors(other)

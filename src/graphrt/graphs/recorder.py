@@ -16,6 +16,7 @@ import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.device.base import Device, DeviceGraph, Pool, Recording, Stream
+from graphrt.device.torch_modes import with_bits_of
 from graphrt.errors import BreakError, CaptureError, EmptyCaptureError
 from graphrt.graphs.held import HeldTensor, Reads, TensorRef, modules_of
 from graphrt.graphs.nesting import ReplayInProgress
@@ -402,8 +403,7 @@ class ProgramRecorder:
                 static = block.view(tensor.dtype).as_strided(
                     tensor.shape, tensor.stride(), (lead + start) // tensor.dtype.itemsize
                 )
-                static = static.conj() if tensor.is_conj() else static
-                statics[id(tensor)] = static._neg_view() if tensor.is_neg() else static
+                statics[id(tensor)] = with_bits_of(static, tensor)
         for tensor in new:
             if id(tensor) not in statics:
                 step = tensor.stride()

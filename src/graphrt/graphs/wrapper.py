@@ -123,14 +123,7 @@ class CUDAGraphWrapper:
         if options.observe is None:
             options = replace(options, observe="always")
         return capture_program(
-            self.library,
-            self.owner,
-            self.runtime_mode,
-            key,
-            self.runnable,
-            args,
-            kwargs,
-            options,
+            self.library, self.owner, self.runtime_mode, key, self.runnable, args, kwargs, options
         ).outputs
 
     def options_within(self, options: CaptureOptions) -> CaptureOptions:

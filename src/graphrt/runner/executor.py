@@ -15,12 +15,7 @@ import torch
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
-from graphrt.errors import (
-    ConfigError,
-    InputMismatchError,
-    UnkeyedValueError,
-    VerificationError,
-)
+from graphrt.errors import ConfigError, InputMismatchError, UnkeyedValueError, VerificationError
 from graphrt.events import Observer
 from graphrt.graphs import (
     BoundBuffers,
@@ -512,11 +507,7 @@ class Executor:
                 verification = self.compare(ready, call, before_warmup)
             if captured is not None:
                 require_varied_for_memos(
-                    subject,
-                    captured[0],
-                    dict(call.values),
-                    before_warmup,
-                    is_strict=self.is_strict,
+                    subject, captured[0], dict(call.values), before_warmup, is_strict=self.is_strict
                 )
             _, left = self._overwritten()
             ready.program.is_compared = require_compared(

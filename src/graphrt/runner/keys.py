@@ -5,21 +5,14 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
 from graphrt.dispatch import BucketDispatcher, BucketKey
-from graphrt.errors import (
-    BatchError,
-    ConfigError,
-    GraphrtError,
-    LibraryClosedError,
-    MissError,
-    ReentrantStepError,
-)
+from graphrt.errors import BatchError, ConfigError, GraphrtError, LibraryClosedError, MissError
 from graphrt.events import KeysChanged
 from graphrt.graphs import BufferSpec, Catalog, Entry, Key, OutputSpec
 
@@ -55,30 +48,20 @@ class BestOf:
         return why
 
 
+@dataclass(frozen=True)
 class NoDispatcher:
     """Decides nothing: raises ``error()``."""
 
+    error: Callable[[], GraphrtError]
     keys: tuple[Key, ...] = ()
 
-    def __init__(self, error: Callable[[], GraphrtError]) -> None:
-        self._error = error
-
     def dispatch(self, *_: Any, **__: Any) -> NoReturn:
-        raise self._error()
+        raise self.error()
 
 
 def missing_text(missing: Iterable[Key]) -> str:
     """Which keys have no graph, alike on ranks where these are the same."""
     return "; ".join(f"{mode.name} {key!r}" for mode, key in missing)
-
-
-def one_rank_error(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what} of one rank among several",
-        expected="captures that all ranks make together: each has missed other keys",
-        found=f"a call of {what}",
-        do="call capture() on every rank",
-    )
 
 
 def no_sizes_error() -> ConfigError:
@@ -100,15 +83,6 @@ def no_examples_error() -> ConfigError:
     )
 
 
-def like_beside_examples_error() -> ConfigError:
-    return ConfigError(
-        "capture(like=...)",
-        expected="a real batch, or examples(sizes, seed), which makes batches",
-        found="both",
-        do="leave one of them out",
-    )
-
-
 def miss_error(reason: Reason, sizes: Mapping[str, int], by_how_much: str) -> MissError:
     return MissError(
         f"a step of {', '.join(f'{size} {axis}' for axis, size in sizes.items())}",
@@ -116,15 +90,6 @@ def miss_error(reason: Reason, sizes: Mapping[str, int], by_how_much: str) -> Mi
         found=f"none serves it: {reason.name}{by_how_much and f' ({by_how_much})'}",
         do="capture a size that holds it, or set on_miss='eager'. The step did not run",
         reason=reason,
-    )
-
-
-def step_inside_step_error(what: str) -> ReentrantStepError:
-    return ReentrantStepError(
-        f"{what} inside a run of the same runner",
-        expected="one run at a time, because all share the static buffers and outputs",
-        found="a call from the callable, a resource or an observer of a run that has not ended",
-        do="call it after the run, or give the inner callable a runner of its own",
     )
 
 
@@ -147,27 +112,22 @@ def dispatch_by_sizes(
     return made[0] if len(made) == 1 else BestOf(made)
 
 
+@dataclass(eq=False)
 class RunnerKeys:
     """The keys of a runner in capture order, each with what the catalogue says of it.
 
     ``axis_sizes`` raises for what cannot be a key. ``may_grow``: the keys are the caller's.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        owner: str,
-        modes: Sequence[RuntimeMode],
-        keys: Iterable[Key],
-        axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]],
-        may_grow: bool,
-    ) -> None:
-        self._catalog = catalog
-        self._owner = owner
-        self._modes = modes
-        self._axis_sizes = axis_sizes
-        self._may_grow = may_grow
-        self.entries: dict[Key, Entry] = {key: catalog.entry(owner, *key) for key in keys}
+    _catalog: Catalog
+    _owner: str
+    _modes: Sequence[RuntimeMode]
+    keys: InitVar[Iterable[Key]]
+    _axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]]
+    _may_grow: bool
+
+    def __post_init__(self, keys: Iterable[Key]) -> None:
+        self.entries = {key: self._catalog.entry(self._owner, *key) for key in keys}
 
     def select(self, keys: Iterable[Key | BatchDescriptor] | None) -> list[Entry]:
         """The entries of ``keys``, in capture order; of all without any.

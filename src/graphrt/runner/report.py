@@ -373,17 +373,8 @@ def _graph_table(report: RunnerReport) -> TextTable:
     hits = sum(item.hits for item in report.graphs)
     end = (_time(report.capture_seconds), size_text(report.graph_bytes), f"{hits:,}")
     rows.append(TextRow("all", (*blank, *end)))
-    columns = (
-        *axes,
-        "state",
-        "warm-up",
-        "capture",
-        "check",
-        "together",
-        "memory",
-        "hits",
-        "padding",
-    )
+    costs = ("state", "warm-up", "capture", "check", "together", "memory", "hits", "padding")
+    columns = (*axes, *costs)
     width = len(columns)
     return TextTable(
         f"Graphs on the {report.device} device",

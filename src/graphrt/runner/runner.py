@@ -18,18 +18,8 @@ from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.dispatch import BucketKey
-from graphrt.errors import (
-    BatchError,
-    VerificationError,
-)
-from graphrt.events import (
-    Event,
-    KeysChanged,
-    Observer,
-    RanEager,
-    Replayed,
-    Withdrawn,
-)
+from graphrt.errors import BatchError, ConfigError, ReentrantStepError, VerificationError
+from graphrt.events import Event, KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
     CaptureOptions,
     Entry,
@@ -51,14 +41,7 @@ from graphrt.parallel import Lockstep
 from graphrt.report import StepMetrics
 from graphrt.runner.captures import Captures
 from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inputs
-from graphrt.runner.executor import (
-    Call,
-    Executor,
-    Inputs,
-    ProfiledExecutor,
-    ReadyGraph,
-    Varying,
-)
+from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph, Varying
 from graphrt.runner.keys import (
     Dispatcher,
     NoDispatcher,
@@ -73,16 +56,13 @@ from graphrt.runner.keys import (
     closed_error,
     dispatch_by_sizes,
     in_order,
-    like_beside_examples_error,
     make_key,
     miss_error,
     no_examples_error,
     no_sizes_error,
-    one_rank_error,
     require_sizes,
     sizes_of_key,
     smaller_by_axis,
-    step_inside_step_error,
 )
 from graphrt.runner.progress import Progress, shown
 from graphrt.runner.report import (
@@ -278,12 +258,7 @@ class CUDAGraphRunner:
         self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
         """By mode, and by the id of the key object, which the graph holds."""
         self._captures = Captures(
-            fn,
-            self.name,
-            self.library,
-            self._keys,
-            self._executor,
-            lockstep=lockstep,
+            fn, self.name, self.library, self._keys, self._executor, lockstep=lockstep
         )
         self._prospects: Dispatcher | None = None
         """Dispatches as if everything were captured. Made when it is asked for."""
@@ -293,7 +268,7 @@ class CUDAGraphRunner:
         self._is_closed = False
         self._watch = Watch(watch)
         self._watch.start()
-        self.library.add_watch(self._watch)
+        self.library.watches.add(self._watch)
         self._look = self._watch.look_at_all if watch == "always" else self._watch.look
         self._refresh()
 
@@ -366,7 +341,12 @@ class CUDAGraphRunner:
         wanted = self._keys.select(keys)
         if like is not None:
             if self._has_own_examples:
-                raise like_beside_examples_error()
+                raise ConfigError(
+                    "capture(like=...)",
+                    expected="a real batch, or examples(sizes, seed), which makes batches",
+                    found="both",
+                    do="leave one of them out",
+                )
             self._executor.use_examples_like(like)
         with (
             self._captures.part(self._check, self._refresh, self._emit) as capture,
@@ -402,8 +382,7 @@ class CUDAGraphRunner:
         Errors: as ``capture()``; ``ConfigError`` for an ``at_most`` below 1.
         """
         self._require_idle("capture_next")
-        if self._lockstep is not None:
-            raise one_rank_error("capture_next")
+        self._require_alone("capture_next")
         check_count("at_most", at_most)
         wanted = self._keys.select([first]) if first is not None else []
         order = [entry for entry in wanted if entry.reason is Reason.NOT_CAPTURED_YET]
@@ -434,8 +413,7 @@ class CUDAGraphRunner:
         Errors:   ``ConfigError`` with ``lockstep``, and for what is no key.
         """
         self._require_idle("withdraw")
-        if self._lockstep is not None:
-            raise one_rank_error("withdraw")
+        self._require_alone("withdraw")
         chosen = self._keys.select(list(keys))
         programs = [entry.program for entry in chosen if entry.program is not None]
         if programs:
@@ -893,7 +871,22 @@ class CUDAGraphRunner:
     def _require_idle(self, what: str) -> None:
         self._require_open()
         if self._is_running:
-            raise step_inside_step_error(what)
+            raise ReentrantStepError(
+                f"{what} inside a run of the same runner",
+                expected="one run at a time, because all share the static buffers and outputs",
+                found="a call from the callable, a resource or an observer of a run that has not "
+                "ended",
+                do="call it after the run, or give the inner callable a runner of its own",
+            )
+
+    def _require_alone(self, what: str) -> None:
+        if self._lockstep is not None:
+            raise ConfigError(
+                f"{what} of one rank among several",
+                expected="captures that all ranks make together: each has missed other keys",
+                found=f"a call of {what}",
+                do="call capture() on every rank",
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from graphrt.device.cuda import private
 from graphrt.device.cuda.failures import translate
 from graphrt.device.cuda.pool import CUDAPool, PoolTable, storage_address
 from graphrt.device.cuda.recording import CaptureState, CUDARecording
-from graphrt.device.torch_modes import report_capturing
+from graphrt.device.torch_modes import report_capturing, with_bits_of
 from graphrt.errors import (
     CaptureError,
     CaptureInProgressError,
@@ -292,9 +292,7 @@ class CUDADevice:
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 cast(Any, bare), tensor.storage_offset(), tensor.size(), tensor.stride()
             )
-            if tensor.is_conj():
-                alias = alias.conj()
-            return alias._neg_view() if tensor.is_neg() else alias
+            return with_bits_of(alias, tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         if not tensor.is_cuda or tensor.layout is not torch.strided:

@@ -17,16 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from graphrt.device.base import DeviceLimits, Mark, MemoryReading, Pool, Stream
 from graphrt.device.simulated.graph import Faults
-from graphrt.device.simulated.memory import (
-    DeviceMemory,
-    PoolMemory,
-    SimulatedPool,
-    without_modes,
-)
+from graphrt.device.simulated.memory import DeviceMemory, PoolMemory, SimulatedPool, without_modes
 from graphrt.device.simulated.races import watching_races
 from graphrt.device.simulated.recorder import Shared, SimulatedRecording, is_recording
 from graphrt.device.simulated.streams import SimulatedMark, SimulatedStream
-from graphrt.device.torch_modes import report_capturing
+from graphrt.device.torch_modes import report_capturing, with_bits_of
 from graphrt.errors import (
     CaptureError,
     CaptureInProgressError,
@@ -254,9 +249,7 @@ class SimulatedDevice:
         with without_modes():
             flat = arena.owning(address - arena.address, storage.nbytes(), tensor.dtype)
             alias = flat.as_strided_(tensor.shape, tensor.stride(), tensor.storage_offset())
-            if tensor.is_conj():
-                alias = alias.conj()
-            return alias._neg_view() if tensor.is_neg() else alias
+            return with_bits_of(alias, tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._memory.owns(tensor)

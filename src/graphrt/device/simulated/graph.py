@@ -17,12 +17,7 @@ from graphrt.device.base import TensorUse
 from graphrt.device.simulated.memory import POISON, DeviceMemory, PoolMemory
 from graphrt.device.simulated.ops import leaves
 from graphrt.device.simulated.streams import SimulatedStream
-from graphrt.errors import (
-    CaptureError,
-    DeviceReplayError,
-    GraphMemoryError,
-    RetiredProgramError,
-)
+from graphrt.errors import CaptureError, DeviceReplayError, GraphMemoryError, RetiredProgramError
 from graphrt.source import Source
 
 

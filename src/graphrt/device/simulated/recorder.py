@@ -38,11 +38,7 @@ from graphrt.device.simulated.forbidden_ops import (
     uploads,
 )
 from graphrt.device.simulated.graph import Call, Faults, SimulatedGraph, Workspace, copy_results
-from graphrt.device.simulated.memory import (
-    DeviceMemory,
-    PoolMemory,
-    without_modes,
-)
+from graphrt.device.simulated.memory import DeviceMemory, PoolMemory, without_modes
 from graphrt.device.simulated.ops import (
     NOT_RECORDED,
     NewTensor,
@@ -63,12 +59,7 @@ from graphrt.device.torch_modes import (
     report_capturing,
     shown_to_modes,
 )
-from graphrt.errors import (
-    CaptureError,
-    EmptyCaptureError,
-    GraphrtError,
-    UnsupportedOperationError,
-)
+from graphrt.errors import CaptureError, EmptyCaptureError, GraphrtError, UnsupportedOperationError
 from graphrt.source import Source, caller_source
 
 

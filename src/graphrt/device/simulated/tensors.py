@@ -22,6 +22,7 @@ from graphrt.device.simulated.memory import (
 )
 from graphrt.device.simulated.ops import NewTensor, tensors_in
 from graphrt.device.simulated.streams import SimulatedStream
+from graphrt.device.torch_modes import with_bits_of
 from graphrt.errors import UnsupportedOperationError
 from graphrt.source import Source, caller_source
 
@@ -154,10 +155,7 @@ class RecordedTensors:
             return _Alias(tensor.detach(), held)
         start = address + int(tensor.storage_offset()) * tensor.dtype.itemsize
         alias = arena.view(start, tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.is_conj():
-            alias = alias.conj()
-        if tensor.is_neg():
-            alias = torch._neg_view(alias)
+        alias = with_bits_of(alias, tensor)
         if block is None or block not in self._blocks:
             end = start + extent_bytes(tensor.shape, tensor.stride(), tensor.dtype)
             self._earlier_ranges.add((start, end))
