@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
@@ -21,30 +22,14 @@ def interrupted_between_steps() -> Iterator[Callable[[], None]]:
     The yielded function raises ``KeyboardInterrupt`` if an interrupt has arrived. Does nothing if
     another handler is installed, or outside the main thread, where no interrupt arrives.
     """
-    arrived = False
+    default = signal.default_int_handler
+    with _noted(signal.SIGINT, default, lambda: signal.signal(signal.SIGINT, default)) as arrived:
 
-    def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal arrived
-        arrived = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        def check() -> None:
+            if arrived():
+                raise KeyboardInterrupt
 
-    def check() -> None:
-        if arrived:
-            raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield check
-        return
-    try:
-        signal.signal(signal.SIGINT, remember)
-    except ValueError:
-        # Only the main thread may set handlers.
-        yield check
-        return
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
@@ -54,18 +39,28 @@ def termination_noted() -> Iterator[Callable[[], bool]]:
     For a process that has to end others first. Does nothing if another handler is installed, or
     outside the main thread.
     """
-    arrived = False
+    with _noted(signal.SIGTERM, signal.SIG_DFL, lambda: None) as arrived:
+        yield arrived
 
-    def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal arrived
-        arrived = True
 
-    is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if is_default and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, remember)
-        try:
-            yield lambda: arrived
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    else:
-        yield lambda: arrived
+@contextmanager
+def _noted(
+    number: signal.Signals, default: Any, then: Callable[[], object]
+) -> Iterator[Callable[[], bool]]:
+    """Note this signal where ``default`` handles it, then call ``then``."""
+    has_arrived = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal has_arrived
+        has_arrived = True
+        then()
+
+    is_main = threading.current_thread() is threading.main_thread()  # No other may set handlers.
+    is_noted = is_main and signal.getsignal(number) == default
+    if is_noted:
+        signal.signal(number, note)
+    try:
+        yield lambda: has_arrived
+    finally:
+        if is_noted:
+            signal.signal(number, default)

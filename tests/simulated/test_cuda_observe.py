@@ -18,7 +18,7 @@ from graphrt.device.torch_modes import enter, leave
 
 
 def observed(fn: Any, pooled: Any = lambda address: False, operators: Any = None) -> UseTracker:
-    tracker = UseTracker("cpu", pooled, operators)
+    tracker = UseTracker("cpu", pooled, {} if operators is None else operators)
     observer = Observer(tracker)
     enter(observer)
     try:

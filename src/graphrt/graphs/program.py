@@ -570,9 +570,8 @@ def _eager_lines(
     if joins:  # What it returned may still be in the making on a side stream.
         lines.append("after_eager()")
     only = segment.returned[0] if len(segment.returned) == 1 else None
-    if only is None or only.path or only.kind == "opaque":
-        return [*lines, f"store_{number}(result){comment}"]
-    if only.kind == "host" and only.value is not None:
+    is_value = only is not None and only.kind == "host" and only.value is not None
+    if only is None or only.path or only.kind == "opaque" or is_value:
         return [*lines, f"store_{number}(result){comment}"]
     constants[f"expected_{number}"] = only.value
     absent = " and result is not None" if segment.writes_out else ""

@@ -9,6 +9,7 @@ It runs at every operation of an observed capture, so what it does for each is k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class OperatorInfo(NamedTuple):
     uses_rng: bool
 
 
+@dataclass(eq=False, repr=False)
 class UseTracker:
     """The tensors that one recording uses. Observers of several threads may share it in turns.
 
@@ -47,15 +49,11 @@ class UseTracker:
     ``operators``: infos by id; recordings that share it read each schema once.
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        is_pooled: Callable[[int], bool],
-        operators: dict[int, OperatorInfo] | None = None,
-    ) -> None:
-        self._device_type = device_type
-        self._is_pooled = is_pooled
-        self._operators = {} if operators is None else operators
+    _device_type: str
+    _is_pooled: Callable[[int], bool]
+    _operators: dict[int, OperatorInfo] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._made: set[int] = set()
         self._uses: dict[int, TensorUse] = {}
         # A storage's address is slow to get, a tensor's own pointer is not. Reads of these pointers
