@@ -69,7 +69,7 @@ def resolve(
     ] = False,
 ) -> None:
     """Show the plan a config resolves to: mode, sizes, keys, and every adjustment."""
-    from graphrt.cli.files import SAMPLE, parse_config, read_config
+    from graphrt.cli.files import parse_config, read_config, sample
     from graphrt.config import resolve as resolve_config
 
     if bool(config) is schema:
@@ -80,7 +80,7 @@ def resolve(
             do="graphrt resolve --schema > config.json, then graphrt resolve config.json",
         )
     if schema:
-        print(json.dumps(parse_config(SAMPLE)[0]) if as_json else SAMPLE, end="")
+        print(json.dumps(parse_config(sample())[0]) if as_json else sample(), end="")
         return
     resolved = resolve_config(*read_config(config), strict=strict)
     if as_json:
