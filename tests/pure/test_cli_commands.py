@@ -164,7 +164,6 @@ ROOMS = [
     "dispatch",
     "dispatch.buckets",
     "planner",
-    "planner.trace",
     "parallel",
     "ubatch.slices",
     "cli",

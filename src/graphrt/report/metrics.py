@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from graphrt.batch import Reason, RuntimeMode, UBatchReason
 from graphrt.events import (
@@ -35,6 +35,8 @@ from graphrt.events import (
     Verified,
     Withdrawn,
 )
+
+K = TypeVar("K")
 
 RELATIVE_ERROR = 0.01
 """Of a quantile, against the sample of that rank, for samples within ``RANGE``."""
@@ -382,42 +384,37 @@ class Metrics:
         """All steps together."""
         return reduce(StepCounts.plus, self.steps.values(), StepCounts())
 
+    def _grouped(self, name_of: Callable[[StepKind], K]) -> dict[K, StepCounts]:
+        found: dict[K, StepCounts] = {}
+        for kind, counts in self.steps.items():
+            found[name_of(kind)] = found.get(name_of(kind), StepCounts()).plus(counts)
+        return found
+
     def by_mode(self) -> dict[RuntimeMode, StepCounts]:
         """Steps by what they ran; every mode has an entry, with zeros if it never ran."""
-        found = dict.fromkeys(RuntimeMode, StepCounts())
-        for kind, counts in self.steps.items():
-            found[kind.mode] = found[kind.mode].plus(counts)
-        return found
+        none = dict.fromkeys(RuntimeMode, StepCounts())
+        return none | self._grouped(lambda kind: kind.mode)
 
     def by_captured_size(self) -> dict[int, StepCounts]:
         """Graph steps by the captured size that served them, ascending."""
-        found: dict[int, StepCounts] = {}
-        for kind, counts in self.steps.items():
-            if kind.num_padded_tokens is not None:
-                before = found.get(kind.num_padded_tokens, StepCounts())
-                found[kind.num_padded_tokens] = before.plus(counts)
-        return dict(sorted(found.items()))
+        found = self._grouped(lambda kind: kind.num_padded_tokens)
+        return {size: found[size] for size in sorted(size for size in found if size is not None)}
 
     def by_lora_count(self) -> dict[tuple[int, int | None], StepCounts]:
         """Steps by (live, captured) count of adapters, ascending; captured is None if eager.
 
         Empty if no step had an adapter.
         """
-        if not any(kind.num_active_loras for kind in self.steps):
+        found = self._grouped(lambda kind: (kind.num_active_loras, kind.num_captured_loras))
+        if not any(live for live, _ in found):
             return {}
-        found: dict[tuple[int, int | None], StepCounts] = {}
-        for kind, counts in self.steps.items():
-            name = kind.num_active_loras, kind.num_captured_loras
-            found[name] = found.get(name, StepCounts()).plus(counts)
         return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or 0)))
 
     def miss_reasons(self) -> dict[Reason, int]:
         """Eager steps by reason, most frequent first; they sum to the steps of mode NONE."""
-        found = Counter[Reason]()
-        for kind, counts in self.steps.items():
-            if kind.mode is RuntimeMode.NONE:
-                found[kind.reason] += counts.steps
-        return dict(found.most_common())
+        found = self._grouped(lambda kind: (kind.mode, kind.reason))
+        eager = {why: n.steps for (mode, why), n in found.items() if mode is RuntimeMode.NONE}
+        return dict(Counter(eager).most_common())
 
     def host_us_of_all(self) -> Histogram:
         """Host time per step in microseconds, whatever the step ran."""
