@@ -17,18 +17,9 @@ from graphrt import CUDAGraphMode
 from graphrt.errors import VerificationError
 from graphrt_llm.demo import compare
 from graphrt_llm.demo.command import DEFAULT_MODES, demo, parse_modes
+from lab import HF_LLAMA
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float32",
-}
+CONFIG = {**HF_LLAMA, "torch_dtype": "float32"}
 
 Run = Callable[..., Result]
 
