@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -38,6 +38,22 @@ BLOCK = 16
 
 def decode_key(num_reqs: int) -> BatchDescriptor:
     return BatchDescriptor(num_tokens=num_reqs, num_reqs=num_reqs, uniform=True)
+
+
+def decode_step_of_06b(sizes: Sequence[int], context: int, device: Device) -> DecodeStep:
+    """The published shape in bfloat16, run once at each size: every kernel is loaded then."""
+    step = DecodeStep(
+        ModelConfig.named("qwen3-0.6b"),
+        max_reqs=max(sizes),
+        context=context,
+        dtype=torch.bfloat16,
+        device=device.torch_device,
+    )
+    with torch.no_grad():
+        for size in sizes:
+            step.prepare(size)
+            step(**step.inputs(size))
+    return step
 
 
 class DecodeStep:

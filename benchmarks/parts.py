@@ -28,7 +28,7 @@ import torch
 from benchmarks.baselines import hand_capture
 from benchmarks.cases import capture as g6, engine as g5
 from benchmarks.harness import CannotRunError, cuda_device, machine
-from benchmarks.models import DecodeStep
+from benchmarks.models import DecodeStep, decode_step_of_06b
 from graphrt import Device, GraphLibrary, SimulatedDevice
 from graphrt.graphs import HostSnapshot, capture as capturing, gc_pause, recorder
 from graphrt.graphs.held import Reads
@@ -236,13 +236,7 @@ def start_parts(make_engine: Callable[[], Any], blocks: int) -> list[PartRow]:
 
 def on_cuda(blocks: int) -> list[PartRow]:
     with cuda_device() as device:
-        step = DecodeStep(
-            ModelConfig.named("qwen3-0.6b"),
-            max_reqs=max(g6.SIZES),
-            context=g6.CONTEXT,
-            dtype=torch.bfloat16,
-            device=device.torch_device,
-        )
+        step = decode_step_of_06b(g6.SIZES, g6.CONTEXT, device)
         made = capture_parts(step, g6.SIZES, device, blocks)
         del step
     with cuda_device():

@@ -44,7 +44,7 @@ Output::
       InputMismatchError
         expected: 1 dimensions, ('rows',)
         found:    2 dimensions, (3, 2)
-        do:       stage what the spec declares
+        do:       pass what its BufferSpec declares
     and the graphs still replay: [2.0, 2.0, 2.0]
 """
 

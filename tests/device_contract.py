@@ -761,7 +761,7 @@ class DeviceContract:
     def test_operator_is_recorded_right_or_refused(self, bench: Bench, name: str) -> None:
         outcome, operation = OUTCOMES[name]
         if name in BREAKS_CUSOLVER and bench.device.name == "cuda":
-            pytest.skip("its capture breaks cuSOLVER for the process")
+            pytest.skip("needs a process of its own: its capture breaks cuSOLVER for the process")
         t = Operands(
             bench.random(4, 4), bench.tensor([2, 0, 3, 1], torch.int64), bench.full((), 3.0)
         )

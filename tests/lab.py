@@ -42,6 +42,17 @@ from graphrt.runner import CaptureReport
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE
 KEY = BatchDescriptor(8)
 SIZES = (8, 4, 2)
+HF_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+"""A ``config.json`` of transformers, of the smallest Llama."""
 
 
 class Lab:

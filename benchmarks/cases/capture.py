@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.baselines import hand_capture, poison, require_equal
 from benchmarks.harness import Case, Row, Samples, cuda_device, medians, ratio, rounds, row
-from benchmarks.models import DecodeStep, decode_key
+from benchmarks.models import DecodeStep, decode_key, decode_step_of_06b
 from graphrt import (
     CaptureJob,
     CaptureOptions,
@@ -27,7 +27,6 @@ from graphrt import (
     RuntimeMode,
     capture_all,
 )
-from graphrt_llm.models import ModelConfig
 
 SIZES = (16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1)
 CONTEXT = 64
@@ -187,16 +186,7 @@ def measure(
 
 def captures() -> Sequence[Row]:
     with cuda_device() as device, torch.no_grad():
-        step = DecodeStep(
-            ModelConfig.named("qwen3-0.6b"),
-            max_reqs=max(SIZES),
-            context=CONTEXT,
-            dtype=torch.bfloat16,
-            device=device.torch_device,
-        )
-        for size in SIZES:  # Every kernel is loaded before anything is timed.
-            step.prepare(size)
-            step(**step.inputs(size))
+        step = decode_step_of_06b(SIZES, CONTEXT, device)
         samples, num_observed = measure(step, SIZES, device, BLOCKS)
     rows = []
     for metric, over, under, target in (

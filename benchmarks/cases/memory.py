@@ -14,10 +14,9 @@ import torch
 from benchmarks.baselines import HandCaptured, hand_capture, poison, require_equal
 from benchmarks.cases.engine import engine_of
 from benchmarks.harness import CannotRunError, Case, Row, cuda_device, medians, ratio, row
-from benchmarks.models import DecodeStep, decode_key
+from benchmarks.models import DecodeStep, decode_key, decode_step_of_06b
 from graphrt import CUDAGraphWrapper, Device, ForwardContext, GraphLibrary, RuntimeMode
 from graphrt.runner.report import CaptureMemory
-from graphrt_llm.models import ModelConfig
 
 SIZES = (*range(256, 0, -8), 4, 2, 1)
 CONTEXT = 32
@@ -98,16 +97,7 @@ def graph_memory() -> Sequence[Row]:
     growth: list[float] = []
     extra = len(SIZES) - 1
     with cuda_device() as device, torch.no_grad():
-        step = DecodeStep(
-            ModelConfig.named("qwen3-0.6b"),
-            max_reqs=max(SIZES),
-            context=CONTEXT,
-            dtype=torch.bfloat16,
-            device=device.torch_device,
-        )
-        for size in SIZES:
-            step.prepare(size)
-            step(**step.inputs(size))
+        step = decode_step_of_06b(SIZES, CONTEXT, device)
         for number in range(ROUNDS + 1):
             # All of a round stay alive: freed executables would be given to the next round.
             library, ours = by_library(step, SIZES, device)

@@ -20,7 +20,6 @@ ROOMS = [
     "graphrt.parallel",
     "graphrt.parallel.agreement",
     "graphrt.planner",
-    "graphrt.planner.trace",
     "graphrt.report",
     "graphrt.ubatch",
     "graphrt.ubatch.communication",

@@ -402,7 +402,7 @@ MUTANTS = [
     ),
     Mutant(
         "key that is said twice is accepted in a trace",
-        "graphrt/planner/trace.py",
+        "graphrt/planner.py",
         "    if repeated:\n",
         "    if False:\n",
         "simulated/test_bad_input_files.py",

@@ -151,6 +151,10 @@ def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert out == ""
     assert err
+    assert status_of(*words, "--json") == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["message"]
+    assert err
 
 
 ROOMS = [
@@ -160,7 +164,6 @@ ROOMS = [
     "dispatch",
     "dispatch.buckets",
     "planner",
-    "planner.trace",
     "parallel",
     "ubatch.slices",
     "cli",

@@ -215,10 +215,12 @@ def test_pass_that_finds_nothing_is_warned_of_at_the_caller(
 
 
 def test_passes_by_default_warn_of_nothing() -> None:
-    PassConfig()
-    PassConfig(enable_noop=False)
-    PassConfig(enable_fusion=True)
-    PassConfig(enable_async_tp=True, enable_sequence_parallelism=True)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        PassConfig()
+        PassConfig(enable_noop=False)
+        PassConfig(enable_fusion=True)
+        PassConfig(enable_async_tp=True, enable_sequence_parallelism=True)
+    assert warned == []
 
 
 # --- Hash and text

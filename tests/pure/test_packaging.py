@@ -15,7 +15,8 @@ def index_readme() -> str:
     """The README as the build writes it into the package's metadata."""
     hook = SETTINGS["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     text = "".join(
-        (REPOSITORY / part["path"]).read_text(encoding="utf-8") for part in hook["fragments"]
+        part.get("text") or (REPOSITORY / part["path"]).read_text(encoding="utf-8")
+        for part in hook["fragments"]
     )
     for change in hook["substitutions"]:
         text = re.sub(change["pattern"], change["replacement"], text)
@@ -29,12 +30,13 @@ def test_readme_of_the_index_has_no_relative_link() -> None:
     source = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     fences = re.compile(r"```.*?```", re.DOTALL)
     assert fences.findall(text) == fences.findall(source), "a program was changed"
-    assert len(text.splitlines()) == len(source.splitlines())
+    assert len(text.splitlines()) > len(source.splitlines())
 
 
-def test_links_and_classifiers_are_given() -> None:
-    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(PROJECT["urls"])
-    assert all(url.startswith("https://") for url in PROJECT["urls"].values())
+def test_classifiers_are_given_and_no_link_is_dead() -> None:
+    for url in PROJECT.get("urls", {}).values():
+        assert url.startswith("https://")
+        assert not re.search(r"\.(example|invalid|test|localhost)(/|$)", url), "never resolves"
     least = PROJECT["requires-python"].removeprefix(">=")
     for classifier in (f"Programming Language :: Python :: {least}", "Typing :: Typed"):
         assert classifier in PROJECT["classifiers"]

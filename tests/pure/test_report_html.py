@@ -106,6 +106,17 @@ def test_every_plot_has_a_form_for_narrow_screens() -> None:
     assert page.count("max-width: 600px") == len(narrow) + 1
 
 
+def test_narrow_time_axis_of_many_decades_has_few_labels() -> None:
+    from graphrt.report.plots import NARROW, WIDE, host_times
+
+    long, short = ([run_of("NONE", map(eager, times))] for times in ([90, 9e4], [90, 900]))
+    drawn = [host_times(runs, width) for runs, width in ((long, WIDE), (short, NARROW))]
+    assert all("<!-- 200 us -->" in svg for svg in drawn)
+    narrow = host_times(long, NARROW)
+    assert "<!-- 1 ms -->" in narrow
+    assert "<!-- 200 us -->" not in narrow
+
+
 def test_cells_of_words_name_their_column() -> None:
     table = TextTable("Plan", ("<sizes>",), (TextRow("FULL", ("1, 2, 4",)),), is_numeric=False)
     page = render_report(replace(PAGE, tables=[table]))

@@ -12,17 +12,9 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float32",
-}
+from lab import HF_LLAMA
+
+CONFIG = {**HF_LLAMA, "torch_dtype": "float32"}
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 

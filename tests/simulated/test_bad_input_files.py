@@ -20,18 +20,9 @@ from graphrt_llm import EngineConfig
 from graphrt_llm.errors import EngineConfigError, ModelConfigError, WeightsFileError
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.weights import INDEX, load_safetensors
+from lab import HF_LLAMA
 
 DEEP = "[" * 100_000
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-}
 ROW = '{"timestamp": 1, "input_length": 1, "output_length": 1}'
 
 
@@ -53,13 +44,13 @@ def model(path: Path) -> Any:
 
 def index(path: Path) -> Any:
     folder = renamed(path, INDEX)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(HF_LLAMA))
     load_safetensors(CausalLM(ModelConfig.from_directory(folder)), folder)
 
 
 def shard(path: Path) -> Any:
     folder = renamed(path, "part.safetensors")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(HF_LLAMA))
     (folder / INDEX).write_text('{"weight_map": {"norm.weight": "part.safetensors"}}')
     load_safetensors(CausalLM(ModelConfig.from_directory(folder)), folder)
 
@@ -160,7 +151,7 @@ def test_json_that_says_no_one_thing_is_a_typed_error(
     ],
 )
 def test_model_config_with_one_wrong_value_is_refused(change: str, tmp_path: Path) -> None:
-    text = json.dumps(LLAMA)
+    text = json.dumps(HF_LLAMA)
     if change.startswith('"num_hidden_layers"'):
         text = text.replace('"num_hidden_layers": 1', change)
     else:

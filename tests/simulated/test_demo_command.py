@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,18 +17,9 @@ from graphrt import CUDAGraphMode
 from graphrt.errors import VerificationError
 from graphrt_llm.demo import compare
 from graphrt_llm.demo.command import DEFAULT_MODES, demo, parse_modes
+from lab import HF_LLAMA
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float32",
-}
+CONFIG = {**HF_LLAMA, "torch_dtype": "float32"}
 
 Run = Callable[..., Result]
 
@@ -165,10 +158,34 @@ def test_compiled_policies_equal_a_run_that_is_not(run: Run) -> None:
         }
 
 
-def test_lower_compile_levels_are_a_clear_error(run: Run) -> None:
-    result = run("--level", "1")
-    assert result.exit_code == 2
-    assert "compilation.level" in result.stderr
+WRONG_AT_ONCE = {
+    "--level 1": "--level",
+    "--trace no-such.csv": "no-such.csv",
+    "--model no-such-folder": "no-such-folder",
+    "--report no/such/page.html": "page.html",
+    "--loras 100000": "max_loras",
+    "--tensor-parallel": "--tensor-parallel",
+    "--expert-parallel": "--expert-parallel",
+    "--tensor-parallel --ranks 3": "heads",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_AT_ONCE)
+def test_wrong_options_are_refused_before_torch_loads(words: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from graphrt.cli import main\n"
+        "try: main(['demo', *sys.argv[1:]])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert WRONG_AT_ONCE[words] in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 from graphrt import CUDAGraphMode, Observer, Reason, RuntimeMode
 from graphrt_llm import LLMEngine
 from graphrt_llm.demo.compare import Outcome, compare_policies
+from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Options, read_inputs
 from graphrt_llm.demo.report import are_identical, as_json, as_page, findings
-from graphrt_llm.demo.setup import CAPTURE_SIZES, MAX_NUM_SEQS, Options, Prepared, prepare
+from graphrt_llm.demo.setup import CAPTURE_SIZES, Prepared, prepare
 from graphrt_llm.errors import EngineStateError
 
 ALL = (
@@ -41,7 +42,8 @@ class Phases:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     report = tmp_path_factory.mktemp("demo") / "report.html"
-    return prepare(Options(None, None, "safetensors", 25, ALL, "simulated", None, report, seed=3))
+    asked = Options(None, None, "safetensors", 25, ALL, "simulated", None, report, seed=3)
+    return prepare(read_inputs(asked))
 
 
 def compared(prepared: Prepared, modes: Sequence[CUDAGraphMode], phases: Phases) -> list[Outcome]:
@@ -171,9 +173,8 @@ def test_a_single_policy_is_compared_with_nothing(
 
 def other_weights(prepared: Prepared) -> Prepared:
     """The same, but every policy with graphs gets a model with other weights."""
-    strange = prepare(
-        Options(None, None, "safetensors", 5, ALL, "simulated", None, prepared.report, seed=4)
-    )
+    asked = Options(None, None, "safetensors", 5, ALL, "simulated", None, prepared.report, seed=4)
+    strange = prepare(read_inputs(asked))
 
     def make_engine(mode: CUDAGraphMode, observer: Observer) -> LLMEngine:
         made_by = prepared if mode is CUDAGraphMode.NONE else strange

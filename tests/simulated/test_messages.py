@@ -160,7 +160,8 @@ def decorated(*args, **kwargs):
     "fn", [lambda **inputs: 0, lambda renamed, more=1: 0, decorated, hooked(), torch.relu]
 )
 def test_model_that_may_take_the_inputs_is_not_refused(fn) -> None:
-    runner_of(fn, "renamed").close()
+    with runner_of(fn, "renamed") as runner:
+        assert not runner.report().graphs
 
 
 @pytest.mark.parametrize("right", [(8,), (2, 4, 8)])  # Wrong for a key; for a padded batch.

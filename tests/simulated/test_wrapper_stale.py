@@ -177,7 +177,11 @@ def test_stale_check_of_a_grown_list_raises() -> None:
 def test_stale_check_walks_a_recursive_container_once() -> None:
     items: list[Any] = [torch.ones(1)]
     items.append(items)
-    checker_for((items,), {})((items,), {})
+    check = checker_for((items,), {})
+    check((items,), {})
+    items[0] = torch.ones(1)
+    with pytest.raises(StaleInputError):
+        check((items,), {})
 
 
 hosts = st.one_of(

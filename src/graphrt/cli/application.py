@@ -39,13 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         command = typer.main.get_command(_application(words))
         sys.exit(command(args=words, prog_name="graphrt"))
     except GraphrtError as error:
-        kind = type(error).__name__
-        print(f"{kind}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         if "--json" in words:
-            print(json.dumps({"error": {"type": kind, "message": str(error)}}))
+            _print_error(type(error).__name__, str(error))
         sys.exit(BAD_INPUT)
+    except SystemExit as end:
+        # Of wrong words on the command line, which typer has told on stderr.
+        told = getattr(end.__context__, "format_message", None)
+        if "--json" in words and end.code == BAD_INPUT and told is not None:
+            _print_error("UsageError", told())
+        raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _print_error(kind: str, message: str) -> None:
+    print(json.dumps({"error": {"type": kind, "message": message}}))
 
 
 def resolve(
@@ -60,7 +69,7 @@ def resolve(
     ] = False,
 ) -> None:
     """Show the plan a config resolves to: mode, sizes, keys, and every adjustment."""
-    from graphrt.cli.files import SAMPLE, parse_config, read_config
+    from graphrt.cli.files import parse_config, read_config, sample
     from graphrt.config import resolve as resolve_config
 
     if bool(config) is schema:
@@ -71,7 +80,7 @@ def resolve(
             do="graphrt resolve --schema > config.json, then graphrt resolve config.json",
         )
     if schema:
-        print(json.dumps(parse_config(SAMPLE)[0]) if as_json else SAMPLE, end="")
+        print(json.dumps(parse_config(sample())[0]) if as_json else sample(), end="")
         return
     resolved = resolve_config(*read_config(config), strict=strict)
     if as_json:

@@ -6,15 +6,20 @@ a line that begins with ``//`` is a comment.
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
+from enum import Enum
+from inspect import getdoc
 from io import StringIO
+from textwrap import fill
 from typing import IO, Any, NamedTuple, NoReturn
 
 from graphrt.batch import Decision, RuntimeMode
-from graphrt.config import Facts, RuntimeConfig
+from graphrt.config import CompilationConfig, Facts, RuntimeConfig, UBatchConfig
 from graphrt.config.checked import config_error, shown, unknown_key
 from graphrt.dispatch import CUDAGraphDispatcher
 from graphrt.errors import BatchError, ConfigError, ConfigProblem
@@ -36,86 +41,56 @@ class Batch(NamedTuple):
     exclude: frozenset[RuntimeMode]
 
 
-SAMPLE = """\
-// What graphrt resolve reads: every key, with its default. All keys are optional; a line that
-// begins with // is a comment. Sizes are tokens of one step.
-{
-  "compilation": {
-    // How much is compiled: 0 to 3. null: 3 if something is asked that only it has, else 0.
-    "level": null,
-    // NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE, which null is.
-    "cudagraph_mode": null,
-    // A list such as [1, 2, 4, 8]. null: 1, 2, 4, then by 8, then by 16 from 256.
-    "cudagraph_capture_sizes": null,
-    // The largest size of that ladder. null: twice the largest decode batch, at most 512.
-    "max_cudagraph_capture_size": null,
-    // Whether batches without adapters get graphs of their own.
-    "cudagraph_specialize_lora": true,
-    // Whether inputs are copied into buffers of the runtime before PIECEWISE graphs.
-    "cudagraph_copy_inputs": false,
-    // What compiles: a name that torch knows, or package.module.function. Empty: as the next says.
-    "backend": "",
-    // Whether level 3 compiles with Inductor. null: on CUDA only.
-    "use_inductor": null,
-    // Operators, such as "graphrt_llm::attention", between which level 3 captures pieces.
-    "splitting_ops": null,
-    // Sizes to compile with static shapes, at level 3.
-    "compile_sizes": null,
-    // The last size of each range that level 3 compiles for. null: one range.
-    "compile_ranges_endpoints": null,
-    // How the size that varies is marked: auto, unbacked or backed.
-    "dynamic_shapes": "auto",
-    // What notices a change of what was traced: audit or keep.
-    "guard_policy": "audit",
-    // Which operators run their optimised form: "none,+name", or a list.
-    "custom_ops": [],
-    // Which passes rewrite compiled pieces, such as {"enable_fusion": true}.
-    "pass_config": {},
-    // Passes of one's own: {"name": "package.module.function"}.
-    "inductor_passes": {},
-    // Options of Inductor for every piece.
-    "inductor_compile_config": {},
-    // Whether Inductor cuts the graph, rather than graphrt.
-    "use_inductor_graph_partition": null,
-    // Where compiled code is kept. null: GRAPHRT_CACHE_DIR, else the user's cache folder.
-    "cache_dir": null,
-    // Whether it is kept.
-    "compile_cache": true,
-    // Where what was traced and compiled is written down.
-    "debug_dump_path": null
-  },
-  // Most requests and most tokens of one step.
-  "max_num_seqs": 256,
-  "max_num_batched_tokens": 8192,
-  // A decode request brings 1 + this many tokens.
-  "num_speculative_tokens": 0,
-  // Most LoRA adapters in one batch, and which counts get graphs: each, powers_of_two, max_only.
-  "max_loras": 0,
-  "lora_capture": "powers_of_two",
-  // Steps cut into micro-batches: how many, from how many tokens on (decode, others), how many
-  // multiprocessors communication gets, and whether batches without a split graph are cut too.
-  "ubatch": {
-    "num_ubatches": 1,
-    "decode_token_threshold": 32,
-    "prefill_token_threshold": 512,
-    "num_comm_sms": 20,
-    "allow_eager": true
-  },
-  // What the attention back end permits in a full graph: NEVER, UNIFORM_SINGLE_TOKEN_DECODE,
-  // UNIFORM_BATCH or ALWAYS.
-  "attention_support": "ALWAYS",
-  // Whether the model can be cut at its break points.
-  "piecewise_available": true,
-  // Multiprocessors of the device, if it has any.
-  "num_sms": null,
-  // The device: cuda, cpu or simulated.
-  "device": null,
-  // The operators that compute attention.
-  "attention_ops": [],
-  // Ranks that share each layer.
-  "tp_size": 1
-}
-"""
+COMPILATION_KEYS = (
+    *("level", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *("cudagraph_specialize_lora", "cudagraph_copy_inputs", "backend", "use_inductor"),
+    *("splitting_ops", "compile_sizes", "compile_ranges_endpoints", "dynamic_shapes"),
+    *("guard_policy", "custom_ops", "pass_config", "inductor_passes", "inductor_compile_config"),
+    *("use_inductor_graph_partition", "cache_dir", "compile_cache", "debug_dump_path"),
+)
+RUNTIME_KEYS = (
+    *("max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens", "max_loras"),
+    *("lora_capture", "ubatch"),
+)
+FACT_KEYS = (
+    *("attention_support", "piecewise_available", "num_sms", "device", "attention_ops", "tp_size"),
+)
+# The model of a command line is not there to look at.
+FACTS = Facts(piecewise_available=True)
+
+
+def sample() -> str:
+    """What ``read_config`` reads: every key, with its meaning and its default."""
+    body = (
+        _told(CompilationConfig(), COMPILATION_KEYS, "compilation"),
+        _told(RuntimeConfig(), RUNTIME_KEYS),
+        _told(FACTS, FACT_KEYS),
+    )
+    return (
+        "// What graphrt resolve reads: every key, with its default. All keys are optional; a line"
+        "\n// that begins with // is a comment. Sizes are tokens of one step. None is null here.\n"
+        "{\n" + ",\n".join(body) + "\n}\n"
+    )
+
+
+def _told(config: Any, keys: Iterable[str], name: str = "", indent: str = "  ") -> str:
+    """The fields of ``config``, each below what its class says of it; inside ``name``, if given."""
+    if name:
+        inner = _told(config, keys, indent=f"{indent}  ")
+        return f'{indent}"{name}": {{\n{inner}\n{indent}}}'
+    meanings = dict(re.findall(r"``(\w+)``: (.+?)(?=\n``|\Z)", getdoc(config) or "", re.DOTALL))
+    parts = []
+    for key in keys:
+        value = getattr(config, key)
+        told = fill(" ".join(meanings.get(key, "").replace("``", "").split()), 94)
+        text = "".join(f"{indent}// {line}\n" for line in told.splitlines())
+        if isinstance(value, UBatchConfig):
+            parts.append(text + _told(value, [item.name for item in fields(value)], key, indent))
+        else:
+            value = value.name if isinstance(value, Enum) else value
+            # What json does not know is an option whose default is an empty object.
+            parts.append(f'{text}{indent}"{key}": {json.dumps(value, default=lambda _: {})}')
+    return ",\n".join(parts)
 
 
 def parse_config(text: str) -> tuple[Any, list[str]]:
@@ -124,13 +99,6 @@ def parse_config(text: str) -> tuple[Any, list[str]]:
     # blank lines, because an error counts lines.
     lines = ("" if line.lstrip().startswith("//") else line for line in text.split("\n"))
     return parse_json("\n".join(lines))
-
-
-# The sample has every key, in the order in which it is told.
-_SAMPLE = parse_config(SAMPLE)[0]
-COMPILATION_KEYS = tuple(_SAMPLE["compilation"])
-FACT_KEYS = tuple(item.name for item in fields(Facts) if item.name in _SAMPLE)
-RUNTIME_KEYS = tuple(name for name in _SAMPLE if name not in ("compilation", *FACT_KEYS))
 
 
 def read_config(source: str) -> tuple[RuntimeConfig, Facts]:
@@ -176,7 +144,7 @@ def read_config(source: str) -> tuple[RuntimeConfig, Facts]:
         problems += error.problems
     try:
         asked_facts = {name: value[name] for name in FACT_KEYS if name in value}
-        facts = Facts(**{"piecewise_available": True, **asked_facts})
+        facts = replace(FACTS, **asked_facts)
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -239,8 +239,10 @@ class CompilationConfig:
       folder.
     ``compile_cache``: False: neither read nor write it.
     ``debug_dump_path``: Where what was traced and compiled is written down. None: nowhere.
-    ``cudagraph_mode``: None: FULL_AND_PIECEWISE, as far as the facts permit.
-    ``cudagraph_capture_sizes``: None: the default ladder.
+    ``cudagraph_mode``: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE. None: the
+      last, as far as the facts permit.
+    ``cudagraph_capture_sizes``: A list, such as [1, 2, 4, 8]. None: the default ladder, 1, 2, 4,
+      then by 8, then by 16 from 256.
     ``max_cudagraph_capture_size``: Top of the default ladder; beside a list it must be the list's
       largest size.
     ``cudagraph_specialize_lora``: Also capture graphs without adapters. False: such a batch uses

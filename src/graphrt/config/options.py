@@ -88,7 +88,8 @@ class RuntimeConfig:
     ``num_speculative_tokens``: A uniform decode request brings ``q = 1 + num_speculative_tokens``
       tokens.
     ``max_loras``: Most distinct adapters in one batch; 0: none. At most 1024.
-    ``lora_capture``: Which adapter counts get graphs; the others are rounded up to one that has.
+    ``lora_capture``: Which adapter counts get graphs: each, powers_of_two or max_only; the others
+      are rounded up to one that has.
     ``interactivity``: Add every size 1..32 to the default ladder: less padding for few users, more
       graphs.
     ``on_miss``: strict: a step that would run eager raises ``MissError`` instead.
@@ -164,7 +165,8 @@ class Facts:
 
     Names of supports and modes are accepted as strings. Raises ``ConfigError``.
 
-    ``attention_support``: What the attention backend permits inside a FULL graph.
+    ``attention_support``: What the attention backend permits inside a FULL graph: NEVER,
+      UNIFORM_SINGLE_TOKEN_DECODE, UNIFORM_BATCH or ALWAYS.
     ``attention_groups``: Support by attention group; the least one counts, and messages name its
       group.
     ``has_break_points``: The model is cut by break points in plain Python; read below compile

@@ -516,5 +516,5 @@ def _whole_number(subject: str, value: Any) -> int:
 
 def _mismatch(subject: str, expected: str, found: str, do: str = "") -> InputMismatchError:
     return InputMismatchError(
-        subject, expected=expected, found=found, do=do or "stage what the spec declares"
+        subject, expected=expected, found=found, do=do or "pass what its BufferSpec declares"
     )

@@ -35,75 +35,56 @@ class LoggingObserver:
         self._logger = logging.getLogger(logger) if isinstance(logger, str) else logger
 
     def __call__(self, event: Event, /) -> None:
-        level = _level(event)
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s", _told(event))
+        # Steps are many: their text is made where it is shown.
+        if isinstance(event, Replayed | RanEager) and not self._logger.isEnabledFor(logging.DEBUG):
+            return
+        level, text = _told(event)
+        self._logger.log(level, "%s", text)
 
 
-def _level(event: Event) -> int:
+def _told(event: Event) -> tuple[int, str]:
+    """The level of ``event``, and its line."""
+    debug, info, warning = logging.DEBUG, logging.INFO, logging.WARNING
     match event:
-        case Replayed() | RanEager() | Captured() | Compiled() | KeysChanged():
-            return logging.DEBUG
-        case CaptureFailed() | Invalidated():
-            return logging.WARNING
-        case Verified(equal=equal) | PaddingVerified(equal=equal):
-            return logging.DEBUG if equal else logging.WARNING
-    return logging.INFO
+        case CaptureBegan(owner, num_keys):
+            return info, f"{owner}: capturing {num_keys} keys"
+        case CaptureEnded(owner, num_keys, num_served, seconds):
+            took = f"{owner}: capture of {num_keys} keys ended after {seconds:.2f} s"
+            return info, f"{took}; graphs serve {num_served} keys"
+        case KeysChanged(owner, num_graphs, missing):
+            named = ", ".join(f"{number} {reason.name}" for reason, number in missing) or "none"
+            return debug, f"{owner}: {num_graphs} graphs; keys missing: {named}"
+        case Captured(owner, mode, key):
+            num_bytes = event.pool_growth_bytes + event.exec_bytes
+            told = f"{owner}: captured {mode.name} {key} in {event.seconds:.3f} s"
+            return debug, f"{told}, {num_bytes} bytes"
+        case CaptureFailed(owner, mode, key, error, message):
+            return warning, f"{owner}: {mode.name} {key} failed: {error}: {message}"
+        case Compiled(piece, start, end, seconds, missed):
+            came = "loaded" if missed is None else f"compiled ({missed})"
+            return debug, f"{piece} for {start} to {end} tokens: {came} in {seconds:.2f} s"
+        case Verified(mode, key, equal, difference):
+            found = f"{mode.name} {key} {_compared(equal, difference)}"
+            return debug if equal else warning, f"replay of {found} eager execution"
+        case PaddingVerified(mode, key, equal, difference):
+            found = f"{mode.name} {key} {_compared(equal, difference)}"
+            return debug if equal else warning, f"padded replay of {found} the unpadded batch"
+        case Invalidated(owner, programs, names):
+            replaced = ", ".join(names) or "by hand"
+            return warning, f"{owner}: {programs} programs invalid, replaced: {replaced}"
+        case Withdrawn(owner, programs, reason):
+            return info, f"{owner}: {programs} programs withdrawn: {reason}"
+        case Retired(number, programs, num_bytes):
+            return info, f"generation {number} retired: {programs} programs, {num_bytes} bytes"
+        case Replayed(mode, reason, num_tokens, padded):
+            ran = f"{num_tokens} tokens replayed {mode.name} of {padded}"
+        case RanEager(reason, num_tokens):
+            ran = f"{num_tokens} tokens ran eager"
+    return debug, f"{ran} ({reason.name}{_split(event)}) in {event.host_us:.1f} us"
 
 
-def _told(event: Event) -> str:
-    match event:
-        case CaptureBegan():
-            return f"{event.owner}: capturing {event.num_keys} keys"
-        case CaptureEnded():
-            return (
-                f"{event.owner}: capture of {event.num_keys} keys ended after {event.seconds:.2f} "
-                f"s; graphs serve {event.num_served} keys"
-            )
-        case KeysChanged():
-            missing = ", ".join(f"{number} {reason.name}" for reason, number in event.missing)
-            return f"{event.owner}: {event.num_graphs} graphs; keys missing: {missing or 'none'}"
-        case Captured():
-            return (
-                f"{event.owner}: captured {event.mode.name} {event.key} in {event.seconds:.3f} s, "
-                f"{event.pool_growth_bytes + event.exec_bytes} bytes"
-            )
-        case CaptureFailed():
-            return (
-                f"{event.owner}: {event.mode.name} {event.key} failed: {event.error}: "
-                f"{event.message}"
-            )
-        case Compiled():
-            came = "loaded" if event.missed is None else f"compiled ({event.missed})"
-            sizes = f"{event.start} to {event.end} tokens"
-            return f"{event.piece} for {sizes}: {came} in {event.seconds:.2f} s"
-        case Verified():
-            found = "equals" if event.equal else f"DIFFERS by {event.max_abs_difference:g} from"
-            return f"replay of {event.mode.name} {event.key} {found} eager execution"
-        case PaddingVerified():
-            found = "equals" if event.equal else f"DIFFERS by {event.max_abs_difference:g} from"
-            return f"padded replay of {event.mode.name} {event.key} {found} the unpadded batch"
-        case Invalidated():
-            names = ", ".join(event.names) or "by hand"
-            return f"{event.owner}: {event.num_programs} programs invalid, replaced: {names}"
-        case Withdrawn():
-            return f"{event.owner}: {event.num_programs} programs withdrawn: {event.reason}"
-        case Retired():
-            return (
-                f"generation {event.generation} retired: {event.num_programs} programs, "
-                f"{event.freed_bytes} bytes"
-            )
-        case Replayed():
-            return (
-                f"{event.num_tokens} tokens replayed {event.mode.name} of "
-                f"{event.num_padded_tokens} ({event.reason.name}{_split(event)}) "
-                f"in {event.host_us:.1f} us"
-            )
-        case RanEager():
-            return (
-                f"{event.num_tokens} tokens ran eager ({event.reason.name}{_split(event)}) "
-                f"in {event.host_us:.1f} us"
-            )
+def _compared(equal: bool, difference: float) -> str:
+    return "equals" if equal else f"DIFFERS by {difference:g} from"
 
 
 def _split(event: Replayed | RanEager) -> str:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple, TypeVar
@@ -37,7 +37,6 @@ from graphrt.events import (
 )
 
 K = TypeVar("K")
-V = TypeVar("V")
 
 RELATIVE_ERROR = 0.01
 """Of a quantile, against the sample of that rank, for samples within ``RANGE``."""
@@ -274,7 +273,8 @@ class StepCounts(NamedTuple):
     num_padded_tokens: int = 0
 
     def plus(self, other: StepCounts) -> StepCounts:
-        return StepCounts(*_sums(self, other))
+        both: StepCounts = merged(self, other)
+        return both
 
     @property
     def padding_percent(self) -> float:
@@ -296,9 +296,6 @@ class CaptureTotals(NamedTuple):
     exec_bytes: int = 0
     static_output_bytes: int = 0
 
-    def plus(self, other: CaptureTotals) -> CaptureTotals:
-        return CaptureTotals(*_sums(self, other))
-
     @property
     def graph_bytes(self) -> int:
         """Memory of the programs: the pool, static outputs included, and executables."""
@@ -313,7 +310,7 @@ class VerificationTotals(NamedTuple):
     max_abs_difference: float = 0.0
     """Infinite if a compared value was NaN."""
 
-    def plus(self, other: VerificationTotals) -> VerificationTotals:
+    def merge(self, other: VerificationTotals) -> VerificationTotals:
         return VerificationTotals(
             self.equal + other.equal,
             self.different + other.different,
@@ -334,14 +331,17 @@ class LifetimeTotals(NamedTuple):
     withdrawals: int = 0
     withdrawn_programs: int = 0
 
-    def plus(self, other: LifetimeTotals) -> LifetimeTotals:
-        return LifetimeTotals(*_sums(self, other))
 
-
-def _sums(first: Sequence[Any], second: Sequence[Any]) -> Iterator[Any]:
-    """Field by field; None (unknown) plus anything is None."""
-    for a, b in zip(first, second, strict=True):
-        yield None if a is None or b is None else a + b
+def merged(mine: Any, other: Any) -> Any:
+    """Two counts, or two collections of them, as one. None (unknown) and anything are None."""
+    if isinstance(mine, Mapping):
+        both = {name: merged(mine[name], other[name]) for name in mine if name in other}
+        return {**mine, **other, **both}
+    if hasattr(mine, "merge"):
+        return mine.merge(other)
+    if isinstance(mine, tuple):
+        return type(mine)(*map(merged, mine, other))
+    return None if mine is None or other is None else mine + other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -377,61 +377,44 @@ class Metrics:
 
     def merge(self, other: Metrics) -> Metrics:
         """The numbers of both, as of two ranks that stepped side by side."""
-        return Metrics(
-            steps=_joined(self.steps, other.steps, StepCounts.plus),
-            host_us=_joined(self.host_us, other.host_us, Histogram.merge),
-            series=self.series.merge(other.series),
-            captures=_joined(self.captures, other.captures, CaptureTotals.plus),
-            failures=dict(Counter(self.failures) + Counter(other.failures)),
-            num_alive_graphs=self.num_alive_graphs + other.num_alive_graphs,
-            missing_keys=dict(Counter(self.missing_keys) + Counter(other.missing_keys)),
-            verifications=self.verifications.plus(other.verifications),
-            lifetimes=self.lifetimes.plus(other.lifetimes),
-            memory_taken=self.memory_taken.plus(other.memory_taken),
-            split_steps=self.split_steps + other.split_steps,
-            unsplit_reasons=dict(Counter(self.unsplit_reasons) + Counter(other.unsplit_reasons)),
-        )
+        names = [item.name for item in fields(self)]
+        return Metrics(**{n: merged(getattr(self, n), getattr(other, n)) for n in names})
 
     def total(self) -> StepCounts:
         """All steps together."""
         return reduce(StepCounts.plus, self.steps.values(), StepCounts())
 
+    def _grouped(self, name_of: Callable[[StepKind], K]) -> dict[K, StepCounts]:
+        found: dict[K, StepCounts] = {}
+        for kind, counts in self.steps.items():
+            found[name_of(kind)] = found.get(name_of(kind), StepCounts()).plus(counts)
+        return found
+
     def by_mode(self) -> dict[RuntimeMode, StepCounts]:
         """Steps by what they ran; every mode has an entry, with zeros if it never ran."""
-        found = dict.fromkeys(RuntimeMode, StepCounts())
-        for kind, counts in self.steps.items():
-            found[kind.mode] = found[kind.mode].plus(counts)
-        return found
+        none = dict.fromkeys(RuntimeMode, StepCounts())
+        return none | self._grouped(lambda kind: kind.mode)
 
     def by_captured_size(self) -> dict[int, StepCounts]:
         """Graph steps by the captured size that served them, ascending."""
-        found: dict[int, StepCounts] = {}
-        for kind, counts in self.steps.items():
-            if kind.num_padded_tokens is not None:
-                before = found.get(kind.num_padded_tokens, StepCounts())
-                found[kind.num_padded_tokens] = before.plus(counts)
-        return dict(sorted(found.items()))
+        found = self._grouped(lambda kind: kind.num_padded_tokens)
+        return {size: found[size] for size in sorted(size for size in found if size is not None)}
 
     def by_lora_count(self) -> dict[tuple[int, int | None], StepCounts]:
         """Steps by (live, captured) count of adapters, ascending; captured is None if eager.
 
         Empty if no step had an adapter.
         """
-        if not any(kind.num_active_loras for kind in self.steps):
+        found = self._grouped(lambda kind: (kind.num_active_loras, kind.num_captured_loras))
+        if not any(live for live, _ in found):
             return {}
-        found: dict[tuple[int, int | None], StepCounts] = {}
-        for kind, counts in self.steps.items():
-            name = kind.num_active_loras, kind.num_captured_loras
-            found[name] = found.get(name, StepCounts()).plus(counts)
         return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or 0)))
 
     def miss_reasons(self) -> dict[Reason, int]:
         """Eager steps by reason, most frequent first; they sum to the steps of mode NONE."""
-        found = Counter[Reason]()
-        for kind, counts in self.steps.items():
-            if kind.mode is RuntimeMode.NONE:
-                found[kind.reason] += counts.steps
-        return dict(found.most_common())
+        found = self._grouped(lambda kind: (kind.mode, kind.reason))
+        eager = {why: n.steps for (mode, why), n in found.items() if mode is RuntimeMode.NONE}
+        return dict(Counter(eager).most_common())
 
     def host_us_of_all(self) -> Histogram:
         """Host time per step in microseconds, whatever the step ran."""
@@ -439,14 +422,7 @@ class Metrics:
 
     def captures_of_all(self) -> CaptureTotals:
         """All captured programs together."""
-        return reduce(CaptureTotals.plus, self.captures.values(), CaptureTotals())
-
-
-def _joined(mine: Mapping[K, V], other: Mapping[K, V], plus: Callable[[V, V], V]) -> dict[K, V]:
-    joined = dict(mine)
-    for key, value in other.items():
-        joined[key] = plus(joined[key], value) if key in joined else value
-    return joined
+        return reduce(merged, self.captures.values(), CaptureTotals())
 
 
 class StepMetrics:
@@ -500,7 +476,7 @@ class StepMetrics:
                     static_output_bytes=event.static_output_bytes,
                 )
                 before = self._captures.get(event.mode, CaptureTotals())
-                self._captures[event.mode] = before.plus(totals)
+                self._captures[event.mode] = merged(before, totals)
             case CaptureEnded(memory=taken):
                 self._memory_taken = self._memory_taken.plus(taken)
             case KeysChanged(owner=owner):
@@ -510,28 +486,21 @@ class StepMetrics:
             case Verified(equal=equal, max_abs_difference=difference):
                 largest = math.inf if math.isnan(difference) else difference
                 verified = VerificationTotals(int(equal), int(not equal), largest)
-                self._verifications = self._verifications.plus(verified)
+                self._verifications = self._verifications.merge(verified)
             case PaddingVerified(equal=equal):
                 # Its difference is that of two kernels, which no run in a graph adds to.
-                self._verifications = self._verifications.plus(
-                    VerificationTotals(int(equal), int(not equal), 0.0)
-                )
+                verified = VerificationTotals(int(equal), int(not equal), 0.0)
+                self._verifications = self._verifications.merge(verified)
             case Invalidated(num_programs=programs):
-                self._lifetimes = self._lifetimes.plus(LifetimeTotals(programs))
+                self._lifetimes = merged(self._lifetimes, LifetimeTotals(programs))
             case Retired(num_programs=programs, freed_bytes=freed):
-                self._lifetimes = self._lifetimes.plus(LifetimeTotals(0, 1, programs, freed))
+                self._lifetimes = merged(self._lifetimes, LifetimeTotals(0, 1, programs, freed))
             case Withdrawn(num_programs=programs):
-                self._lifetimes = self._lifetimes.plus(
-                    LifetimeTotals(withdrawals=1, withdrawn_programs=programs)
-                )
+                gone = LifetimeTotals(withdrawals=1, withdrawn_programs=programs)
+                self._lifetimes = merged(self._lifetimes, gone)
             # Kinds of events that are added later are not counted here.
 
-    def _count_step(
-        self,
-        kind: _Kind,
-        num_tokens: int,
-        host_us: float,
-    ) -> None:
+    def _count_step(self, kind: _Kind, num_tokens: int, host_us: float) -> None:
         sums = self._steps.get(kind)
         if sums is None:
             self._steps[kind] = sums = [0, 0]

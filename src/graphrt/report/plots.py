@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from io import StringIO
+from math import log10
 from typing import Any
 
 from matplotlib import rc_context
@@ -163,8 +164,11 @@ def host_times(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
     def draw(figure: Figure) -> None:
         timed = [run for run in runs if run.metrics.host_us]
         panels = _panels(figure, len(timed), 1, shares_y=False)
-        for panel, run in zip(panels, timed, strict=True):
-            histogram = run.metrics.host_us_of_all()
+        histograms = [run.metrics.host_us_of_all() for run in timed]
+        bounds = [edge for histogram in histograms for edge in histogram.bars()[0]]
+        # More labels would run into each other.
+        is_long = bool(bounds) and log10(max(bounds) / min(bounds)) > width / 2
+        for panel, run, histogram in zip(panels, timed, histograms, strict=True):
             color = _color_of(run, runs)
             edges, shares = histogram.bars()
             panel.stairs(shares, edges, fill=True, color=color, alpha=0.85, linewidth=0)
@@ -174,7 +178,7 @@ def host_times(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
             below = "   " if width == WIDE else "\n"
             panel.set_title(f"{run.name}{below}median {time_text(median)}, p99 {time_text(p99)}")
             panel.set_xscale("log")
-            panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.xaxis.set_major_locator(LogLocator(subs=(1,) if is_long else (1, 2, 5)))
             panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
             panel.xaxis.set_minor_formatter(NullFormatter())
             panel.set_yticks([])

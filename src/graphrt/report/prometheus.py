@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphrt.batch import Reason
 from graphrt.errors import ConfigError, MissingExtraError
@@ -74,40 +74,38 @@ def _families(metrics: Metrics) -> Iterator[Metric]:
         HistogramMetricFamily,
     )
 
-    steps = CounterMetricFamily(
-        "graphrt_steps",
-        "Steps by what they ran and why.",
-        labels=("mode", "reason", "uniform"),
-    )
+    def family(kind: Any, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
+        """A sample for each of ``values``, whose keys are the labels' values: one, or a tuple."""
+        made = kind(f"graphrt_{name}", text, labels=labels)
+        for key, value in values.items():
+            made.add_metric(key if isinstance(key, tuple) else (key,), value)
+        return made
+
+    def counter(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
+        return family(CounterMetricFamily, name, text, values, *labels)
+
+    def gauge(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
+        return family(GaugeMetricFamily, name, text, values, *labels)
+
     counted: Counter[tuple[str, str, str]] = Counter()
     for kind, counts in metrics.steps.items():
         counted[kind.mode.name, kind.reason.name, str(kind.uniform).lower()] += counts.steps
-    for labels, value in counted.items():
-        steps.add_metric(labels, value)
-    yield steps
-
+    yield counter("steps", "Steps by what they ran and why.", counted, "mode", "reason", "uniform")
     split = {"true": metrics.split_steps, "false": sum(metrics.unsplit_reasons.values())}
-    yield _counter("graphrt_ubatch_steps", "Steps that could be split, by split.", "split", split)
+    yield counter("ubatch_steps", "Steps that could be split, by split.", split, "split")
     unsplit = {reason.name: count for reason, count in metrics.unsplit_reasons.items()}
-    yield _counter("graphrt_unsplit_steps", "Steps that were not split, by why.", "reason", unsplit)
-
+    yield counter("unsplit_steps", "Steps that were not split, by why.", unsplit, "reason")
     modes = {mode.name: counts for mode, counts in metrics.by_mode().items()}
     tokens = {mode: counts.num_tokens for mode, counts in modes.items()}
-    yield _counter("graphrt_tokens", "Tokens without padding.", "mode", tokens)
+    yield counter("tokens", "Tokens without padding.", tokens, "mode")
     padding = {mode: counts.num_padded_tokens - tokens[mode] for mode, counts in modes.items()}
-    yield _counter(
-        "graphrt_padding_tokens", "Tokens added to fill a captured size.", "mode", padding
-    )
-
-    adapters = CounterMetricFamily(
-        "graphrt_lora_steps",
-        "Steps by adapters of the batch, and by the captured count that served it.",
-        labels=("live", "captured"),
-    )
-    for (live, served), step_counts in metrics.by_lora_count().items():
-        captured_count = "eager" if served is None else str(served)
-        adapters.add_metric((str(live), captured_count), step_counts.steps)
-    yield adapters
+    yield counter("padding_tokens", "Tokens added to fill a captured size.", padding, "mode")
+    adapters = {
+        (str(live), "eager" if served is None else str(served)): counts.steps
+        for (live, served), counts in metrics.by_lora_count().items()
+    }
+    text = "Steps by adapters of the batch, and by the captured count that served it."
+    yield counter("lora_steps", text, adapters, "live", "captured")
 
     host_seconds = HistogramMetricFamily(
         "graphrt_step_host_seconds", "Host time of a step.", labels=("mode",)
@@ -120,54 +118,27 @@ def _families(metrics: Metrics) -> Iterator[Metric]:
     yield host_seconds
 
     captures = {mode.name: totals for mode, totals in metrics.captures.items()}
-    programs = {mode: totals.programs for mode, totals in captures.items()}
-    yield _counter("graphrt_captures", "Programs captured.", "mode", programs)
-    graphs = {mode: totals.graphs for mode, totals in captures.items()}
-    yield _counter("graphrt_captured_graphs", "Device graphs captured.", "mode", graphs)
-    seconds = {mode: totals.seconds for mode, totals in captures.items()}
-    yield _counter("graphrt_capture_seconds", "Time spent in captures.", "mode", seconds)
-    held = metrics.captures_of_all().graph_bytes - metrics.lifetimes.freed_bytes
-    yield GaugeMetricFamily(
-        "graphrt_graphs_alive", "Device graphs that exist now.", value=metrics.num_alive_graphs
-    )
-    missing = GaugeMetricFamily(
-        "graphrt_keys_missing", "Keys that no graph serves now, by reason.", labels=("reason",)
-    )
+    for name, text, field in (
+        ("captures", "Programs captured.", "programs"),
+        ("captured_graphs", "Device graphs captured.", "graphs"),
+        ("capture_seconds", "Time spent in captures.", "seconds"),
+    ):
+        values = {mode: getattr(totals, field) for mode, totals in captures.items()}
+        yield counter(name, text, values, "mode")
+    alive = {(): metrics.num_alive_graphs}
+    yield gauge("graphs_alive", "Device graphs that exist now.", alive)
     # Every reason that a key may have: one that goes away has to become zero.
-    for reason in (Reason.NOT_CAPTURED_YET, Reason.CAPTURE_FAILED, Reason.INVALIDATED):
-        missing.add_metric((reason.name,), metrics.missing_keys.get(reason, 0))
-    yield missing
-    yield GaugeMetricFamily("graphrt_graph_bytes", "Memory that graphs hold.", value=held)
-    taken = GaugeMetricFamily(
-        "graphrt_capture_memory_bytes",
-        "What captures took from the device.",
-        labels=("part",),
-    )
-    for part, num_bytes in metrics.memory_taken._asdict().items():
-        taken.add_metric((part,), num_bytes)
-    yield taken
-    yield _counter("graphrt_capture_failures", "Captures that failed.", "error", metrics.failures)
-
+    reasons = (Reason.NOT_CAPTURED_YET, Reason.CAPTURE_FAILED, Reason.INVALIDATED)
+    missing = {reason.name: metrics.missing_keys.get(reason, 0) for reason in reasons}
+    yield gauge("keys_missing", "Keys that no graph serves now, by reason.", missing, "reason")
+    lifetimes = metrics.lifetimes
+    held = metrics.captures_of_all().graph_bytes - lifetimes.freed_bytes
+    yield gauge("graph_bytes", "Memory that graphs hold.", {(): held})
+    taken = metrics.memory_taken._asdict()
+    yield gauge("capture_memory_bytes", "What captures took from the device.", taken, "part")
+    yield counter("capture_failures", "Captures that failed.", metrics.failures, "error")
     verified = {"true": metrics.verifications.equal, "false": metrics.verifications.different}
-    yield _counter(
-        "graphrt_verifications", "Replays compared with eager execution.", "equal", verified
-    )
-    yield CounterMetricFamily(
-        "graphrt_invalidated_programs",
-        "Programs whose tensors moved.",
-        value=metrics.lifetimes.invalidated_programs,
-    )
-    yield CounterMetricFamily(
-        "graphrt_retired_programs",
-        "Programs given back.",
-        value=metrics.lifetimes.retired_programs,
-    )
-
-
-def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    from prometheus_client.core import CounterMetricFamily
-
-    family = CounterMetricFamily(name, text, labels=(label,))
-    for label_value, value in values.items():
-        family.add_metric((label_value,), value)
-    return family
+    yield counter("verifications", "Replays compared with eager execution.", verified, "equal")
+    invalid = {(): lifetimes.invalidated_programs}
+    yield counter("invalidated_programs", "Programs whose tensors moved.", invalid)
+    yield counter("retired_programs", "Programs given back.", {(): lifetimes.retired_programs})

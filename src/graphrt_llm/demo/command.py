@@ -31,7 +31,8 @@ from graphrt import (
 
 if TYPE_CHECKING:
     from graphrt_llm.demo.compare import Outcome
-    from graphrt_llm.demo.setup import Options, Prepared
+    from graphrt_llm.demo.inputs import Inputs
+    from graphrt_llm.demo.setup import Prepared
 
 DEFAULT_MODES = "NONE,PIECEWISE,FULL_DECODE_ONLY,FULL_AND_PIECEWISE"
 DEFAULT_REPORT = Path("graphrt-report.html")
@@ -139,8 +140,6 @@ def demo(
     """
     policies = parse_modes(modes)
     started = rank_variables()
-    if started is None and ranks > 1:
-        raise typer.Exit(launch_ranks(ranks, ["-m", "graphrt", *sys.argv[1:]]))
     if started is not None and ranks not in (1, started.world):
         raise typer.BadParameter(
             f"{ranks}, and torchrun has started {started.world}", param_hint="--ranks"
@@ -151,10 +150,12 @@ def demo(
             "levels are cut at break points; choose --level 3 --piecewise compile, or neither.",
             param_hint="--piecewise",
         )
+    if level == 1:
+        raise typer.BadParameter("1; choose 0, 2 or 3.", param_hint="--level")
     try:
         _require_libraries()
-        # Imported here: the command line lists its commands without loading torch.
-        from graphrt_llm.demo.setup import Options
+        # Imported here, because without the extra the command line still lists its commands.
+        from graphrt_llm.demo.inputs import Options, read_inputs
 
         options = Options(
             trace=trace,
@@ -172,9 +173,13 @@ def demo(
             ubatches=ubatches,
             expert_parallel=expert_parallel,
             tensor_parallel=tensor_parallel,
+            num_ranks=ranks if started is None else started.world,
         )
+        inputs = read_inputs(options)
+        if started is None and ranks > 1:
+            raise typer.Exit(launch_ranks(ranks, ["-m", "graphrt", *sys.argv[1:]]))
         with _exchange(started) as exchange:
-            agreed = run(options, as_json=as_json, ranks=exchange)
+            agreed = run(inputs, as_json=as_json, ranks=exchange)
     except GraphrtError as error:
         Console(stderr=True).print(Text(f"{type(error).__name__}: {error}"))
         if as_json:
@@ -227,7 +232,7 @@ def _exchange(started: RankVariables | None) -> Iterator[Exchange | None]:
     exchange.close()
 
 
-def run(options: Options, *, as_json: bool, ranks: Exchange | None = None) -> bool:
+def run(inputs: Inputs, *, as_json: bool, ranks: Exchange | None = None) -> bool:
     """Compare, write the report if asked, print the results; True if the tokens are the same.
 
     Of several ranks the first one writes and prints, and has what the others found.
@@ -239,12 +244,12 @@ def run(options: Options, *, as_json: bool, ranks: Exchange | None = None) -> bo
     from graphrt_llm.demo.report import as_json as as_object, as_page
     from graphrt_llm.demo.setup import prepare
 
-    prepared = prepare(options, ranks)
+    prepared = prepare(inputs, ranks)
     is_first = ranks is None or ranks.rank == 0
-    num_threads = 1 if options.model is None else None
+    num_threads = 1 if inputs.options.model is None else None
     with Bars(Console(stderr=True, quiet=not is_first)) as bars, _threads(num_threads):
         outcomes = compare_policies(
-            options.modes,
+            inputs.options.modes,
             prepared.make_engine,
             prepared.load,
             tie_tolerance=prepared.tie_tolerance,
