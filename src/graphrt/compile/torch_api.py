@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -79,9 +79,10 @@ def compile_by_inductor(
     """An artifact that is called with what the piece takes. ``inputs``: fake; their mode is the
     current tracing context's. ``sizes``: names all that they may have.
     """
-    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends.
-    config = cast(Any, torch.compiler).config
-    with config.patch(cache_key_tag=f"{config.cache_key_tag} {sizes}"):
+    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends. Said
+    # in an option that nothing else reads, because tuned kernels are not found by another
+    # ``cache_key_tag`` than that of the process that loads them.
+    with inductor_config.patch({"aot_inductor.metadata": {"sizes": sizes}}):
         return torch._inductor.standalone_compile(
             module,
             list(inputs),
