@@ -19,7 +19,7 @@ import torch
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled, CustomOp
-from graphrt.errors import UnrecordedCodeError
+from graphrt.errors import CompileError, UnrecordedCodeError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
@@ -303,21 +303,38 @@ def test_results_over_an_argument_stay_views_at_later_calls(tmp_path):
         assert torch.equal(more, x + 1.0)
 
 
-def test_result_that_is_made_contiguous_stays_so_behind_a_piece(tmp_path):
+def compiled(function, folder, level=3):
+    splitting = {"splitting_ops": ("torch.sigmoid",)} if level == 3 else {}
+    config = CompilationConfig(level=level, backend="inductor", cache_dir=folder, **splitting)
+    plan = resolve(RuntimeConfig(compilation=config)).compile
+    return Compiled(function, plan, limits={"tokens": 8})
+
+
+def test_results_of_pieces_keep_the_layout_of_the_model(tmp_path):
     def turned(x):
         rows = x.t().contiguous()
-        return torch.sigmoid(rows).view(-1), rows + 1.0
+        heads = (x * 2.0).view(1, -1, 3, 2).transpose(1, 2)
+        few = (x.t() + 1.0).contiguous()[:, :2]
+        return torch.sigmoid(rows).view(-1), rows + 1.0, heads, few, (x + 3.0).t()
 
-    asked = {"level": 3, "backend": "inductor", "cache_dir": tmp_path}
-    config = CompilationConfig(splitting_ops=("torch.sigmoid",), **asked)
-    one = Compiled(turned, resolve(RuntimeConfig(compilation=config)).compile, limits={"tokens": 8})
-    first = torch.randn(8, 3)
+    one = compiled(turned, tmp_path)
+    first = torch.randn(8, 6)
     one.trace(partial(one, first), [(first, 0, "tokens")])
-    for size in (8, 5):
-        x = torch.randn(size, 3)
+    for size in (8, 5, 2):
+        x = torch.randn(size, 6)
         found, expected = one(x), turned(x)
         torch.testing.assert_close(found, expected)
         assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+def test_expanded_result_in_new_memory_is_refused(tmp_path):
+    def expanded(x):
+        return torch.sigmoid(x.t().contiguous().expand(2, 3, x.shape[0]))
+
+    one = compiled(expanded, tmp_path)
+    x = torch.randn(8, 3)
+    with pytest.raises(CompileError, match="memory of their own"):
+        one.trace(partial(one, x), [(x, 0, "tokens")])
 
 
 def test_later_call_outside_no_grad_gives_the_same(tmp_path):
