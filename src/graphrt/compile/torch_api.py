@@ -82,13 +82,17 @@ def compile_by_inductor(
     # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends. Said
     # in an option that nothing else reads, because tuned kernels are not found by another
     # ``cache_key_tag`` than that of the process that loads them.
-    with inductor_config.patch({"aot_inductor.metadata": {"sizes": sizes}}):
-        return torch._inductor.standalone_compile(
-            module,
-            list(inputs),
-            dynamic_shapes="from_tracing_context",
-            options={"config_patches": dict(options)},
-        )
+    patches = {"aot_inductor.metadata": {"sizes": sizes}, **options}
+    if options.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning):
+        # Launchers that are kept with the artifact do not know that they were tuned (torch 2.11),
+        # and would be at each start; kernels that are loaded from their source do.
+        patches["use_static_cuda_launcher"] = False
+    return torch._inductor.standalone_compile(
+        module,
+        list(inputs),
+        dynamic_shapes="from_tracing_context",
+        options={"config_patches": patches},
+    )
 
 
 def to_bytes(artifact: Any) -> bytes | None:
