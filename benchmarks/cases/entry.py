@@ -46,36 +46,36 @@ operator = torch.library.custom_op(ATTENTION, mutates_args=("out",))(attend)
 operator.register_fake(lambda qkv, out: None)
 
 
-class Layers(torch.nn.Module):
-    """Norm, product, attention, product, norm and a gated network, in each layer."""
+class Layer(torch.nn.Module):
+    """Norm, product, attention, product, norm and a gated network, as models are written."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_norm = torch.nn.RMSNorm(HIDDEN)
+        self.qkv = torch.nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.attended = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.norm = torch.nn.RMSNorm(HIDDEN)
+        self.gate_up = torch.nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+        self.down = torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        operator(self.qkv(self.input_norm(x)), out)
+        x = x + self.attended(out)
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Layers(torch.nn.Module):
     def __init__(self, num_layers: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-
-        def matrix(rows: int, columns: int) -> torch.nn.Parameter:
-            values = torch.randn(rows, columns, generator=generator) / rows**0.5
-            return torch.nn.Parameter(values, requires_grad=False)
-
-        self.num_layers = num_layers
-        shapes = (
-            (HIDDEN, 3 * HIDDEN),
-            (HIDDEN, HIDDEN),
-            (HIDDEN, 4 * HIDDEN),
-            (2 * HIDDEN, HIDDEN),
-        )
-        self.matrices = torch.nn.ParameterList(
-            matrix(*shape) for _ in range(num_layers) for shape in shapes
-        )
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(num_layers))
+        self.requires_grad_(False)
 
     def forward(self, *, x: torch.Tensor) -> torch.Tensor:
-        for layer in range(self.num_layers):
-            qkv, attended, gate_up, down = self.matrices[4 * layer : 4 * layer + 4]
-            out = torch.empty_like(x)
-            operator(F.rms_norm(x, (HIDDEN,)) @ qkv, out)
-            x = x + out @ attended
-            gate, up = (F.rms_norm(x, (HIDDEN,)) @ gate_up).chunk(2, -1)
-            x = x + (F.silu(gate) * up) @ down
+        for layer in self.layers:
+            x = layer(x)
         return x
 
 

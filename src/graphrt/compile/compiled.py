@@ -19,7 +19,12 @@ from graphrt.compile import torch_api
 from graphrt.compile.backends import BlackBox, Compiler, Job, find_backend
 from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
-from graphrt.compile.effects import Description, refuse_hidden_reads, refuse_shared_writes
+from graphrt.compile.effects import (
+    Description,
+    refuse_hidden_reads,
+    refuse_shared_writes,
+    with_layouts,
+)
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.inductor import Inductor
@@ -32,7 +37,6 @@ from graphrt.compile.ranges import (
     cut_at,
     ranges_of,
     refuse_shape_guards,
-    with_layouts,
 )
 from graphrt.compile.splitter import (
     Piece,
@@ -476,7 +480,7 @@ class _Compilation:
                 refuse_shape_guards(mode.shape_env, symbols.made, sizes)
             forms[sizes] = form.call
             if self._compiler.is_opaque:
-                forms[sizes] = with_layouts(form.call, piece.outputs)
+                forms[sizes] = with_layouts(form.call, piece)
             seconds = perf_counter() - began
             self.seconds["compile" if form.missed else "load"] += seconds
             if form.missed is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -158,6 +159,58 @@ def _may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return any(can_be(wanted - stride * k, at + 1) for k in range(low, high + 1))
 
     return 0 not in (*one.shape, *other.shape) and can_be(int(offsets[1] - offsets[0]), 0)
+
+
+def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
+    """``call``, whose results have the strides of the piece's ``outputs``.
+
+    Inductor keeps the strides of results only where no size in them is unbacked. Errors:
+    ``CompileError`` for new memory that several elements of a result share.
+    """
+    given = {_storage(node) for node in piece.inputs}
+    wanted: dict[int, tuple[Any, ...]] = {}
+    for place, node in enumerate(piece.outputs):
+        value = node.meta.get("example_value")
+        # torch makes views of arguments of these again.
+        if not isinstance(value, torch.Tensor) or _storage(node) in given:
+            continue
+        if any(isinstance(stride, torch.SymInt) for stride in value.stride()):
+            strides = tuple(map(_expression, value.stride()))
+            if 0 in strides:
+                raise CompileError(
+                    f"{node.name} at {line_of(node)}",
+                    expected="a result of compiled code whose elements have memory of their own",
+                    found=f"one of strides {strides}",
+                    do="clone it, expand it where it is used, or use backend='eager'",
+                    source=line_of(node),
+                )
+            wanted[place] = strides
+    if not wanted:
+        return call
+    sizes: dict[Any, tuple[int, int]] = {}
+    for at, node in enumerate(piece.inputs):
+        value = node.meta.get("example_value")
+        shape = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(-1, value)]
+        sizes |= {_expression(size): (at, dim) for dim, size in shape}
+    where = {symbol: place for symbol, place in sizes.items() if symbol.is_Symbol}
+    numbers = [{"Max": max, "Min": min}, "math"]
+    strides_for = sympy.lambdify(list(where), list(wanted.values()), numbers)
+
+    def with_strides(*args: Any) -> Any:
+        results = list(call(*args))
+        known = [args[at] if dim < 0 else args[at].shape[dim] for at, dim in where.values()]
+        for place, strides in zip(wanted, strides_for(*known), strict=True):
+            result = results[place]
+            layout = zip(result.shape, result.stride(), strides, strict=True)
+            if any(size > 1 and found != stride for size, found, stride in layout):
+                results[place] = result.new_empty_strided(result.shape, strides).copy_(result)
+        return results
+
+    return with_strides
+
+
+def _expression(value: Any) -> Any:
+    return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
 def refuse_hidden_reads(piece: Piece, attention: SplittingOps) -> None:

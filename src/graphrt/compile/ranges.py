@@ -11,7 +11,6 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
-from torch._prims_common import is_contiguous_or_false
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -101,30 +100,6 @@ class Forms:
                 do="raise the limit in the config, and make another runtime",
             )
         return self._forms[at]
-
-
-def with_layouts(call: Callable[..., Any], outputs: Sequence[fx.Node]) -> Callable[..., Any]:
-    """``call``, whose results are contiguous where those of ``outputs`` are.
-
-    Inductor keeps the strides of results only where no size in them is unbacked.
-    """
-    places = [
-        place
-        for place, node in enumerate(outputs)
-        if isinstance(value := node.meta.get("example_value"), torch.Tensor)
-        and any(isinstance(stride, torch.SymInt) for stride in value.stride())
-        and is_contiguous_or_false(value)
-    ]
-    if not places:
-        return call
-
-    def contiguous(*args: Any) -> Any:
-        results = list(call(*args))
-        for place in places:
-            results[place] = results[place].contiguous()
-        return results
-
-    return contiguous
 
 
 class Axis(NamedTuple):

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -79,15 +79,20 @@ def compile_by_inductor(
     """An artifact that is called with what the piece takes. ``inputs``: fake; their mode is the
     current tracing context's. ``sizes``: names all that they may have.
     """
-    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends.
-    config = cast(Any, torch.compiler).config
-    with config.patch(cache_key_tag=f"{config.cache_key_tag} {sizes}"):
-        return torch._inductor.standalone_compile(
-            module,
-            list(inputs),
-            dynamic_shapes="from_tracing_context",
-            options={"config_patches": dict(options)},
-        )
+    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends. Said
+    # in an option that nothing else reads, because tuned kernels are not found by another
+    # ``cache_key_tag`` than that of the process that loads them.
+    patches = {"aot_inductor.metadata": {"sizes": sizes}, **options}
+    if options.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning):
+        # Launchers that are kept with the artifact do not know that they were tuned (torch 2.11),
+        # and would be at each start; kernels that are loaded from their source do.
+        patches["use_static_cuda_launcher"] = False
+    return torch._inductor.standalone_compile(
+        module,
+        list(inputs),
+        dynamic_shapes="from_tracing_context",
+        options={"config_patches": patches},
+    )
 
 
 def to_bytes(artifact: Any) -> bytes | None:

@@ -142,9 +142,12 @@ that is not on the simulated device (a meta tensor)."""
 
 def leaves(value: Any) -> list[Any]:
     """What nested lists and tuples hold, in order."""
-    if isinstance(value, (list, tuple)):
-        return [leaf for one in value for leaf in leaves(one)]
-    return [value]
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    found = []
+    for one in value:  # At each replay, of what compiled pieces return.
+        found += leaves(one) if isinstance(one, (list, tuple)) else (one,)
+    return found
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -1,0 +1,206 @@
+"""What pieces of Inductor return, and the engine with them.
+
+They need a C++ compiler, and take seconds each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from graphrt import CompilationConfig, RuntimeConfig, resolve
+from graphrt.compile import Compiled, CustomOp
+from graphrt.errors import CompileError
+from graphrt_llm import LLMEngine
+from graphrt_llm.assembly import TINY_CONFIG
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    # Of torch's own modules, as they are imported.
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+
+ROWS: list[int] = []
+
+
+@CustomOp.register("test_few")
+class Few(CustomOp):
+    operator, largest_size, optimized_for = "graphrt_test::few", 4, ("cpu",)
+
+    def forward_native(self, x, table):
+        table.add_(x.mean())
+        return x.tanh().neg().neg() + x.shape[0]
+
+
+@torch.library.custom_op("graphrt_test::few", mutates_args=("table",))
+def few(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    ROWS.append(x.shape[0])
+    return Few.forward_native(None, x, table)
+
+
+few.register_fake(lambda x, table: torch.empty_like(x))
+
+
+@CustomOp.register("test_pair")
+class Pair(CustomOp):
+    operator, largest_size, optimized_for = "graphrt_test::pair", 4, ("cpu",)
+
+    def forward_native(self, x):
+        return x + 1.0, x * 2.0
+
+
+@torch.library.custom_op("graphrt_test::pair", mutates_args=())
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return Pair.forward_native(None, x)
+
+
+pair.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+
+
+def plan_of(folder, level=3, **options):
+    asked = {"level": level, "backend": "inductor", "cache_dir": folder, **options}
+    return resolve(RuntimeConfig(compilation=CompilationConfig(**asked))).compile
+
+
+def compiled(function, plan, **options):
+    return Compiled(function, plan, limits={"tokens": 8}, **options)
+
+
+CUT = {"splitting_ops": ("torch.sigmoid",)}
+
+
+def test_engine_with_compiled_pieces_generates_the_same_tokens(tmp_path):
+    prompts = [[1, 2, 3, 4, 5], [9] * 20, [7]]
+
+    def tokens(**options):
+        compilation = CompilationConfig(cudagraph_capture_sizes=[1, 2, 4, 8], **options)
+        asked = replace(TINY_CONFIG, runtime=replace(TINY_CONFIG.runtime, compilation=compilation))
+        with LLMEngine.tiny(asked) as engine:
+            engine.capture()
+            return engine.generate(prompts)
+
+    expected = tokens(cudagraph_mode="NONE", level=0)
+    found = tokens(level=3, backend="inductor", cache_dir=tmp_path)
+    assert found == expected
+
+
+def test_precision_of_one_backend_is_a_key_of_its_own(tmp_path):
+    plan = plan_of(tmp_path, level=2)
+    x, before = torch.ones(4, 4), torch.backends.cuda.matmul.fp32_precision
+    num_loaded = []
+    try:
+        for precision in ("ieee", "tf32", "tf32"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            one = compiled(lambda x: x * 2.0, plan)
+            one.trace(partial(one, x), [(x, 0, "tokens")])
+            num_loaded.append(one.report.num_loaded)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert num_loaded == [0, 0, 1]
+
+
+def test_operator_of_few_rows_is_plain_in_pieces_for_more(tmp_path):
+    def run(rules, num_loaded, ranges):
+        plan = plan_of(tmp_path, splitting_ops=(), custom_ops=rules)
+        op, table = Few(plan, "cpu"), torch.zeros(3)
+        one = compiled(lambda x: op(x * 2.0, table) * 3.0, plan)
+        inputs = [torch.randn(size, 3) for size in (8, 4, 5, 1, 7)]
+        one.trace(lambda: one(inputs[0]), [(inputs[0], 0, "tokens")])
+        table.zero_()
+        found = [(one(x), table.clone()) for x in inputs]
+        assert one.report.num_loaded == num_loaded
+        assert [str(sizes) for sizes in one.report.ranges] == ranges
+        expected = torch.zeros(3)
+        for x, (result, state) in zip(inputs, found, strict=True):
+            plain = Few.forward_native(None, x * 2.0, expected) * 3.0
+            torch.testing.assert_close((result, state), (plain, expected))
+
+    for num_loaded in (0, 2):
+        ROWS.clear()
+        run("", num_loaded, ["1-4", "5-8"])
+        assert set(ROWS) == {4, 1}
+    ROWS.clear()
+    run("none", 0, ["1-8"])
+    assert ROWS == []
+
+
+def test_operator_of_two_results_is_plain_in_pieces_for_more(tmp_path):
+    plan = plan_of(tmp_path, splitting_ops=())
+    op = Pair(plan, "cpu")
+    one = compiled(lambda x: op(x)[1] - op(x)[0], plan)
+    first = torch.randn(8, 3)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (3, 8):
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(one(x), x * 2.0 - (x + 1.0))
+
+
+def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
+    plan = plan_of(tmp_path, level=2)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    one = compiled(lambda x: x - 1.0, plan, rank=3)
+    x = torch.ones(4, 2)
+    one.trace(partial(one, x), [(x, 0, "tokens")])
+    assert torch.equal(one(x), x - 1.0)
+    assert not any((tmp_path / "v2" / "inductor").iterdir())
+    [index] = tmp_path.glob("v2/plans/*/rank_3/index.json")
+    [entry] = json.loads(index.read_text())
+    assert list(tmp_path.glob(f"v2/objects/*/{entry['key']}.bin"))
+
+
+def test_results_over_an_argument_stay_views_at_later_calls(tmp_path):
+    plan = plan_of(tmp_path, level=2)
+    one = compiled(lambda x: (x.view(-1), x + 1.0), plan)
+    first = torch.zeros(4, 2)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (4, 3, 8):
+        x = torch.randn(size, 2)
+        view, more = one(x)
+        assert (view.shape, view.data_ptr()) == ((size * 2,), x.data_ptr())
+        assert torch.equal(more, x + 1.0)
+
+
+def test_results_of_pieces_keep_the_layout_of_the_model(tmp_path):
+    def turned(x):
+        rows = x.t().contiguous()
+        heads = (x * 2.0).view(1, -1, 3, 2).transpose(1, 2)
+        few = (x.t() + 1.0).contiguous()[:, :2]
+        return torch.sigmoid(rows).view(-1), rows + 1.0, heads, few, (x + 3.0).t()
+
+    one = compiled(turned, plan_of(tmp_path, **CUT))
+    first = torch.randn(8, 6)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (8, 5, 2):
+        x = torch.randn(size, 6)
+        found, expected = one(x), turned(x)
+        torch.testing.assert_close(found, expected)
+        assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+def test_expanded_result_in_new_memory_is_refused(tmp_path):
+    def expanded(x):
+        return torch.sigmoid(x.t().contiguous().expand(2, 3, x.shape[0]))
+
+    one = compiled(expanded, plan_of(tmp_path, **CUT))
+    x = torch.randn(8, 3)
+    with pytest.raises(CompileError, match="memory of their own"):
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+
+
+def test_later_call_outside_no_grad_gives_the_same(tmp_path):
+    plan = plan_of(tmp_path, level=2)
+    weight = torch.nn.Parameter(torch.randn(2, 3))
+    one = compiled(lambda x: x @ weight, plan)
+    x = torch.randn(4, 2)
+    with torch.no_grad():
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+        expected = one(x)
+    with torch.enable_grad():
+        assert torch.equal(one(x), expected)
