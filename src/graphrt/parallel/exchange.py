@@ -258,6 +258,7 @@ class TorchExchange:
         import torch.distributed as dist
         import torch.distributed.distributed_c10d as c10d
 
+        _import_what_keeps_groups(c10d)
         self._made: Any = None
         if group is None:
             limit = timedelta(seconds=most_s)
@@ -434,6 +435,20 @@ class TorchExchange:
     def _store_lost(self, about: str, error: RuntimeError) -> RankLostError:
         # torchrun's own process has the store, or else rank 0.
         return _lost((0,), self.rank, about, f"the store that brought the ranks together: {error}")
+
+
+def _import_what_keeps_groups(c10d: Any) -> None:
+    """Import ``torch.distributed.nn`` while there is no default group.
+
+    Its functions have the default group of that moment as a default argument, for ever; torch's
+    compiler imports it. The threads of such a group live until the process exits, and then may end
+    it with "terminate called without an active exception".
+    """
+    world, c10d._world.default_pg = c10d._world.default_pg, None
+    try:
+        import torch.distributed.nn.functional  # noqa: F401
+    finally:
+        c10d._world.default_pg = world
 
 
 class _Storage:
