@@ -1,4 +1,6 @@
-"""What one rank does: ``python tests/ranks_script.py SCENARIO,SCENARIO``, as torchrun starts it.
+"""What one rank does: ``python tests/ranks_script.py SCENARIO,SCENARIO S``, as torchrun starts it.
+
+After ``S`` seconds it says on stderr where it is, and ends.
 
 The model multiplies by a weight and adds up over all ranks in a break point, so that a rank that
 runs other graphs than the others, or none, leaves them waiting in a collective.
@@ -6,6 +8,7 @@ runs other graphs than the others, or none, leaves them waiting in a collective.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -452,6 +455,38 @@ def engines_on_gpus() -> None:
     exchange.close()
 
 
+def left_alone_on_gpus() -> None:
+    """Rank 1 takes no part in a graph that both have agreed on: rank 0 ends in its time-out."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    exchange = TorchExchange()
+    limits = RankConfig(step_timeout_s=4)
+    asked = replace(
+        TINY_CONFIG,
+        device="cuda",
+        expert_parallel=True,
+        runtime=replace(TINY_CONFIG.runtime, ranks=limits),
+    )
+    described = ModelConfig.named("tiny-moe")
+    with LLMEngine.with_random_weights(described, asked, ranks=exchange) as engine:
+        engine.capture()
+        engine.generate([1, 2, 3], params)
+        say(served=True)
+        if RANK == 1:
+            engine.runtime._execute = lambda *_: time.sleep(12)  # type: ignore[method-assign]
+        started = time.monotonic()
+        engine.add_request([1, 2, 3], params)
+        try:
+            engine.step()
+        except GraphrtError as error:
+            say(error=type(error).__name__, s=time.monotonic() - started)
+        except (RuntimeError, TypeError, AttributeError):
+            say(error="none of graphrt's")  # Nothing came of the step that was left out.
+        with suppress(GraphrtError):
+            engine.abort_all()
+    say(closed=True)
+    exchange.close(together=False)
+
+
 def most_apart_from_one_process(described: ModelConfig) -> float:
     """How far a layer of shared experts is from all of them in one process, in float64."""
     sizes = (5, 3)
@@ -719,6 +754,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "many": many,
     "on gpus": on_gpus,
     "engines on gpus": engines_on_gpus,
+    "left alone on gpus": left_alone_on_gpus,
 }
 
 ENDING = {"late", "dies", "on gpus"}
@@ -726,6 +762,7 @@ ENDING = {"late", "dies", "on gpus"}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     names = sys.argv[1].split(",")
     with frozen_heap():
         if names[0] not in ENDING:
