@@ -313,12 +313,12 @@ def interrupted() -> None:
 
 def engines() -> None:
     """A data-parallel engine: rank 1 has less to do, then nothing; the tokens are those of one."""
+    exchange = TorchExchange()
     prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8] * 40]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     own = prompts[:4] if RANK == 0 else prompts[4:]
     with LLMEngine.tiny() as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
-    exchange = TorchExchange()
     for overlap in (False, True):
         with LLMEngine.tiny(replace(TINY_CONFIG, overlap=overlap), ranks=exchange) as engine:
             engine.capture()
@@ -419,9 +419,9 @@ def on_gpus() -> None:
 
 def engines_on_gpus() -> None:
     """Ranks that share experts or layers over NCCL: the tokens of one GPU."""
+    exchange = TorchExchange()
     prompts = [[number + 1, 2, 3] for number in range(8)] + [[4] * 20, [5] * 9]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
-    exchange = TorchExchange()
     for name, model, shares in (
         ("experts", "tiny-moe", {"expert_parallel": True}),
         ("layers", "tiny", {"tensor_parallel": True}),
@@ -505,13 +505,13 @@ def most_apart_from_one_process(described: ModelConfig) -> float:
 
 def experts() -> None:
     """Ranks that share experts: logits as of one process with all, and its tokens."""
+    exchange = TorchExchange()
     described = ModelConfig.named("tiny-moe")
     prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8] * 40]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     own = prompts[:4] if RANK == 0 else prompts[4:]
     with LLMEngine.with_random_weights(described, TINY_CONFIG) as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
-    exchange = TorchExchange()
     say(largest=most_apart_from_one_process(described))
     for mode in ("NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
         compilation = CompilationConfig(
@@ -538,13 +538,13 @@ def experts() -> None:
 
 def micro_batches() -> None:
     """Shared experts with steps of two micro-batches: the tokens of one process."""
+    exchange = TorchExchange()
     described = ModelConfig.named("tiny-moe")
     prompts = [[number + 1, 2, 3] for number in range(7)]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     own = prompts[:4] if RANK == 0 else prompts[4:]
     with LLMEngine.with_random_weights(described, TINY_CONFIG) as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
-    exchange = TorchExchange()
     for mode in ("NONE", "FULL_AND_PIECEWISE"):
         asked = replace(
             TINY_CONFIG,
@@ -609,6 +609,7 @@ def largest_difference_of_logits(device: str = "cpu", **changes: Any) -> float:
 
 def tensor_parallel() -> None:
     """Ranks that share every layer: logits and tokens of one process; unequal requests."""
+    exchange = TorchExchange()
     for changes in ({}, {"num_kv_heads": 1, "attention_bias": True, "mlp_bias": True}):
         say(largest=largest_difference_of_logits(**changes))
     prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8, 9] * 20]
@@ -616,12 +617,12 @@ def tensor_parallel() -> None:
     params.append(SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5))
     with LLMEngine.tiny() as alone:
         expected = alone.generate(prompts, params)
-    exchange = TorchExchange()
     for name, mode, also in (
         ("eager", "NONE", {}),
         ("full", "FULL_DECODE_ONLY", {}),
         ("piecewise", "FULL_AND_PIECEWISE", {"verify_every": 3}),
         ("drafts", "FULL_DECODE_ONLY", {"num_speculative_tokens": 2}),
+        ("unchecked", "FULL_DECODE_ONLY", {"ranks": RankConfig(check_every=5)}),
         ("split", "FULL_AND_PIECEWISE", {"ubatch": SPLIT}),
     ):
         compilation = CompilationConfig(
@@ -636,6 +637,8 @@ def tensor_parallel() -> None:
         steps: list[Any] = []
         with LLMEngine.tiny(asked, ranks=exchange, observer=steps.append) as engine:
             missing = engine.capture().missing
+            steps.clear()
+            num_rounds = exchange.num_rounds
             found = engine.generate(prompts, params)
             say(
                 name=name,
@@ -643,6 +646,7 @@ def tensor_parallel() -> None:
                 missing=len(missing),
                 replayed=sum(isinstance(e, Replayed) for e in steps),
                 split=sum(isinstance(e, Replayed) and e.num_ubatches > 1 for e in steps),
+                spared=len(steps) > 1.5 * (exchange.num_rounds - num_rounds),
                 margin=engine.top2_margin([1, 2, 3]) > 0,
             )
     with LLMEngine.tiny(asked, ranks=exchange) as engine:
@@ -673,6 +677,11 @@ def apart() -> None:
     small = replace(config, num_blocks=3)
     say(blocks=error_of(lambda: LLMEngine.tiny(small, ranks=exchange)), groups=len(_groups))
     prompt, params = [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True)
+    rarely = replace(limits, check_every=4)
+    rare = replace(config, runtime=replace(config.runtime, ranks=rarely))
+    with LLMEngine.tiny(rare, ranks=exchange) as engine:
+        engine.generate(prompt, params)
+        say(later=error_of(lambda: engine.generate([1 + RANK, 2, 3], params)))
     with LLMEngine.tiny(config, ranks=exchange) as engine:
         expected = engine.generate(prompt, params)
         say(tokens=error_of(lambda: engine.generate([1 + RANK, 2, 3], params)))

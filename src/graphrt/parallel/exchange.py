@@ -244,6 +244,8 @@ class TorchExchange:
     ``wire``: how the largest words are found: ``reduce`` on the way, ``gather`` here, which also
     tells every rank's token count; ``auto`` gathers up to 16 ranks.
     ``most_s``: most seconds that any round of a group of its own may take.
+    Make it soon after the default group, before anything imports torch's compiler, which would keep
+    that group until the process exits.
 
     Errors: ``RankLostError`` where no group can be made, ``ConfigError``.
     """
