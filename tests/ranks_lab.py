@@ -31,16 +31,17 @@ def free_port() -> int:
 
 
 def launch(script: str, scenario: str, world: int = 2, timeout_s: float = 300) -> list[Ended]:
-    """Run ``python script scenario`` once for each rank, as torchrun would.
+    """Run ``python script scenario seconds`` once for each rank, as torchrun would.
 
-    ``timeout_s``: ends a test that hangs, on a busy machine too.
+    ``timeout_s``: ends a test that hangs, on a busy machine too. The script is told an earlier end,
+    at which it can say where it hangs.
     """
     port = str(free_port())
     known = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *([known] if known else [])])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", str(ROOT / script), scenario],
+            [sys.executable, "-W", "error", str(ROOT / script), scenario, str(timeout_s - 10)],
             env={
                 **os.environ,
                 "PYTHONPATH": path,

@@ -1,4 +1,6 @@
-"""What one rank does: ``python tests/ranks_script.py SCENARIO,SCENARIO``, as torchrun starts it.
+"""What one rank does: ``python tests/ranks_script.py SCENARIO,SCENARIO S``, as torchrun starts it.
+
+After ``S`` seconds it says on stderr where it is, and ends.
 
 The model multiplies by a weight and adds up over all ranks in a break point, so that a rank that
 runs other graphs than the others, or none, leaves them waiting in a collective.
@@ -6,6 +8,7 @@ runs other graphs than the others, or none, leaves them waiting in a collective.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -309,12 +313,12 @@ def interrupted() -> None:
 
 def engines() -> None:
     """A data-parallel engine: rank 1 has less to do, then nothing; the tokens are those of one."""
+    exchange = TorchExchange()
     prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8] * 40]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     own = prompts[:4] if RANK == 0 else prompts[4:]
     with LLMEngine.tiny() as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
-    exchange = TorchExchange()
     for overlap in (False, True):
         with LLMEngine.tiny(replace(TINY_CONFIG, overlap=overlap), ranks=exchange) as engine:
             engine.capture()
@@ -415,9 +419,9 @@ def on_gpus() -> None:
 
 def engines_on_gpus() -> None:
     """Ranks that share experts or layers over NCCL: the tokens of one GPU."""
+    exchange = TorchExchange()
     prompts = [[number + 1, 2, 3] for number in range(8)] + [[4] * 20, [5] * 9]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
-    exchange = TorchExchange()
     for name, model, shares in (
         ("experts", "tiny-moe", {"expert_parallel": True}),
         ("layers", "tiny", {"tensor_parallel": True}),
@@ -451,6 +455,38 @@ def engines_on_gpus() -> None:
     exchange.close()
 
 
+def left_alone_on_gpus() -> None:
+    """Rank 1 takes no part in a graph that both have agreed on: rank 0 ends in its time-out."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    exchange = TorchExchange()
+    limits = RankConfig(step_timeout_s=4)
+    asked = replace(
+        TINY_CONFIG,
+        device="cuda",
+        expert_parallel=True,
+        runtime=replace(TINY_CONFIG.runtime, ranks=limits),
+    )
+    described = ModelConfig.named("tiny-moe")
+    with LLMEngine.with_random_weights(described, asked, ranks=exchange) as engine:
+        engine.capture()
+        engine.generate([1, 2, 3], params)
+        say(served=True)
+        if RANK == 1:
+            engine.runtime._execute = lambda *_: time.sleep(12)  # type: ignore[method-assign]
+        started = time.monotonic()
+        engine.add_request([1, 2, 3], params)
+        try:
+            engine.step()
+        except GraphrtError as error:
+            say(error=type(error).__name__, s=time.monotonic() - started)
+        except (RuntimeError, TypeError, AttributeError):
+            say(error="none of graphrt's")  # Nothing came of the step that was left out.
+        with suppress(GraphrtError):
+            engine.abort_all()
+    say(closed=True)
+    exchange.close(together=False)
+
+
 def most_apart_from_one_process(described: ModelConfig) -> float:
     """How far a layer of shared experts is from all of them in one process, in float64."""
     sizes = (5, 3)
@@ -469,13 +505,13 @@ def most_apart_from_one_process(described: ModelConfig) -> float:
 
 def experts() -> None:
     """Ranks that share experts: logits as of one process with all, and its tokens."""
+    exchange = TorchExchange()
     described = ModelConfig.named("tiny-moe")
     prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8] * 40]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     own = prompts[:4] if RANK == 0 else prompts[4:]
     with LLMEngine.with_random_weights(described, TINY_CONFIG) as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
-    exchange = TorchExchange()
     say(largest=most_apart_from_one_process(described))
     for mode in ("NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
         compilation = CompilationConfig(
@@ -502,13 +538,13 @@ def experts() -> None:
 
 def micro_batches() -> None:
     """Shared experts with steps of two micro-batches: the tokens of one process."""
+    exchange = TorchExchange()
     described = ModelConfig.named("tiny-moe")
     prompts = [[number + 1, 2, 3] for number in range(7)]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     own = prompts[:4] if RANK == 0 else prompts[4:]
     with LLMEngine.with_random_weights(described, TINY_CONFIG) as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
-    exchange = TorchExchange()
     for mode in ("NONE", "FULL_AND_PIECEWISE"):
         asked = replace(
             TINY_CONFIG,
@@ -573,6 +609,7 @@ def largest_difference_of_logits(device: str = "cpu", **changes: Any) -> float:
 
 def tensor_parallel() -> None:
     """Ranks that share every layer: logits and tokens of one process; unequal requests."""
+    exchange = TorchExchange()
     for changes in ({}, {"num_kv_heads": 1, "attention_bias": True, "mlp_bias": True}):
         say(largest=largest_difference_of_logits(**changes))
     prompts = [[1, 2, 3], [4] * 20, [5, 6], [7] * 9, [8, 9] * 20]
@@ -580,12 +617,12 @@ def tensor_parallel() -> None:
     params.append(SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5))
     with LLMEngine.tiny() as alone:
         expected = alone.generate(prompts, params)
-    exchange = TorchExchange()
     for name, mode, also in (
         ("eager", "NONE", {}),
         ("full", "FULL_DECODE_ONLY", {}),
         ("piecewise", "FULL_AND_PIECEWISE", {"verify_every": 3}),
         ("drafts", "FULL_DECODE_ONLY", {"num_speculative_tokens": 2}),
+        ("unchecked", "FULL_DECODE_ONLY", {"ranks": RankConfig(check_every=5)}),
         ("split", "FULL_AND_PIECEWISE", {"ubatch": SPLIT}),
     ):
         compilation = CompilationConfig(
@@ -600,6 +637,8 @@ def tensor_parallel() -> None:
         steps: list[Any] = []
         with LLMEngine.tiny(asked, ranks=exchange, observer=steps.append) as engine:
             missing = engine.capture().missing
+            steps.clear()
+            num_rounds = exchange.num_rounds
             found = engine.generate(prompts, params)
             say(
                 name=name,
@@ -607,6 +646,7 @@ def tensor_parallel() -> None:
                 missing=len(missing),
                 replayed=sum(isinstance(e, Replayed) for e in steps),
                 split=sum(isinstance(e, Replayed) and e.num_ubatches > 1 for e in steps),
+                spared=len(steps) > 1.5 * (exchange.num_rounds - num_rounds),
                 margin=engine.top2_margin([1, 2, 3]) > 0,
             )
     with LLMEngine.tiny(asked, ranks=exchange) as engine:
@@ -637,6 +677,11 @@ def apart() -> None:
     small = replace(config, num_blocks=3)
     say(blocks=error_of(lambda: LLMEngine.tiny(small, ranks=exchange)), groups=len(_groups))
     prompt, params = [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True)
+    rarely = replace(limits, check_every=4)
+    rare = replace(config, runtime=replace(config.runtime, ranks=rarely))
+    with LLMEngine.tiny(rare, ranks=exchange) as engine:
+        engine.generate(prompt, params)
+        say(later=error_of(lambda: engine.generate([1 + RANK, 2, 3], params)))
     with LLMEngine.tiny(config, ranks=exchange) as engine:
         expected = engine.generate(prompt, params)
         say(tokens=error_of(lambda: engine.generate([1 + RANK, 2, 3], params)))
@@ -718,6 +763,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "many": many,
     "on gpus": on_gpus,
     "engines on gpus": engines_on_gpus,
+    "left alone on gpus": left_alone_on_gpus,
 }
 
 ENDING = {"late", "dies", "on gpus"}
@@ -725,6 +771,7 @@ ENDING = {"late", "dies", "on gpus"}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     names = sys.argv[1].split(",")
     with frozen_heap():
         if names[0] not in ENDING:
@@ -734,3 +781,6 @@ if __name__ == "__main__":
             SCENARIOS[name]()
         if names[0] not in ENDING:
             dist.destroy_process_group()
+            # A group that something still refers to may abort the process when it exits.
+            threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+            assert not [name for name in threads if "gloo" in name], threads

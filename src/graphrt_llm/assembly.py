@@ -306,10 +306,8 @@ def _group(
         )
     if config.tensor_parallel:
         model_config.part(world)  # Before a rank waits for the others.
-    # A GPU's limit cannot be changed for captures, which take longer than steps.
-    limits, place = config.runtime.ranks, device.torch_device
-    timeout_s = limits.step_timeout_s if place.type == "cpu" else limits.capture_timeout_s
-    return RankGroup(ranks.rank, world, place, timeout_s)
+    timeout_s = config.runtime.ranks.step_timeout_s
+    return RankGroup(ranks.rank, world, device.torch_device, timeout_s)
 
 
 def _load(

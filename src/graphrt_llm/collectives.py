@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ class RankGroup:
     """The ranks that share a model, of the default process group.
 
     ``number``: by which the operators find it. ``timeout_s``: most seconds that a rank waits in
-    them: on a GPU torch ends the process then, else they raise ``RankLostError``. ``close`` has to
+    them: on a CPU they raise ``RankLostError`` then, on a GPU ``wait_for`` does. ``close`` has to
     be called before the process group is destroyed.
     """
 
@@ -29,9 +30,10 @@ class RankGroup:
         self, rank: int, world: int, device: torch.device, timeout_s: float = 600.0
     ) -> None:
         self.rank, self.world = rank, world
-        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
-        self.group = dist.new_group(backend=backend, timeout=timeout)
-        self._device, self._timeout = device, timeout
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+        self._device = device
+        self._limit(timeout_s)
         self.number = max(_groups, default=0) + 1
         _groups[self.number] = self
         # Communicators are built by the first call, which may not be inside a capture.
@@ -60,16 +62,37 @@ class RankGroup:
 
     @contextmanager
     def limited(self, timeout_s: float) -> Iterator[None]:
-        """Wait ``timeout_s`` at most inside, on the CPU."""
-        if self._device.type != "cpu":
-            yield
-            return
-        backend = self.group._get_backend(self._device)
-        backend._set_default_timeout(timedelta(seconds=timeout_s))
+        """Wait ``timeout_s`` at most inside."""
+        before = self._timeout_s
+        self._limit(timeout_s)
         try:
             yield
         finally:
-            backend._set_default_timeout(self._timeout)
+            self._limit(before)
+
+    def _limit(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # Torch's watchdog ends the process of a GPU: later than ``wait_for``, which says why.
+        most = timeout_s if self._device.type == "cpu" else 2 * timeout_s
+        self.group._get_backend(self._device)._set_default_timeout(timedelta(seconds=most))
+
+    def wait_for(self, event: torch.Event) -> None:
+        """Wait on the host until the device has reached ``event``, and no longer than the time-out.
+
+        Nothing else sees that a collective inside a graph does not end: torch's watchdog knows
+        those alone that were called. Errors: ``RankLostError``; the group is aborted, so that the
+        device ends what it waits in, and its results are worth nothing.
+        """
+        until = monotonic() + self._timeout_s
+        while not event.query():
+            if monotonic() > until:
+                self.group.abort()
+                raise RankLostError(
+                    "a step of ranks that share a model",
+                    expected=f"its end on the device within {self._timeout_s:g} s",
+                    found="a collective that still waits for another rank",
+                    do="see the error of the other ranks, and start all of them again",
+                )
 
     def close(self) -> None:
         """Destroy the group. Idempotent."""

@@ -526,7 +526,7 @@ class LLMEngine:
         tokens = self._sampler.sample(
             logits, requests, greedy=greedy, indices=indices, storage=storage
         )
-        return LaunchedStep(batch, tokens, storage)
+        return LaunchedStep(batch, tokens, storage, self._group)
 
     def _load_adapters(self) -> None:
         """Copy adapters that the scheduler has given a slot to it."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from graphrt import Runtime, RuntimeMode, UBatchReason, get_forward_context
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
+from graphrt_llm.collectives import RankGroup
 from graphrt_llm.config import Limits
 from graphrt_llm.input_batch import InputBatch
 from graphrt_llm.inputs import HostInputs
@@ -36,13 +37,17 @@ class LaunchedStep:
 
     ``tokens``: [num_reqs] int64, on the device. Their copy to the host starts at once, on a CPU
     too: they may be graph storage, which the next step overwrites. ``storage``: which of the two
-    host storages of inputs and of sampling parameters the device reads until then.
+    host storages of inputs and of sampling parameters the device reads until then. ``group``: the
+    ranks that the step meets in its layers.
     """
 
-    def __init__(self, batch: ScheduledBatch, tokens: Tensor, storage: int) -> None:
+    def __init__(
+        self, batch: ScheduledBatch, tokens: Tensor, storage: int, group: RankGroup | None = None
+    ) -> None:
         self.batch = batch
         self.tokens = tokens
         self.storage = storage
+        self._group = group
         self._copied: torch.Event | None = None
         if tokens.device.type == "cpu":
             self._host = tokens.clone()
@@ -53,9 +58,12 @@ class LaunchedStep:
             self._copied.record()
 
     def wait(self) -> list[int]:
-        """The tokens, once the device has computed and copied them."""
+        """The tokens, once the device has computed and copied them. Errors: ``RankLostError``."""
         if self._copied is not None:
-            self._copied.synchronize()
+            if self._group is None:
+                self._copied.synchronize()
+            else:
+                self._group.wait_for(self._copied)
         token_ids: list[int] = self._host.tolist()
         return token_ids
 

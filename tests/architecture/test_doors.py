@@ -16,7 +16,7 @@ DOORS = {
     "torch.cuda": ("device/cuda/",),
     # Libraries ask torch whether a capture runs, so both devices answer in torch's own place.
     "torch.cuda.is_current_stream_capturing": ("device/cuda/", "device/torch_modes.py"),
-    "torch.distributed": ("parallel/exchange.py",),
+    "torch.distributed": ("parallel/exchange.py", "ubatch/peer_copies.py"),
     "torch.fx": ("compile/",),
     "torch._dynamo": ("compile/",),
     "torch._inductor": ("compile/",),
@@ -53,7 +53,7 @@ PROCESS_STATE = {
     "sys.settrace": (),
     "atexit.register": (),
 }
-PATCHES_TORCH = ("device/torch_modes.py", "compile/torch_api.py")
+PATCHES_TORCH = ("device/torch_modes.py", "compile/torch_api.py", "parallel/exchange.py")
 
 PLACES = {**DOORS, **PROCESS_STATE}
 

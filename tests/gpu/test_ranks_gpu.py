@@ -29,3 +29,10 @@ def test_two_gpus_that_share_a_model_give_the_tokens_of_one() -> None:
             assert line["same"]
             assert not line["missing"]
             assert line["modes"] == ["FULL", "PIECEWISE"]
+
+
+def test_rank_left_alone_in_a_graph_ends_in_its_time_out() -> None:
+    first, _ = all_said(launch("tests/ranks_script.py", "left alone on gpus", timeout_s=120))
+    assert first[1] == {"served": True}
+    assert (first[2]["error"], first[3]) == ("RankLostError", {"closed": True})
+    assert first[2]["s"] < 8

@@ -11,7 +11,15 @@ import pytest
 import torch
 from tests.lab import Lab
 
-from graphrt import BatchDescriptor, ForwardContext, RuntimeMode, ubatch
+from graphrt import (
+    BatchDescriptor,
+    BufferSpec,
+    ForwardContext,
+    OutputSpec,
+    Runtime,
+    RuntimeMode,
+    ubatch,
+)
 from graphrt.config import UBatchConfig
 from graphrt.device.cuda import CUDADevice
 from graphrt.ubatch import UBatchWrapper, make_slices
@@ -109,6 +117,23 @@ def test_capture_that_fails_in_a_micro_batch_leaves_the_device_usable(lab: Lab) 
     assert torch.equal(run(wrapper, FULL, key, x).clone(), run(wrapper, NONE, key, x))
     lab.library.close()
     wrapper.close()
+
+
+def test_pinned_memory_that_steps_write_is_compared_when_it_is_written(device: CUDADevice) -> None:
+    model = PinnedCopies(1)
+    runtime = Runtime(
+        model,
+        inputs=[BufferSpec("x", ("tokens", WIDTH), torch.float32)],
+        outputs=OutputSpec({"": "tokens"}),
+        device=device,
+        mode="FULL",
+        sizes=[TOKENS],
+        max_num_seqs=TOKENS,
+        may_overwrite=model.host,
+    )
+    runtime.capture(like={"x": torch.randn(TOKENS, WIDTH, device="cuda")})
+    assert not runtime.report().missing
+    runtime.close()
 
 
 def test_workspaces_of_threads_are_taken_before_the_recording(lab: Lab) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from graphrt import InProcessExchange
+from graphrt.errors import RankLostError
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
+from graphrt_llm.collectives import RankGroup
 from graphrt_llm.demo.ranks import all_identical
 from graphrt_llm.errors import EngineConfigError, ModelConfigError, TensorShapeError
 from graphrt_llm.model_config import ModelConfig
@@ -117,3 +120,19 @@ def test_ranks_with_other_tokens_of_a_request_are_not_identical() -> None:
     assert all_identical([part(a=[1]), part(b=[2])])
     assert all_identical([part(a=[1]), part(a=[1])])
     assert not all_identical([part(a=[1]), part(a=[2])])
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_step_that_never_ends_on_the_device_ends_in_the_time_out() -> None:
+    """As on a GPU, where a collective in a graph waits for a rank that is gone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = RankGroup(0, 1, torch.device("cpu"), timeout_s=60)
+        answers = iter([False, False, True])
+        group.wait_for(SimpleNamespace(query=lambda: next(answers)))  # type: ignore[arg-type]
+        never: Any = SimpleNamespace(query=lambda: False)
+        with group.limited(0.01), pytest.raises(RankLostError, match=r"within 0\.01 s"):
+            group.wait_for(never)
+        group.close()
+    finally:
+        dist.destroy_process_group()

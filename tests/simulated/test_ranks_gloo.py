@@ -159,6 +159,7 @@ def test_ranks_that_share_layers_give_the_tokens_of_one() -> None:
         assert all(line["same"] and not line["missing"] for line in runs.values())
         assert [name for name, line in runs.items() if not line["replayed"]] == ["eager"]
         assert [name for name, line in runs.items() if line["split"]] == ["split"]
+        assert [name for name, line in runs.items() if line["spared"]] == ["unchecked"]
         assert all(line["margin"] for line in runs.values())
 
 
@@ -172,6 +173,7 @@ def test_ranks_that_share_layers_notice_what_one_does() -> None:
     noticed = [
         {"seed": "EngineConfigError"},
         {"blocks": "EngineConfigError", "groups": 0},
+        {"later": "RankDesyncError"},
         {"tokens": "RankDesyncError"},
         {"abort": "RankDesyncError"},
         {"step": "RankDesyncError"},

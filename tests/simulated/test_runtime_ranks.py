@@ -33,6 +33,21 @@ def test_rank_alone_serves_as_a_runtime_without_ranks() -> None:
         assert lab.runtime.last_settled.decision == lab.runtime.last_decision
 
 
+def test_ranks_of_one_batch_compare_it_as_often_as_asked() -> None:
+    (rank,) = InProcessExchange(1).ranks
+    asked = {"ranks": {"same_batch": True, "check_every": 3}}
+    with RuntimeLab(ranks=rank, asked=asked) as lab:
+        lab.runtime.capture()
+        rounds = []
+        for _ in range(7):
+            before = rank.num_rounds
+            lab.step(3, 3)
+            rounds.append(rank.num_rounds - before)
+        assert rounds == [0, 0, 1, 0, 0, 1, 0]
+        assert lab.runtime.step_idle() is False
+        assert rank.num_rounds == before + 1
+
+
 def test_rank_alone_without_a_batch_does_not_run() -> None:
     with alone() as lab:
         lab.runtime.capture()
@@ -47,7 +62,7 @@ def test_rank_tells_the_others_that_it_excludes_piecewise(monkeypatch) -> None:
     monkeypatch.setattr(
         Lockstep,
         "agree",
-        lambda self, vote, *more: (votes.append(vote), agree(self, vote, *more))[1],
+        lambda self, vote, *more, **also: (votes.append(vote), agree(self, vote, *more, **also))[1],
     )
     with alone() as lab:
         lab.runtime.capture()

@@ -316,7 +316,7 @@ def test_compilation_that_a_runtime_lacks_is_refused(field, value):
     assert resolve(config).plan.level  # As a plan it is sound.
 
 
-def test_comparison_of_ranks_that_nothing_makes_is_refused():
+def test_comparison_of_ranks_that_decide_together_is_refused():
     config = RuntimeConfig(max_num_seqs=4, ranks={"check_every": 5})
     with pytest.raises(ConfigError, match="check_every"):
         make(lambda ids: ids, config=config)

@@ -15,7 +15,7 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.errors import VerificationError
 from graphrt.events import Event, Verified
 from graphrt.graphs import HostSnapshot
-from graphrt.verify import Verification, check_replay, forward_hooks
+from graphrt.verify import RunState, Verification, check_replay, forward_hooks
 
 KEY = BatchDescriptor(4)
 
@@ -26,6 +26,21 @@ def check(
     return check_replay(
         mode=RuntimeMode.FULL, key=KEY, run_eager=run_eager, run_replay=run_replay, **facts
     )
+
+
+def test_memory_of_the_host_is_read_and_written_when_the_device_is_done() -> None:
+    written = torch.zeros(2)
+    queued = [1.0, 2.0]
+
+    def wait() -> None:
+        written.fill_(queued.pop(0))
+
+    state = RunState(tensors={"host": written}, wait=wait)
+    saved = state.save()
+    assert torch.equal(saved.compared["host"], torch.ones(2))
+    state.restore(saved)
+    assert torch.equal(written, torch.ones(2))
+    assert not queued
 
 
 def test_replay_check_when_equal_returns_outputs() -> None:

@@ -65,15 +65,17 @@ class RankConfig:
 
     ``step_timeout_s``: Most seconds that a rank waits for the others in a step.
     ``capture_timeout_s``: The same in a capture.
-    ``check_every``: Steps between two comparisons among ranks that decide without a message.
-    ``same_batch``: The ranks share a model and see one batch, as with tensor parallelism: other
-      sizes than those of the other ranks are an error.
+    ``same_batch``: The ranks share a model and see one batch, as with tensor parallelism: another
+      batch than that of the other ranks is an error.
+    ``check_every``: After how many steps such ranks compare what they have decided and served: in
+      between each decides by itself. Above 1 a step costs no message, and a rank that serves
+      something else may give wrong tokens until the next comparison.
     """
 
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     capture_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    check_every: Positive = 256
     same_batch: bool = False
+    check_every: Positive = 1
 
 
 @config_class

@@ -70,8 +70,6 @@ class Round(IntEnum):
     """Each round of a capture, and of the comparison of a replay with eager: see ``Phase``."""
     TIMING = 7
     STEP = 8
-    CHECK = 9
-    """Do ranks that decide without a message still decide alike?"""
     CLOSE = 10
 
 

@@ -244,6 +244,8 @@ class TorchExchange:
     ``wire``: how the largest words are found: ``reduce`` on the way, ``gather`` here, which also
     tells every rank's token count; ``auto`` gathers up to 16 ranks.
     ``most_s``: most seconds that any round of a group of its own may take.
+    Make it soon after the default group, before anything imports torch's compiler, which would keep
+    that group until the process exits.
 
     Errors: ``RankLostError`` where no group can be made, ``ConfigError``.
     """
@@ -258,6 +260,7 @@ class TorchExchange:
         import torch.distributed as dist
         import torch.distributed.distributed_c10d as c10d
 
+        _import_what_keeps_groups(c10d)
         self._made: Any = None
         if group is None:
             limit = timedelta(seconds=most_s)
@@ -434,6 +437,20 @@ class TorchExchange:
     def _store_lost(self, about: str, error: RuntimeError) -> RankLostError:
         # torchrun's own process has the store, or else rank 0.
         return _lost((0,), self.rank, about, f"the store that brought the ranks together: {error}")
+
+
+def _import_what_keeps_groups(c10d: Any) -> None:
+    """Import ``torch.distributed.nn`` while there is no default group.
+
+    Its functions have the default group of that moment as a default argument, for ever; torch's
+    compiler imports it. The threads of such a group live until the process exits, and then may end
+    it with "terminate called without an active exception".
+    """
+    world, c10d._world.default_pg = c10d._world.default_pg, None
+    try:
+        import torch.distributed.nn.functional  # noqa: F401
+    finally:
+        c10d._world.default_pg = world
 
 
 class _Storage:

@@ -109,11 +109,17 @@ class Lockstep:
 
     # -- a step
 
-    def agree(self, vote: RankVote, rules: SplitRules, graphs: int = 0) -> Agreement:
+    def agree(
+        self, vote: RankVote, rules: SplitRules, graphs: int = 0, *, is_alone: bool = False
+    ) -> Agreement:
         """What all ranks' votes for this step come to. ``graphs``: 16 bits of what is captured.
 
+        ``is_alone``: all ranks have the same vote, so that none is sent.
         Errors: ``RankDesyncError`` where ranks have other graphs, or do something else.
         """
+        if is_alone:
+            self.num_tokens_across_ranks = (vote.num_tokens_unpadded,) * self.world
+            return decide(pack(vote), rules)
         exchange = self.exchange
         tag = make_tag(Round.STEP, graphs, exchange.num_rounds)
         pending = exchange.start(

@@ -32,7 +32,7 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
-from graphrt.graphs.values import own_copy
+from graphrt.graphs.values import own_copy, tensors_of
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
     batch_key,
@@ -484,7 +484,12 @@ class Executor:
             index = index.to(device=tensor.device, dtype=torch.int64)
             valid = index[(index >= 0) & (index < tensor.shape[0])]
             rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
-        return RunState(self.options.state, tensors, rows, self._generators, poisons=poisons)
+        state, device = self.options.state, self._library.device
+        written = [*tensors.values(), *tensors_of(getattr(state, "tensors", ()))]
+        # A GPU copies to pinned memory when its turn comes.
+        on_host = device.torch_device.type != "cpu" and any(t.device.type == "cpu" for t in written)
+        wait = device.synchronize if on_host else None
+        return RunState(state, tensors, rows, self._generators, poisons=poisons, wait=wait)
 
     def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
         """Play a new program once, on inputs other than those it was captured with.

@@ -58,15 +58,19 @@ def agree_on_facts(
 
 def check_rank_config(config: RankConfig, has_ranks: bool) -> None:
     """Errors: ``ConfigError`` for what would have no effect."""
-    checked = config.check_every != RankConfig().check_every
-    if checked or (not has_ranks and config != RankConfig()):
+    if config.check_every > 1 and not config.same_batch:
         raise ConfigError(
-            "ranks.check_every" if checked else "config.ranks",
-            expected="its default, because every rank takes part in every decision"
-            if checked
-            else "an exchange as well: Runtime(ranks=...)",
+            "ranks.check_every",
+            expected="1, because every rank takes part in every decision",
+            found=str(config.check_every),
+            do="leave it out; ranks that see one batch (same_batch=True) may decide alone",
+        )
+    if not has_ranks and config != RankConfig():
+        raise ConfigError(
+            "config.ranks",
+            expected="an exchange as well: Runtime(ranks=...)",
             found=repr(config),
-            do="leave it out" if checked else "pass ranks=, or leave it out",
+            do="pass ranks=, or leave it out",
         )
 
 
@@ -94,11 +98,14 @@ class RankedSteps:
         }
         warmups = config.compilation.cudagraph_num_of_warmups
         also = {"torch": torch.__version__, "compile": compiled, "warmups": warmups, **runs}
+        also["ranks.check_every"] = config.ranks.check_every
         # Launch sizes are part of a graph.
         also["SMs of communication and computation"] = sms
         lockstep.require_same_plan(plan_text(plan, also))
         self._lockstep = lockstep
-        self._same_batch = config.ranks.same_batch
+        self._same_batch, self._check_every = config.ranks.same_batch, config.ranks.check_every
+        self._num_unchecked = self._unchecked = 0
+        """Steps since ranks of ``same_batch`` were compared, and a hash of what they were."""
         self.batch_digest = 0
         """Of what the ranks of ``same_batch`` compute, beside its size: alike on every rank."""
         self._runner = runner
@@ -210,11 +217,20 @@ class RankedSteps:
 
     def _settle(self, vote: RankVote) -> SettledStep | None:
         lockstep, rules, about = self._lockstep, self._rules, self._graphs
+        is_alone = False
         if self._same_batch:
-            # In the tag, so that every rank finds out, and not only the one with fewest tokens.
-            about ^= hash((vote.num_tokens_unpadded, vote.uniform, self.batch_digest)) & 0xFFFF
+            done = self._unchecked, vote.num_tokens_unpadded, vote.uniform, self.batch_digest
+            self._num_unchecked += 1
+            # An idle rank waits for the others, as it would in a step.
+            is_alone = self._num_unchecked < self._check_every and vote.num_tokens_unpadded > 0
+            if is_alone:
+                self._unchecked = hash(done)
+            else:
+                # In the tag, so that every rank finds out, not only the one with fewest tokens.
+                about ^= hash(done) & 0xFFFF
+                self._num_unchecked = self._unchecked = 0
         try:
-            agreement = lockstep.agree(vote, rules, about)
+            agreement = lockstep.agree(vote, rules, about, is_alone=is_alone)
         except RankDesyncError as error:
             if self._same_batch:
                 error.add_note(

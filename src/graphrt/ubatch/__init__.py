@@ -32,12 +32,14 @@ from graphrt.ubatch.slices import (
 
 if TYPE_CHECKING:
     from graphrt.ubatch.baton import UBatchAborted
+    from graphrt.ubatch.peer_copies import PeerCopies
     from graphrt.ubatch.sm_budget import SMControl
     from graphrt.ubatch.split import CaptureHook, InputAxes, SplitCallable
     from graphrt.ubatch.wrapper import UBatchWrapper
 
 _LATER = {
     "UBatchAborted": "baton",
+    "PeerCopies": "peer_copies",
     "SMControl": "sm_budget",
     "CaptureHook": "split",
     "InputAxes": "split",
@@ -49,6 +51,7 @@ __all__ = [
     "CaptureHook",
     "Communication",
     "InputAxes",
+    "PeerCopies",
     "SMControl",
     "SliceMetadata",
     "SplitCallable",

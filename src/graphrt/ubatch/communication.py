@@ -191,37 +191,34 @@ class Communication:
 
 class Outside:
     """What it enters where nothing is split: one object for all, because a model that is not split
-    shall not pay for an object in each layer."""
+    shall not pay for an object in each layer, nor for binding methods to it."""
 
-    __slots__ = ("_works",)
-
-    def __init__(self) -> None:
-        self._works: dict[int, list[Any]] = {}
-        """By thread: what its block waits for at the end."""
+    __slots__ = ()
 
     def wait_for(self, work: Any) -> None:
         """See ``Communication``."""
         if work is not None:
-            self._works.setdefault(get_ident(), []).append(work)
+            _works.setdefault(get_ident(), []).append(work)
 
     def hand_to_compute(self, tensor: Any) -> None:
         """There is one stream."""
 
-    def __enter__(self) -> Outside:
-        return self
+    @staticmethod
+    def __enter__() -> Outside:
+        return _OUTSIDE
 
+    @staticmethod
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._works:
-            for work in self._works.pop(get_ident(), ()):
+        if _works:
+            for work in _works.pop(get_ident(), ()):
                 if kind is None:
                     work.wait()
 
 
+_works: dict[int, list[Any]] = {}
+"""By thread: what a block outside micro-batches waits for at its end."""
 _OUTSIDE = Outside()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,6 +42,8 @@ class RunState:
     ``poisons`` False: for a run whose outputs are handed out, because it may read those rows first.
     A tensor of a ``TensorStateGuard`` whose rows are given too may be read before it is written: of
     it these rows are compared, and not poisoned.
+    ``wait``: until the device is done; for memory of the host among them, which is read and written
+    at once, where the device may still write it.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class RunState:
         generators: Sequence[torch.Generator] = (),
         *,
         poisons: bool = True,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         self.guard = guard
+        self._wait = wait
         self._tensors = tensors
         self._rows = rows
         self._guarded = guard.tensors if isinstance(guard, TensorStateGuard) else []
@@ -66,6 +70,8 @@ class RunState:
 
     def save(self) -> SavedState:
         """Read everything. Its size is that of the guard's token, the tensors and the rows."""
+        if self._wait is not None:
+            self._wait()
         token: Any = None if self.guard is None else self.guard.save()
         compared: dict[str, Any] = {} if self.guard is None else {"state": token}
         if self._guarded and self._rows:
@@ -83,6 +89,8 @@ class RunState:
 
     def restore(self, saved: SavedState) -> None:
         """Write everything back in place: graphs hold the addresses."""
+        if self._wait is not None:
+            self._wait()
         compared = saved.compared
         if self.guard is not None:
             self.guard.restore(saved.token)
