@@ -192,9 +192,8 @@ def assemble(
             )
         split = SplitLM(model, backend, compiling) if is_traced else None
         scheduler = Scheduler(limits)
-        mixes_adapters = model.lora is None or not model.lora.has_kernel
         allocator = scheduler.input_batch.allocator
-        examples = Examples(limits, model_config.vocab_size, allocator, mixes_adapters)
+        examples = Examples(limits, model_config.vocab_size, allocator)
         asked = config.runtime
         if config.tensor_parallel:
             asked = replace(asked, ranks=replace(asked.ranks, same_batch=True))

@@ -164,19 +164,11 @@ class Examples:
     """Makes examples in free blocks only.
 
     Nothing is scheduled while a graph is captured, so a capture between two steps overwrites
-    nothing that a request will read. ``mixes_adapters``: whether one has tokens of several, of
-    which a graph of fewer applies the first; False where small batches apply those of every token.
+    nothing that a request will read.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        vocab_size: int,
-        allocator: BlockAllocator,
-        mixes_adapters: bool = True,
-    ) -> None:
+    def __init__(self, limits: Limits, vocab_size: int, allocator: BlockAllocator) -> None:
         self._limits = limits
-        self._mixes_adapters = mixes_adapters
         self._vocab_size = vocab_size
         self._allocator = allocator
         self._num_needed: dict[tuple[int, int], int] = {}
@@ -254,11 +246,12 @@ class Examples:
         q = limits.query_len
         values = _values(query_lens, ends, owners, positions, input_ids, tables, size, q)
         if limits.max_loras:
-            # All adapters at once: a graph of fewer takes the first of them, in any order.
-            active = values["active_loras"] = rng.permutation(limits.max_loras)
-            slots = rng.integers(NO_ADAPTER, limits.max_loras, num_reqs)
-            if not self._mixes_adapters:
-                slots[slots != NO_ADAPTER] = active[0]
+            # All adapters at once: a graph of fewer takes the first of them, in any order. These are
+            # the more frequent ones, so that no graph runs without.
+            order = values["active_loras"] = rng.permutation(limits.max_loras)
+            slots = order[rng.integers(rng.integers(limits.max_loras, size=num_reqs) + 1)]
+            slots[rng.random(num_reqs) < 0.25] = NO_ADAPTER
+            slots[0] = order[0]
             values["lora_slots"] = slots[owners]
         return Example(
             {name: torch.from_numpy(array) for name, array in values.items()},

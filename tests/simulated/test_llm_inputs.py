@@ -133,6 +133,7 @@ def test_examples_are_batches_of_exactly_the_asked_sizes(limits: Limits, data, s
     assert (query_lens == q).all() or not is_uniform
     if limits.max_loras:
         assert sorted(v["active_loras"]) == list(range(limits.max_loras))
+        assert v["lora_slots"][0] == v["active_loras"][0], "no graph with adapters runs without"
         assert all(-1 <= slot < limits.max_loras for slot in v["lora_slots"])
         used = {(owner, slot) for owner, slot in zip(owners, v["lora_slots"], strict=True)}
         assert len(used) == num_reqs, "a request has one adapter"
