@@ -246,8 +246,8 @@ class Examples:
         q = limits.query_len
         values = _values(query_lens, ends, owners, positions, input_ids, tables, size, q)
         if limits.max_loras:
-            # All adapters at once: a graph of fewer takes the first of them, in any order. These are
-            # the more frequent ones, so that no graph runs without.
+            # All adapters at once: a graph of fewer takes the first of them, in any order, which
+            # are the more frequent ones, so that no graph runs without.
             order = values["active_loras"] = rng.permutation(limits.max_loras)
             slots = order[rng.integers(rng.integers(limits.max_loras, size=num_reqs) + 1)]
             slots[rng.random(num_reqs) < 0.25] = NO_ADAPTER
