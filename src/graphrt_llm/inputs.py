@@ -171,12 +171,23 @@ class Examples:
         self._limits = limits
         self._vocab_size = vocab_size
         self._allocator = allocator
-        self._num_needed: dict[tuple[int, int], int] = {}
+        self._most_needed: dict[BatchDescriptor, int] = {}
 
     def can_fill(self, key: BatchDescriptor) -> bool:
-        """True if enough blocks are free for an example that fills ``key``."""
-        num_reqs = key.num_reqs or min(key.num_tokens, self._limits.max_num_seqs)
-        return self._blocks_needed(key.num_tokens, num_reqs) <= self._allocator.num_free
+        """True if enough blocks are free for an example that fills ``key``, and for any batch that
+        is padded to it: fewer requests may need more blocks."""
+        num_tokens = key.num_tokens
+        if key not in self._most_needed:
+            num_reqs = key.num_reqs or min(num_tokens, self._limits.max_num_seqs)
+            longest = self._limits.max_model_len
+            most = max(
+                self._blocks_needed(min(n * part, num_tokens), n)
+                for n in range(1, num_reqs + 1)
+                for part in (self._limits.query_len, longest)
+            )
+            # A batch that needs more than all of them never comes.
+            self._most_needed[key] = min(most, self._allocator.num_usable)
+        return self._most_needed[key] <= self._allocator.num_free
 
     def __call__(self, sizes: Mapping[str, int], seed: int) -> Example:
         """Random valid inputs of exactly these ``sizes``: new "tokens" of so many "requests".
@@ -272,11 +283,8 @@ class Examples:
         return np.array(allocator.free_blocks)[first::step][:count]
 
     def _blocks_needed(self, num_tokens: int, num_reqs: int) -> int:
-        sizes = (num_tokens, num_reqs)
-        if sizes not in self._num_needed:
-            needed = self._limits.blocks_needed(num_tokens, num_reqs)
-            if num_tokens == num_reqs * self._limits.query_len:
-                each = blocks_for(self._limits.query_len, self._limits.block_size)
-                needed = max(needed, num_reqs * each)
-            self._num_needed[sizes] = needed
-        return self._num_needed[sizes]
+        limits = self._limits
+        needed = limits.blocks_needed(num_tokens, num_reqs)
+        if num_tokens == num_reqs * limits.query_len:
+            needed = max(needed, num_reqs * blocks_for(limits.query_len, limits.block_size))
+        return needed
