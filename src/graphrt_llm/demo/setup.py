@@ -21,7 +21,7 @@ from graphrt import (
     read_trace,
 )
 from graphrt_llm.config import DeviceName, DType, EngineConfig, LoadFormat
-from graphrt_llm.demo.compare import TIE_TOLERANCE, UNCOMPILED, UNSPLIT, Load, MakeEngine
+from graphrt_llm.demo.compare import UNCOMPILED, UNSPLIT, Load, MakeEngine, tie_tolerance
 from graphrt_llm.demo.report import Setting
 from graphrt_llm.engine import LLMEngine
 from graphrt_llm.model_config import ModelConfig
@@ -163,6 +163,6 @@ def prepare(options: Options, ranks: Exchange | None = None) -> Prepared:
         load=Load(requests, STEP_SECONDS, options.seed, loras),
         make_engine=make_engine,
         make_plain=make_plain,
-        tie_tolerance=TIE_TOLERANCE[dtype],
+        tie_tolerance=tie_tolerance(dtype, described.num_layers),
         report=report,
     )
