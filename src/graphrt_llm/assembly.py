@@ -6,6 +6,7 @@ first, then the cache in the remaining memory.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -101,28 +102,17 @@ def assemble(
     Errors: ``EngineConfigError`` for limits beyond the model or the memory; those of the
     weight reader and of ``Runtime``.
     """
-    if ranks is not None and config.capture == "by_priority":
-        raise EngineConfigError(
-            "EngineConfig.capture",
-            expected="before_serving, because ranks capture together",
-            found=config.capture,
-        )
-    if model_config.num_experts and config.runtime.max_loras:
-        raise EngineConfigError(
-            "RuntimeConfig.max_loras",
-            expected="0 for a model with experts, whose linear maps have no adapters",
-            found=str(config.runtime.max_loras),
-            do="leave it at 0.",
-        )
+    _check(model_config, config, ranks)
     if ranks is not None:
         is_random = model_dir is None or config.load_format == "dummy"
         _check_alike(model_config, config, ranks, is_random=is_random)
     started = rank_variables() if ranks is not None else None
-    device = make_device(config.device, None if started is None else started.local_rank)
-    backend: AttentionBackend | None = None
-    group: RankGroup | None = None
-    try:
+    with ExitStack() as undo:
+        device = make_device(config.device, None if started is None else started.local_rank)
+        undo.callback(device.close)
         group = _group(model_config, config, device, ranks)
+        if group is not None:
+            undo.callback(group.close)
         model = _load(model_config, config, model_dir, device, group)
         # Of this rank's part, where ranks share each layer.
         model_config = model.config
@@ -145,56 +135,18 @@ def assemble(
             dtype=model.dtype,
             device=device.torch_device,
         )
-        is_split = config.runtime.ubatch.num_ubatches > 1
-        if is_split and config.attention_backend == "auto":
-            attention = AttentionChoice("sdpa", "the one that serves micro-batches")
-        else:
-            attention = choose_attention(config.attention_backend, cache)
-        is_auto = config.attention_backend == "auto" and not is_split
-        if is_auto and config.capture == "by_priority":
-            backend = make_cold_attention(cache, limits)
-        if backend is None:
-            backend = make_attention(attention.name, cache, limits)
-        else:
-            # Whoever captures before serving waits for the compilers instead.
-            reason = f"{attention.reason}, once its kernels are built; until then sdpa"
-            attention = attention._replace(reason=reason)
-        if is_split and not getattr(backend, "serves_micro_batches", False):
-            raise EngineConfigError(
-                "EngineConfig.attention_backend",
-                expected="one that prepares each micro-batch of a step by itself: 'sdpa'",
-                found=f"{attention.name!r}, with ubatch.num_ubatches ="
-                f" {config.runtime.ubatch.num_ubatches}",
-                do="use 'sdpa', or leave ubatch.num_ubatches at 1.",
-            )
+        attention, backend = _attention(config, cache, limits)
+        if (switching := getattr(backend, "switching", None)) is not None:
+            undo.callback(switching.close)
         model.attention = backend
+        scheduler = Scheduler(limits)
+        examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)
         facts = Facts(
             attention_groups={attention.name: backend.support},
             attention_ops=(ATTENTION_OP,),
             device="cuda" if device.name == "cuda" else "simulated",
         )
-        compiling = resolve(config.runtime, facts).compile
-        level = compiling.level
-        if level == 1:
-            raise EngineConfigError(
-                "RuntimeConfig.compilation.level",
-                expected="0, 2 or 3, because attention finds its step where the graph is traced",
-                found="1",
-                do="use level 3, which compiles between attention calls.",
-            )
-        is_traced = level > 0
-        if is_traced and model.lora is not None:
-            raise EngineConfigError(
-                "RuntimeConfig.max_loras",
-                expected="0 at levels 2 and 3: the one trace has no adapters",
-                found=str(config.runtime.max_loras),
-                do="use level 0, which cuts at break points.",
-            )
-        split = SplitLM(model, backend, compiling) if is_traced else None
-        scheduler = Scheduler(limits)
-        mixes_adapters = model.lora is None or not model.lora.has_kernel
-        allocator = scheduler.input_batch.allocator
-        examples = Examples(limits, model_config.vocab_size, allocator, mixes_adapters)
+        split = _split(model, config, facts)
         asked = config.runtime
         if config.tensor_parallel:
             asked = replace(asked, ranks=replace(asked.ranks, same_batch=True))
@@ -222,13 +174,7 @@ def assemble(
             observer=observer,
             ranks=ranks,
         )
-    except BaseException:
-        if backend is not None and (switching := getattr(backend, "switching", None)) is not None:
-            switching.close()
-        if group is not None:
-            group.close()
-        device.close()
-        raise
+        undo.pop_all()  # From here on the engine closes them.
     is_cuda = device.torch_device.type == "cuda"
     return EngineParts(
         runtime,
@@ -246,6 +192,105 @@ def assemble(
         serves_alike=config.tensor_parallel,
         lora=model.lora,
     )
+
+
+def _check(model_config: ModelConfig, config: EngineConfig, ranks: Exchange | None) -> None:
+    """Errors: ``EngineConfigError`` for options that exclude each other, or that the model has no
+    place for."""
+    loras, drafts = config.runtime.max_loras, config.runtime.num_speculative_tokens
+    longest = model_config.max_position_embeddings
+    for is_wrong, name, expected, found in (
+        (
+            ranks is not None and config.capture == "by_priority",
+            "EngineConfig.capture",
+            "before_serving, because ranks capture together",
+            config.capture,
+        ),
+        (
+            model_config.num_experts and loras,
+            "RuntimeConfig.max_loras",
+            "0 for a model with experts, whose linear maps have no adapters",
+            loras,
+        ),
+        (
+            _max_model_len(model_config, config) > longest,
+            "EngineConfig.max_model_len",
+            f"at most the model's context of {longest} tokens",
+            config.max_model_len,
+        ),
+        (
+            drafts and config.overlap,
+            "EngineConfig.overlap",
+            "None or False with speculative decoding: drafts depend on accepted tokens",
+            f"True, and num_speculative_tokens = {drafts}",
+        ),
+        (
+            drafts >= _max_model_len(model_config, config),
+            "RuntimeConfig.num_speculative_tokens",
+            f"fewer than the context of {_max_model_len(model_config, config)} tokens",
+            drafts,
+        ),
+    ):
+        if is_wrong:
+            raise EngineConfigError(name, expected=expected, found=str(found))
+
+
+def _max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
+    asked = config.max_model_len
+    return model_config.max_position_embeddings if asked is None else asked
+
+
+def _attention(
+    config: EngineConfig, cache: KVCache, limits: Limits
+) -> tuple[AttentionChoice, AttentionBackend]:
+    """Errors: those of ``make_attention``; ``EngineConfigError`` for a backend that cannot serve
+    micro-batches."""
+    num_ubatches, asked = config.runtime.ubatch.num_ubatches, config.attention_backend
+    if num_ubatches > 1 and asked == "auto":
+        attention = AttentionChoice("sdpa", "the one that serves micro-batches")
+    else:
+        attention = choose_attention(asked, cache)
+        if asked == "auto" and config.capture == "by_priority":
+            # Whoever captures before serving waits for the compilers instead.
+            cold = make_cold_attention(cache, limits)
+            if cold is not None:
+                reason = f"{attention.reason}, once its kernels are built; until then sdpa"
+                return attention._replace(reason=reason), cold
+    backend = make_attention(attention.name, cache, limits)
+    if num_ubatches > 1 and not getattr(backend, "serves_micro_batches", False):
+        raise EngineConfigError(
+            "EngineConfig.attention_backend",
+            expected="one that prepares each micro-batch of a step by itself: 'sdpa'",
+            found=f"{attention.name!r}, with ubatch.num_ubatches = {num_ubatches}",
+            do="use 'sdpa', or leave ubatch.num_ubatches at 1.",
+        )
+    return attention, backend
+
+
+def _split(model: CausalLM, config: EngineConfig, facts: Facts) -> SplitLM | None:
+    """The traced form of ``model``; None at level 0.
+
+    Errors: ``EngineConfigError`` for a level that cannot serve it; those of ``resolve``.
+    """
+    compiling = resolve(config.runtime, facts).compile
+    if compiling.level == 1:
+        raise EngineConfigError(
+            "RuntimeConfig.compilation.level",
+            expected="0, 2 or 3, because attention finds its step where the graph is traced",
+            found="1",
+            do="use level 3, which compiles between attention calls.",
+        )
+    if not compiling.level:
+        return None
+    if model.lora is not None:
+        raise EngineConfigError(
+            "RuntimeConfig.max_loras",
+            expected="0 at levels 2 and 3: the one trace has no adapters",
+            found=str(config.runtime.max_loras),
+            do="use level 0, which cuts at break points.",
+        )
+    assert model.attention is not None, "it is set before"
+    return SplitLM(model, model.attention, compiling)
 
 
 def _check_alike(
@@ -338,27 +383,8 @@ def _load(
 def _limits(
     model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: Device
 ) -> Limits:
-    longest = model_config.max_position_embeddings
-    max_model_len = longest if config.max_model_len is None else config.max_model_len
-    if max_model_len > longest:
-        raise EngineConfigError(
-            "EngineConfig.max_model_len",
-            expected=f"at most the model's context of {longest} tokens",
-            found=str(max_model_len),
-        )
+    max_model_len = _max_model_len(model_config, config)
     num_drafts = config.runtime.num_speculative_tokens
-    if num_drafts and config.overlap:
-        raise EngineConfigError(
-            "EngineConfig.overlap",
-            expected="None or False with speculative decoding: drafts depend on accepted tokens",
-            found=f"True, and num_speculative_tokens = {num_drafts}",
-        )
-    if num_drafts >= max_model_len:
-        raise EngineConfigError(
-            "RuntimeConfig.num_speculative_tokens",
-            expected=f"fewer than the context of {max_model_len} tokens",
-            found=str(num_drafts),
-        )
     num_blocks = config.num_blocks
     if num_blocks is None:
         block_bytes = KVCache.bytes_per_block(model_config, config.block_size, dtype)

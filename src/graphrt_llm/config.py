@@ -5,7 +5,6 @@ Batch limits and graphs are asked for by the ``RuntimeConfig`` inside.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -179,14 +178,17 @@ class Limits:
     def blocks_needed(self, num_tokens: int, num_reqs: int) -> int:
         """The fewest blocks in which ``num_reqs`` requests have room for ``num_tokens`` new tokens.
 
-        Each has at least one token, in a block of its own.
+        Each has at least one token, in a block of its own. ``num_blocks`` where contexts are too
+        short for so many.
         """
-        return bisect_left(
-            range(self.num_blocks),
-            num_tokens,
-            lo=num_reqs,
-            key=lambda count: int(self.room(num_reqs, count).sum()),
-        )
+        if num_tokens > num_reqs * self.max_model_len:
+            return self.num_blocks
+        whole, rest = divmod(self.max_model_len, self.block_size)
+        # A context's last block may hold fewer tokens; all get their whole blocks before it.
+        most = num_reqs * whole * self.block_size
+        if num_tokens <= most:
+            return max(num_reqs, blocks_for(num_tokens, self.block_size))
+        return max(num_reqs, num_reqs * whole + blocks_for(num_tokens - most, rest))
 
     def largest_batch(self) -> int:
         """Most tokens in one step of ``max_num_seqs`` requests: the case of equally many blocks."""

@@ -17,10 +17,16 @@ def ngram_drafts(tokens: NDArray[np.int64], most: int) -> NDArray[np.int64]:
 
     The latest earlier place that ends with the same tokens decides; none where there is none.
     """
-    for length in range(min(LONGEST, len(tokens) - 1), 0, -1):
-        places = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
-        found = np.flatnonzero((places == tokens[-length:]).all(1))
-        if found.size:
-            start = found[-1] + length
-            return tokens[start : start + most]
-    return tokens[:0]
+    # Most requests have none: comparing their last token with the others is all that these cost.
+    places = np.flatnonzero(tokens[:-1] == tokens[-1])
+    for back in range(1, LONGEST):
+        longer = places[places >= back]
+        if longer.size:
+            longer = longer[tokens[longer - back] == tokens[-1 - back]]
+        if not longer.size:
+            break
+        places = longer
+    if not places.size:
+        return tokens[:0]
+    start = places[-1] + 1
+    return tokens[start : start + most]

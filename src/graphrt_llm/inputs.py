@@ -164,27 +164,30 @@ class Examples:
     """Makes examples in free blocks only.
 
     Nothing is scheduled while a graph is captured, so a capture between two steps overwrites
-    nothing that a request will read. ``mixes_adapters``: whether one has tokens of several, of
-    which a graph of fewer applies the first; False where small batches apply those of every token.
+    nothing that a request will read.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        vocab_size: int,
-        allocator: BlockAllocator,
-        mixes_adapters: bool = True,
-    ) -> None:
+    def __init__(self, limits: Limits, vocab_size: int, allocator: BlockAllocator) -> None:
         self._limits = limits
-        self._mixes_adapters = mixes_adapters
         self._vocab_size = vocab_size
         self._allocator = allocator
-        self._num_needed: dict[tuple[int, int], int] = {}
+        self._most_needed: dict[BatchDescriptor, int] = {}
 
     def can_fill(self, key: BatchDescriptor) -> bool:
-        """True if enough blocks are free for an example that fills ``key``."""
-        num_reqs = key.num_reqs or min(key.num_tokens, self._limits.max_num_seqs)
-        return self._blocks_needed(key.num_tokens, num_reqs) <= self._allocator.num_free
+        """True if enough blocks are free for an example that fills ``key``, and for any batch that
+        is padded to it: fewer requests may need more blocks."""
+        num_tokens = key.num_tokens
+        if key not in self._most_needed:
+            num_reqs = key.num_reqs or min(num_tokens, self._limits.max_num_seqs)
+            longest = self._limits.max_model_len
+            most = max(
+                self._blocks_needed(min(n * part, num_tokens), n)
+                for n in range(1, num_reqs + 1)
+                for part in (self._limits.query_len, longest)
+            )
+            # A batch that needs more than all of them never comes.
+            self._most_needed[key] = min(most, self._allocator.num_usable)
+        return self._most_needed[key] <= self._allocator.num_free
 
     def __call__(self, sizes: Mapping[str, int], seed: int) -> Example:
         """Random valid inputs of exactly these ``sizes``: new "tokens" of so many "requests".
@@ -254,11 +257,12 @@ class Examples:
         q = limits.query_len
         values = _values(query_lens, ends, owners, positions, input_ids, tables, size, q)
         if limits.max_loras:
-            # All adapters at once: a graph of fewer takes the first of them, in any order.
-            active = values["active_loras"] = rng.permutation(limits.max_loras)
-            slots = rng.integers(NO_ADAPTER, limits.max_loras, num_reqs)
-            if not self._mixes_adapters:
-                slots[slots != NO_ADAPTER] = active[0]
+            # All adapters at once: a graph of fewer takes the first of them, in any order, which
+            # are the more frequent ones, so that no graph runs without.
+            order = values["active_loras"] = rng.permutation(limits.max_loras)
+            slots = order[rng.integers(rng.integers(limits.max_loras, size=num_reqs) + 1)]
+            slots[rng.random(num_reqs) < 0.25] = NO_ADAPTER
+            slots[0] = order[0]
             values["lora_slots"] = slots[owners]
         return Example(
             {name: torch.from_numpy(array) for name, array in values.items()},
@@ -279,11 +283,8 @@ class Examples:
         return np.array(allocator.free_blocks)[first::step][:count]
 
     def _blocks_needed(self, num_tokens: int, num_reqs: int) -> int:
-        sizes = (num_tokens, num_reqs)
-        if sizes not in self._num_needed:
-            needed = self._limits.blocks_needed(num_tokens, num_reqs)
-            if num_tokens == num_reqs * self._limits.query_len:
-                each = blocks_for(self._limits.query_len, self._limits.block_size)
-                needed = max(needed, num_reqs * each)
-            self._num_needed[sizes] = needed
-        return self._num_needed[sizes]
+        limits = self._limits
+        needed = limits.blocks_needed(num_tokens, num_reqs)
+        if num_tokens == num_reqs * limits.query_len:
+            needed = max(needed, num_reqs * blocks_for(limits.query_len, limits.block_size))
+        return needed

@@ -204,11 +204,6 @@ class LoRAWeights(nn.Module):
                         memory *= self._own_block(name, memory.device)
                     self.register_buffer(f"{name}_{factor}", memory, persistent=False)
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether batches of few tokens apply the adapter of each, without ``active_loras``."""
-        return self._kernel is not None
-
     def _own_block(self, projection: str, device: torch.device) -> Tensor:
         """[rows, out] bool: True where a row of ``B`` belongs to the linear map of a column."""
         parts = torch.tensor(self.parts(projection), device=device)
@@ -229,11 +224,16 @@ class LoRAWeights(nn.Module):
         """The adapters of one step.
 
         ``lora_slots`` [tokens] int64: each token's slot, -1 without an adapter. ``active_loras``
-        [count] int64: the slots that they use, each once; the rest ``max_loras``.
+        [count] int64: the slots that they use, each once; the rest ``max_loras``. A token with
+        another slot has no adapter.
         """
-        if self._kernel is not None and len(lora_slots) <= MOST_TOKENS:
-            return LoRAStep(self, lora_slots, kernel=self._kernel)
         slots, most = None, len(self.every)
+        if self._kernel is not None and len(lora_slots) <= MOST_TOKENS:
+            if len(active_loras) < most:
+                # As by products, so that graphs of both agree on batches with more adapters.
+                is_active = (lora_slots[:, None] == active_loras).any(1)
+                lora_slots = torch.where(is_active, lora_slots, -1)
+            return LoRAStep(self, lora_slots, kernel=self._kernel)
         if len(active_loras) < most:
             slots = active_loras.clamp(max=most - 1)
         else:

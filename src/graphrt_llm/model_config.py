@@ -176,7 +176,7 @@ class ModelConfig:
     @classmethod
     def tiny(cls) -> ModelConfig:
         """A model of 140 thousand parameters that a CPU runs in milliseconds."""
-        return _NAMED["tiny"]
+        return _TINY
 
     @classmethod
     def named(cls, name: str) -> ModelConfig:
@@ -197,28 +197,22 @@ class ModelConfig:
         return _read_hf_config(Path(directory) / "config.json")
 
 
+_TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+)
 _NAMED = {
-    "tiny": ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-    ),
-    "tiny-moe": ModelConfig(
+    "tiny": _TINY,
+    "tiny-moe": replace(
+        _TINY,
         architecture="Qwen3MoeForCausalLM",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=32,

@@ -297,16 +297,17 @@ class Scheduler:
 
     def _draft(self, rows: NDArray[np.int64], decodes: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Write drafts, then padding, behind the tokens of decoding requests; count the drafts."""
-        table, counts = self.input_batch, np.full(len(rows), -1)
-        for place in np.flatnonzero(decodes).tolist():
-            row = rows[place]
-            known = table.num_tokens[row]
-            # With as many tokens accepted a request has all that it asked for.
-            most = min(self._num_drafts, table.max_num_tokens[row] - known - 1)
-            drafts = ngram_drafts(table.tokens[row, :known], most)
-            behind = table.tokens[row, known : known + self._num_drafts]
-            behind[: len(drafts)] = drafts
-            behind[len(drafts) :] = table.tokens[row, known - 1]
+        table, places = self.input_batch, np.flatnonzero(decodes)
+        counts, rows = np.full(len(rows), -1), rows[places]
+        known = table.num_tokens[rows]
+        behind = known[:, None] + np.arange(self._num_drafts)
+        table.tokens[rows[:, None], behind] = table.tokens[rows, known - 1][:, None]
+        # With as many tokens accepted a request has all that it asked for.
+        most = np.minimum(self._num_drafts, table.max_num_tokens[rows] - known - 1)
+        columns = (places.tolist(), rows.tolist(), known.tolist(), most.tolist())
+        for place, row, end, limit in zip(*columns, strict=True):
+            drafts = ngram_drafts(table.tokens[row, :end], limit)
+            table.tokens[row, end : end + len(drafts)] = drafts
             counts[place] = len(drafts)
         return counts
 
@@ -319,6 +320,7 @@ class Scheduler:
         probability, and otherwise the sample is a draw from what is left of the distribution.
         """
         table, q, outputs = self.input_batch, batch.query_len, []
+        places, drafted, accepted = self.drafts
         for place, request in enumerate(batch.requests):
             row, count = batch.rows[place], int(num_drafts[place])
             if self._unfinished.get(request.request_id) is not request:
@@ -341,10 +343,9 @@ class Scheduler:
                 if reason is not None:
                     break
             if count >= 0:
-                places, drafted, accepted = self.drafts
-                self.drafts = DraftCounts(
-                    places + q - 1, drafted + count, accepted + len(tokens) - 1
-                )
+                places += q - 1
+                drafted += count
+                accepted += len(tokens) - 1
             table.num_computed[row] = known + len(tokens) - 1
             table.tokens[row, known : known + len(tokens)] = tokens
             table.num_tokens[row] = known + len(tokens)
@@ -352,6 +353,7 @@ class Scheduler:
                 self._running.remove(request)
                 self._end(request)
             outputs.append(RequestOutput(request.request_id, tuple(tokens), reason))
+        self.drafts = DraftCounts(places, drafted, accepted)
         return outputs
 
     def advance(self, batch: ScheduledBatch) -> None:

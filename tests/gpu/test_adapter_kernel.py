@@ -9,19 +9,17 @@ from engines import LLAMA, QWEN
 from graphrt_llm.lora import MOST_TOKENS, LoRAWeights, projection_shapes, random_lora
 
 CUDA = torch.device("cuda")
-MAX_LORAS, MAX_RANK = 5, 20
-RANKS = [16, 1, 20, 7]
-"""Of the adapters in slots 0 to 3; the last one holds what it was made with."""
+MAX_LORAS = 5
 
 
-def both(model, dtype) -> tuple[LoRAWeights, LoRAWeights]:
-    """The same adapters for the kernel and, in float64, for PyTorch."""
+def both(model, dtype, max_rank=16) -> tuple[LoRAWeights, LoRAWeights]:
+    """The same adapters for the kernel and, in float64, for PyTorch: in all slots but the last."""
     made = []
     for kind in (dtype, torch.float64):
         weights = LoRAWeights(
-            model, max_loras=MAX_LORAS, max_rank=MAX_RANK, dtype=kind, device=CUDA
+            model, max_loras=MAX_LORAS, max_rank=max_rank, dtype=kind, device=CUDA
         )
-        for slot, rank in enumerate(RANKS):
+        for slot, rank in enumerate([16, 1, max_rank, 7]):
             weights.load(slot, random_lora(model, rank=rank, seed=slot))
         made.append(weights)
     assert made[0]._kernel is not None
@@ -31,10 +29,11 @@ def both(model, dtype) -> tuple[LoRAWeights, LoRAWeights]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 5, MOST_TOKENS, MOST_TOKENS + 1])
+@pytest.mark.parametrize("max_rank", [16, 20])
 @pytest.mark.parametrize("model", [QWEN, LLAMA], ids=["qwen", "llama"])
-def test_adapters_of_few_tokens_add_what_products_add(model, tokens, dtype):
+def test_adapters_of_few_tokens_add_what_products_add(model, max_rank, tokens, dtype):
     torch.manual_seed(0)
-    found, exact = both(model, dtype)
+    found, exact = both(model, dtype, max_rank)
     slots = torch.randint(-1, MAX_LORAS - 1, (tokens,), device=CUDA)
     slots[0] = tokens % 4
     active = torch.arange(MAX_LORAS, device=CUDA)

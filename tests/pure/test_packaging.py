@@ -49,3 +49,17 @@ def test_extras_that_messages_name_exist() -> None:
         text = path.read_text(encoding="utf-8")
         named |= set(re.findall(r'MissingExtraError\([^)]*?extra="(\w+)"', text))
     assert {"llm", "report", "metrics"} <= named <= set(PROJECT["optional-dependencies"])
+
+
+def test_what_tests_skip_without_is_in_the_dev_extra() -> None:
+    """`make test` installs that extra, so none of its tests is skipped for a missing package."""
+    extras = PROJECT["optional-dependencies"]
+    for name in ("llm", "metrics", "report"):
+        assert any(name in line for line in extras["dev"] + extras["llm"] if "graphrt[" in line)
+    lines = [line for name in ("dev", "llm", "metrics", "report") for line in extras[name]]
+    installed = {re.split("[<>=[]", line)[0].replace("-", "_") for line in lines}
+    for lane in ("pure", "simulated"):
+        for path in (REPOSITORY / "tests" / lane).glob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            needed = set(re.findall(r"""importorskip\(['"](\w+)""", text))
+            assert needed <= installed, path

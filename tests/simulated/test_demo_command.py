@@ -74,6 +74,7 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "modes",
         "compiled",
         "speculation",
+        "padding_by_axis",
     }
     assert printed["compiled"] == printed["speculation"] == {}
     assert printed["report"] == str(tmp_path / "here.html")
@@ -115,9 +116,17 @@ def test_adapters_and_drafts_are_served_and_reported(run: Run, tmp_path: Path) -
         told = printed["speculation"][name]
         assert 0 <= told["accepted"] <= told["drafted"]
         assert told["request_steps_saved"] == told["accepted"]
+        padding = printed["padding_by_axis"][name]
+        assert padding["tokens"] == found["padding_percent"]
+        assert padding["drafts"] == pytest.approx(
+            100 * told["padded_places"] / (told["padded_places"] + told["drafted"])
+        )
+        assert (padding["adapters"] is None) == (name == "NONE")
     page = (tmp_path / "graphrt-report.html").read_text(encoding="utf-8")
+    shown = run("--requests", "3", *options[:4], "--modes", "FULL_AND_PIECEWISE").stdout
     for words in ("drafts were accepted", "2 random adapters", "Padding by axis", "captured"):
         assert words in page
+        assert words in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from graphrt import CUDAGraphMode, Observer, Reason, RuntimeMode
 from graphrt_llm import LLMEngine
-from graphrt_llm.demo.compare import Outcome, compare_policies
+from graphrt_llm.demo.compare import TIE_TOLERANCE, Outcome, compare_policies, tie_tolerance
 from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Options, read_inputs
 from graphrt_llm.demo.report import are_identical, as_json, as_page, findings
 from graphrt_llm.demo.setup import CAPTURE_SIZES, Prepared, prepare
@@ -209,6 +209,11 @@ def test_differences_below_the_tolerance_are_ties(prepared: Prepared) -> None:
     assert are_identical(outcomes)
     assert outcomes[1].comparison.ties > 0
     assert "ties" in findings(outcomes)[0]
+
+
+def test_the_tolerance_grows_with_the_errors_of_layers() -> None:
+    assert tie_tolerance("float64", 2) == tie_tolerance("float64", 4) == TIE_TOLERANCE["float64"]
+    assert 0.47 < tie_tolerance("bfloat16", 28) == pytest.approx(0.66, abs=0.01)
 
 
 def test_an_interrupt_closes_the_engine(prepared: Prepared) -> None:

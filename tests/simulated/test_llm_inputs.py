@@ -133,6 +133,7 @@ def test_examples_are_batches_of_exactly_the_asked_sizes(limits: Limits, data, s
     assert (query_lens == q).all() or not is_uniform
     if limits.max_loras:
         assert sorted(v["active_loras"]) == list(range(limits.max_loras))
+        assert v["lora_slots"][0] == v["active_loras"][0], "no graph with adapters runs without"
         assert all(-1 <= slot < limits.max_loras for slot in v["lora_slots"])
         used = {(owner, slot) for owner, slot in zip(owners, v["lora_slots"], strict=True)}
         assert len(used) == num_reqs, "a request has one adapter"
@@ -208,3 +209,26 @@ def test_a_key_needs_blocks_for_all_its_requests(key, num_needed):
     assert examples.can_fill(key)
     allocator.allocate(1)
     assert not examples.can_fill(key)
+
+
+@settings(deadline=None)
+@given(limits(), st.data())
+def test_blocks_for_a_key_are_enough_for_every_smaller_batch(limits, data):
+    num_reqs = data.draw(st.integers(1, limits.max_num_seqs))
+    most = min(limits.max_num_batched_tokens, num_reqs * limits.max_model_len)
+    key = BatchDescriptor(data.draw(st.integers(num_reqs, most)), num_reqs)
+    allocator = BlockAllocator(limits.num_blocks)
+    examples = Examples(limits, VOCAB, allocator)
+    assert examples.can_fill(key), "an idle engine can capture everything"
+    while allocator.num_free and examples.can_fill(key):
+        [last] = allocator.allocate(1)
+    allocator.free([last])
+    assert examples.can_fill(key)
+    requests = data.draw(st.integers(1, num_reqs))
+    most = min(key.num_tokens, requests * limits.max_model_len)
+    tokens = data.draw(st.integers(requests, most))
+    fits = limits.blocks_needed(tokens, requests) < limits.num_blocks
+    if fits and tokens != requests * limits.query_len:
+        examples({"tokens": tokens, "requests": requests}, 0)
+    if requests * limits.query_len <= key.num_tokens:
+        examples({"tokens": requests * limits.query_len, "requests": requests}, 0)

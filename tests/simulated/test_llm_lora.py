@@ -172,6 +172,18 @@ def test_eight_slots_serve_each_batch_by_the_next_count():
             assert isinstance(step, Replayed), step
             fitting = min(n for n in (0, 1, 2, 4, 8) if n >= step.num_active_loras)
             assert step.num_captured_loras == fitting
+        events.clear()
+        for count in range(4):
+            few = [(prompt(n, 2), str(n) if n < count else None) for n in range(4)]
+            tokens, names = zip(*few, strict=True)
+            assert engine.generate(list(tokens), FOUR, loras=names) == alone(few)
+        steps = [event for event in events if isinstance(event, Replayed)]
+        assert {(step.num_active_loras, step.num_captured_loras) for step in steps} == {
+            (0, 0),
+            (1, 1),
+            (2, 2),
+            (3, 4),
+        }
         assert addresses == {name: b.data_ptr() for name, b in engine._lora.named_buffers()}
         engine.runtime.check_externals()
         assert not engine.runtime.report().missing
@@ -247,6 +259,26 @@ def test_an_empty_slot_is_as_sparse_as_an_adapter():
     weights.load(0, random_lora(config, rank=3))
     for name, before in empty.items():
         assert torch.equal(before != 0, getattr(weights, name)[:, 0] != 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_step_applies_no_adapter_but_its_active_ones(count, monkeypatch):
+    """The kernel as products do, because graphs of both kinds meet the same examples."""
+    config = ModelConfig.tiny()
+    slots, active = torch.tensor([0, 2, -1, 1, 2, 0]), torch.tensor([2, 0, 1])[:count]
+    x = torch.randn(6, config.hidden_size, dtype=torch.float64)
+    found = []
+    for add_lora in (None, ByToken()):
+        kernels = EAGER._replace(add_lora=add_lora)
+        monkeypatch.setattr(lora_module, "choose_kernels", lambda *_, kernels=kernels: kernels)
+        weights = LoRAWeights(config, max_loras=3, max_rank=8, dtype=torch.float64, device="cpu")
+        for slot in range(3):
+            weights.load(slot, random_lora(config, seed=slot))
+        out = torch.zeros(6, 2 * config.intermediate_size, dtype=torch.float64)
+        weights.begin(slots, active).add("gate_up", 0, x, out)
+        found.append(out)
+    torch.testing.assert_close(found[0], found[1])
+    assert torch.equal(found[0].any(1), torch.isin(slots, active))
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])

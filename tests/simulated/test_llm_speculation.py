@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import llm_traffic
 import pytest
@@ -19,6 +20,7 @@ from graphrt import (
     RuntimeConfig,
     RuntimeMode,
     generate_azure_like,
+    read_trace,
 )
 from graphrt_llm import EngineConfig, LLMEngine, ModelConfig, SamplingParams, serve as serve_trace
 from graphrt_llm.errors import EngineConfigError
@@ -68,6 +70,18 @@ def test_200_trace_requests_speculated_get_the_same_tokens(mode, k):
         _, drafted, accepted = engine.drafts
         assert 0 < accepted < drafted
         assert result.num_steps < num_steps
+
+
+def test_rows_of_a_published_trace_speculated_get_the_same_tokens(shared: Path):
+    trace = read_trace(shared / "traces/azure2023/AzureLLMInferenceTrace_conv.csv", limit=200)
+    tokens = []
+    for mode, k in (("NONE", 0), ("FULL_AND_PIECEWISE", 2)):
+        with LLMEngine.with_random_weights(REPEATS, trace_config(mode, k)) as engine:
+            engine.capture()
+            tokens.append(serve_trace(engine, trace, step_seconds=0.2).tokens)
+            assert len(tokens[-1]) == 200
+    assert tokens[0] == tokens[1]
+    assert engine.drafts.accepted > 0
 
 
 def test_sampled_traffic_speculated_gets_the_same_tokens():

@@ -37,8 +37,8 @@ class Trained(NamedTuple):
     dtype: str
     expected: Continuation
 
-    def engine(self, mode: str) -> LLMEngine:
-        config = replace(engine_config(mode, num_blocks=41), dtype=self.dtype)
+    def engine(self, mode: str, **options: int) -> LLMEngine:
+        config = replace(engine_config(mode, num_blocks=41, **options), dtype=self.dtype)
         engine = LLMEngine.from_model_dir(self.directory, config)
         engine.capture()
         return engine
@@ -72,6 +72,13 @@ def test_every_mode_gives_the_tokens_of_transformers(trained, mode):
     with trained.engine(mode) as engine:
         trained.expected.check(engine.generate(PROMPTS, GREEDY), trained.dtype, mode)
         assert not engine.runtime.report().missing
+
+
+def test_drafts_are_accepted_and_change_no_token(trained):
+    with trained.engine("FULL_AND_PIECEWISE", num_speculative_tokens=2) as engine:
+        found = engine.generate(PROMPTS, GREEDY)
+        assert engine.drafts.acceptance_rate > 0.5, "texts follow from what was before"
+    trained.expected.check(found, trained.dtype, "2 drafts")
 
 
 def test_a_prompt_alone_and_among_others_gives_equal_tokens(trained):

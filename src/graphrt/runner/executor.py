@@ -484,7 +484,7 @@ class Executor:
             index = index.to(device=tensor.device, dtype=torch.int64)
             valid = index[(index >= 0) & (index < tensor.shape[0])]
             rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
-        state, device = self.options.state, self._library.device
+        state, device = self.options.state, self.library.device
         written = [*tensors.values(), *tensors_of(getattr(state, "tensors", ()))]
         # A GPU copies to pinned memory when its turn comes.
         on_host = device.torch_device.type != "cpu" and any(t.device.type == "cpu" for t in written)

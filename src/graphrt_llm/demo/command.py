@@ -295,7 +295,7 @@ def _print(
 ) -> None:
     from graphrt import capture_table, comparison_table, lora_table, miss_table
     from graphrt_llm.demo.ranks import in_words
-    from graphrt_llm.demo.report import findings, lead
+    from graphrt_llm.demo.report import findings, lead, padding_table
 
     console = Console()
     runs = [outcome.run for outcome in outcomes]
@@ -305,8 +305,11 @@ def _print(
     for sentence in () if parts is None else in_words(parts):
         console.print(Text(sentence))
     console.print()
-    for make_table in (comparison_table, miss_table, lora_table, capture_table):
-        table = make_table(runs)
+    tables = [make(runs) for make in (comparison_table, miss_table, lora_table, capture_table)]
+    plan = outcomes[0].runtime.resolved.plan
+    if plan.max_loras or plan.query_len > 1:
+        tables.insert(-1, padding_table(outcomes))
+    for table in tables:
         if table.rows:
             console.print(table)
     if report is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,8 @@ def as_json(
         "report": None if report is None else str(report),
         "modes": {name: summary.as_dict() for name, summary in summaries.items()},
         "speculation": {o.run.name: _speculation(o) for o in outcomes if o.drafts.places},
-        "compiled": {o.run.name: _compiled(o.runtime.compile) for o in _compiled_ones(outcomes)},
+        "padding_by_axis": {o.run.name: _padding(o) for o in outcomes},
+        "compiled": _compiled(outcomes),
     }
 
 
@@ -61,7 +62,7 @@ def as_page(setting: Setting, outcomes: Sequence[Outcome]) -> ReportPage:
         runs=[outcome.run for outcome in outcomes],
         tables=[
             _plans(outcomes),
-            _padding(outcomes),
+            padding_table(outcomes),
             _pieces(outcomes),
             _adjustments(outcomes),
             _failures(outcomes),
@@ -94,12 +95,11 @@ def findings(outcomes: Sequence[Outcome]) -> list[str]:
             f"Prompt and output lengths were multiplied by {first.scale:.3g} to fit a context of "
             f"{first.max_request_tokens} tokens; {first.num_cut} requests were cut beyond that."
         )
-    for outcome in _compiled_ones(outcomes)[:1]:
-        found = _compiled(outcome.runtime.compile)
+    for name, found in [*_compiled(outcomes).items()][:1]:
         sentences.append(
             f"The model was traced once and cut into {found['pieces']} pieces, of which "
             f"{found['compiled_pieces']} are compiled and {found['unique_pieces']} differ; this "
-            f"took {found['compile_seconds']:.2f} s under {outcome.run.name}."
+            f"took {found['compile_seconds']:.2f} s under {name}."
         )
     num_drafts = first.runtime.resolved.plan.query_len - 1
     if num_drafts:
@@ -140,60 +140,61 @@ def _ties(outcomes: Sequence[Outcome]) -> int:
     return sum(outcome.comparison.ties for outcome in outcomes)
 
 
+def _table(
+    title: str,
+    columns: tuple[str, ...],
+    rows: Iterable[tuple[str, ...]],
+    note: str = "",
+    is_numeric: bool = True,
+) -> TextTable:
+    """``rows``: a name, then a cell for each column."""
+    made = tuple(TextRow(row[0], row[1:]) for row in rows)
+    return TextTable(title=title, columns=columns, rows=made, note=note, is_numeric=is_numeric)
+
+
 def _plans(outcomes: Sequence[Outcome]) -> TextTable:
     rows = []
     for outcome in outcomes:
         plan = outcome.runtime.resolved.plan
-        keys = plan.keys
-        rows.append(
-            TextRow(
-                outcome.run.name,
-                (
-                    plan.cudagraph_mode.name,
-                    _sizes(plan.capture_sizes),
-                    _sizes(plan.decode_capture_sizes),
-                    str(len(keys[RuntimeMode.PIECEWISE])),
-                    str(len(keys[RuntimeMode.FULL])),
-                ),
-            )
-        )
-    return TextTable(
-        title="Plan",
-        columns=("effective", "sizes", "decode sizes", "PIECEWISE keys", "FULL keys"),
-        rows=tuple(rows),
-        note="Sizes are tokens of a step. A batch is padded to the next size that has a graph.",
+        sizes = _sizes(plan.capture_sizes), _sizes(plan.decode_capture_sizes)
+        counts = [str(len(plan.keys[m])) for m in (RuntimeMode.PIECEWISE, RuntimeMode.FULL)]
+        rows.append((outcome.run.name, plan.cudagraph_mode.name, *sizes, *counts))
+    return _table(
+        "Plan",
+        ("effective", "sizes", "decode sizes", "PIECEWISE keys", "FULL keys"),
+        rows,
+        "Sizes are tokens of a step. A batch is padded to the next size that has a graph.",
         is_numeric=False,
     )
 
 
-def _compiled_ones(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    return [outcome for outcome in outcomes if outcome.runtime.compile is not None]
-
-
-def _compiled(report: Any) -> dict[str, Any]:
+def _compiled(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """By name of the run: what it compiled, where it did."""
     return {
-        "pieces": len(report.pieces),
-        "compiled_pieces": report.num_compiled,
-        "unique_pieces": report.num_unique,
-        "compile_seconds": report.compilation_time,
-        "backend": report.backend,
-        "compiles": report.num_compiles,
-        "cache_hits": report.num_loaded,
+        outcome.run.name: {
+            "pieces": len(report.pieces),
+            "compiled_pieces": report.num_compiled,
+            "unique_pieces": report.num_unique,
+            "compile_seconds": report.compilation_time,
+            "backend": report.backend,
+            "compiles": report.num_compiles,
+            "cache_hits": report.num_loaded,
+        }
+        for outcome in outcomes
+        if (report := outcome.runtime.compile) is not None
     }
 
 
 def _pieces(outcomes: Sequence[Outcome]) -> TextTable:
-    rows = []
-    for outcome in _compiled_ones(outcomes):
-        found = _compiled(outcome.runtime.compile)
-        names = ("pieces", "compiled_pieces", "unique_pieces", "compiles", "cache_hits")
-        told = (*(str(found[name]) for name in names), f"{found['compile_seconds']:.2f} s")
-        rows.append(TextRow(outcome.run.name, told))
-    return TextTable(
-        title="Compiled pieces",
-        columns=("pieces", "compiled", "unique", "compiles", "cache hits", "compile time"),
-        rows=tuple(rows),
-        note="One trace serves every size. Pieces that are not compiled run eagerly: attention.",
+    names = ("pieces", "compiled_pieces", "unique_pieces", "compiles", "cache_hits")
+    return _table(
+        "Compiled pieces",
+        ("pieces", "compiled", "unique", "compiles", "cache hits", "compile time"),
+        (
+            (run, *(str(found[name]) for name in names), f"{found['compile_seconds']:.2f} s")
+            for run, found in _compiled(outcomes).items()
+        ),
+        "One trace serves every size. Pieces that are not compiled run eagerly: attention.",
     )
 
 
@@ -208,80 +209,77 @@ def _speculation(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _padding(outcomes: Sequence[Outcome]) -> TextTable:
-    """How much of what graphs computed was padding, for each axis that is padded."""
-    rows = []
-    for outcome in outcomes:
-        loras = outcome.run.metrics.by_lora_count()
-        captured = sum((served or 0) * counts.steps for (_, served), counts in loras.items())
-        live = sum(n * counts.steps for (n, served), counts in loras.items() if served is not None)
-        drafts = outcome.drafts
-        cells = (
-            f"{outcome.run.metrics.total().padding_percent:.1f} %",
-            _percent(captured - live, captured),
-            _percent(drafts.places - drafts.drafted, drafts.places),
-        )
-        rows.append(TextRow(outcome.run.name, cells))
-    return TextTable(
-        title="Padding by axis",
-        columns=("tokens", "adapters", "drafts"),
-        rows=tuple(rows),
-        note="Tokens: beside the batch's. Adapters: of the captured counts that served. Drafts: "
-        "places of decoding requests for which there was none.",
+def _padding(outcome: Outcome) -> dict[str, float | None]:
+    """How much of what graphs computed was padding, in percent, for each axis that is padded."""
+    loras = outcome.run.metrics.by_lora_count()
+    captured = sum((served or 0) * counts.steps for (_, served), counts in loras.items())
+    live = sum(n * counts.steps for (n, served), counts in loras.items() if served is not None)
+    drafts = outcome.drafts
+    return {
+        "tokens": outcome.run.metrics.total().padding_percent,
+        "adapters": 100 * (captured - live) / captured if captured else None,
+        "drafts": 100 * (drafts.places - drafts.drafted) / drafts.places if drafts.places else None,
+    }
+
+
+def padding_table(outcomes: Sequence[Outcome]) -> TextTable:
+    """Padding of tokens, adapters and drafts, a row for each policy."""
+    return _table(
+        "Padding by axis",
+        ("tokens", "adapters", "drafts"),
+        (
+            (
+                outcome.run.name,
+                *("-" if x is None else f"{x:.1f} %" for x in _padding(outcome).values()),
+            )
+            for outcome in outcomes
+        ),
+        "Tokens: beside the batch's. Adapters: of the captured counts that served. Drafts: places "
+        "of decoding requests for which there was none.",
     )
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
 def _adjustments(outcomes: Sequence[Outcome]) -> TextTable:
-    rows = [
-        TextRow(
-            outcome.run.name,
-            (change.field, str(change.asked), str(change.effective), change.reason),
-        )
-        for outcome in outcomes
-        for change in outcome.runtime.resolved.adjustments
-    ]
-    return TextTable(
-        title="Adjustments",
-        columns=("field", "asked", "effective", "because"),
-        rows=tuple(rows),
-        note="Options that could not be used as asked.",
+    return _table(
+        "Adjustments",
+        ("field", "asked", "effective", "because"),
+        (
+            (o.run.name, change.field, str(change.asked), str(change.effective), change.reason)
+            for o in outcomes
+            for change in o.runtime.resolved.adjustments
+        ),
+        "Options that could not be used as asked.",
         is_numeric=False,
     )
 
 
 def _failures(outcomes: Sequence[Outcome]) -> TextTable:
-    rows = [
-        TextRow(outcome.run.name, (mode.name, f"{key.num_tokens} tokens", message))
-        for outcome in outcomes
-        for (mode, key), message in outcome.runtime.failures.items()
-    ]
-    return TextTable(
-        title="Failed captures",
-        columns=("mode", "key", "error"),
-        rows=tuple(rows),
+    return _table(
+        "Failed captures",
+        ("mode", "key", "error"),
+        (
+            (outcome.run.name, mode.name, f"{key.num_tokens} tokens", message)
+            for outcome in outcomes
+            for (mode, key), message in outcome.runtime.failures.items()
+        ),
         is_numeric=False,
     )
 
 
 def _settings(setting: Setting) -> TextTable:
-    rows = (
-        ("trace", setting.trace),
-        ("requests", f"{setting.num_requests:,}"),
-        ("model", setting.model),
-        ("dtype", setting.dtype),
-        ("seed", str(setting.seed)),
-        ("virtual time of a step", f"{1000 * setting.step_seconds:g} ms"),
-    )
-    return TextTable(
-        title="Configuration",
-        columns=("",),
-        rows=tuple(TextRow(name, (value,)) for name, value in rows),
-        note="Arrivals drive a virtual clock: every step takes the same virtual time, so every "
-        "policy gets the same batches and nothing waits.",
+    return _table(
+        "Configuration",
+        ("",),
+        (
+            ("trace", setting.trace),
+            ("requests", f"{setting.num_requests:,}"),
+            ("model", setting.model),
+            ("dtype", setting.dtype),
+            ("seed", str(setting.seed)),
+            ("virtual time of a step", f"{1000 * setting.step_seconds:g} ms"),
+        ),
+        "Arrivals drive a virtual clock: every step takes the same virtual time, so every policy "
+        "gets the same batches and nothing waits.",
         is_numeric=False,
     )
 

@@ -13,7 +13,7 @@ from graphrt import (
     Exchange,
     Observer,
 )
-from graphrt_llm.demo.compare import TIE_TOLERANCE, UNCOMPILED, UNSPLIT, Load, MakeEngine
+from graphrt_llm.demo.compare import UNCOMPILED, UNSPLIT, Load, MakeEngine, tie_tolerance
 from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Inputs
 from graphrt_llm.demo.report import Setting
 from graphrt_llm.engine import LLMEngine
@@ -86,6 +86,6 @@ def prepare(inputs: Inputs, ranks: Exchange | None = None) -> Prepared:
         load=Load(requests, STEP_SECONDS, options.seed, loras),
         make_engine=make_engine,
         make_plain=make_plain,
-        tie_tolerance=TIE_TOLERANCE[dtype],
+        tie_tolerance=tie_tolerance(dtype, described.num_layers),
         report=report,
     )

@@ -37,6 +37,7 @@ def _product(
     norm,
     a,
     b,
+    is_used,
     rank,
     eps,
     WIDTH: tl.constexpr,  # noqa: N803
@@ -50,7 +51,7 @@ def _product(
     element = tl.arange(0, CHUNK)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, rank, RANKS):
-        is_row = (first + number < rank)[:, None]
+        is_row = (is_used & (first + number < rank))[:, None]
         # Loaded before it is needed, so that both matrices arrive together.
         up_rows = b + (first + number)[:, None] * OUTPUTS + tl.arange(0, BLOCK)[None, :]
         up = tl.load(up_rows, mask=is_row, other=0.0)
@@ -98,7 +99,11 @@ def _add(
     token = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK
     slot = tl.load(slots + token)
-    rank = tl.load(ranks + slot, mask=slot >= 0, other=0)
+    is_used = slot >= 0
+    # Rows above an adapter's rank are zero: where all are read at once, its rank is not waited for.
+    rank = MAX_RANK
+    if MAX_RANK > RANKS:
+        rank = tl.load(ranks + slot, mask=is_used, other=0)
     source = x + token * x_stride
     # A part of the outputs has rows of its own, at the same offset in both matrices.
     part = (begin >= FIRST_END).to(tl.int64) + (begin >= SECOND_END).to(tl.int64)
@@ -108,21 +113,21 @@ def _add(
         gate = tl.load(target).to(tl.float32)
         gate += _product(
             source, norm, a + row * WIDTH, b + row * OUTPUTS + begin,
-            rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
+            is_used, rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
         )  # fmt: skip
         up = tl.load(target + FIRST_END).to(tl.float32)
         row += MAX_RANK
         up += _product(
             source, norm, a + row * WIDTH, b + row * OUTPUTS + begin + FIRST_END,
-            rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
+            is_used, rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
         )  # fmt: skip
         place = gated + token * FIRST_END + begin + tl.arange(0, BLOCK)
         tl.store(place, (gate * tl.sigmoid(gate) * up).to(gated.dtype.element_ty))
-    elif rank > 0:
+    elif is_used:
         total = tl.load(target).to(tl.float32)
         total += _product(
             source, norm, a + row * WIDTH, b + row * OUTPUTS + begin,
-            rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
+            is_used, rank, eps, WIDTH, OUTPUTS, BLOCK, CHUNK, RANKS, HAS_NORM,
         )  # fmt: skip
         tl.store(target, total.to(out.dtype.element_ty))
 
