@@ -31,6 +31,7 @@ from graphrt.graphs.reachable import (
     Reach,
     Walk,
     attributes_of,
+    is_array,
     is_host_scalar,
     reach,
     read_attribute,
@@ -53,7 +54,10 @@ _NOT_LOOKED_AT = ("default", "member", "length")
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
-Kind = Literal["object", "container", "cell", "global", "class", "slot", "context"]
+Kind = Literal["object", "container", "array", "cell", "global", "class", "slot", "context"]
+
+MAX_ARRAY_BYTES = 1 << 20
+"""What runs change in a larger array is not seen."""
 
 
 class _Held:
@@ -72,6 +76,8 @@ class _Held:
         """Reads the one under ``name``, or ``MISSING``."""
         self.row: int | None = None
         """Its place in the columns of the snapshot."""
+        self.first: dict[Any, Any] = {}
+        self.last = self.first
         self.first = self.last = self.read()
 
     def read(self) -> dict[Any, Any]:
@@ -80,17 +86,26 @@ class _Held:
         if self.get is not None:
             value = self.get(target, self.name)
             return {} if value is MISSING else {self.name: value}
+        if self.kind == "array":
+            contents = target.tobytes()
+            # One object for equal contents, because what is held is compared by identity.
+            known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
+            return next(known, {_ALL: contents})
         if isinstance(target, dict):
             if isinstance(target, OrderedDict):  # It has an order of its own.
                 return dict(OrderedDict.items(target))
             return dict.copy(target)
-        return {v: v for v in target} if isinstance(target, set) else dict(enumerate(target))
+        if isinstance(target, set):
+            return {v: v for v in target}
+        return dict(enumerate(target.flat if is_array(target) else target))
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
         target, last = self.target, self.last
         if self.get is not None:
             return self.get(target, self.name) is last.get(self.name, MISSING)
+        if self.kind == "array":
+            return bool(target.tobytes() == last[_ALL])
         now = target if type(target) is dict else self.read()
         return (
             len(now) == len(last)
@@ -105,7 +120,11 @@ class _Held:
             # What left a weak container because its object died does not come back.
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
-        if isinstance(target, set):  # Also the one that a module keeps of its buffers.
+        if self.kind == "array":
+            contents = target.copy()
+            contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
+            target[...] = contents
+        elif isinstance(target, set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
         elif self.kind != "container":
@@ -121,6 +140,9 @@ class _Held:
                 methods.__setitem__(target, key, value)
         elif isinstance(target, list):
             list.__setitem__(target, slice(None), wanted.values())
+        elif is_array(target):
+            for place, value in wanted.items():
+                target.flat[place] = value
         else:
             deque.clear(target)
             deque.extend(target, wanted.values())
@@ -270,7 +292,7 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
-        self._walk = Walk(runnable)
+        self._walk = Walk(runnable, enters_locals=True)
         self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
 
@@ -316,6 +338,9 @@ class HostSnapshot:
         kind: Any = type(value)
         if issubclass(kind, _CONTAINERS):
             self._add(path, value, "container")
+        elif is_array(value):
+            if value.flags.writeable and 0 < value.nbytes <= MAX_ARRAY_BYTES:
+                self._add(path, value, "container" if value.dtype.hasobject else "array")
         elif kind is FunctionType:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
@@ -329,9 +354,9 @@ class HostSnapshot:
                     if name in own:  # A scripted module keeps them elsewhere.
                         self._add(path, own[name], "object")
                 for name, item in own.items():
-                    if type(item) in _CONTAINERS and name not in registers:
+                    if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:
                         # Also where no code names it: it may be reached in another way.
-                        self._add(f"{path}.{name}" if path else name, item, "container")
+                        self._add_object(f"{path}.{name}" if path else name, item)
             for base, name in _caches_of(kind):
                 self._add(f"{path}.{name}" if path else name, base, "class", name)
             for name in _fixed_attributes_of(kind):
@@ -342,7 +367,7 @@ class HostSnapshot:
         if known in self._known:
             return
         self._known.add(known)
-        if not target and type(target) in _CONTAINERS:
+        if type(target) in _CONTAINERS and not target:
             self._empty.append((path, target, kind))
             self._empty_targets.append(target)
         else:
