@@ -14,7 +14,7 @@ import functools
 import gc
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from itertools import accumulate, chain, compress, count
@@ -252,6 +252,11 @@ class _Change(NamedTuple):
             self.held.write(mixed)
 
 
+def _places_of(changes: Iterable[_Change]) -> Iterator[tuple[int, Any]]:
+    """By id of what holds them and key."""
+    return ((id(change.held.target), key) for change in changes for key in change.keys)
+
+
 def _put(values: dict[Any, Any], key: Any, value: Any) -> None:
     if value is MISSING:
         values.pop(key, None)
@@ -292,6 +297,10 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
+        self._log: list[tuple[int, Any]] = []
+        """Every place that was seen to change, by id of what holds it and key, in order."""
+        self._of_this_run: list[_Change] | None = None
+        """What the run that is going on has changed, if it was asked."""
         self._walk = Walk(runnable, enters_locals=True)
         self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
@@ -306,6 +315,23 @@ class HostSnapshot:
         ):
             return reach(self.runnable)
         return found
+
+    @property
+    def version(self) -> int:
+        """Rises with each change that is seen."""
+        return len(self._log)
+
+    def changed_since(self, version: int) -> set[tuple[int, Any]]:
+        """What changed since then, by id of what holds it and key, as of the last look."""
+        return {*self._log[version:], *_places_of(self._of_this_run or ())}
+
+    def look(self) -> None:
+        """Look at what the run that is going on has changed. It changes nothing after this."""
+        self._of_this_run = self._pending()
+
+    def holds(self, target: object, name: Any) -> bool:
+        """True if a change of ``name`` in ``target`` is seen."""
+        return (id(target), None) in self._known or (id(target), name) in self._known
 
     # -- what is in it
 
@@ -425,6 +451,7 @@ class HostSnapshot:
         """Take what holders hold now as what they hold."""
         if changes:
             self._reached = None
+            self._log += _places_of(changes)
         for change in changes:
             held = change.held
             self._moved[held] = None
@@ -500,15 +527,18 @@ class HostSnapshot:
         if self._ran is None:
             self._ran = set()
         self._note_between()
+        self._of_this_run = None
         try:
             yield
         except BaseException:
+            self._of_this_run = None
             changes = self._pending()
             self._note_run(changes, is_first)
             for change in changes:
                 change.held.write(change.before)
             raise
-        changes = self._pending()
+        changes = self._pending() if self._of_this_run is None else self._of_this_run
+        self._of_this_run = None
         self._note_run(changes, is_first)
         if refuses is not None:
             for change in changes:
@@ -525,7 +555,7 @@ class HostSnapshot:
     def _note_run(self, changes: list[_Change], is_first: bool) -> None:
         assert self._ran is not None, "only runs are noted"
         for change in changes:
-            places = {(id(change.held.target), key) for key in change.keys}
+            places = set(_places_of([change]))
             self._ran |= places
             if not is_first:
                 self._advancing |= places
@@ -535,8 +565,7 @@ class HostSnapshot:
     def _note_between(self) -> None:
         changes = self._pending()
         self._note(changes)
-        for change in changes:
-            self._between |= {(id(change.held.target), key) for key in change.keys}
+        self._between.update(_places_of(changes))
 
     def restore_advanced(self, *, memos: bool = False) -> None:
         """Put back, as it was in the snapshot, what later runs changed again.
