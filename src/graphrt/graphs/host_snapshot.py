@@ -14,11 +14,11 @@ import functools
 import gc
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from itertools import accumulate, chain, compress, count
-from operator import is_, is_not
+from operator import call, is_, is_not, itemgetter, ne
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
@@ -28,6 +28,7 @@ import torch
 from graphrt.errors import VerificationError
 from graphrt.graphs.reachable import (
     MISSING,
+    MODULE_OWN,
     Reach,
     Walk,
     attributes_of,
@@ -63,7 +64,7 @@ MAX_ARRAY_BYTES = 1 << 20
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("first", "get", "kind", "last", "name", "path", "row", "target")
+    __slots__ = ("_since", "first", "get", "kind", "last", "name", "path", "row", "target")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
@@ -76,6 +77,7 @@ class _Held:
         """Reads the one under ``name``, or ``MISSING``."""
         self.row: int | None = None
         """Its place in the columns of the snapshot."""
+        self._since: _Change | None = None
         self.first: dict[Any, Any] = {}
         self.last = self.first
         self.first = self.last = self.read()
@@ -174,9 +176,19 @@ class _Held:
         is_sequence = isinstance(self.target, list | deque) and self.kind == "container"
         if is_sequence and len(before) != len(now):
             return _Change(self, before, now, [_ALL])
-        keys = dict.fromkeys([*before, *now])
-        differing = [k for k in keys if before.get(k, MISSING) is not now.get(k, MISSING)]
+        if len(before) == len(now) and all(map(is_, before, now)):
+            differing = list(compress(before, map(is_not, before.values(), now.values())))
+        else:
+            keys = dict.fromkeys([*before, *now])
+            differing = [k for k in keys if before.get(k, MISSING) is not now.get(k, MISSING)]
         return _Change(self, before, now, differing)
+
+    def since_first(self) -> _Change:
+        """What differs from the snapshot, as of what was noted last. Made once for each."""
+        known = self._since
+        if known is None or known.before is not self.first or known.now is not self.last:
+            known = self._since = self.change(self.first, self.last)
+        return known
 
 
 def _is_dead(*values: Any) -> bool:
@@ -275,12 +287,15 @@ class HostSnapshot:
 
     def __init__(self, runnable: object) -> None:
         self.runnable = runnable
-        # Of attributes and entries: targets, lengths and values as columns, which are compared in
-        # one go, because a call for each would cost ten times as much.
+        # Of attributes and entries: columns, which are compared in one go, because a call for each
+        # would cost ten times as much.
         self._dicts: list[_Held] = []
         self._targets: list[dict[Any, Any]] = []
         self._lengths: list[int] = []
-        self._values: list[Any] = []
+        self._looks: list[Callable[[Any], Collection[Any]]] = []
+        """How the values that may change are taken out of each."""
+        self._seen: list[Collection[Any]] = []
+        """These, as they were noted last."""
         self._others: list[_Held] = []
         """Single variables and attributes, and other containers."""
         self._empty: list[tuple[str, Any, Kind]] = []
@@ -402,10 +417,12 @@ class HostSnapshot:
     def _keep(self, held: _Held) -> None:
         if held.kind == "object" and type(held.target) is dict:
             held.row = len(self._dicts)
+            look = _look_of(held.last)
             self._dicts.append(held)
             self._targets.append(held.target)
             self._lengths.append(len(held.last))
-            self._values += held.last.values()
+            self._looks.append(look)
+            self._seen.append(look(held.last))
         else:
             self._others.append(held)
         if _CACHE not in map(type, held.last.values()):
@@ -429,16 +446,20 @@ class HostSnapshot:
                     self._empty.append((path, target, kind))
                     self._empty_targets.append(target)
         touched = []
-        now: list[Any] = list(map(dict.values, self._targets))
-        if list(map(len, now)) != self._lengths:
-            for row, length in enumerate(self._lengths):
-                if len(now[row]) != length:
-                    touched.append(self._dicts[row])
-                    now[row] = self._dicts[row].last.values()
-        places = list(compress(count(), map(is_not, chain.from_iterable(now), self._values)))
-        if places:
-            # Few are: to ask each dict would cost more than to find those that hold them.
-            ends = list(accumulate(self._lengths))
+        try:
+            now = list(map(call, self._looks, self._targets))
+        except KeyError:  # An attribute of a module gave way to one of another name.
+            return [held for held in (*self._dicts, *self._others) if not held.is_untouched()]
+        lengths = list(map(len, self._targets))
+        if lengths != self._lengths:
+            for row in compress(count(), map(ne, lengths, self._lengths)):
+                touched.append(self._dicts[row])
+                now[row] = self._seen[row]
+        flatten = chain.from_iterable
+        if any(map(is_not, flatten(now), flatten(self._seen))):
+            # In few: to ask each dict would cost more than to find those that hold the places.
+            places = compress(count(), map(is_not, flatten(now), flatten(self._seen)))
+            ends = list(accumulate(map(len, self._seen)))
             rows = dict.fromkeys(bisect_right(ends, place) for place in places)
             touched += [self._dicts[row] for row in rows]
         return touched + [held for held in self._others if not held.is_untouched()]
@@ -457,12 +478,8 @@ class HostSnapshot:
             self._moved[held] = None
             held.last = change.now
             if held.row is not None:
-                if len(held.last) == self._lengths[held.row]:
-                    start = sum(self._lengths[: held.row])
-                    self._values[start : start + len(held.last)] = held.last.values()
-                else:
-                    self._lengths[held.row] = len(held.last)
-                    self._values = [value for each in self._dicts for value in each.last.values()]
+                look = self._looks[held.row] = _look_of(held.last)
+                self._lengths[held.row], self._seen[held.row] = len(held.last), look(held.last)
         for change in changes:
             for key in change.keys:
                 for value in change.value(key) if key is _ALL else (change.value(key),):
@@ -471,7 +488,7 @@ class HostSnapshot:
 
     def _since_first(self) -> list[_Change]:
         """What differs from the snapshot, as of what was noted last."""
-        return [h.change(h.first, h.last) for h in self._moved if h.first is not h.last]
+        return [held.since_first() for held in self._moved if held.first is not held.last]
 
     def changed(self, *, only_tensors: bool = False) -> tuple[str, ...]:
         """Name what runs changed since the snapshot; if none was noted, whatever changed.
@@ -598,9 +615,10 @@ class HostSnapshot:
         """
         caches = self._filled_caches()
         self._note_between()
-        self._refuse_memo_that_stays()
+        changes = self._since_first()
+        self._refuse_memo_that_stays(changes)
         try:
-            for change in self._since_first():
+            for change in changes:
                 change.put_back([k for k in change.keys if self._is_of_a_run(change.held, k)])
             for held, key, cache in caches:
                 options = cache.cache_parameters()
@@ -610,10 +628,10 @@ class HostSnapshot:
             for held in self._touched():
                 held.write(held.last)
 
-    def _refuse_memo_that_stays(self) -> None:
+    def _refuse_memo_that_stays(self, changes: Sequence[_Change]) -> None:
         """Errors: ``VerificationError`` for a context variable without a default that the first run
         alone has set: nothing can unset it, and eager code would read what the graph reads."""
-        for change in self._since_first():
+        for change in changes:
             held = change.held
             is_memo = held.kind == "context" and not change.before and change.keys
             if not is_memo or _has_default(held.target) or not tensors_of(change.value(None)):
@@ -633,6 +651,14 @@ class HostSnapshot:
             for held, key, cache, misses in self._caches
             if cache.cache_info().misses > misses and _may_hold_inputs(cache)
         ]
+
+
+def _look_of(own: dict[Any, Any]) -> Callable[[Any], Collection[Any]]:
+    """How the values of a dict that may change are taken out of it: of a module's, not the flags
+    and hooks that torch keeps, which are most of them."""
+    if not own.keys() >= MODULE_OWN:
+        return dict.values
+    return itemgetter(*(name for name in own if name in _REGISTERS or name not in MODULE_OWN))
 
 
 def _is_in(places: set[tuple[int, Any]], held: _Held, key: Any) -> bool:
