@@ -105,7 +105,17 @@ def capture_program(
             with _context(scope, mode, key):
                 recorder.record(fn, args, kwargs, weak_outputs=options.weak_outputs)
             program = _make_program(
-                library, generation, recorder, fn, args, kwargs, options, before, reads, frozen, host
+                library,
+                generation,
+                recorder,
+                fn,
+                args,
+                kwargs,
+                options,
+                before,
+                reads,
+                frozen,
+                host,
             )
             entry = library.add(scope, generation, program)
     except Exception as error:

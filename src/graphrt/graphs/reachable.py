@@ -194,32 +194,11 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 # Special methods that no forward calls by an operator of the language.
 _NOT_CALLED = frozenset(
     f"__{name}__"
-    for name in [
-        "init",
-        "new",
-        "post_init",
-        "repr",
-        "str",
-        "format",
-        "dir",
-        "sizeof",
-        "eq",
-        "ne",
-        "hash",
-        "del",
-        "set_name",
-        "init_subclass",
-        "class_getitem",
-        "getstate",
-        "setstate",
-        "reduce",
-        "reduce_ex",
-        "getnewargs",
-        "getnewargs_ex",
-        "copy",
-        "deepcopy",
-        "replace",
-    ]
+    for name in (
+        "init new post_init repr str format dir sizeof eq ne hash del set_name init_subclass "
+        "class_getitem getstate setstate reduce reduce_ex getnewargs getnewargs_ex copy deepcopy "
+        "replace"
+    ).split()
 )
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
