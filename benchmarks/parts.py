@@ -55,7 +55,7 @@ OF_A_CAPTURE: Parts = {
             "__init__",
             "leads_to_the_same",
             "has_same_tensors",
-            "read_values",
+            "_read_values",
             "values_since",
         )
     ],

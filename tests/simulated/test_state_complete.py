@@ -10,10 +10,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -440,9 +442,22 @@ def memo_in_cached_method() -> Callable[..., Tensor]:
     return Model()
 
 
+def memo_in_array(dtype: Any) -> Callable[..., Tensor]:
+    table = SimpleNamespace(memo=np.zeros((2, 3), dtype)[:, ::2])
+
+    def step(x: Tensor) -> Tensor:
+        if not table.memo[1, 1]:
+            table.memo[1, 1] = 1 + abs(x.sum().item())
+        return x + float(table.memo[1, 1])
+
+    return step
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
+        (partial(memo_in_array, np.float64), "table.memo"),
+        (partial(memo_in_array, object), "table.memo"),
         (memo_in_global, "GLOBAL_MEMO"),
         (memo_on_helper, "helper.inner.memo"),
         (memo_in_slots, "slots.memo"),
@@ -461,6 +476,14 @@ def test_memo_of_inputs_is_refused_and_named(kind: Any, name: str) -> None:
 
 CONTEXT_MEMO: ContextVar[Any] = ContextVar("CONTEXT_MEMO", default=None)
 LOCAL_MEMO = threading.local()
+
+
+class OwnLocal(threading.local):
+    def __init__(self, sum: Any) -> None:
+        self.sum = sum
+
+
+OWN_LOCAL_MEMO = OwnLocal(None)
 WEAK_MEMO: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 WEAK_OWNER = torch.nn.Identity()
 
@@ -477,6 +500,12 @@ def memo_in_thread(x: Tensor) -> Tensor:
     return x * LOCAL_MEMO.sum
 
 
+def memo_in_own_thread(x: Tensor) -> Tensor:
+    if OWN_LOCAL_MEMO.sum is None:
+        OWN_LOCAL_MEMO.sum = x.sum()
+    return x * OWN_LOCAL_MEMO.sum
+
+
 def memo_in_weak_dict(x: Tensor) -> Tensor:
     if WEAK_OWNER not in WEAK_MEMO:
         WEAK_MEMO[WEAK_OWNER] = x.sum()
@@ -488,6 +517,7 @@ def memo_in_weak_dict(x: Tensor) -> Tensor:
     [
         (memo_in_context, "CONTEXT_MEMO"),
         (memo_in_thread, "LOCAL_MEMO"),
+        (memo_in_own_thread, "OWN_LOCAL_MEMO"),
         (memo_in_weak_dict, "WEAK_MEMO"),
     ],
 )
@@ -498,6 +528,7 @@ def test_fleeting_memo_of_inputs_is_refused_and_named(step: Any, name: str) -> N
         assert name in raised.value.do
     assert CONTEXT_MEMO.get() is None
     assert not vars(LOCAL_MEMO)
+    assert OWN_LOCAL_MEMO.sum is None
     assert not WEAK_MEMO
 
 

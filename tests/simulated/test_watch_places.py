@@ -610,6 +610,69 @@ def test_lazy_proxy_among_globals_is_not_asked() -> None:
         assert runner.check_externals().is_unchanged
 
 
+class Overridden(torch.nn.Module):
+    """Finds what it reads under computed keys, and keeps a memo for each size."""
+
+    def __init__(self, of_layers):
+        super().__init__()
+        self.scales, self.offsets, self.known = {}, {"always": 0.0}, {}
+        self.layers = range(2)
+        self.of_layers = of_layers
+
+    def forward(self, x):
+        scales = self.scales
+        for number in self.layers:
+            x = x + self.of_layers(self, scales, f"layer{number}")
+        if len(x) not in self.known:
+            self.known[len(x)] = len(x)
+        return x
+
+
+def by_subscript(model, scales, key):
+    if key not in model.offsets:
+        return 0.0
+    return model.offsets[key]
+
+
+def by_get(model, scales, key):
+    return model.offsets.get("always") + scales.get(key, 0.0)
+
+
+@pytest.mark.parametrize(("find", "name"), [(by_subscript, "offsets"), (by_get, "scales")])
+def test_entry_added_under_a_computed_key_is_noticed(find, name) -> None:
+    model = Overridden(find)
+    with make(model, sizes=(2, 4)) as runner:
+        runner.capture()
+        for _ in range(laps(runner)):
+            runner.run(example({"n": 7}, 5))  # Eager, with a memo of its own.
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+        getattr(model, name)["layer1"] = 5.0
+        for _ in range(laps(runner)):
+            out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, model(example({"n": 2}, 5)["x"]))
+
+
+class Named(torch.nn.Module):
+    __factors__ = (2.0,)
+
+    def forward(self, x):
+        return x * self.__factors__[0]
+
+
+def test_programs_of_one_callable_share_what_they_read() -> None:
+    watched = []
+    for sizes in [(2,), (2, 4)]:
+        with make(Named(), sizes=sizes) as runner:
+            runner.capture()
+            watched.append(runner.num_watched)
+            Named.__factors__ = (3.0,)
+            assert not runner.check_externals().is_unchanged
+            Named.__factors__ = (2.0,)
+    assert watched[0] == watched[1]
+
+
 # -- hooks
 
 

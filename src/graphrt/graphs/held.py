@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.reachable import (
     MISSING,
     Place,
@@ -30,6 +31,8 @@ from graphrt.graphs.reachable import (
 )
 from graphrt.graphs.values import same_host_value, walk
 
+_SPECIAL = ("length", "member")
+"""Kinds of places that no snapshot looks at, or that may come to be in several ones."""
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Made of no other tensors."""
 
@@ -156,6 +159,9 @@ class Reads:
         )
         """What leads to both: objects, containers, functions."""
         self._used = used
+        self.now: Sequence[Place] = self.values
+        """The host values, as of the last look for a capture."""
+        self._host: HostSnapshot | None = None
         self.prepared = frozenset(
             place.path for place in self._found if id(place.owner) in of_resources
         )
@@ -175,24 +181,51 @@ class Reads:
             places.setdefault(place.path, []).append(place)
         return places
 
+    def _bind(self, host: HostSnapshot) -> None:
+        """Learn what a snapshot sees of this, so that only the rest is looked at in each capture.
+
+        An attribute that is absent may also appear in a class, which no snapshot looks for.
+        """
+        self._host, self._version, self._seen = host, -1, set[tuple[int, Any]]()
+        unseen: list[list[Place]] = []
+        for places in (self.links, self.values):
+            unseen.append([])
+            for place in places:
+                get, box, name = _getter(place)
+                if get is dict.get and place.kind not in _SPECIAL and host.holds(box, name):
+                    self._seen.add((id(box), name))
+                elif get is not tuple.__getitem__:
+                    unseen[-1].append(place)
+        self._unseen = Columns(unseen[0]), Columns(unseen[1])
+
     # Made when they are first asked: a program that is captured alone needs none of them.
     _link_columns = cached_property(lambda self: Columns(self.links))
     _value_columns = cached_property(lambda self: Columns(self.values))
     _tensor_columns = cached_property(lambda self: Columns(self.tensors))
 
-    def leads_to_the_same(self, target: object, *, breaks: bool) -> bool:
-        """True if a walk of ``target`` would find the same objects now."""
-        return (
-            self.target is target
-            and self.breaks == breaks
-            and self.has_same_links()
-            and list(map(len, self._boxes)) == self._sizes
-            and not any(self._leads_on(now) for now in self._changed_values())
-        )
+    def leads_to_the_same(self, target: object, host: HostSnapshot, *, breaks: bool) -> bool:
+        """True if a walk of ``target`` would find the same objects now; ``now`` are the host values.
 
-    def _changed_values(self) -> Iterator[object]:
-        """What stands now where other host values stood."""
-        return (self.values[number].read() for number in self._value_columns.changed())
+        ``host``: has just looked. Where it saw nothing change, only the rest is looked at.
+        """
+        if self.target is not target or self.breaks != breaks:
+            return False
+        if self._host is not host:
+            self._bind(host)
+        self.now = self.values
+        is_known = self._version >= 0 and self._seen.isdisjoint(host.changed_since(self._version))
+        links, values = self._unseen
+        if not is_known or links.changed() or values.changed():
+            self._version = -1
+            if not self.has_same_links():
+                return False
+            self.now = self._read_values()
+            changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
+            if any(self._leads_on(place.value) for place in changed):
+                return False
+        if self.now is self.values:
+            self._version = host.version
+        return list(map(len, self._boxes)) == self._sizes
 
     @staticmethod
     def _leads_on(value: object) -> bool:
@@ -207,20 +240,25 @@ class Reads:
         """True if every tensor stands where it stood, over the same storage in the same layout."""
         return not self._tensor_columns.changed()
 
-    def read_values(self) -> list[Place]:
+    def _read_values(self) -> Sequence[Place]:
         """The host values as they are now."""
+        changed = self._value_columns.changed()
+        if not changed:
+            return self.values
         values = list(self.values)
-        for number in self._value_columns.changed():
+        for number in changed:
             place = values[number]
             values[number] = place._replace(value=place.read())
         return values
 
-    def values_since(self, earlier: Reads, before: Sequence[Place]) -> list[Place]:
-        """The host values as they are now, of those that ``earlier.read_values()`` saw alike.
+    def values_since(self, earlier: Reads, before: Sequence[Place]) -> Sequence[Place]:
+        """``now``, of those that ``earlier.now`` had alike, ``before`` the recording.
 
         What a recording changes (a counter) or sets is none that its graph depends on.
         """
-        now = self.read_values()
+        now = self.now
+        if now is before:
+            return now
         if earlier is self:
             pairs = zip(now, before, strict=True)
             return [p for p, was in pairs if p is was or is_same_value(p, was.value)]

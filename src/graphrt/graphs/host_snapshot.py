@@ -14,11 +14,11 @@ import functools
 import gc
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from itertools import accumulate, chain, compress, count
-from operator import is_, is_not
+from operator import call, is_, is_not, itemgetter, ne
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
@@ -28,9 +28,11 @@ import torch
 from graphrt.errors import VerificationError
 from graphrt.graphs.reachable import (
     MISSING,
+    MODULE_OWN,
     Reach,
     Walk,
     attributes_of,
+    is_array,
     is_host_scalar,
     reach,
     read_attribute,
@@ -53,13 +55,16 @@ _NOT_LOOKED_AT = ("default", "member", "length")
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
-Kind = Literal["object", "container", "cell", "global", "class", "slot", "context"]
+Kind = Literal["object", "container", "array", "cell", "global", "class", "slot", "context"]
+
+MAX_ARRAY_BYTES = 1 << 20
+"""What runs change in a larger array is not seen."""
 
 
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("first", "get", "kind", "last", "name", "path", "row", "target")
+    __slots__ = ("_since", "first", "get", "kind", "last", "name", "path", "row", "target")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
@@ -72,6 +77,9 @@ class _Held:
         """Reads the one under ``name``, or ``MISSING``."""
         self.row: int | None = None
         """Its place in the columns of the snapshot."""
+        self._since: _Change | None = None
+        self.first: dict[Any, Any] = {}
+        self.last = self.first
         self.first = self.last = self.read()
 
     def read(self) -> dict[Any, Any]:
@@ -80,17 +88,26 @@ class _Held:
         if self.get is not None:
             value = self.get(target, self.name)
             return {} if value is MISSING else {self.name: value}
+        if self.kind == "array":
+            contents = target.tobytes()
+            # One object for equal contents, because what is held is compared by identity.
+            known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
+            return next(known, {_ALL: contents})
         if isinstance(target, dict):
             if isinstance(target, OrderedDict):  # It has an order of its own.
                 return dict(OrderedDict.items(target))
             return dict.copy(target)
-        return {v: v for v in target} if isinstance(target, set) else dict(enumerate(target))
+        if isinstance(target, set):
+            return {v: v for v in target}
+        return dict(enumerate(target.flat if is_array(target) else target))
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
         target, last = self.target, self.last
         if self.get is not None:
             return self.get(target, self.name) is last.get(self.name, MISSING)
+        if self.kind == "array":
+            return bool(target.tobytes() == last[_ALL])
         now = target if type(target) is dict else self.read()
         return (
             len(now) == len(last)
@@ -105,7 +122,11 @@ class _Held:
             # What left a weak container because its object died does not come back.
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
-        if isinstance(target, set):  # Also the one that a module keeps of its buffers.
+        if self.kind == "array":
+            contents = target.copy()
+            contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
+            target[...] = contents
+        elif isinstance(target, set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
         elif self.kind != "container":
@@ -121,6 +142,9 @@ class _Held:
                 methods.__setitem__(target, key, value)
         elif isinstance(target, list):
             list.__setitem__(target, slice(None), wanted.values())
+        elif is_array(target):
+            for place, value in wanted.items():
+                target.flat[place] = value
         else:
             deque.clear(target)
             deque.extend(target, wanted.values())
@@ -152,9 +176,19 @@ class _Held:
         is_sequence = isinstance(self.target, list | deque) and self.kind == "container"
         if is_sequence and len(before) != len(now):
             return _Change(self, before, now, [_ALL])
-        keys = dict.fromkeys([*before, *now])
-        differing = [k for k in keys if before.get(k, MISSING) is not now.get(k, MISSING)]
+        if len(before) == len(now) and all(map(is_, before, now)):
+            differing = list(compress(before, map(is_not, before.values(), now.values())))
+        else:
+            keys = dict.fromkeys([*before, *now])
+            differing = [k for k in keys if before.get(k, MISSING) is not now.get(k, MISSING)]
         return _Change(self, before, now, differing)
+
+    def since_first(self) -> _Change:
+        """What differs from the snapshot, as of what was noted last. Made once for each."""
+        known = self._since
+        if known is None or known.before is not self.first or known.now is not self.last:
+            known = self._since = self.change(self.first, self.last)
+        return known
 
 
 def _is_dead(*values: Any) -> bool:
@@ -230,6 +264,11 @@ class _Change(NamedTuple):
             self.held.write(mixed)
 
 
+def _places_of(changes: Iterable[_Change]) -> Iterator[tuple[int, Any]]:
+    """By id of what holds them and key."""
+    return ((id(change.held.target), key) for change in changes for key in change.keys)
+
+
 def _put(values: dict[Any, Any], key: Any, value: Any) -> None:
     if value is MISSING:
         values.pop(key, None)
@@ -248,12 +287,15 @@ class HostSnapshot:
 
     def __init__(self, runnable: object) -> None:
         self.runnable = runnable
-        # Of attributes and entries: targets, lengths and values as columns, which are compared in
-        # one go, because a call for each would cost ten times as much.
+        # Of attributes and entries: columns, which are compared in one go, because a call for each
+        # would cost ten times as much.
         self._dicts: list[_Held] = []
         self._targets: list[dict[Any, Any]] = []
         self._lengths: list[int] = []
-        self._values: list[Any] = []
+        self._looks: list[Callable[[Any], Collection[Any]]] = []
+        """How the values that may change are taken out of each."""
+        self._seen: list[Collection[Any]] = []
+        """These, as they were noted last."""
         self._others: list[_Held] = []
         """Single variables and attributes, and other containers."""
         self._empty: list[tuple[str, Any, Kind]] = []
@@ -270,7 +312,11 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
-        self._walk = Walk(runnable)
+        self._log: list[tuple[int, Any]] = []
+        """Every place that was seen to change, by id of what holds it and key, in order."""
+        self._of_this_run: list[_Change] | None = None
+        """What the run that is going on has changed, if it was asked."""
+        self._walk = Walk(runnable, enters_locals=True)
         self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
 
@@ -284,6 +330,23 @@ class HostSnapshot:
         ):
             return reach(self.runnable)
         return found
+
+    @property
+    def version(self) -> int:
+        """Rises with each change that is seen."""
+        return len(self._log)
+
+    def changed_since(self, version: int) -> set[tuple[int, Any]]:
+        """What changed since then, by id of what holds it and key, as of the last look."""
+        return {*self._log[version:], *_places_of(self._of_this_run or ())}
+
+    def look(self) -> None:
+        """Look at what the run that is going on has changed. It changes nothing after this."""
+        self._of_this_run = self._pending()
+
+    def holds(self, target: object, name: Any) -> bool:
+        """True if a change of ``name`` in ``target`` is seen."""
+        return (id(target), None) in self._known or (id(target), name) in self._known
 
     # -- what is in it
 
@@ -316,6 +379,9 @@ class HostSnapshot:
         kind: Any = type(value)
         if issubclass(kind, _CONTAINERS):
             self._add(path, value, "container")
+        elif is_array(value):
+            if value.flags.writeable and 0 < value.nbytes <= MAX_ARRAY_BYTES:
+                self._add(path, value, "container" if value.dtype.hasobject else "array")
         elif kind is FunctionType:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
@@ -329,9 +395,9 @@ class HostSnapshot:
                     if name in own:  # A scripted module keeps them elsewhere.
                         self._add(path, own[name], "object")
                 for name, item in own.items():
-                    if type(item) in _CONTAINERS and name not in registers:
+                    if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:
                         # Also where no code names it: it may be reached in another way.
-                        self._add(f"{path}.{name}" if path else name, item, "container")
+                        self._add_object(f"{path}.{name}" if path else name, item)
             for base, name in _caches_of(kind):
                 self._add(f"{path}.{name}" if path else name, base, "class", name)
             for name in _fixed_attributes_of(kind):
@@ -342,7 +408,7 @@ class HostSnapshot:
         if known in self._known:
             return
         self._known.add(known)
-        if not target and type(target) in _CONTAINERS:
+        if type(target) in _CONTAINERS and not target:
             self._empty.append((path, target, kind))
             self._empty_targets.append(target)
         else:
@@ -351,10 +417,12 @@ class HostSnapshot:
     def _keep(self, held: _Held) -> None:
         if held.kind == "object" and type(held.target) is dict:
             held.row = len(self._dicts)
+            look = _look_of(held.last)
             self._dicts.append(held)
             self._targets.append(held.target)
             self._lengths.append(len(held.last))
-            self._values += held.last.values()
+            self._looks.append(look)
+            self._seen.append(look(held.last))
         else:
             self._others.append(held)
         if _CACHE not in map(type, held.last.values()):
@@ -378,16 +446,20 @@ class HostSnapshot:
                     self._empty.append((path, target, kind))
                     self._empty_targets.append(target)
         touched = []
-        now: list[Any] = list(map(dict.values, self._targets))
-        if list(map(len, now)) != self._lengths:
-            for row, length in enumerate(self._lengths):
-                if len(now[row]) != length:
-                    touched.append(self._dicts[row])
-                    now[row] = self._dicts[row].last.values()
-        places = list(compress(count(), map(is_not, chain.from_iterable(now), self._values)))
-        if places:
-            # Few are: to ask each dict would cost more than to find those that hold them.
-            ends = list(accumulate(self._lengths))
+        try:
+            now = list(map(call, self._looks, self._targets))
+        except KeyError:  # An attribute of a module gave way to one of another name.
+            return [held for held in (*self._dicts, *self._others) if not held.is_untouched()]
+        lengths = list(map(len, self._targets))
+        if lengths != self._lengths:
+            for row in compress(count(), map(ne, lengths, self._lengths)):
+                touched.append(self._dicts[row])
+                now[row] = self._seen[row]
+        flatten = chain.from_iterable
+        if any(map(is_not, flatten(now), flatten(self._seen))):
+            # In few: to ask each dict would cost more than to find those that hold the places.
+            places = compress(count(), map(is_not, flatten(now), flatten(self._seen)))
+            ends = list(accumulate(map(len, self._seen)))
             rows = dict.fromkeys(bisect_right(ends, place) for place in places)
             touched += [self._dicts[row] for row in rows]
         return touched + [held for held in self._others if not held.is_untouched()]
@@ -400,17 +472,14 @@ class HostSnapshot:
         """Take what holders hold now as what they hold."""
         if changes:
             self._reached = None
+            self._log += _places_of(changes)
         for change in changes:
             held = change.held
             self._moved[held] = None
             held.last = change.now
             if held.row is not None:
-                if len(held.last) == self._lengths[held.row]:
-                    start = sum(self._lengths[: held.row])
-                    self._values[start : start + len(held.last)] = held.last.values()
-                else:
-                    self._lengths[held.row] = len(held.last)
-                    self._values = [value for each in self._dicts for value in each.last.values()]
+                look = self._looks[held.row] = _look_of(held.last)
+                self._lengths[held.row], self._seen[held.row] = len(held.last), look(held.last)
         for change in changes:
             for key in change.keys:
                 for value in change.value(key) if key is _ALL else (change.value(key),):
@@ -419,7 +488,7 @@ class HostSnapshot:
 
     def _since_first(self) -> list[_Change]:
         """What differs from the snapshot, as of what was noted last."""
-        return [h.change(h.first, h.last) for h in self._moved if h.first is not h.last]
+        return [held.since_first() for held in self._moved if held.first is not held.last]
 
     def changed(self, *, only_tensors: bool = False) -> tuple[str, ...]:
         """Name what runs changed since the snapshot; if none was noted, whatever changed.
@@ -475,15 +544,18 @@ class HostSnapshot:
         if self._ran is None:
             self._ran = set()
         self._note_between()
+        self._of_this_run = None
         try:
             yield
         except BaseException:
+            self._of_this_run = None
             changes = self._pending()
             self._note_run(changes, is_first)
             for change in changes:
                 change.held.write(change.before)
             raise
-        changes = self._pending()
+        changes = self._pending() if self._of_this_run is None else self._of_this_run
+        self._of_this_run = None
         self._note_run(changes, is_first)
         if refuses is not None:
             for change in changes:
@@ -500,7 +572,7 @@ class HostSnapshot:
     def _note_run(self, changes: list[_Change], is_first: bool) -> None:
         assert self._ran is not None, "only runs are noted"
         for change in changes:
-            places = {(id(change.held.target), key) for key in change.keys}
+            places = set(_places_of([change]))
             self._ran |= places
             if not is_first:
                 self._advancing |= places
@@ -510,8 +582,7 @@ class HostSnapshot:
     def _note_between(self) -> None:
         changes = self._pending()
         self._note(changes)
-        for change in changes:
-            self._between |= {(id(change.held.target), key) for key in change.keys}
+        self._between.update(_places_of(changes))
 
     def restore_advanced(self, *, memos: bool = False) -> None:
         """Put back, as it was in the snapshot, what later runs changed again.
@@ -544,9 +615,10 @@ class HostSnapshot:
         """
         caches = self._filled_caches()
         self._note_between()
-        self._refuse_memo_that_stays()
+        changes = self._since_first()
+        self._refuse_memo_that_stays(changes)
         try:
-            for change in self._since_first():
+            for change in changes:
                 change.put_back([k for k in change.keys if self._is_of_a_run(change.held, k)])
             for held, key, cache in caches:
                 options = cache.cache_parameters()
@@ -556,10 +628,10 @@ class HostSnapshot:
             for held in self._touched():
                 held.write(held.last)
 
-    def _refuse_memo_that_stays(self) -> None:
+    def _refuse_memo_that_stays(self, changes: Sequence[_Change]) -> None:
         """Errors: ``VerificationError`` for a context variable without a default that the first run
         alone has set: nothing can unset it, and eager code would read what the graph reads."""
-        for change in self._since_first():
+        for change in changes:
             held = change.held
             is_memo = held.kind == "context" and not change.before and change.keys
             if not is_memo or _has_default(held.target) or not tensors_of(change.value(None)):
@@ -579,6 +651,14 @@ class HostSnapshot:
             for held, key, cache, misses in self._caches
             if cache.cache_info().misses > misses and _may_hold_inputs(cache)
         ]
+
+
+def _look_of(own: dict[Any, Any]) -> Callable[[Any], Collection[Any]]:
+    """How the values of a dict that may change are taken out of it: of a module's, not the flags
+    and hooks that torch keeps, which are most of them."""
+    if not own.keys() >= MODULE_OWN:
+        return dict.values
+    return itemgetter(*(name for name in own if name in _REGISTERS or name not in MODULE_OWN))
 
 
 def _is_in(places: set[tuple[int, Any]], held: _Held, key: Any) -> bool:

@@ -12,8 +12,8 @@ notices replaced weights leaves them out, because other threads and later steps 
 there.
 
 Not found is what no code names: what a function imports when it runs, attributes under computed
-names, contents of arrays, attributes of a ``threading.local`` with an ``__init__`` of its own,
-replaced code or classes of objects that stay, variables of the environment.
+names, contents of arrays (what runs change of them is), entries that installed packages find under
+computed keys, replaced code or classes of objects that stay, variables of the environment.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 from types import (
     CellType,
@@ -124,6 +125,12 @@ def reach(target: object) -> Reach:
     return Walk(target).follow(target)
 
 
+def is_array(value: Any) -> bool:
+    """True for a NumPy array, whose elements are no places: of their own, they are one value."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(type(value), numpy.ndarray)
+
+
 def is_host_scalar(value: Any) -> bool:
     """True for values that a program holds as constants: numbers, strings, None, enums, dtypes.
 
@@ -176,7 +183,7 @@ _FOREIGN = frozenset(sys.stdlib_module_names - {"__main__"}) | {
 """Packages whose code and objects are not entered."""
 
 # What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
-_MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
+MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 _REGISTERS: tuple[tuple[str, PlaceKind], ...] = (
     ("_parameters", "parameter"),
     ("_buffers", "buffer"),
@@ -187,33 +194,13 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 # Special methods that no forward calls by an operator of the language.
 _NOT_CALLED = frozenset(
     f"__{name}__"
-    for name in [
-        "init",
-        "new",
-        "post_init",
-        "repr",
-        "str",
-        "format",
-        "dir",
-        "sizeof",
-        "eq",
-        "ne",
-        "hash",
-        "del",
-        "set_name",
-        "init_subclass",
-        "class_getitem",
-        "getstate",
-        "setstate",
-        "reduce",
-        "reduce_ex",
-        "getnewargs",
-        "getnewargs_ex",
-        "copy",
-        "deepcopy",
-        "replace",
-    ]
+    for name in (
+        "init new post_init repr str format dir sizeof eq ne hash del set_name init_subclass "
+        "class_getitem getstate setstate reduce reduce_ex getnewargs getnewargs_ex copy deepcopy "
+        "replace"
+    ).split()
 )
+_OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
@@ -366,6 +353,8 @@ class _Names(NamedTuple):
     """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``."""
     iterated: frozenset[str]
     """Variables and attributes whose keys or values are gone through."""
+    computed: frozenset[str]
+    """Those that are asked for a key which is no constant, and that get no entries."""
 
 
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD"))
@@ -397,6 +386,7 @@ def _names_in(code: CodeType) -> _Names:
                 iterated.add(str(previous.argval))
             continue  # What follows is asked of the dict.
         previous = step
+    computed = _asked_by_computed_keys(list(dis.get_instructions(code)))
     if {"getattr", "hasattr", "vars"} & names.keys() or "__dict__" in own | attributes:
         own |= {item for item in strings if item.isidentifier()}
         attributes |= own
@@ -408,6 +398,7 @@ def _names_in(code: CodeType) -> _Names:
             strings |= nested.strings
             asked |= nested.asked
             iterated |= nested.iterated
+            computed |= nested.computed
     return _Names(
         frozenset(own),
         frozenset(attributes),
@@ -415,7 +406,60 @@ def _names_in(code: CodeType) -> _Names:
         frozenset(strings),
         frozenset(asked),
         frozenset(iterated),
+        frozenset(computed),
     )
+
+
+_MAKING = frozenset(("BUILD_STRING", "BINARY_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"))
+_STORING = frozenset(("setdefault", "update", "pop", "popitem", "clear"))
+
+
+def _asked_by_computed_keys(steps: Sequence[dis.Instruction]) -> set[str]:
+    """Variables and attributes whose entries are read under keys that are no constants, without
+    those that get entries here: a memo for each size grows, and the others should not."""
+    read: set[str] = set()
+    stored: set[str] = set()
+    aliases: dict[str, str] = {}
+    for index, step in enumerate(steps):
+        name, last = step.opname, steps[index - 1]
+        if name == "STORE_FAST" and last.opname.startswith("LOAD_"):
+            aliases[step.argval] = str(last.argval)
+        elif name == "CONTAINS_OP":
+            if steps[_begin(steps, index - 1) - 1].opname != "LOAD_CONST":
+                read.add(str(last.argval))
+        elif name in _LOADS and step.argval in _STORING:
+            stored.add(str(last.argval))
+        elif name in _LOADS and step.argval == "get":
+            of_call = [
+                s.opname for s in takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :])
+            ]
+            if of_call[:1] != ["LOAD_CONST"] or not _MAKING.isdisjoint(of_call):
+                read.add(str(last.argval))
+        elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            stored.add(_container_of(steps, index))
+        elif (name == "BINARY_SUBSCR" or step.argrepr == "[]") and last.opname != "LOAD_CONST":
+            if last.opname == "COPY":  # ``owner[key] += 1``
+                stored.add(_container_of(steps, index - 2))
+            else:
+                read.add(_container_of(steps, index))
+    return {aliases.get(name, name) for name in read} - {aliases.get(name, name) for name in stored}
+
+
+def _begin(steps: Sequence[dis.Instruction], index: int) -> int:
+    """Where the expression begins whose last instruction is this one."""
+    pushed = 0
+    while True:
+        pushed += dis.stack_effect(steps[index].opcode, steps[index].arg, jump=False)
+        if pushed > 0 or not index:
+            return index
+        index -= 1
+
+
+def _container_of(steps: Sequence[dis.Instruction], index: int) -> str:
+    """The variable or attribute whose entry an instruction reads or stores, the key before it."""
+    first = _begin(steps, index - 1)
+    loaded = steps[first].argval
+    return str(loaded[0] if type(loaded) is tuple else steps[first - 1].argval)
 
 
 def _is_foreign(module: object) -> bool:
@@ -462,7 +506,9 @@ class _Class:
                 if type(value) is MemberDescriptorType:
                     self.members_of_slots.setdefault(name, value)
                 elif not name.startswith("__") or (
-                    type(value) is FunctionType and name not in _NOT_CALLED
+                    name not in _NOT_CALLED
+                    if type(value) is FunctionType
+                    else name not in _OF_EVERY_CLASS and _is_data(value)
                 ):
                     self.members.setdefault(name, []).append(value)
         self.data = {n: each[0] for n, each in self.members.items() if _is_data(each[0])}
@@ -481,16 +527,20 @@ class _Class:
         self.own.add(name)
         if not self.is_foreign:
             self._note_method(name)
-        has_name = name in self.members or name in self.members_of_slots
-        if not has_name and not hasattr(torch.nn.Module, name):
+        if name not in self.members and name not in self.members_of_slots:
             self.unset.add(name)
 
 
 class Walk:
-    """A walk by depth, in the order of definition, that can go on from what is found later."""
+    """A walk by depth, in the order of definition, that can go on from what is found later.
 
-    def __init__(self, target: object) -> None:
+    ``enters_locals``: also a ``threading.local`` with an ``__init__`` of its own. A thread's first
+    look runs that, so it is for who looks in place of the callable's own first run.
+    """
+
+    def __init__(self, target: object, *, enters_locals: bool = False) -> None:
         call: Any = target
+        self._enters_locals = enters_locals
         while isinstance(call, functools.partial):
             call = call.func
         owner = type(getattr(call, "__self__", call))
@@ -507,6 +557,7 @@ class Walk:
         self._strings: set[str] = set()
         self._asked: dict[str, list[str]] = {}
         self._iterated: set[str] = set()
+        self._computed: set[str] = set()
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
@@ -557,7 +608,7 @@ class Walk:
             self._add(Place(path, value, None, "context", read_context(value, None)))
         elif not isinstance(value, threading.local):
             self._stack.append((path, value.data))
-        elif type(value).__init__ is object.__init__:  # Else a thread's first look runs it.
+        elif self._enters_locals or type(value).__init__ is object.__init__:
             self._stack.append((path, threading.local.__getattribute__(value, "__dict__")))
 
     def _enter_all(self, targets: list[tuple[str, Any]]) -> None:
@@ -608,7 +659,7 @@ class Walk:
         elif issubclass(kind, type):
             self._enter_class(path, value)
             return
-        elif kind.__module__ != "builtins":
+        elif kind.__module__ != "builtins" and not is_array(value):
             self._enter_object(path, value)
             return
         self._objects.setdefault(path, value)
@@ -662,11 +713,13 @@ class Walk:
 
     def _not_there(self) -> Iterator[Place]:
         """What code asks for by a string, and what is not there: it may be set later. And the
-        length of a dict that code goes through."""
+        length of a dict that code goes through, or asks for computed keys."""
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2]
             is_dict = issubclass(type(owner), dict)
-            if is_dict and last in self._iterated:
+            # A dict that makes what it lacks grows when it is read.
+            is_fixed = last in self._computed and not hasattr(type(owner), "__missing__")
+            if is_dict and (last in self._iterated or is_fixed):
                 yield _length(path, owner, len(owner))
             for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
@@ -724,7 +777,7 @@ class Walk:
         prefix = f"{path}." if path else ""
         known = self._class_of(owner)
         self._read_methods()
-        skipped = _MODULE_OWN if known.is_module else ()
+        skipped = MODULE_OWN if known.is_module else ()
         for name, value in attributes.items():
             if name not in skipped:
                 self._add_attribute(known, prefix + name, owner, name, "attribute", value)
@@ -737,9 +790,9 @@ class Walk:
         for name, value in known.hideable.items():
             if name not in attributes:
                 self._places.append(Place(prefix + name, owner, name, "member", value))
-        registers = [getattr(owner, each) for each, _ in _REGISTERS] if known.is_module else []
-        for name in known.unset.difference(attributes, *registers):
-            self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
+        for name in known.unset.difference(attributes):
+            if read_attribute(owner, name) is MISSING:  # Else a class of torch's has it.
+                self._places.append(Place(prefix + name, owner, name, "attribute", MISSING))
 
     def _add_attribute(
         self, known: _Class, path: str, owner: Any, name: str, kind: PlaceKind, value: Any
@@ -801,6 +854,8 @@ class Walk:
         for name, string in names.asked:
             self._asked.setdefault(name, []).append(string)
         self._iterated |= names.iterated
+        if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
+            self._computed |= names.computed
         self._name(names.attributes if known is not None else names.attributes | names.own)
         scope = function.__globals__
         for name in names.globals:

@@ -6,12 +6,9 @@ from graphrt.verify.compare import Comparison, Difference, compare
 from graphrt.verify.explain import advice, explain
 from graphrt.verify.padding import (
     UNPADDED_TOLERANCE,
-    Unwritten,
     arbitrary_buffers,
     check_padding,
     check_padding_unread,
-    find_unwritten,
-    poison,
     varied_padding,
 )
 from graphrt.verify.replay import (
@@ -31,7 +28,6 @@ __all__ = [
     "Difference",
     "ForwardHook",
     "RunState",
-    "Unwritten",
     "Verification",
     "WrittenRows",
     "advice",
@@ -41,9 +37,7 @@ __all__ = [
     "check_replay",
     "compare",
     "explain",
-    "find_unwritten",
     "forward_hooks",
-    "poison",
     "require_compared",
     "require_other_example",
     "require_varied_for_memos",
