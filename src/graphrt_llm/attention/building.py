@@ -103,11 +103,12 @@ class ProcessBuild:
         return self._failure
 
     def close(self) -> None:
-        for process in self._processes:
-            # SIGTERM first: ninja then ends its compilers, which are in other process groups.
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                if process.poll() is None:
-                    os.killpg(process.pid, number)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(5)
+        # SIGTERM first: ninja then ends its compilers, which are in other process groups.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            going_on = [process for process in self._processes if process.poll() is None]
+            for process in going_on:
+                os.killpg(process.pid, number)
+            for process in going_on:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
         self._log.close()
