@@ -151,12 +151,11 @@ def assemble(
         else:
             attention = choose_attention(config.attention_backend, cache)
         is_auto = config.attention_backend == "auto" and not is_split
-        if is_auto and config.capture == "by_priority":
+        if is_auto and ranks is None:  # Ranks would have to switch in the same step.
             backend = make_cold_attention(cache, limits)
         if backend is None:
             backend = make_attention(attention.name, cache, limits)
         else:
-            # Whoever captures before serving waits for the compilers instead.
             reason = f"{attention.reason}, once its kernels are built; until then sdpa"
             attention = attention._replace(reason=reason)
         if is_split and not getattr(backend, "serves_micro_batches", False):
