@@ -23,7 +23,7 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-# No row, and rows on both sides of the limits; widths and outputs that no tile divides; real shapes.
+# No row, rows on both sides of the limits; widths and outputs that no tile divides; real shapes.
 ROWS = [0, 1, 2, 3, MAX_ROWS, MAX_ROWS + 1, few_rows.MAX_ADDED_ROWS, 70]
 MATRICES = [(1024, 4096), (3072, 1024), (96, 40), (1536, 21)]
 
