@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -100,6 +100,9 @@ def engine_of(
     torch.cuda.empty_cache()
     model = ModelConfig.named(shape)
     with LLMEngine.with_random_weights(model, config, observer=observer) as engine:
+        while engine.is_building and capture == "before_serving":
+            sleep(0.01)
+            engine.step()
         yield engine
 
 

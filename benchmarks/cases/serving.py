@@ -27,6 +27,7 @@ from benchmarks.cases.engine import (
     engine_of,
     first_graphed_token,
     serve,
+    step_ms,
 )
 from benchmarks.harness import (
     REPOSITORY,
@@ -35,6 +36,7 @@ from benchmarks.harness import (
     Row,
     Samples,
     cuda_device,
+    quiet,
     ratio,
     row,
 )
@@ -52,6 +54,13 @@ ANCHOR_TRACE = 75_400
 ANCHORS_PREFILL = {"qwen3-0.6b": 423_000, "llama3-8b": 43_400}
 """Tokens a second of vLLM 0.25.1, its default mode, on an H200. Measured before, not in the same
 run."""
+
+DECODE_MS = {
+    "qwen3-0.6b": {1: 0.89, 16: 1.30, 64: 1.75, 200: 2.75},
+    "llama3-8b": {16: 4.82},
+}
+"""To reach on an H200 by a decode step at the default context; by shape, and requests at once."""
+DECODE_BLOCKS = 5
 
 COLD_BLOCKS = 3
 MOST_SECONDS = 180
@@ -92,6 +101,7 @@ def whole_services() -> Sequence[Row]:
     rows = []
     with cuda_device():
         for shape, anchor in ANCHORS_PREFILL.items():
+            rows += decode_rows(shape)
             with engine_of(shape, context=LONG_CONTEXT) as engine:
                 engine.capture()
                 if shape == "qwen3-0.6b":
@@ -102,6 +112,28 @@ def whole_services() -> Sequence[Row]:
                 requests = [(prompt, 1) for prompt in prompts]
                 name = f"G3-serve-prefill-{shape.rpartition('-')[2]}"
                 rows.append(service_row(name, engine, requests, 1.0, anchor))
+    return rows
+
+
+def decode_rows(shape: str) -> Sequence[Row]:
+    with engine_of(shape) as engine:
+        engine.capture()
+        rows = []
+        for num_reqs, target in DECODE_MS[shape].items():
+            step_ms(engine, num_reqs, 0)
+            with quiet():
+                times = [step_ms(engine, num_reqs, 1 + block) for block in range(DECODE_BLOCKS)]
+            rows.append(
+                row(
+                    f"G3-serve-decode-{shape.rpartition('-')[2]}-{num_reqs}",
+                    times,
+                    target=target,
+                    unit="ms",
+                    samples={"step": times},
+                    attention=engine.attention.name,
+                    overlap=engine.overlap,
+                )
+            )
     return rows
 
 
@@ -234,7 +266,7 @@ def cold_starts() -> Sequence[Row]:
 
 
 CASES = [
-    Case("G3-serve", "the Azure trace queued at once; prefill, 0.6B and 8B", whole_services),
+    Case("G3-serve", "the Azure trace at once, prefill, decode steps; 0.6B and 8B", whole_services),
     Case("G5-cold", "starts with nothing cached, and with warm caches", cold_starts),
 ]
 

@@ -135,7 +135,7 @@ def assemble(
             dtype=model.dtype,
             device=device.torch_device,
         )
-        attention, backend = _attention(config, cache, limits)
+        attention, backend = _attention(config, cache, limits, ranks)
         if (switching := getattr(backend, "switching", None)) is not None:
             undo.callback(switching.close)
         model.attention = backend
@@ -241,7 +241,7 @@ def _max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
 
 
 def _attention(
-    config: EngineConfig, cache: KVCache, limits: Limits
+    config: EngineConfig, cache: KVCache, limits: Limits, ranks: Exchange | None
 ) -> tuple[AttentionChoice, AttentionBackend]:
     """Errors: those of ``make_attention``; ``EngineConfigError`` for a backend that cannot serve
     micro-batches."""
@@ -250,8 +250,7 @@ def _attention(
         attention = AttentionChoice("sdpa", "the one that serves micro-batches")
     else:
         attention = choose_attention(asked, cache)
-        if asked == "auto" and config.capture == "by_priority":
-            # Whoever captures before serving waits for the compilers instead.
+        if asked == "auto" and ranks is None:  # Ranks would have to switch in the same step.
             cold = make_cold_attention(cache, limits)
             if cold is not None:
                 reason = f"{attention.reason}, once its kernels are built; until then sdpa"

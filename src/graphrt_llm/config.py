@@ -38,18 +38,17 @@ class EngineConfig:
     ``max_model_len``: Tokens of prompt and output together. None: the model's longest context.
     ``block_size``: Tokens in a block of the cache.
     ``attention_backend``: ``auto``: on a GPU in half precision ``paged``, this package's kernel
-      for few decoding requests, with FlashInfer for all other batches where it is installed and
-      serves dtype, heads and device, else with ``sdpa`` for them; elsewhere ``sdpa``. The engine's
-      ``attention`` says which was chosen, and why.
+      for decoding requests, with FlashInfer for all other batches where it is installed and serves
+      dtype, heads and device, else with ``sdpa`` for them; elsewhere ``sdpa``. Nothing waits for
+      FlashInfer's kernels to be built, except ranks: other processes build them, ``sdpa`` serves
+      until then, and graphs whose kernels change then are captured anew, one a step (``Withdrawn``
+      tells the observer). The engine's ``attention`` says which was chosen, and why.
     ``overlap``: Prepare a step while the device runs the previous one: a step's tokens are then
       returned by the next call, and a request that stops at a token runs one step too many. None:
       on a GPU. Never with speculative decoding, because drafts depend on the tokens before them.
     ``capture``: ``before_serving``: only ``LLMEngine.capture`` captures. ``by_priority``: every
       step first captures at most one missing graph, that of its own batch before others, until
-      none is missing; a batch without a graph runs eager. The tokens are the same. With ``auto``
-      no step waits for FlashInfer's kernels to be built either: other processes build them, this
-      package's kernel and ``sdpa`` serve, and the graphs whose kernels change then are captured
-      anew, one a step (``Withdrawn`` tells the observer).
+      none is missing; a batch without a graph runs eager. The tokens are the same.
     ``device``: ``auto``: a GPU if there is one, else the simulated device.
     ``seed``: Of random weights, and of requests that sample without a seed of their own.
     ``num_blocks``: Blocks of the cache, the null block included. None: enough for ``max_num_seqs``

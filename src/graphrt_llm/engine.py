@@ -29,6 +29,7 @@ from graphrt import (
     Decision,
     Exchange,
     Observer,
+    Reason,
     Runtime,
     RuntimeMode,
     RuntimeReport,
@@ -461,6 +462,10 @@ class LLMEngine:
         end = f"not built: {switch.failure}" if switch.failure else "it is built now"
         choice = AttentionChoice(name, f"{reason}; {end}")
         keys = [(RuntimeMode.FULL, key) for key in switch.keys]
+        if not switch.failure:
+            # Those that failed with the kernels of before are tried again.
+            missing = self.runtime.report().missing
+            keys += [key for key, why in missing.items() if why is Reason.CAPTURE_FAILED]
         if keys:
             self._keep_tokens()
         self.runtime.withdraw(keys, f"attention {choice.reason}")

@@ -19,9 +19,8 @@ from typing import IO, Any
 
 import pytest
 
-DECODE_DTYPES = ("bfloat16", "float16")
-PREFILL_DTYPES = ("bfloat16",)
-"""The dtypes of the tests. Decode on CUDA cores; on tensor cores it uses prefill's module."""
+MODULES = (("fa2", "bfloat16"), ("fa2", "float16"), ("fa3", "bfloat16"))
+"""Kernels and dtypes of the tests; ``fa3`` on Hopper GPUs only."""
 
 MAX_SECONDS = 240
 """Several times what nvcc needs on 16 cores. After it, the tests build for themselves."""
@@ -110,16 +109,16 @@ def specs() -> list[Any]:
     """The modules, by the arguments with which FlashInfer's wrappers ask for them."""
     import torch
     from engines import SMALL
-    from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit import current_compilation_context, gen_batch_prefill_module
 
-    def asked(name: str) -> tuple[Any, ...]:
-        """Dtypes of queries, cache, output, indices; head sizes; no positions, no sliding."""
+    def spec(kernels: str, name: str) -> Any:
         dtype, size = getattr(torch, name), SMALL["head_dim"]
-        return dtype, dtype, dtype, torch.int32, size, size, 0, False, False
+        asked = (dtype, dtype, dtype, torch.int32, size, size, 0, False, False, False)
+        return gen_batch_prefill_module(kernels, *asked)
 
-    decode = [gen_batch_decode_module(*asked(name)) for name in DECODE_DTYPES]
-    prefill = [gen_batch_prefill_module("fa2", *asked(name), False) for name in PREFILL_DTYPES]
-    return [spec for spec in decode + prefill if not spec.is_aot]
+    is_hopper = any(major == 9 for major, _ in current_compilation_context.TARGET_CUDA_ARCHS)
+    found = [spec(*module) for module in MODULES if is_hopper or module[0] != "fa3"]
+    return [each for each in found if not each.is_aot]
 
 
 def build() -> None:

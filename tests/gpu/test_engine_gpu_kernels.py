@@ -23,8 +23,8 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-# No row, and rows on both sides of MAX_ROWS; widths and outputs that no tile divides; real shapes.
-ROWS = [0, 1, 2, 3, MAX_ROWS, MAX_ROWS + 1, 70]
+# No row, rows on both sides of the limits; widths and outputs that no tile divides; real shapes.
+ROWS = [0, 1, 2, 3, MAX_ROWS, MAX_ROWS + 1, few_rows.MAX_ADDED_ROWS, 70]
 MATRICES = [(1024, 4096), (3072, 1024), (96, 40), (1536, 21)]
 
 
@@ -121,6 +121,19 @@ def test_a_rows_result_does_not_depend_on_padding():
     part.x[3] = float("nan")
     assert torch.equal(norm_linear(kernels, part._replace(x=part.x[:3])), padded[:3])
     assert torch.equal(norm_linear(kernels, part)[:3], padded[:3])
+
+
+def test_an_added_rows_result_does_not_depend_on_padding():
+    """On tensor cores: nine rows and sixteen."""
+    x, _, weight, _ = layer(16, 3072, 1024, False, torch.bfloat16)
+    residual = normal(16, 1024, dtype=torch.bfloat16)
+    assert few_rows.adds(x[:9], weight)
+    assert few_rows.adds(x, weight)
+    few, padded = residual[:9].clone(), residual.clone()
+    few_rows.add_product(few, x[:9], weight, None)
+    x[9:] = float("nan")
+    few_rows.add_product(padded, x, weight, None)
+    assert torch.equal(few, padded[:9])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

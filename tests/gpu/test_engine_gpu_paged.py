@@ -1,4 +1,4 @@
-"""The kernel for few decoding requests: against the formula in float64, and inside graphs."""
+"""The kernel for decoding requests: against the formula in float64, and inside graphs."""
 
 from __future__ import annotations
 
@@ -147,14 +147,14 @@ def test_scores_far_apart_stay_finite():
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1.0)
 
 
-def test_scratch_memory_suffices_for_the_largest_batch():
-    decode = paged.triton_decode(random_cache(QWEN))
-    assert decode.max_rows == paged.MAX_REQUESTS  # type: ignore[attr-defined]  # PagedDecode
-    lengths = [600] * paged.MAX_REQUESTS
-    cache = KVCache(QWEN, num_blocks=700, block_size=16, dtype=torch.bfloat16, device=CUDA)
+@pytest.mark.parametrize("rows", [4, 16, 17, 40])
+def test_scratch_memory_suffices_for_the_largest_batch(rows):
+    decode = paged.triton_decode(random_cache(QWEN), most_requests=rows)
+    lengths = [600] * rows
+    cache = KVCache(QWEN, num_blocks=1700, block_size=16, dtype=torch.bfloat16, device=CUDA)
     cache.tensor.normal_()
-    tables = torch.arange(paged.MAX_REQUESTS * 38, device=CUDA).view(paged.MAX_REQUESTS, 38) + 1
-    q = queries(QWEN, paged.MAX_REQUESTS)
+    tables = torch.arange(rows * 38, device=CUDA).view(rows, 38) + 1
+    q = queries(QWEN, rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=CUDA)
     decode(q, cache.layers[0], tables, torch.tensor(lengths, device=CUDA), out)
     wanted = expected(q, cache.layers[0], tables, lengths)

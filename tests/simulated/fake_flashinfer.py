@@ -78,6 +78,9 @@ def install(patch: pytest.MonkeyPatch) -> list[Wrapper]:
         BatchDecodeWithPagedKVCacheWrapper=make, fast_decode_plan=fast_decode_plan
     )
     package.prefill = mock.Mock(BatchPrefillWithPagedKVCacheWrapper=make)  # type: ignore[attr-defined]
+    package.utils = mock.Mock(  # type: ignore[attr-defined]
+        determine_attention_backend=lambda *args: "fa2"
+    )
     patch.setitem(sys.modules, "flashinfer", package)
     # The fake uses no workspace, and hypothesis makes many backends.
     patch.setattr(flashinfer, "WORKSPACE_BYTES", 16)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import graphrt_llm.kernels.launching as launching
 from graphrt_llm.kernels.launching import ALIGNMENT, Launcher
 
 GRID = (2, 3, 1)
@@ -115,3 +116,28 @@ def test_an_interpreted_kernel_is_launched_by_triton_each_time():
     for _ in range(2):
         launch(GRID, (tensor(),), (), (8,), 4)
     assert kernel.num_launches == 2
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_kernels_that_may_start_early_are_told_whether_they_do(is_early, monkeypatch):
+    class Early(Kernel):
+        arg_names = ("x", launching.EARLY)
+
+        def __getitem__(self, grid: Any) -> Any:
+            def compile_and_launch(*args: Any, num_warps: int, launch_pdl: bool = False) -> Any:
+                self.compilations.append((launch_pdl, args[1:]))
+                return Compiled(self)
+
+            return compile_and_launch
+
+    monkeypatch.setattr(launching, "starts_early", lambda device: is_early)
+    kernel, x = Early(), tensor()
+    launch = Launcher(kernel, stream_of)
+    for _ in range(2):
+        launch(GRID, (x,), (5,), (8,), 4)
+    assert kernel.compilations == [(is_early, (5, 8, is_early))]
+    assert kernel.launches == [(GRID, [x.data_ptr(), 5, 8, is_early])]
+
+
+def test_kernels_never_start_early_on_a_cpu():
+    assert not launching.starts_early(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Which batches run the kernel for few decoding requests, and which the fallback backend."""
+"""Which batches run the kernel for decoding requests, and which the fallback backend."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from llm_traffic import MODES, TRAFFIC, engine_config, serve
 from test_llm_attention_registered import PlainAttention
 
-from graphrt import Event, RuntimeMode, StepMetrics, Withdrawn
+from graphrt import Event, Reason, RuntimeMode, StepMetrics, Withdrawn
 from graphrt_llm import KVCache, Limits, LLMEngine, register_attention_backend
 from graphrt_llm.attention import SwitchingAttention
 from graphrt_llm.attention.building import ProcessBuild
@@ -133,6 +133,32 @@ def test_withdrawn_graphs_leave_their_place_in_the_budget(switching, expected):
         engine.capture()
         assert serve(engine, TRAFFIC)[:2] == expected
         assert engine.runtime.library.num_graphs == 3
+        assert not engine.runtime.report().missing
+
+
+class Failing(SdpaAttention):
+    """Has no kernel for FULL graphs."""
+
+    def prepare(self, key, step_info) -> None:
+        if key.num_reqs is not None:
+            raise RuntimeError("no kernel")
+        super().prepare(key, step_info)
+
+
+def test_keys_that_failed_before_a_switch_are_tried_again():
+    register_attention_backend(
+        "failing-first",
+        lambda cache, limits: SwitchingAttention(Failing(cache), Counting(cache), Stub(3)),
+    )
+    config = engine_config("FULL_DECODE_ONLY", on_capture_error="skip")
+    config = replace(config, attention_backend="failing-first", capture="by_priority")
+    with LLMEngine.tiny(config) as engine:
+        engine.step()
+        assert Reason.CAPTURE_FAILED in engine.runtime.report().missing.values()
+        while engine.is_building:
+            engine.step()
+        for _ in engine.runtime.report().missing:
+            engine.step()
         assert not engine.runtime.report().missing
 
 

@@ -407,7 +407,8 @@ class CUDAGraphRunner:
         For a change on the host that ``watch`` cannot see: the model calls other kernels from now
         on. Runs of these keys are eager (``NOT_CAPTURED_YET``) until ``capture`` or
         ``capture_next`` captures them again. Waits for the device and frees the graphs; later
-        captures reuse their memory in the pool. Emits ``Withdrawn`` with ``reason``, also for none.
+        captures reuse their memory in the pool. Keys whose capture failed may be tried again too.
+        Emits ``Withdrawn`` with ``reason``, also for none.
 
         Aliasing: ends the validity of every output that a run returned.
         Errors:   ``ConfigError`` with ``lockstep``, and for what is no key.
@@ -420,6 +421,8 @@ class CUDAGraphRunner:
             self._executor.outputs.expire()
             self.device.synchronize()
             self.library.drop(programs)
+        # Other kernels may succeed where those before failed.
+        self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in chosen)
         self._emit(Withdrawn(self.name, len(programs), reason))
         self._refresh()
         return len(programs)

@@ -1,7 +1,8 @@
 """Builds FlashInfer's kernels in processes of their own, while another backend serves.
 
-FlashInfer calls nvcc at the first plan of each of its modules, which takes 7 and 16 s on an H200's
-host, and keeps what it built on disk. The processes make no CUDA context.
+FlashInfer calls nvcc at the first plan of each of its modules, which takes 16 s (``fa2``) and up to
+73 s (``fa3``) on an H200's host, and keeps what it built on disk. The processes make no CUDA
+context.
 """
 
 from __future__ import annotations
@@ -25,25 +26,20 @@ NICENESS = 10
 
 
 def missing_modules(cache: KVCache) -> list[tuple[str, str, int]]:
-    """Kind, dtype and head size of the modules that FlashInfer would build for ``cache``."""
-    config = cache.config
-    kinds = ["prefill"]  # Decode on tensor cores takes the same kernels.
-    if config.num_heads // config.num_kv_heads < flashinfer.TENSOR_CORE_GROUP:
-        kinds.append("decode")
+    """Kernels, dtype and head size of the modules that FlashInfer would build for ``cache``."""
     dtype = str(cache.tensor.dtype).removeprefix("torch.")
-    modules = [(kind, dtype, config.head_dim) for kind in kinds]
+    kernels = dict.fromkeys(("fa2", flashinfer.chunk_kernels(cache)))
+    modules = [(name, dtype, cache.config.head_dim) for name in kernels]
     return [module for module in modules if not _spec(*module).is_compiled]
 
 
-def _spec(kind: str, dtype_name: str, head_dim: int) -> Any:
+def _spec(kernels: str, dtype_name: str, head_dim: int) -> Any:
     """A module as FlashInfer's wrappers ask for it: without positions, sliding window, cap."""
-    from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit import gen_batch_prefill_module
 
     dtype = getattr(torch, dtype_name)
-    asked = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False)
-    if kind == "decode":
-        return gen_batch_decode_module(*asked)
-    return gen_batch_prefill_module("fa2", *asked, False)
+    asked = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
+    return gen_batch_prefill_module(kernels, *asked)
 
 
 def flashinfer_build(modules: Sequence[tuple[str, str, int]]) -> ProcessBuild:
@@ -60,11 +56,11 @@ def flashinfer_build(modules: Sequence[tuple[str, str, int]]) -> ProcessBuild:
     return ProcessBuild([["-c", source.format(module)] for module in modules], environment)
 
 
-def build_module(kind: str, dtype_name: str, head_dim: int) -> None:
+def build_module(kernels: str, dtype_name: str, head_dim: int) -> None:
     """Build one, in this process, at a low priority."""
     os.nice(NICENESS)
     # Under the module's own lock and log, as a wrapper builds it: it finds nothing to do then.
-    _spec(kind, dtype_name, head_dim).build(verbose=False)
+    _spec(kernels, dtype_name, head_dim).build(verbose=False)
 
 
 class ProcessBuild:
@@ -103,11 +99,12 @@ class ProcessBuild:
         return self._failure
 
     def close(self) -> None:
-        for process in self._processes:
-            # SIGTERM first: ninja then ends its compilers, which are in other process groups.
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                if process.poll() is None:
-                    os.killpg(process.pid, number)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(5)
+        # SIGTERM first: ninja then ends its compilers, which are in other process groups.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            going_on = [process for process in self._processes if process.poll() is None]
+            for process in going_on:
+                os.killpg(process.pid, number)
+            for process in going_on:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
         self._log.close()

@@ -49,9 +49,6 @@ MOST_BLOCKS = 320
 largest GPUs have somewhat fewer than 160."""
 
 HEAD_DIMS = (64, 128, 256)
-TENSOR_CORE_GROUP = 4
-"""Query heads per key head from which tensor cores are faster than CUDA cores."""
-
 DECODES_APART = 8
 """Decoding requests at the front of a batch with chunks from which they have a launch of their own.
 In that of the chunks each of them takes the place of 128 tokens, about 3 us of an H200; a launch
@@ -70,6 +67,19 @@ def obstacle(cache: KVCache) -> Obstacle | None:
             "pip install 'graphrt[flashinfer]', or use 'sdpa'.",
         )
     return None
+
+
+def chunk_kernels(cache: KVCache) -> str:
+    """FlashInfer's name of its kernels for chunks: ``fa3`` on a Hopper GPU, else ``fa2``.
+
+    Us a layer of both for 8192 tokens in chunks of the Azure trace, H200, 16 heads over 8 key
+    heads: 117 and 170, with a context behind 212 and 357; 32 heads: 207 and 277, 370 and 596.
+    """
+    from flashinfer import utils
+
+    device, dtype = cache.tensor.device, cache.tensor.dtype
+    name: str = utils.determine_attention_backend(device, 0, False, False, dtype, dtype)
+    return name
 
 
 class _Staging:
@@ -151,7 +161,6 @@ class FlashInferAttention:
         self.cache = cache
         self._query_len = limits.query_len
         config = cache.config
-        self._tensor_cores = config.num_heads // config.num_kv_heads >= TENSOR_CORE_GROUP
         self._shape = (config.num_heads, config.num_kv_heads, config.head_dim, cache.block_size)
         self._dtype = cache.tensor.dtype
         self._layers = [(kv[:, :, 0], kv[:, :, 1]) for kv in cache.layers]
@@ -160,13 +169,12 @@ class FlashInferAttention:
         with torch.inference_mode(False):
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             self._staging = _Staging(limits, device)
-        # The same kernels serve chunks and, on tensor cores, decode: they are compiled once.
-        self._prefill: Any = self._make_prefill(self._workspace, backend="fa2")
-        self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=self._tensor_cores)
+        self._prefill: Any = self._make_prefill(self._workspace, backend=chunk_kernels(cache))
+        self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=True)
         self._static: dict[int, Any] = {}
         """By number of requests: the wrappers of FULL graphs."""
         self._planned: set[Any] = set()
-        """Decode wrappers that have had a whole plan, which compiles and loads their kernels."""
+        """Static wrappers that have had a whole plan, which compiles and loads their kernels."""
 
         self._wrapper: Any = None
         """The one that the layers of this step run; None before the first step."""
@@ -291,7 +299,7 @@ class FlashInferAttention:
             wrapper = self._make_decode(
                 self._workspace,
                 use_cuda_graph=True,
-                use_tensor_cores=self._tensor_cores,
+                use_tensor_cores=True,
                 paged_kv_indptr_buffer=begins,
                 paged_kv_indices_buffer=blocks,
                 paged_kv_last_page_len_buffer=last,
@@ -314,24 +322,19 @@ class FlashInferAttention:
         """Plan for the first ``count`` of ``rows`` requests."""
         begins, blocks, last = self._staging.host(rows)
         host = begins[: count + 1], blocks, last[:count]
-        is_static = wrapper is not self._decode
-        if wrapper not in self._planned or (self._tensor_cores and not is_static):
-            wrapper.plan(*host, *self._shape, q_data_type=self._dtype)
-            self._planned.add(wrapper)
+        if wrapper in self._planned:
+            # The same plan without copying what is staged already.
+            self._fast_decode_plan(
+                wrapper,
+                *host,
+                *self._shape,
+                q_data_type=self._dtype,
+                global_override_indptr_cpu=host[0],
+            )
             return
-        # The same plan without copying what is staged already. A static wrapper only checks the
-        # sizes of these tensors; the other keeps them, so they have to be on the device.
-        staged = host
-        if not is_static:
-            begins, blocks, last = self._staging.device(rows)
-            staged = begins[: count + 1], blocks, last[:count]
-        self._fast_decode_plan(
-            wrapper,
-            *staged,
-            *self._shape,
-            q_data_type=self._dtype,
-            global_override_indptr_cpu=host[0],
-        )
+        wrapper.plan(*host, *self._shape, q_data_type=self._dtype)
+        if wrapper is not self._decode:
+            self._planned.add(wrapper)
 
     def _plan_chunks(
         self, wrapper: Any, query_lens: NDArray[Any], rows: int, first: int = 0

@@ -25,9 +25,7 @@ def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
     found = paged.obstacle(cache)
     if found is not None:
         raise AttentionBackendError("attention backend 'paged'", **found._asdict())
-    fallback = make_attention(_for_any_batch(cache).name, cache, limits)
-    query_len = 1 if limits is None else limits.query_len
-    return _over(fallback, cache, query_len, paged.most_requests(cache))
+    return _over(make_attention(_for_any_batch(cache).name, cache, limits), limits)
 
 
 # State of the process, as names of plug-ins are. Entries are added whole and never change.
@@ -84,17 +82,15 @@ class AttentionChoice(NamedTuple):
 def choose_attention(asked: str, cache: KVCache) -> AttentionChoice:
     """``asked``, or for ``"auto"`` the fastest of this package's that can serve ``cache``.
 
-    That is ``paged`` for few decoding requests, with flashinfer, or else sdpa, for other batches.
+    That is ``paged`` for decoding requests, with flashinfer, or else sdpa, for other batches.
     """
     if asked != AUTO:
         return AttentionChoice(asked, "asked for")
     general = _for_any_batch(cache)
     if paged.obstacle(cache) is not None:
         return general
-    most = paged.most_requests(cache)
-    return AttentionChoice(
-        "paged", f"the fastest for up to {most} requests; else {general.name}: {general.reason}"
-    )
+    reason = f"the fastest for decode; else {general.name}: {general.reason}"
+    return AttentionChoice("paged", reason)
 
 
 def _for_any_batch(cache: KVCache) -> AttentionChoice:
@@ -107,7 +103,7 @@ def _for_any_batch(cache: KVCache) -> AttentionChoice:
 def make_cold_attention(cache: KVCache, limits: Limits) -> AttentionBackend | None:
     """``paged`` over FlashInfer, which serves before FlashInfer's kernels are built.
 
-    Until then this package's kernel serves all decode batches, and sdpa the others. None where
+    This package's kernel serves decode all the time, and sdpa other batches until then. None where
     nothing has to be built, or one of the two cannot serve.
     """
     if paged.obstacle(cache) is not None or flashinfer.obstacle(cache) is not None:
@@ -115,19 +111,19 @@ def make_cold_attention(cache: KVCache, limits: Limits) -> AttentionBackend | No
     modules = missing_modules(cache)
     if not modules:
         return None
-    first = _over(SdpaAttention(cache), cache, limits.query_len, limits.max_num_seqs)
     later = flashinfer.FlashInferAttention(cache, limits)
-    switching = SwitchingAttention(first, later, flashinfer_build(modules))
-    return _over(switching, cache, limits.query_len, paged.most_requests(cache))
+    first = SdpaAttention(cache, limits.query_len)
+    return _over(SwitchingAttention(first, later, flashinfer_build(modules)), limits)
 
 
-def _over(
-    fallback: AttentionBackend, cache: KVCache, query_len: int, most: int
-) -> AttentionBackend:
-    """This package's kernel for up to ``most`` decoding requests, ``fallback`` for all else."""
-    if query_len * cache.config.num_heads > paged.MOST_QUERIES * cache.config.num_kv_heads:
+def _over(fallback: AttentionBackend, limits: Limits | None) -> AttentionBackend:
+    """This package's kernel for decoding requests, ``fallback`` for all else."""
+    config = fallback.cache.config
+    query_len = 1 if limits is None else limits.query_len
+    most = paged.MAX_REQUESTS if limits is None else limits.max_num_seqs
+    if query_len * config.num_heads > paged.MOST_QUERIES * config.num_kv_heads:
         return fallback
-    decode = paged.triton_decode(cache, query_len, most)
+    decode = paged.triton_decode(fallback.cache, query_len, most)
     return paged.PagedAttention(fallback, decode, query_len, most)
 
 

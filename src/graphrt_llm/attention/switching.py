@@ -63,7 +63,7 @@ class SwitchingAttention:
         self._later = later
         self._build = build
         self._captured: dict[BatchDescriptor, None] = {}
-        """The keys of FULL graphs that were captured, or tried."""
+        """The keys of FULL graphs that were captured."""
         self._is_eager = False
 
     @property

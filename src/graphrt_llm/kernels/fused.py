@@ -35,7 +35,11 @@ def _rms_norm(
     width,
     eps,
     BLOCK: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
 ) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -46,7 +50,16 @@ def _rms_norm(
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr) -> None:  # noqa: N803
+def _silu_mul(
+    gate_up,
+    out,
+    width,
+    BLOCK: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -70,7 +83,11 @@ def _rotate_and_store(
     HALF: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     HEADS: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
 ) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # A program is some heads of a token, loaded in halves, because the rotation mixes these.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -162,6 +179,9 @@ def norm_gate(
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if few_rows.serves(x, weight):
         few_rows.product(x, weight, bias, residual, adds=True)
+        return
+    if few_rows.adds(x, weight):
+        few_rows.add_product(residual, x, weight, bias)
         return
     eager.add_linear(residual, x, weight, bias)
 

@@ -11,12 +11,27 @@ from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 16
 """Bytes. Triton compiles another variant for pointers that are not multiples of it."""
 
 Grid = tuple[int, int, int]
+
+EARLY = "EARLY"
+"""The last parameter of a kernel that may start while the one before it still runs: if it is true,
+the kernel waits (``gdc_wait``) before it reads or writes anything but weights."""
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels can start so on ``device``, the current one: NVIDIA, capability 9 or more."""
+    if device.type != "cuda":
+        return False
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)
 
 
 class _Variant(NamedTuple):
@@ -27,10 +42,13 @@ class _Variant(NamedTuple):
     run: Callable[..., None]
     function: Any
     metadata: Any
+    early: tuple[bool, ...]
+    """The value of ``EARLY``, if the kernel has it."""
 
 
 class Launcher:
-    """Launches ``kernel``, a ``triton.jit`` function: tensors first, then numbers, then constants.
+    """Launches ``kernel``, a ``triton.jit`` function: tensors first, then numbers, then constants,
+    then ``EARLY``, if it has that.
 
     Everything that Triton specialises on is in the look-up: dtypes, alignment, device, and the
     value of every number and constant. So numbers must be those of a model and not of a batch, or
@@ -43,6 +61,7 @@ class Launcher:
     def __init__(self, kernel: Any, stream_of: Callable[[int | None], int] | None = None) -> None:
         self._kernel = kernel
         self._stream_of = stream_of
+        self._may_start_early = EARLY in getattr(kernel, "arg_names", ())
         self._variants: dict[Hashable, _Variant] = {}
 
     def __call__(
@@ -73,6 +92,7 @@ class Launcher:
             *addresses,
             *numbers,
             *constants,
+            *compiled.early,
         )
 
     def _launch_by_triton(
@@ -80,7 +100,15 @@ class Launcher:
     ) -> None:
         """Compile if needed, launch, and keep the compiled variant if later launches may use it."""
         numbers, constants, num_warps, *_ = variant
-        compiled = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps)
+        early: tuple[bool, ...] = ()
+        options: dict[str, Any] = {}
+        if self._may_start_early:
+            early = (starts_early(tensors[0].device),)
+            # Programmatic dependent launch: without it the wait returns at once.
+            options = {"launch_pdl": True} if early[0] else {}
+        compiled = self._kernel[grid](
+            *tensors, *numbers, *constants, *early, num_warps=num_warps, **options
+        )
         # Unaligned pointers are another variant; and Triton's interpreter compiles nothing.
         if compiled is None or reduce(or_, addresses) % ALIGNMENT:
             return
@@ -89,5 +117,5 @@ class Launcher:
 
             self._stream_of = driver.active.get_current_stream
         self._variants[variant] = _Variant(
-            compiled, compiled.run, compiled.function, compiled.packed_metadata
+            compiled, compiled.run, compiled.function, compiled.packed_metadata, early
         )

@@ -33,17 +33,32 @@ class Tiling(NamedTuple):
     idle."""
     tile: int
     """Tokens that a program reads at a time."""
+    least: int
+    """Tokens below which no context is split."""
+    num_warps: int
+    num_stages: int
+    """Tiles on their way at once, and one more."""
 
 
-FEW_REQUESTS = 4
-FEW, MANY = Tiling(16, 32), Tiling(4, 64)
-"""For up to ``FEW_REQUESTS``, and for more, which fill the GPU without a fine split. Us a layer on
-an H200, 16 heads over 8 key heads, FEW and MANY: 1 request of 1,024 tokens 7.5 and 10.9, 4 of
-2,048 17.6 and 22.5; 8 of 1,024 20.2 and 17.7, 16 of 512 22.5 and 16.7. 32 heads over 8 key heads:
-9.5 and 11.8, 21.5 and 23.3; 23.7 and 19.0, 28.7 and 18.7."""
-NUM_WARPS = 4
+FEW, SOME, MANY = Tiling(8, 64, 64, 4, 3), Tiling(4, 64, 64, 4, 3), Tiling(4, 128, 128, 4, 2)
+"""For up to ``FEW_REQUESTS``, up to ``SOME_REQUESTS``, and more, which fill the GPU without a fine
+split, and need little memory each for many to be there at once."""
+FEW_REQUESTS, SOME_REQUESTS = 4, 16
+DRAFTS = Tiling(16, 32, 32, 4, 3)
+"""With several tokens a request, up to ``SOME_REQUESTS``."""
+MAX_TILE = 2**14
+"""Elements of keys in a tile, as many as fit the shared memory of an H200 in every case."""
 MIN_DOT = 16
 """Fewest rows of a product on tensor cores; a group's heads of all new tokens are padded to it."""
+
+
+def tiling(num_rows: int, query_len: int) -> Tiling:
+    """That of a batch of ``num_rows`` requests."""
+    if num_rows > SOME_REQUESTS:
+        return MANY
+    if query_len > 1:
+        return DRAFTS
+    return FEW if num_rows <= FEW_REQUESTS else SOME
 
 
 def _decode(
@@ -66,13 +81,19 @@ def _decode(
     HEAD_DIM: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
+    LEAST: tl.constexpr,  # noqa: N803
     NUM_SPLITS: tl.constexpr,  # noqa: N803
+    NUM_STAGES: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
 ) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(seq_lens + row).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), TILE) * TILE
+    share = tl.cdiv(tl.maximum(tl.cdiv(length, NUM_SPLITS), LEAST), TILE) * TILE
     begin = split * share
     end = tl.minimum(begin + share, length)
 
@@ -90,7 +111,7 @@ def _decode(
         largest = tl.full((PADDED_QUERIES,), float("-inf"), tl.float32)
         total = tl.zeros((PADDED_QUERIES,), tl.float32)
         values = tl.zeros((PADDED_QUERIES, HEAD_DIM), tl.float32)
-        for start in range(begin, end, TILE):
+        for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
             token = start + tl.arange(0, TILE)
             is_token = token < end
             place = block_tables + row * table_stride + token // BLOCK_SIZE
@@ -185,6 +206,7 @@ class PagedDecode:
         self.max_rows = max_rows
         self._num_kv_heads = num_kv_heads
         self._query_len = query_len
+        self._head_dim = head_dim
         self._scale = math.log2(math.e) / math.sqrt(head_dim)
         queries = group * query_len
         self._constants = (
@@ -196,14 +218,17 @@ class PagedDecode:
             head_dim,
             block_size,
         )
-        most_splits = max(FEW.num_splits, MANY.num_splits)
-        shape = (max_rows, num_kv_heads, most_splits)
+        # Fewer requests may have more splits in all.
+        counts = [count for count in (FEW_REQUESTS, SOME_REQUESTS) if count < max_rows]
+        splits = [rows * tiling(rows, query_len).num_splits for rows in (*counts, max_rows)]
+        num_splits = max(splits) * num_kv_heads
         with torch.inference_mode(False):
             # Of each split: its weighted values; its largest score and the sum of its weights.
-            self._parts = torch.zeros(*shape, queries, head_dim, device=cache.device)
-            self._weights = torch.zeros(*shape, 2, queries, device=cache.device)
+            self._parts = torch.zeros(num_splits, queries, head_dim, device=cache.device)
+            self._weights = torch.zeros(num_splits, 2, queries, device=cache.device)
             # Number of finished splits; 0 again at the end of every launch.
-            self._finished = torch.zeros(shape[:2], dtype=torch.int32, device=cache.device)
+            counters = (max_rows, num_kv_heads)
+            self._finished = torch.zeros(counters, dtype=torch.int32, device=cache.device)
 
     @property
     def keep_alive(self) -> tuple[Tensor, ...]:
@@ -223,13 +248,12 @@ class PagedDecode:
         num_rows = heads.shape[0] // self._query_len
         assert num_rows <= self.max_rows, "more rows than the scratch memory has room for"
         scratch = (self._parts, self._weights, self._finished)
-        # Of several tokens a request only the fine split was measured.
-        is_many = num_rows > FEW_REQUESTS and self._query_len == 1
-        num_splits, tile = MANY if is_many else FEW
+        num_splits, tile, least, num_warps, num_stages = tiling(num_rows, self._query_len)
+        tile = min(tile, MAX_TILE // self._head_dim)
         _launch_decode(
             (num_rows, self._num_kv_heads, num_splits),
             (heads, cache, block_tables, seq_lens, out, *scratch),
             (heads.stride(0), block_tables.stride(0), self._scale),
-            (*self._constants, tile, num_splits),
-            NUM_WARPS,
+            (*self._constants, tile, least, num_splits, num_stages),
+            num_warps,
         )
