@@ -194,6 +194,22 @@ def test_spec_with_a_field_of_another_type_names_it(wrong, field) -> None:
     assert caught.value.found == repr(wrong[field])
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"sizes": [2, 4]}, {"capacity": 4}, {"verify_tolerance": "x"}, {"verify_every": 0}]
+)
+def test_runner_with_an_argument_of_another_type_names_it(wrong) -> None:
+    right = {
+        "inputs": [BufferSpec("input", ("batch", 8), torch.float32)],
+        "outputs": OutputSpec({"": "batch"}),
+        "sizes": {"batch": [2, 4]},
+        "device": "simulated",
+    }
+    with pytest.raises(ConfigError) as caught:
+        CUDAGraphRunner(torch.nn.Linear(8, 8), **(right | wrong))
+    [name] = wrong
+    assert (caught.value.subject, caught.value.found) == (name, repr(wrong[name]))
+
+
 @pytest.mark.parametrize("wrong", [{"outputs": {"": "tokens"}}, {"observer": 3}])
 def test_runtime_with_an_argument_of_another_type_names_it(wrong) -> None:
     right = {

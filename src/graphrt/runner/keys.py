@@ -339,6 +339,14 @@ def check_capacity(
 
     Errors: ``ConfigError``.
     """
+    for name, given in (("sizes", sizes), ("capacity", capacity)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(
+                name,
+                expected="a dict by axis, such as sizes={'batch': [2, 4]}",
+                found=repr(given),
+                do="name the axis",
+            )
     listed = {axis: max(each, default=0) for axis, each in (sizes or {}).items()}
     limits = dict(listed if capacity is None else capacity)
     if listed and listed.keys() == limits.keys():
@@ -453,6 +461,12 @@ def check_callable(name: str, value: object) -> None:
     if not callable(value):
         found = type(value).__qualname__
         raise ConfigError(name, expected="a callable", found=found, do="pass one")
+
+
+def check_number(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what is no number >= 0."""
+    if not isinstance(value, int | float) or not value >= 0:
+        raise ConfigError(name, expected="a number >= 0", found=repr(value), do="correct it")
 
 
 def check_count(name: str, value: object) -> None:

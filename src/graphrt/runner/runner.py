@@ -69,6 +69,7 @@ from graphrt.runner.keys import (
     check_choice,
     check_count,
     check_modes,
+    check_number,
     check_specs,
     closed_error,
     dispatch_by_sizes,
@@ -195,6 +196,8 @@ class CUDAGraphRunner:
         check_choice("watch", watch, ("spread", "always", "off"))
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
+        if verify_tolerance is not None:
+            check_number("verify_tolerance", verify_tolerance)
         if verify_every is not None:
             check_count("verify_every", verify_every)
         self.fn = fn
