@@ -101,8 +101,6 @@ def assemble(
     Errors: ``EngineConfigError`` for limits beyond the model or the memory; those of the
     weight reader and of ``Runtime``.
     """
-    if not isinstance(config, EngineConfig):
-        raise EngineConfigError("config", expected="an EngineConfig", found=repr(config))
     if ranks is not None and config.capture == "by_priority":
         raise EngineConfigError(
             "EngineConfig.capture",

@@ -133,11 +133,11 @@ class Executor:
         is_strict: bool,
         before_compared_run: Callable[[], None] | None = None,
     ) -> None:
-        if not isinstance(outputs, OutputSpec) or outputs.axes is None:
+        if outputs is None or outputs.axes is None:
             raise ConfigError(
-                "outputs",
-                expected='an OutputSpec with declared axes, such as OutputSpec({"": "tokens"})',
-                found="an OutputSpec without" if isinstance(outputs, OutputSpec) else repr(outputs),
+                "outputs of a runner",
+                expected="an OutputSpec with declared axes, because sizes differ",
+                found="None",
                 do="name the padded dimension of each output; {} if none is",
             )
         self.fn = fn

@@ -363,6 +363,15 @@ def check_capacity(
     return limits
 
 
+def not_outputs_error(found: object) -> ConfigError:
+    return ConfigError(
+        "outputs",
+        expected='an OutputSpec, such as OutputSpec({"": "tokens"})',
+        found=repr(found),
+        do="put the axes of the outputs into one",
+    )
+
+
 def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
     """Errors: ``ConfigError`` for an axis of ``outputs`` that no batch has."""
     for path, lengths in (outputs.axes or {}).items():
