@@ -363,13 +363,15 @@ def check_capacity(
     return limits
 
 
-def not_outputs_error(found: object) -> ConfigError:
-    return ConfigError(
-        "outputs",
-        expected='an OutputSpec, such as OutputSpec({"": "tokens"})',
-        found=repr(found),
-        do="put the axes of the outputs into one",
-    )
+def check_outputs(outputs: object) -> None:
+    """Errors: ``ConfigError`` for what is no ``OutputSpec``, nor None."""
+    if outputs is not None and not isinstance(outputs, OutputSpec):
+        raise ConfigError(
+            "outputs",
+            expected='an OutputSpec, such as OutputSpec({"": "tokens"})',
+            found=repr(outputs),
+            do="put the axes of the outputs into one",
+        )
 
 
 def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:

@@ -70,6 +70,7 @@ from graphrt.runner.keys import (
     check_count,
     check_modes,
     check_number,
+    check_outputs,
     check_specs,
     closed_error,
     dispatch_by_sizes,
@@ -79,7 +80,6 @@ from graphrt.runner.keys import (
     miss_error,
     no_examples_error,
     no_sizes_error,
-    not_outputs_error,
     one_rank_error,
     require_sizes,
     sizes_of_key,
@@ -225,8 +225,7 @@ class CUDAGraphRunner:
         if is_fixed:
             sizes = {axis: [size] for axis, size in _FIXED.items()}
             outputs = outputs or OutputSpec({})
-        if outputs is not None and not isinstance(outputs, OutputSpec):
-            raise not_outputs_error(outputs)
+        check_outputs(outputs)
         self.capacity = check_capacity(sizes, capacity)
         """Axis -> the largest padded size, in the order of a key's sizes."""
         has_own_keys = dispatcher is None and sizes is None
