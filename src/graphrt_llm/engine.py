@@ -41,6 +41,7 @@ from graphrt_llm.config import EngineConfig
 from graphrt_llm.errors import (
     AdapterError,
     AdapterInUseError,
+    EngineConfigError,
     EngineStateError,
     RequestError,
     UnknownAdapterError,
@@ -77,6 +78,12 @@ class StepResult(NamedTuple):
     decision: Decision | None
     num_preempted: int
     all_idle: bool = False
+
+
+def _config_of(config: EngineConfig | None) -> EngineConfig:
+    if config is not None and not isinstance(config, EngineConfig):
+        raise EngineConfigError("config", expected="an EngineConfig", found=repr(config))
+    return config or EngineConfig()
 
 
 class LLMEngine:
@@ -177,7 +184,7 @@ class LLMEngine:
         directory = Path(model_dir)
         parts = assemble(
             ModelConfig.from_directory(directory),
-            config or EngineConfig(),
+            _config_of(config),
             model_dir=directory,
             observer=observer,
             ranks=ranks,
@@ -197,7 +204,7 @@ class LLMEngine:
 
         Errors: ``EngineConfigError``; graphrt's ``ConfigError``.
         """
-        parts = assemble(model_config, config or EngineConfig(), observer=observer, ranks=ranks)
+        parts = assemble(model_config, _config_of(config), observer=observer, ranks=ranks)
         return cls(parts)
 
     @classmethod

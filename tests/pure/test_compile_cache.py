@@ -137,3 +137,9 @@ def test_cache_command_lists_measures_verifies_and_prunes(tmp_path, capsys):
 @pytest.mark.parametrize("words", [("prune",), ("list", "--max-mib", "3")])
 def test_cache_command_refuses_limits_that_do_not_fit(tmp_path, capsys, words):
     assert run(capsys, *words, "--dir", str(tmp_path))[0] == 2
+
+
+def test_cache_command_refuses_a_named_folder_that_is_none(tmp_path, capsys):
+    code, out = run(capsys, "list", "--dir", str(tmp_path / "typo"), "--json")
+    assert code == 2
+    assert "typo" in json.loads(out)["error"]["message"]

@@ -80,3 +80,10 @@ def test_a_plan_is_frozen_and_can_be_sent_to_another_process() -> None:
 
 def test_resolve_without_facts_limits_nothing() -> None:
     assert resolve(RuntimeConfig()) == resolve(RuntimeConfig(), Facts())
+
+
+def test_resolving_a_mapping_says_what_is_wanted() -> None:
+    with pytest.raises(ConfigError, match="config: a RuntimeConfig"):
+        resolve({"max_num_seqs": 4})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="facts: a Facts"):
+        resolve(RuntimeConfig(), {"tp_size": 2})  # type: ignore[arg-type]

@@ -168,6 +168,11 @@ def test_without_a_dtype_the_checkpoints_own_is_used(tmp_path):
         assert engine.attention_backend.cache.tensor.dtype == torch.bfloat16
 
 
+def test_a_mapping_in_place_of_a_config_is_refused_by_name():
+    with pytest.raises(EngineConfigError, match="an EngineConfig"):
+        LLMEngine.tiny({"device": "simulated"})
+
+
 def test_an_engine_that_fails_to_start_closes_its_device(monkeypatch):
     closed = []
     close = SimulatedDevice.close

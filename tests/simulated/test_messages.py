@@ -15,6 +15,7 @@ from graphrt import (
     GraphBudget,
     GraphLibrary,
     OutputSpec,
+    Runtime,
     SimulatedDevice,
     capture_program,
 )
@@ -25,6 +26,7 @@ from graphrt.errors import (
     MutatedInputError,
     StaleInputError,
     StateAdvancedError,
+    StaticBufferError,
 )
 
 LINE = __file__.rpartition("/")[2]
@@ -174,6 +176,51 @@ def test_example_of_a_wrong_size_says_what_examples_must_return(right) -> None:
         with pytest.raises(InputMismatchError, match="an example") as caught:
             lab.runtime.capture()
         assert "exactly the sizes it is asked for" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"padding": 0}, "padding"),
+        ({"shape": "tokens"}, "shape"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"name": 3}, "name"),
+    ],
+)
+def test_spec_with_a_field_of_another_type_names_it(wrong, field) -> None:
+    right = {"name": "x", "shape": ("tokens",), "dtype": torch.float32, "padding": None}
+    with pytest.raises(StaticBufferError, match=f"{field} of static buffer") as caught:
+        BufferSpec(**(right | wrong))
+    assert caught.value.found == repr(wrong[field])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sizes": [2, 4]}, {"capacity": 4}, {"verify_tolerance": "x"}, {"verify_every": 0}]
+)
+def test_runner_with_an_argument_of_another_type_names_it(wrong) -> None:
+    right = {
+        "inputs": [BufferSpec("input", ("batch", 8), torch.float32)],
+        "outputs": OutputSpec({"": "batch"}),
+        "sizes": {"batch": [2, 4]},
+        "device": "simulated",
+    }
+    with pytest.raises(ConfigError) as caught:
+        CUDAGraphRunner(torch.nn.Linear(8, 8), **(right | wrong))
+    [name] = wrong
+    assert (caught.value.subject, caught.value.found) == (name, repr(wrong[name]))
+
+
+@pytest.mark.parametrize("wrong", [{"outputs": {"": "tokens"}}, {"observer": 3}])
+def test_runtime_with_an_argument_of_another_type_names_it(wrong) -> None:
+    right = {
+        "inputs": [BufferSpec("input", ("tokens", 8), torch.float32)],
+        "outputs": OutputSpec({"": "tokens"}),
+        "device": "simulated",
+    }
+    with pytest.raises(ConfigError) as caught:
+        Runtime(torch.nn.Linear(8, 8), **(right | wrong))
+    [name] = wrong
+    assert (caught.value.subject, caught.value.found) == (name, repr(wrong[name]))
 
 
 def test_examples_that_return_nothing_are_a_config_error() -> None:

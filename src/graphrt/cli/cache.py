@@ -18,6 +18,13 @@ def run_cache(
     Errors: ``ConfigError`` for options that do not go together, and a folder that cannot be found
     or changed.
     """
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            f"graphrt cache --dir {folder}",
+            expected="a folder that exists",
+            found="a file" if folder.exists() else "nothing there",
+            do="check the path",
+        )
     folder = folder or read_environment().cache_dir
     if folder is None:
         raise ConfigError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from graphrt.batch import Decision, RuntimeMode
@@ -16,33 +15,30 @@ from graphrt.cli.files import Batch
 from graphrt.cli.json_output import plain
 from graphrt.cli.simulate import RULES
 from graphrt.config import Resolved
+from graphrt.report import TextRow, TextTable
 
 
 def show_resolved(resolved: Resolved) -> None:
     """Print the plan and its adjustments."""
     plan = resolved.plan
-    table = Table(title="Plan", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
     keys = ", ".join(f"{len(keys)} {mode.name}" for mode, keys in plan.keys.items())
     num_split = sum(key.num_ubatches > 1 for _, key in plan.capture_order)
     keys += f", {num_split} of them split" if num_split else ""
-    for name, value in (
+    rows = [
         ("mode", plan.cudagraph_mode.name),
         ("keys", keys),
         ("capture sizes (tokens)", _ranges(plan.capture_sizes)),
         (f"decode sizes (q = {plan.query_len})", _ranges(plan.decode_capture_sizes)),
         ("adapter counts", _ranges(plan.lora_counts)),
         ("limits", f"{plan.max_num_seqs} requests, {plan.max_num_batched_tokens} tokens a step"),
-    ):
-        table.add_row(name, Text(value))
+    ]
     if plan.level:
         compiled = resolved.compile
         told = f"level {int(plan.level)}, backend {compiled.backend}"
         told += f", cut at {', '.join(compiled.splitting_ops)}" if compiled.splitting_ops else ""
-        table.add_row("compiled", Text(told))
+        rows.append(("compiled", told))
+    _show("Plan", ("",), rows, is_numeric=False)
     console = Console()
-    console.print(table)
     if not resolved.adjustments:
         console.print("Every option is used as asked.")
         return
@@ -56,18 +52,15 @@ def show_resolved(resolved: Resolved) -> None:
 
 def show_cache(found: Mapping[str, Any]) -> None:
     """Print what ``graphrt cache`` found, and the entries it is about."""
-    console = Console()
-    listed = [(name, found[name]) for name in ("entries", "removed", "bad") if name in found]
-    for name, entries in listed:
-        table = Table(title=name.capitalize())
-        for column in ("key", "piece", "sizes", "KiB", "written"):
-            table.add_column(column, justify="right" if column == "KiB" else "left")
-        for entry in entries:
+    for name in ("entries", "removed", "bad"):
+        rows = []
+        for entry in found.get(name, ()):
             written = datetime.fromtimestamp(entry["modified"]).isoformat(" ", "minutes")
-            told = (entry["key"][:12], entry["piece"] or "-", entry["sizes"] or "-")
-            table.add_row(*map(Text, told), f"{entry['bytes'] / 2**10:,.0f}", written)
-        console.print(table)
-    console.print(
+            told = entry["piece"] or "-", entry["sizes"] or "-", f"{entry['bytes'] / 2**10:,.0f}"
+            rows.append((entry["key"][:12], *told, written))
+        if name in found:
+            _show(name.capitalize(), ("piece", "sizes", "KiB", "written"), rows)
+    Console().print(
         Text(
             f"{found['folder']}: {found['num_entries']} entries, "
             f"{found['entry_bytes'] / 2**20:,.1f} MiB; beside them "
@@ -78,10 +71,8 @@ def show_cache(found: Mapping[str, Any]) -> None:
 
 def show_decisions(decided: Sequence[tuple[Batch, Decision]]) -> None:
     """Print one row for each batch."""
-    table = Table(title="Decisions")
-    for name in ("batch", "mode", "graph", "reason"):
-        table.add_column(name, no_wrap=name in ("mode", "reason"), overflow="fold")
-    for batch, decision in decided:
+    rows = []
+    for number, (batch, decision) in enumerate(decided, start=1):
         key = decision.descriptor
         asked = f"{batch.num_tokens} {'uniform' if batch.uniform else 'mixed'}"
         asked += f", LoRA {batch.num_active_loras}" if batch.num_active_loras else ""
@@ -92,16 +83,12 @@ def show_decisions(decided: Sequence[tuple[Batch, Decision]]) -> None:
             graph = f"{key.num_tokens} tokens"
             graph += "" if key.num_reqs is None else f", {key.num_reqs} requests"
             graph += f", LoRA {key.num_active_loras}" if key.has_lora else ""
-        table.add_row(asked, decision.mode.name, graph, decision.reason.name)
-    Console().print(table)
+        rows.append((str(number), asked, decision.mode.name, graph, decision.reason.name))
+    _show("Decisions", ("batch", "mode", "graph", "reason"), rows, is_numeric=False)
 
 
 def show_ranks(found: Mapping[str, Any]) -> None:
     """Print what ``simulate_ranks`` counted."""
-    console = Console()
-    table = Table(title=f"{found['ranks']} ranks, {found['requests']} requests", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
     steps, busy, real = found["steps"], found["busy_rank_steps"], found["real_tokens"]
     rows = [("steps", f"{steps}")]
     rows += [(f"  {name}", _share(count, steps)) for name, count in found["modes"].items()]
@@ -117,16 +104,23 @@ def show_ranks(found: Mapping[str, Any]) -> None:
         ("  padding of ranks without work", _share(found["padding_of_idle_ranks"], real)),
         ("rank steps that differ from rank 0's", f"{found['divergent_rank_steps']}"),
     ]
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    rules = Table(
-        "rule", *(mode.name for mode in RuntimeMode), "padding", title="Rank steps by rule"
-    )
-    for name, rule in found["rules"].items():
-        shares = [f"{100 * count / busy:.1f} %" for count in rule["modes"].values()]
-        rules.add_row(RULES[name], *shares, f"{100 * rule['padding'] / real:.1f} %")
-    console.print(rules)
+    _show(f"{found['ranks']} ranks, {found['requests']} requests", ("",), rows)
+    rules = [
+        (
+            RULES[name],
+            *(f"{100 * count / busy:.1f} %" for count in rule["modes"].values()),
+            f"{100 * rule['padding'] / real:.1f} %",
+        )
+        for name, rule in found["rules"].items()
+    ]
+    _show("Rank steps by rule", (*(mode.name for mode in RuntimeMode), "padding"), rules)
+
+
+def _show(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], is_numeric: bool = True
+) -> None:
+    made = tuple(TextRow(name, tuple(cells)) for name, *cells in rows)
+    Console().print(TextTable(title, tuple(columns), made, is_numeric=is_numeric))
 
 
 def _share(count: int, total: int) -> str:

@@ -61,6 +61,9 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
     is an error that lists all such adjustments. Raises ``ConfigError`` for what is not possible.
     """
     facts = Facts() if facts is None else facts
+    for name, given, kind in (("config", config, RuntimeConfig), ("facts", facts, Facts)):
+        if not isinstance(given, kind):
+            raise _problem(name, repr(given), f"a {kind.__name__}")
     environment = read_environment()
     settled = settle(config.compilation, facts, environment)
     options, level = settled.options, settled.level

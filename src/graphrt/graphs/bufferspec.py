@@ -85,7 +85,7 @@ class BufferSpec:
     Errors: ``PaddingRequiredError`` for axes of an integer or bool dtype without ``padding`` (0 is
     a live index there: the padded rows of a batch would write into whatever row 0 belongs to;
     SGLang #10892, AReno #509); ``StaticBufferError`` for a padding value that the dtype cannot
-    hold.
+    hold, and for fields of another type.
 
     ``rebase``: the axis along which its values are places in the batch (the request of each token,
     the last token of each request): a micro-batch counts them from its own first one.
@@ -104,6 +104,20 @@ class BufferSpec:
     rebase: Literal["tokens", "requests"] | None = None
 
     def __post_init__(self) -> None:
+        kinds = {
+            "name": (str, "the name of a parameter"),
+            "shape": (list | tuple, "a shape, such as ('tokens', 8)"),
+            "dtype": (torch.dtype, "a torch.dtype"),
+            "padding": (Padding | None, "a Padding, such as Padding.fill(0)"),
+        }
+        for field, (kind, expected) in kinds.items():
+            if not isinstance(getattr(self, field), kind):
+                raise StaticBufferError(
+                    f"{field} of static buffer {self.name!r}",
+                    expected=expected,
+                    found=repr(getattr(self, field)),
+                    do="correct it",
+                )
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.padding is None:
             if not self._has_default:

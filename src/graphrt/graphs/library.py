@@ -120,6 +120,10 @@ class GraphLibrary:
                 found=repr(generation_size),
                 do="correct it",
             )
+        if observer is not None and not callable(observer):
+            raise ConfigError(
+                "observer", expected="a callable", found=repr(observer), do="pass a function"
+            )
         self._owns_device = isinstance(device, str)
         self.device = make_device(device) if isinstance(device, str) else device
         if not isinstance(self.device, Device):

@@ -452,16 +452,12 @@ class StepMetrics:
                 event
             )
             kind: _Kind = (mode, padded, reason, uniform, live, captured)
-            self._count_step(kind, num_tokens, host_us)
-            if why is not None or split != 1:
-                self._count_split(why)
+            self._count_step(kind, num_tokens, host_us, split, why)
             return
         if isinstance(event, RanEager):
             reason, num_tokens, _, uniform, host_us, live, split, why = event
             kind = (RuntimeMode.NONE, None, reason, uniform, live, None)
-            self._count_step(kind, num_tokens, host_us)
-            if why is not None or split != 1:
-                self._count_split(why)
+            self._count_step(kind, num_tokens, host_us, split, why)
             return
         match event:
             case Captured():
@@ -500,7 +496,9 @@ class StepMetrics:
                 self._lifetimes = merged(self._lifetimes, gone)
             # Kinds of events that are added later are not counted here.
 
-    def _count_step(self, kind: _Kind, num_tokens: int, host_us: float) -> None:
+    def _count_step(
+        self, kind: _Kind, num_tokens: int, host_us: float, split: int, why: UBatchReason | None
+    ) -> None:
         sums = self._steps.get(kind)
         if sums is None:
             self._steps[kind] = sums = [0, 0]
@@ -509,12 +507,10 @@ class StepMetrics:
         mode = kind[0]
         self._host_us[mode].add(host_us)
         self._series.add(mode, num_tokens)
-
-    def _count_split(self, why: UBatchReason | None) -> None:
-        if why is None:
-            self._split_steps += 1
-        else:
+        if why is not None:
             self._unsplit[why] = self._unsplit.get(why, 0) + 1
+        elif split != 1:
+            self._split_steps += 1
 
     def snapshot(self) -> Metrics:
         """The numbers so far, as a value that later events do not change."""

@@ -196,6 +196,7 @@ class TextTable:
             pad_edge=False,
             collapse_padding=True,
             padding=(0, 0 if is_narrow else 1),
+            show_header=any(self.columns),
         )
         fitted = _in_lines if is_narrow else str
         table.add_column("", no_wrap=True)

@@ -299,6 +299,14 @@ def check_capacity(
 
     Errors: ``ConfigError``.
     """
+    for name, given in (("sizes", sizes), ("capacity", capacity)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(
+                name,
+                expected="a dict by axis, such as sizes={'batch': [2, 4]}",
+                found=repr(given),
+                do="name the axis",
+            )
     listed = {axis: max(each, default=0) for axis, each in (sizes or {}).items()}
     limits = dict(listed if capacity is None else capacity)
     if listed and listed.keys() == limits.keys():
@@ -313,6 +321,17 @@ def check_capacity(
             do="give each axis a capacity, or list sizes={axis: [...]} and leave it out",
         )
     return limits
+
+
+def check_outputs(outputs: object) -> None:
+    """Errors: ``ConfigError`` for what is no ``OutputSpec``, nor None."""
+    if outputs is not None and not isinstance(outputs, OutputSpec):
+        raise ConfigError(
+            "outputs",
+            expected='an OutputSpec, such as OutputSpec({"": "tokens"})',
+            found=repr(outputs),
+            do="put the axes of the outputs into one",
+        )
 
 
 def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
@@ -413,6 +432,12 @@ def check_callable(name: str, value: object) -> None:
     if not callable(value):
         found = type(value).__qualname__
         raise ConfigError(name, expected="a callable", found=found, do="pass one")
+
+
+def check_number(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what is no number >= 0."""
+    if not isinstance(value, int | float) or not value >= 0:
+        raise ConfigError(name, expected="a number >= 0", found=repr(value), do="correct it")
 
 
 def check_count(name: str, value: object) -> None:

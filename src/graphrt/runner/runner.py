@@ -52,6 +52,8 @@ from graphrt.runner.keys import (
     check_choice,
     check_count,
     check_modes,
+    check_number,
+    check_outputs,
     check_specs,
     closed_error,
     dispatch_by_sizes,
@@ -171,6 +173,8 @@ class CUDAGraphRunner:
         check_choice("watch", watch, ("spread", "always", "off"))
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
+        if verify_tolerance is not None:
+            check_number("verify_tolerance", verify_tolerance)
         if verify_every is not None:
             check_count("verify_every", verify_every)
         self.fn = fn
@@ -197,6 +201,7 @@ class CUDAGraphRunner:
         if is_fixed:
             sizes = {axis: [size] for axis, size in _FIXED.items()}
             outputs = outputs or OutputSpec({})
+        check_outputs(outputs)
         self.capacity = check_capacity(sizes, capacity)
         """Axis -> the largest padded size, in the order of a key's sizes."""
         has_own_keys = dispatcher is None and sizes is None
