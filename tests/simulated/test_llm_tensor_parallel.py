@@ -136,3 +136,12 @@ def test_step_that_never_ends_on_the_device_ends_in_the_time_out() -> None:
         group.close()
     finally:
         dist.destroy_process_group()
+
+
+def test_group_that_a_rank_does_not_join_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_comes(**_: Any) -> None:
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(dist, "new_group", nobody_comes)
+    with pytest.raises(RankLostError, match="connection refused"):
+        RankGroup(0, 2, torch.device("cpu"))
