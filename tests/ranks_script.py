@@ -459,7 +459,7 @@ def left_alone_on_gpus() -> None:
     """Rank 1 takes no part in a graph that both have agreed on: rank 0 ends in its time-out."""
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     exchange = TorchExchange()
-    limits = RankConfig(step_timeout_s=4)
+    limits = RankConfig(step_timeout_s=8)
     asked = replace(
         TINY_CONFIG,
         device="cuda",
@@ -472,7 +472,7 @@ def left_alone_on_gpus() -> None:
         engine.generate([1, 2, 3], params)
         say(served=True)
         if RANK == 1:
-            engine.runtime._execute = lambda *_: time.sleep(12)  # type: ignore[method-assign]
+            engine.runtime._execute = lambda *_: time.sleep(20)  # type: ignore[method-assign]
         started = time.monotonic()
         engine.add_request([1, 2, 3], params)
         try:

@@ -24,6 +24,7 @@ class RankGroup:
     ``number``: by which the operators find it. ``timeout_s``: most seconds that a rank waits in
     them: on a CPU they raise ``RankLostError`` then, on a GPU ``wait_for`` does. ``close`` has to
     be called before the process group is destroyed.
+    Errors: ``RankLostError`` where the others do not come, on a CPU.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class RankGroup:
     ) -> None:
         self.rank, self.world = rank, world
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+        with _told(device):
+            self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
         self._device = device
         self._limit(timeout_s)
         self.number = max(_groups, default=0) + 1
@@ -107,21 +109,21 @@ _groups: dict[int, RankGroup] = {}
 def _all_to_all(
     received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], group: int
 ) -> None:
-    with _told(sent):
+    with _told(sent.device):
         dist.all_to_all_single(received, sent, received_rows, sent_rows, group=_groups[group].group)
 
 
 def _all_reduce(x: Tensor, group: int) -> None:
-    with _told(x):
+    with _told(x.device):
         dist.all_reduce(x, group=_groups[group].group)
 
 
 @contextmanager
-def _told(x: Tensor) -> Iterator[None]:
+def _told(device: torch.device) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if x.device.type != "cpu":
+        if device.type != "cpu":
             raise  # CUDA's own, which says whether the device can go on.
         raise RankLostError(
             "an exchange between the ranks of a layer",

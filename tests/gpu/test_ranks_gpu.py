@@ -35,4 +35,4 @@ def test_rank_left_alone_in_a_graph_ends_in_its_time_out() -> None:
     first, _ = all_said(launch("tests/ranks_script.py", "left alone on gpus", timeout_s=120))
     assert first[1] == {"served": True}
     assert (first[2]["error"], first[3]) == ("RankLostError", {"closed": True})
-    assert first[2]["s"] < 8
+    assert first[2]["s"] < 14

@@ -131,8 +131,23 @@ def test_step_that_never_ends_on_the_device_ends_in_the_time_out() -> None:
         answers = iter([False, False, True])
         group.wait_for(SimpleNamespace(query=lambda: next(answers)))  # type: ignore[arg-type]
         never: Any = SimpleNamespace(query=lambda: False)
+        aborted, made = [], group.group
+        group.group = SimpleNamespace(
+            abort=lambda: aborted.append(True), _get_backend=made._get_backend
+        )
         with group.limited(0.01), pytest.raises(RankLostError, match=r"within 0\.01 s"):
             group.wait_for(never)
+        assert aborted
+        group.group = made
         group.close()
     finally:
         dist.destroy_process_group()
+
+
+def test_group_that_a_rank_does_not_join_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_comes(**_: Any) -> None:
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(dist, "new_group", nobody_comes)
+    with pytest.raises(RankLostError, match="connection refused"):
+        RankGroup(0, 2, torch.device("cpu"))

@@ -136,6 +136,8 @@ def test_what_one_rank_may_not_do_is_refused() -> None:
     for asked in ({"ranks": {"step_timeout_s": 5}}, {"ranks": {"check_every": 5}}):
         with pytest.raises(ConfigError, match="ranks"):
             RuntimeLab(asked=asked)
+    with pytest.raises(ConfigError, match="check_every"):
+        RuntimeLab(ranks=InProcessExchange(1).ranks[0], asked=asked)
 
 
 class LateWork:

@@ -369,10 +369,12 @@ def test_size_that_is_not_faster_in_micro_batches_is_not_split(monkeypatch: Any)
     served.runtime.withdraw([(FULL, replace(eight, num_ubatches=1))], "other kernels")
     served.runtime.capture()
     assert [split for split, _ in timed] == [eight]
+    assert served.step([20], query_lens=[20]).ubatch_reason is UB.NOT_PROFITABLE  # Eager.
     served.runtime.close()
     other = Served(ubatch={**SPLIT, "auto_off": False})
     other.runtime.capture()
     assert len(timed) == 1
+    assert other.step([20], query_lens=[20]).num_ubatches == 2
     assert other.step([1] * 8).ubatch_reason is None
     other.runtime.close()
 

@@ -43,7 +43,8 @@ class UBatchConfig:
     ``allow_eager``: Split large batches that no split graph serves eagerly. False: they are not
       split.
     ``auto_off``: On a GPU, a ``Runtime`` times each split graph and its unsplit form once both are
-      captured, and leaves a size unsplit (``NOT_PROFITABLE``) where that is not slower.
+      captured, and leaves a size unsplit (``NOT_PROFITABLE``) where that is not slower. It cuts no
+      eager step then.
     ``stall_timeout_s``: Seconds without a hand-over after which a split step or its capture is
       given up.
     """

@@ -157,10 +157,16 @@ class InProcessExchange:
                 "InProcessExchange", expected="at least 1 rank", found=str(world), do="pass a world"
             )
         self.texts: dict[str, str] = {}
-        self.rounds: dict[int, list[Sequence[int] | None]] = {}
-        """By number: the message of each rank that has started it."""
-        self.merged: dict[int, Sequence[int]] = {}
+        self.rounds: dict[int, _InProcessRound] = {}
+        """By number: those that not every rank has started."""
         self.ranks = tuple(_InProcessRank(self, rank, world) for rank in range(world))
+
+
+class _InProcessRound:
+    def __init__(self, world: int) -> None:
+        self.messages: list[Sequence[int] | None] = [None] * world
+        self.num_left = world
+        self.merged: Sequence[int] | None = None
 
 
 class _InProcessRank:
@@ -181,11 +187,14 @@ class _InProcessRank:
         number, rounds = self.num_rounds, self._shared.rounds
         self.num_rounds += 1
         self._is_waiting = True
-        messages = rounds.setdefault(number, [None] * self.world)
-        messages[self.rank] = tuple(words)
-        if self.world == 1:
-            rounds.pop(number)
-        return _InProcessPending(self, number, messages, timeout_s, about)
+        found = rounds.get(number)
+        if found is None:
+            found = rounds[number] = _InProcessRound(self.world)
+        found.messages[self.rank] = tuple(words)
+        found.num_left -= 1
+        if not found.num_left:
+            del rounds[number]
+        return _InProcessPending(self, found, timeout_s, about)
 
     def post(self, name: str, text: str) -> None:
         self._shared.texts[name] = text
@@ -199,37 +208,29 @@ class _InProcessRank:
 
 class _InProcessPending:
     def __init__(
-        self,
-        of: _InProcessRank,
-        number: int,
-        messages: list[Sequence[int] | None],
-        timeout_s: float,
-        about: str,
+        self, of: _InProcessRank, found: _InProcessRound, timeout_s: float, about: str
     ) -> None:
-        self._of, self._number, self._messages = of, number, messages
+        self._of, self._round = of, found
         self._told = timeout_s, about
 
     def result(self) -> Sequence[int]:
-        of, number = self._of, self._number
+        of, merged = self._of, self._round.merged
         if of._error is not None:
             raise of._error
-        missing = tuple(rank for rank, words in enumerate(self._messages) if words is None)
-        if missing:
-            timeout_s, about = self._told
-            of._error = _timeout(missing, of.rank, about, timeout_s)
-            raise of._error
-        of._is_waiting = False
-        shared = of._shared
-        merged = shared.merged.get(number)
         if merged is None:
-            merged = shared.merged[number] = merge([m for m in self._messages if m is not None])
-            shared.rounds.pop(number, None)
-            shared.merged.pop(number - 2, None)  # Every rank has taken it, or is dead.
+            messages = self._round.messages
+            missing = tuple(rank for rank, words in enumerate(messages) if words is None)
+            if missing:
+                timeout_s, about = self._told
+                of._error = _timeout(missing, of.rank, about, timeout_s)
+                raise of._error
+            merged = self._round.merged = merge([m for m in messages if m is not None])
+        of._is_waiting = False
         return merged
 
     @property
     def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
-        return tuple(tokens_of(words) for words in self._messages if words is not None)
+        return tuple(tokens_of(words) for words in self._round.messages if words is not None)
 
 
 # -- over torch.distributed

@@ -252,6 +252,8 @@ class Runtime:
             observer=observer,
         )
         self.device = self.library.device
+        # Of graphs; eager steps are not cut then, because that was slower wherever it was measured.
+        self._times_splits = self.device.name in _TIMED_DEVICES and plan.ubatch.auto_off
         # Its kernels run differently under the mode that observes, and are recorded without.
         is_hidden = self._compiled is not None and self._compiled.is_opaque
         is_unobserved = is_hidden and self.device.name == "cuda"
@@ -381,7 +383,7 @@ class Runtime:
 
     def _compare_split_times(self) -> None:
         """Find out which split graphs are no faster than the unsplit ones: once for each."""
-        if self.device.name not in _TIMED_DEVICES or not self.plan.ubatch.auto_off:
+        if not self._times_splits:
             return
         missing = self.runner.missing()
         for mode, key in self.plan.capture_order:
@@ -539,7 +541,9 @@ class Runtime:
         if why is None:
             why = UBatchReason.NO_FULL_GRAPH
             may_cut = config.allow_eager and self.config.on_miss == "eager"
-            if may_cut and num_tokens >= config.prefill_token_threshold:
+            if may_cut and num_tokens >= config.prefill_token_threshold and self._times_splits:
+                why = UBatchReason.NOT_PROFITABLE
+            elif may_cut and num_tokens >= config.prefill_token_threshold:
                 lens: list[int] | None
                 if query_lens is not None:
                     lens = _check_query_lens(query_lens, num_tokens, num_reqs)
