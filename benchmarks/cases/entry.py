@@ -122,6 +122,7 @@ def entries(folder: Path) -> Sequence[Row]:
         stock = torch.compile(model, fullgraph=True, dynamic=True)
         torch.testing.assert_close(stock(x=x), expected)
         own = runtime.runner.fn
+        torch.testing.assert_close(own(x=x), expected)
         arms = {
             "flat": program.replay,
             "own entry": partial(own, x=x),

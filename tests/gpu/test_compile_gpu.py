@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -58,3 +60,37 @@ def test_exact_sizes_and_ranges_give_the_tokens_of_the_uncompiled(expected, cach
     with tiny("FULL_AND_PIECEWISE", 3, backend="inductor", cache_dir=cache, **sizes) as engine:
         engine.capture()
         assert engine.generate(PROMPTS) == expected
+
+
+TUNES = """
+import sys
+from pathlib import Path
+import torch
+from torch._dynamo.utils import counters
+from graphrt import CompilationConfig, RuntimeConfig, resolve
+from graphrt.compile import Compiled
+
+config = CompilationConfig(
+    level=2,
+    backend="inductor",
+    cache_dir=Path(sys.argv[1]),
+    inductor_compile_config={"max_autotune": True, "coordinate_descent_tuning": True},
+)
+plan = resolve(RuntimeConfig(compilation=config)).compile
+one = Compiled(lambda x: torch.softmax(x * 2.0, -1) @ x, plan, limits={})
+x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+one.trace(lambda: one(x), [])
+one(x)
+print(one.report.num_loaded, int(counters["inductor"]["coordesc_tuning_bench"]))
+"""
+
+
+def test_tuned_kernels_are_not_tuned_at_the_next_start(tmp_path):
+    told = []
+    for _ in range(2):
+        program = [sys.executable, "-W", "ignore", "-c", TUNES, str(tmp_path)]
+        found = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+        told.append([int(number) for number in found.stdout.split()])
+    (loaded, benched), again = told
+    assert loaded == 0 < benched
+    assert again == [1, 0]

@@ -155,6 +155,15 @@ def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
     assert list(tmp_path.glob(f"v2/objects/*/{entry['key']}.bin"))
 
 
+def test_cache_folder_with_a_space_is_read_again(tmp_path):
+    x = torch.randn(4, 2)
+    for num_loaded in (0, 1):
+        one = compiled(lambda x: x * 5.0, plan_of(tmp_path / "a folder", level=2))
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+        assert torch.equal(one(x), x * 5.0)
+        assert one.report.num_loaded == num_loaded
+
+
 def test_results_over_an_argument_stay_views_at_later_calls(tmp_path):
     plan = plan_of(tmp_path, level=2)
     one = compiled(lambda x: (x.view(-1), x + 1.0), plan)

@@ -450,7 +450,7 @@ def test_call_other_than_the_traced_one_is_refused():
                 ("x", good["x"][None], "rank of argument 'x'"),
                 ("x", good["x"][:, :2].contiguous(), "dimension 1 of argument 'x'"),
                 ("x", good["x"].t().contiguous().t(), "layout of argument 'x'"),
-                ("ids", good["ids"][:4], "dimension 0 of argument 'ids'"),
+                ("ids", good["ids"][:4], "5 tokens, as dimension 0 of argument 'x' has"),
                 ("lens", torch.zeros(MAX_REQS + 1, dtype=torch.int64), "1 to 4 requests"),
                 ("lens", 3, "a tensor"),
             ):
@@ -458,6 +458,8 @@ def test_call_other_than_the_traced_one_is_refused():
                     lab.model(**{**good, name: changed})
             with pytest.raises(ContractError, match="arguments"):
                 lab.model(**good, more=1)
+            with pytest.raises(ContractError, match="arguments"):
+                lab.model(**dict(reversed(good.items())))
             small = values(2, 2)
             with pytest.raises(ContractError, match="a tensor of its own"):
                 lab.model(**{**small, "lens": small["ids"]})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -102,22 +103,18 @@ class BlackBox:
             return Form(self._backend(graph, list(job.inputs)), CacheMiss.UNCACHEABLE)
 
 
-class compiling:  # noqa: N801  # reads as what it is: with compiling(...)
+@contextmanager
+def compiling(backend: str, piece: str) -> Iterator[None]:
     """Turns what a backend raises into a ``BackendError``; our own errors stay."""
-
-    def __init__(self, backend: str, piece: str) -> None:
-        self._backend, self._piece = backend, piece
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, Exception) or isinstance(error, GraphrtError):
-            return
+    try:
+        yield
+    except GraphrtError:
+        raise
+    except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         needs_compiler = "C++ compiler" in str(error)
         raise BackendError(
-            f"{self._backend}, compiling {self._piece}",
+            f"{backend}, compiling {piece}",
             expected="compiled code",
             found=f"{type(error).__name__}: {lines[0]}",
             do="install a C++ compiler (g++), or use backend='eager'"

@@ -531,12 +531,10 @@ def own_root(
     Dynamo keeps what it compiled by code object: without guards, a second runtime would run the
     trace of the first. And it adds names to the globals.
     """
+    scope: dict[str, Any] = {"model": target}
     if isinstance(target, MethodType):
         scope = {"model": target.__self__, "function": target.__func__}
-        plain = _root_of_method(target.__self__, target.__func__)
-    else:
-        scope = {"model": target}
-        plain = _root_of_callable(target)
+    plain: Any = _root_of(**scope)
     code: CodeType = plain.__code__.replace()
     ran: Callable[[], object] = bool if may_run_uncompiled else _ran_uncompiled
     own = {"torch": torch, "_ran_uncompiled": ran, "__builtins__": __builtins__}
@@ -544,20 +542,11 @@ def own_root(
     return root, scope
 
 
-def _root_of_method(model: Any, function: Callable[..., Any]) -> Any:
+def _root_of(model: Any, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     def root(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             _ran_uncompiled()
-        return function(model, *args, **kwargs)
-
-    return root
-
-
-def _root_of_callable(model: Callable[..., Any]) -> Any:
-    def root(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            _ran_uncompiled()
-        return model(*args, **kwargs)
+        return model(*args, **kwargs) if function is None else function(model, *args, **kwargs)
 
     return root
 

@@ -44,21 +44,10 @@ def translated(error: Exception) -> GraphrtError:
         return stop
     if isinstance(error, exc.UserError) and "data-dependent expression" in first:
         expression = first.partition("data-dependent expression ")[2].partition(" (")[0]
-        return ShapeGuardError(
-            f"branch on a size{at}",
-            expected="code that runs alike for every size, because one trace serves all of them",
-            found=f"a branch on {expression}, where u0, u1 ... are sizes that vary",
-            do="remove the branch, or put it into an operator named in splitting_ops",
-            source=str(source),
-        )
+        found = f"a branch on {expression}, where u0, u1 ... are sizes that vary"
+        return shape_guard(at, found, str(source))
     if isinstance(error, ConstraintViolationError) or "Constraints violated" in first:
-        return ShapeGuardError(
-            f"branch on a size{at}",
-            expected="code that runs alike for every size, because one trace serves all of them",
-            found=rest.strip() or first,
-            do="remove the branch, or put it into an operator named in splitting_ops",
-            source=str(source),
-        )
+        return shape_guard(at, rest.strip() or first, str(source))
     if isinstance(error, exc.Unsupported | exc.UserError):
         return GraphBreakError(
             f"graph break{at}",
@@ -73,6 +62,17 @@ def translated(error: Exception) -> GraphrtError:
         found=f"{type(error).__name__}: {str(inner or error).strip().splitlines()[0]}",
         do="run the model uncompiled (level 0) to see the error itself",
         source=str(source),
+    )
+
+
+def shape_guard(at: str, found: str, source: str) -> ShapeGuardError:
+    """The error for a branch on a size, ``at`` some line."""
+    return ShapeGuardError(
+        f"branch on a size{at}",
+        expected="code that runs alike for every size, because one trace serves all of them",
+        found=found,
+        do="remove the branch, or put it into an operator named in splitting_ops",
+        source=source,
     )
 
 

@@ -79,79 +79,36 @@ class Contract:
         self._keywords = tuple(kwargs)
 
     def check(self, args: Any, kwargs: Any) -> None:
-        """Errors: ``ContractError`` with argument, expected and found."""
-        if not self._is_met(args, kwargs):
-            self._check(args, kwargs)
+        """Errors: ``ContractError`` with argument, expected and found.
 
-    def _is_met(self, args: Any, kwargs: Any) -> bool:
-        """Whether arguments without containers are as they were; False too where ``_check`` has to
-        tell. At every call: it makes no texts."""
-        leaves = (*args, *kwargs.values())
-        if not (
-            self._is_flat
-            and len(leaves) == len(self._leaves)
-            and tuple(kwargs) == self._keywords
-            and _is_flat(args, kwargs)
-            and _first_places(leaves) == self._same
-            and environment(self._device_type) == self._environment
-        ):
-            return False
-        found: dict[str, int] = {}
-        for expected, leaf in zip(self._leaves, leaves, strict=True):
-            if not isinstance(expected, _Tensor) or not isinstance(leaf, torch.Tensor):
-                if leaf is not expected:
-                    return False
-                continue
-            shape = leaf.shape
-            if (
-                leaf.dtype is not expected.dtype
-                or leaf.device != expected.device
-                or len(shape) != len(expected.sizes)
-                or not (
-                    leaf.is_contiguous()
-                    if expected.stride is None
-                    else leaf.stride() == expected.stride
-                )
-            ):
-                return False
-            for wanted, size in zip(expected.sizes, shape, strict=True):
-                if wanted != size and (
-                    isinstance(wanted, int)
-                    or found.setdefault(wanted, size) != size
-                    or not self._least <= size <= self._most[wanted]
-                ):
-                    return False
-        return True
-
-    def _check(self, args: Any, kwargs: Any) -> None:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        if structure != self._structure:
-            raise _breach("arguments", str(self._structure), str(structure))
-        for at, first in enumerate(_first_places(leaves)):
-            if first != self._same[at]:
-                told = [
-                    "a tensor of its own" if one == at else f"the tensor of {self._names[one]}"
-                    for one in (self._same[at], first)
-                ]
-                raise _breach(self._names[at], *told)
-        found: dict[str, tuple[int, str]] = {}
+        At every call: texts are made for errors alone, and containers walked where there are some.
+        """
+        leaves: Sequence[Any] = (*args, *kwargs.values())
+        is_known = tuple(kwargs) == self._keywords and len(leaves) == len(self._leaves)
+        if not (self._is_flat and is_known and _is_flat(args, kwargs)):
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            if structure != self._structure:
+                raise _breach("arguments", str(self._structure), str(structure))
+        same = _first_places(leaves)
+        if same != self._same:
+            at = next(at for at, first in enumerate(same) if first != self._same[at])
+            told = [
+                "a tensor of its own" if one == at else f"the tensor of {self._names[one]}"
+                for one in (self._same[at], same[at])
+            ]
+            raise _breach(self._names[at], *told)
+        found: dict[str, tuple[int, int, str]] = {}
         for name, expected, leaf in zip(self._names, self._leaves, leaves, strict=True):
-            if not isinstance(expected, _Tensor):
-                if leaf is not expected and not (
-                    isinstance(expected, _HOST)
-                    and type(leaf) is type(expected)
-                    and leaf == expected
-                ):
-                    raise _breach(name, repr(expected), repr(leaf))
-                continue
-            if not isinstance(leaf, torch.Tensor):
-                raise _breach(name, "a tensor", type(leaf).__name__)
-            self._check_tensor(name, expected, leaf, found)
+            if isinstance(expected, _Tensor):
+                self._check_tensor(name, expected, leaf, found)
+            elif leaf is not expected and not (
+                isinstance(expected, _HOST) and type(leaf) is type(expected) and leaf == expected
+            ):
+                raise _breach(name, repr(expected), repr(leaf))
         now = environment(self._device_type)
         if now != self._environment:
-            for mode, value in self._environment.items():
-                if now[mode] != value:
-                    raise _breach(mode, str(value), str(now[mode]))
+            mode = next(mode for mode, value in self._environment.items() if now[mode] != value)
+            raise _breach(mode, str(self._environment[mode]), str(now[mode]))
 
     def axes_of_one(self, args: Any, kwargs: Any) -> frozenset[str]:
         """The axes that have size 1 in a call, as far as it is one that ``check`` would take."""
@@ -165,26 +122,32 @@ class Contract:
         )
 
     def _check_tensor(
-        self, name: str, expected: _Tensor, leaf: torch.Tensor, found: dict[str, tuple[int, str]]
+        self, name: str, expected: _Tensor, leaf: Any, found: dict[str, tuple[int, int, str]]
     ) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            raise _breach(name, "a tensor", type(leaf).__name__)
+        shape = leaf.shape
         for what, traced, now in (
             ("dtype", expected.dtype, leaf.dtype),
             ("device", expected.device, leaf.device),
-            ("rank", len(expected.sizes), leaf.dim()),
+            ("rank", len(expected.sizes), len(shape)),
         ):
             if traced != now:
                 raise _breach(f"{what} of {name}", str(traced), str(now))
-        for dim, (wanted, size) in enumerate(zip(expected.sizes, leaf.shape, strict=True)):
-            place = f"dimension {dim} of {name}"
-            if isinstance(wanted, int):
-                if size != wanted:
-                    raise _breach(place, f"{wanted}, as it was traced", str(size))
+        for dim, (wanted, size) in enumerate(zip(expected.sizes, shape, strict=True)):
+            if wanted == size:
                 continue
-            other, where = found.setdefault(wanted, (size, place))
-            if size != other:
-                raise _breach(place, f"{other} {wanted}, as dimension {where[10:]} has", str(size))
-            if not self._least <= size <= self._most[wanted]:
-                raise _breach(place, f"{self._least} to {self._most[wanted]} {wanted}", str(size))
+            accepted = str(wanted)
+            if isinstance(wanted, int):
+                accepted += ", as it was traced"
+            else:
+                other, where, owner = found.setdefault(wanted, (size, dim, name))
+                accepted = f"{self._least} to {self._most[wanted]} {wanted}"
+                if size == other and self._least <= size <= self._most[wanted]:
+                    continue
+                if size != other:
+                    accepted = f"{other} {wanted}, as dimension {where} of {owner} has"
+            raise _breach(f"dimension {dim} of {name}", accepted, str(size))
         if expected.stride is None:
             if not leaf.is_contiguous():
                 raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")

@@ -106,10 +106,13 @@ def _inductor_folder(cache: CompileCache) -> Iterator[None]:
     try:
         cache.prepare()
         cache.inductor_folder.mkdir(exist_ok=True)
-        is_ours = os.access(cache.inductor_folder, os.W_OK)
+        # torch splits the command of the C++ compiler at spaces.
+        is_ours = os.access(cache.inductor_folder, os.W_OK) and " " not in str(
+            cache.inductor_folder
+        )
     except OSError:
         is_ours = False
-    if not is_ours:  # Told when an entry is written. Inductor uses its own folder.
+    if not is_ours:  # What cannot be written is told with an entry. Inductor uses its own folder.
         yield
         return
     with environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(cache.inductor_folder)):

@@ -20,7 +20,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from graphrt.errors import ContractError, ShapeGuardError
+from graphrt.compile.failures import shape_guard
+from graphrt.errors import ContractError
 
 _HINT = 37
 """What a symbol stands for where compilers ask: no size that anything is special for."""
@@ -220,14 +221,9 @@ def refuse_shape_guards(env: ShapeEnv, axes: Mapping[Any, Axis], sizes: Range | 
             where = str(guard.sloc.maybe_user_loc or guard.sloc.framework_loc)
             named = {symbol: sympy.Symbol(axis.name) for symbol, axis in known}
             told = zip([axis.name for _, axis in known], values, strict=True)
-            raise ShapeGuardError(
-                f"branch on a size: {where}",
-                expected="code that runs alike for every size, because one trace serves all",
-                found=f"{guard.expr.xreplace(named)}, which does not hold for "
-                + ", ".join(f"{n} {name}" for name, n in told),
-                do="remove the branch, or put it into an operator named in splitting_ops",
-                source=where,
-            )
+            sizes_told = ", ".join(f"{n} {name}" for name, n in told)
+            found = f"{guard.expr.xreplace(named)}, which does not hold for {sizes_told}"
+            raise shape_guard(f": {where}", found, where)
 
 
 def _tried(axis: Axis, sizes: Range | None) -> list[int]:

@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import FunctionType
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -143,23 +142,16 @@ def _unknown(name: str, found: str) -> SplittingOpError:
     )
 
 
-class Cut(NamedTuple):
-    """The cut graph."""
-
-    pieces: tuple[Piece, ...]
-    unmatched: tuple[str, ...]
-    """Splitting ops that the graph does not have."""
-
-
 def cut(
     graph: fx.GraphModule,
     ops: SplittingOps,
     impls: Mapping[str, Callable[..., Any]],
     axes: Mapping[Any, str],
     is_opaque: bool,
-) -> Cut:
-    """Cut ``graph`` at every splitting op. ``impls``: Python functions to call in place of ops,
-    inside a compiled piece too unless that ``is_opaque``; ``axes``: by symbol, what varies.
+) -> tuple[list[Piece], tuple[str, ...]]:
+    """Cut ``graph`` at every splitting op; also the ops that it does not have. ``impls``: Python
+    functions to call in place of ops, inside a compiled piece too unless that ``is_opaque``;
+    ``axes``: by symbol, what varies.
 
     Order is kept; consecutive splitting ops are one piece; ``getitem`` stays with its producer.
     Errors: ``SplittingOpError`` if there are ``ops`` and the graph has none of them.
@@ -195,7 +187,7 @@ def cut(
                 structure_of(module, axes),
             )
         )
-    return Cut(tuple(pieces), tuple(name for name in ops.names if name not in matched))
+    return pieces, tuple(name for name in ops.names if name not in matched)
 
 
 def stitch(
@@ -233,8 +225,9 @@ def stitch(
     body.append(f"return ({''.join(f'{result}, ' for result in results)})")
     arguments = ", ".join(text[node] for node in given)
     source = f"def stitched({arguments}):\n" + "".join(f"    {line}\n" for line in body)
-    scope = {f"piece_{index}": call for index, call in enumerate(calls)}
-    return _function(source, scope | dict(constants.values())), source
+    scope = {f"piece_{index}": call for index, call in enumerate(calls)} | dict(constants.values())
+    exec(compile(source, "<graphrt stitched>", "exec"), scope)
+    return scope["stitched"], source
 
 
 def _parts(
@@ -417,10 +410,3 @@ def _digest(constant: Any) -> str:
         return repr(constant)
     flat = constant.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(bytes(flat.tolist())).hexdigest()
-
-
-def _function(source: str, scope: dict[str, Any]) -> FunctionType:
-    code = compile(source, "<graphrt stitched>", "exec")
-    exec(code, scope)
-    stitched: FunctionType = scope["stitched"]
-    return stitched

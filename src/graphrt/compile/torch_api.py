@@ -84,8 +84,7 @@ def compile_by_inductor(
     # ``cache_key_tag`` than that of the process that loads them.
     patches = {"aot_inductor.metadata": {"sizes": sizes}, **options}
     if options.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning):
-        # Launchers that are kept with the artifact do not know that they were tuned (torch 2.11),
-        # and would be at each start; kernels that are loaded from their source do.
+        # Kernels that were pickled do not know that they were tuned, and would be at each start.
         patches["use_static_cuda_launcher"] = False
     return torch._inductor.standalone_compile(
         module,
@@ -116,7 +115,9 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
         with inductor_config.patch({"cpp.vec_isa_ok": True}):
             if _names(valid_vec_isa_list()) != isas.decode():
                 valid_vec_isa_list.cache_clear()
-    with tempfile.TemporaryDirectory() as folder:
+    # In this process: kernels come from its workers pickled, and do not know that they were tuned.
+    in_process = inductor_config.patch(compile_threads=1)
+    with tempfile.TemporaryDirectory() as folder, in_process:
         path = Path(folder, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")

@@ -144,7 +144,7 @@ def leaves(value: Any) -> list[Any]:
     """What nested lists and tuples hold, in order."""
     if not isinstance(value, (list, tuple)):
         return [value]
-    found = []
+    found: list[Any] = []
     for one in value:  # At each replay, of what compiled pieces return.
         found += leaves(one) if isinstance(one, (list, tuple)) else (one,)
     return found
