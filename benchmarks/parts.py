@@ -48,7 +48,6 @@ OF_A_CAPTURE: Parts = {
     "eager segments": [(recorder.ProgramRecorder, "run_eager")],
     "begin": [(recorder.ProgramRecorder, "_open_segment")],
     "end": [(recorder.ProgramRecorder, "_close_segment")],
-    "alias": [(recorder.ProgramRecorder, "_alias")],
     "reads": [
         (Reads, name)
         for name in (
@@ -93,6 +92,7 @@ def device_parts(device: Device) -> Parts:
     """What every device has, and on CUDA where torch and the driver come in."""
     pool = device.new_pool()
     parts: dict[str, Sequence[Place]] = {
+        "alias": [(type(device), "weak_alias")],
         "live blocks": [(type(pool), "live_blocks")],
         "memory reading": [(type(device), "memory")],
     }

@@ -895,6 +895,11 @@ class DeviceContract:
         x = bench.full((4,), 1.0)
         assert bench.device.weak_alias(x) is x
 
+    def test_sparse_tensor_lies_in_no_pool(self, bench: Bench) -> None:
+        x = bench.full((4,), 1.0).to_sparse()
+        assert not bench.device.owns(x)
+        assert bench.device.weak_alias(x) is x
+
     def test_temporary_freed_in_a_recording_is_reused_there(self, bench: Bench) -> None:
         x = bench.full((LARGE,), 1.0)
 

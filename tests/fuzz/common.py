@@ -60,7 +60,7 @@ class Counts:
     leaks: int = 0
     faults: int = 0
     ties: int = 0
-    rearmedd: int = 0
+    refused: int = 0
     missed: int = 0
     """Wrong answers of models that are wrong for some sizes or values, in runs nobody compared."""
     late: int = 0
@@ -77,7 +77,7 @@ class Counts:
             f"fuzz: {self.engine_steps:,} engine steps, {self.runner_steps:,} runner steps, "
             f"{self.wrong} wrong, {self.unexplained} unexplained eager, {self.leaks} leaks, "
             f"{self.faults:,} faults injected (seed {seed}; {self.cases:,} cases, "
-            f"{self.ties} ties, {self.rearmedd} rearmedd, {self.missed} missed, {self.late} late; "
+            f"{self.ties} ties, {self.refused} refused, {self.missed} missed, {self.late} late; "
             f"eager: "
             + (", ".join(f"{n:,} {name}" for name, n in sorted(self.eager.items())) or "none")
             + ")"
@@ -211,7 +211,7 @@ class Watch:
         elif isinstance(event, PaddingVerified):
             self.num_padding_compared += 1
         elif isinstance(event, Verified) and not event.equal and not self.may_differ:
-            self.problem = Problem("wrong", f"a right program was rearmedd: {event}")
+            self.problem = Problem("wrong", f"a right program was refused: {event}")
         elif isinstance(event, Captured):
             self.num_failures = 0
         touch("observer")
@@ -433,8 +433,8 @@ def attempt(
         if watch.may_differ and isinstance(error, VerificationError):
             raise
         if case.get("wrong") and isinstance(error, GraphrtError):
-            counts.rearmedd += 1
-            say(f"rearmedd: {error}")
+            counts.refused += 1
+            say(f"refused: {error}")
             return None
         watch.raise_problem()
         if num_fired() == fired and "injected fault" in str(error):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from graphrt import interrupted_between_steps
+from graphrt.interrupts import termination_noted
 
 
 def test_first_interrupt_waits_for_the_check() -> None:
@@ -18,6 +19,15 @@ def test_first_interrupt_waits_for_the_check() -> None:
         with pytest.raises(KeyboardInterrupt):
             check_interrupt()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_signals_noted_have_their_default_again_without_one() -> None:
+    with interrupted_between_steps(), termination_noted() as has_arrived:
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        signal.raise_signal(signal.SIGTERM)
+        assert has_arrived()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 IN_THE_BACKGROUND = """

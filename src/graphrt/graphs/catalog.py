@@ -207,11 +207,6 @@ class Catalog:
         owner.forget_memo()
         return entry
 
-    def publish_staged(self, programs: Iterable[Program]) -> None:
-        """Let the programs of a new generation take the place of those they were staged beside."""
-        for program in programs:
-            self.publish(program).staged = None
-
     def withdraw(self, program: Program) -> None:
         """Remove ``program``, unless another one of its key has taken its place."""
         entry = self.get(program.owner, program.mode, program.key)

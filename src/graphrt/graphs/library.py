@@ -153,7 +153,7 @@ class GraphLibrary:
         self.side_streams: tuple[Stream, ...] = ()
         self.static_buffers: tuple[BufferSet, ...] = ()
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        """Marked, for as long as they live, when programs became invalid."""
+        """Marked, as long as they exist, when programs became invalid."""
         self._hooks: Watch | None = None
         self._hooked_owners: set[str] = set()
         self._prepared: set[tuple[Callable[..., None], BatchDescriptor]] = set()
@@ -337,7 +337,8 @@ class GraphLibrary:
             return
         old, self._current = self._current, generation
         generation.kind = "first"
-        self.catalog.publish_staged(generation.programs)
+        for program in generation.programs:
+            self.catalog.publish(program).staged = None
         if old is not None:
             self.retire(old)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -148,8 +147,16 @@ def generate_checker(
     nodes = walk_call(args, kwargs)[1:]
     # A function of its own: the constants of the second line would cost the first one time.
     by_content = _generate_line(nodes, len(args), _content_test, full_check)
-    identity = partial(_identity_test, by_address=by_address)
-    return _generate_line(nodes, len(args), identity, by_content)
+
+    def identity_test(node: Node, place: str, constant: Callable[[Any], str]) -> list[str]:
+        value = node.value
+        # New ones of these are left to the second line: 0.0 and -0.0 are equal, and not the same.
+        is_plain = node.kind == "host" and isinstance(value, float | complex | type(None) | bool)
+        if is_plain or (node.kind == "tensor" and not by_address(value)):
+            return [f"{place} is {constant(value)}"]
+        return _content_test(node, place, constant)
+
+    return _generate_line(nodes, len(args), identity_test, by_content)
 
 
 _LeafTest = Callable[[Node, str, Callable[[Any], str]], list[str]]
@@ -181,23 +188,6 @@ def _generate_line(nodes: Sequence[Node], num_args: int, test: _LeafTest, miss: 
         f"    miss(args, kwargs)\n"
     )
     return make_function(source, "<graphrt stale check>", {}, tuple(constants.values()))
-
-
-def _identity_test(
-    node: Node,
-    place: str,
-    constant: Callable[[Any], str],
-    by_address: Callable[[torch.Tensor], bool],
-) -> list[str]:
-    value = node.value
-    if node.kind == "tensor":
-        if by_address(value):
-            return _content_test(node, place, constant)
-        return [f"{place} is {constant(value)}"]
-    if node.kind == "host" and isinstance(value, float | complex | type(None) | bool):
-        # New ones are left to the second line: 0.0 and -0.0 are equal, and not the same.
-        return [f"{place} is {constant(value)}"]
-    return _content_test(node, place, constant)
 
 
 def _content_test(node: Node, place: str, constant: Callable[[Any], str]) -> list[str]:

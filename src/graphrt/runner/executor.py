@@ -222,16 +222,11 @@ class Executor:
         bound = self.bind(entry.key)
         if program.state == "captured":
             program.check((), bound.views)  # The first check lets it replay.
+        unpad = self.outputs.bind(program.outputs, bound.sizes).unpad
+        check = self._check_of(program, bound)
+        mode, key, has_autocast = entry.mode, entry.key, program.autocast is not None
         return ReadyGraph(
-            entry.mode,
-            entry.key,
-            entry,
-            bound,
-            program,
-            self.outputs.bind(program.outputs, bound.sizes).unpad,
-            program.has_eager,
-            program.autocast is not None,
-            self._check_of(program, bound),
+            mode, key, entry, bound, program, unpad, program.has_eager, has_autocast, check
         )
 
     def _check_of(self, program: Program, bound: BoundBuffers) -> Callable[[Any], None] | None:

@@ -498,19 +498,11 @@ class Runtime:
             # Other than decided, where the step found out that something had been replaced.
             mode, key, reason = runner.last_decision or decision
             shape = (num_reqs, uniform, host_us, num_active_loras)
+            served = (key.num_active_loras, key.num_ubatches, why)
             observer(
                 RanEager(reason, num_tokens, *shape, key.num_ubatches, why)
                 if mode is _EAGER
-                else Replayed(
-                    mode,
-                    reason,
-                    num_tokens,
-                    key.num_tokens,
-                    *shape,
-                    key.num_active_loras,
-                    key.num_ubatches,
-                    why,
-                )
+                else Replayed(mode, reason, num_tokens, key.num_tokens, *shape, *served)
             )
         return outputs
 

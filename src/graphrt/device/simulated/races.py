@@ -5,7 +5,7 @@ Recordings look for them from their first mark on, and eager code where ``RaceWa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.context import current_forward_context
-from graphrt.device.simulated.forbidden_ops import Args
+from graphrt.device.simulated.forbidden_ops import Args, Kwargs
 from graphrt.device.simulated.memory import extent_bytes, without_modes
 from graphrt.device.simulated.ops import Operators, decompose, tensors_in
 from graphrt.device.simulated.streams import CallingThread, SimulatedStream
@@ -95,6 +95,14 @@ class Accesses:
         self._by_stream.setdefault(stream, {})[access[:6]] = access
 
 
+def touched_by(
+    args: Sequence[Any], kwargs: Kwargs, written: Collection[int | str], results: Any
+) -> list[tuple[Any, bool]]:
+    """What a call touches, and whether it writes it."""
+    places = (*enumerate(args), *kwargs.items())
+    return [*((one, place in written) for place, one in places), (results, True)]
+
+
 def _num_shared(one: _Access, other: _Access) -> int:
     """Bytes that both touch. Strided tensors may lie between each other's elements."""
     low, high = max(one.start, other.start), min(one.end, other.end)
@@ -167,10 +175,7 @@ class RaceWatch(TorchDispatchMode):
         places = traits.written
         if func.namespace == "c10d" and not places:
             places = _written_by_collective(func)
-        touched = [(one, at in places) for at, one in enumerate(args)]
-        touched += [(one, key in places) for key, one in kwargs.items()]
-        touched.append((result, True))
-        self._note(touched, traits.name)
+        self._note(touched_by(args, kwargs, places, result), traits.name)
         return result
 
     def note_read(self, tensor: torch.Tensor, operation: str) -> None:

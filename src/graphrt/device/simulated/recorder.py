@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -48,7 +48,7 @@ from graphrt.device.simulated.ops import (
     leaves,
     tensors_in,
 )
-from graphrt.device.simulated.races import Accesses
+from graphrt.device.simulated.races import Accesses, touched_by
 from graphrt.device.simulated.streams import CallingThread, RecordedStreams, SimulatedStream
 from graphrt.device.simulated.tensors import RecordedTensors
 from graphrt.device.torch_modes import (
@@ -78,6 +78,14 @@ class Shared:
     workspaces: dict[SimulatedStream, Workspace] = field(default_factory=dict)
     """Of the open recording, as a library that keeps one for each stream sees them."""
     compiled_code_guard: Callable[[], AbstractContextManager[Any]] | None = None
+
+
+class _Issued(NamedTuple):
+    """One operation, and where it was issued."""
+
+    stream: SimulatedStream
+    operation: str
+    source: Source
 
 
 @dataclass(eq=False, repr=False)
@@ -196,7 +204,7 @@ class SimulatedRecording:
                 operation=name,
                 source=source.with_text,
             )
-        stream = self._issue(name, source)
+        issued = self._issue(name, source)
         self._shared.faults.check_op(len(self._calls), name, source)
         taken = {one.untyped_storage()._cdata for one in tensors_in(args)}
         views = {
@@ -206,8 +214,8 @@ class SimulatedRecording:
         }
         if views:
             out_meta = tuple(None if at in views else one for at, one in enumerate(out_meta))
-        results = self._tensors.allocated(out_meta, stream, source)
-        self._add_call(fn, name, args, {}, written, results, stream, source)
+        results = self._tensors.allocated(out_meta, issued.stream, source)
+        self._add_call(issued, fn, args, {}, written, results)
         return tuple(views.get(at, one) for at, one in enumerate(results)) if views else results
 
     def _build(self, allow_empty: bool) -> SimulatedGraph:
@@ -285,16 +293,16 @@ class SimulatedRecording:
         if described is NOT_RECORDED:
             self._tensors.note_inputs(args)
             return func(*args, **kwargs)
-        stream = self._issue(traits.name, source)
+        issued = self._issue(traits.name, source)
         if not traits.only_allocates:
             self._shared.faults.check_op(len(self._calls), traits.name, source)
         if traits.takes_workspace:
-            self._take_workspace(stream, source)
-        results = self._tensors.allocated(described, stream, source)
+            self._take_workspace(issued.stream, source)
+        results = self._tensors.allocated(described, issued.stream, source)
         if not traits.only_allocates:
             # Replays call it without its Python frame, where torch names it so.
             call = getattr(func, "_op", func)
-            self._add_call(call, traits.name, args, kwargs, traits.written, results, stream, source)
+            self._add_call(issued, call, args, kwargs, traits.written, results)
             self._uses_rng |= traits.uses_rng
         return _returned(results, traits, args, kwargs)
 
@@ -373,15 +381,14 @@ class SimulatedRecording:
 
     def _add_call(
         self,
+        issued: _Issued,
         function: Callable[..., Any],
-        name: str,
         args: Sequence[Any],
         kwargs: Kwargs,
         written: Collection[int | str],
         results: Any,
-        stream: SimulatedStream,
-        source: Source,
     ) -> None:
+        stream, name, source = issued
         store: Callable[[Any], object] | None = None
         if isinstance(results, torch.Tensor):
             store = self._tensors.alias(results).copy_
@@ -391,21 +398,12 @@ class SimulatedRecording:
                 for leaf in leaves(results)
             ]
             store = partial(copy_results, targets)
-        call = Call(
-            stream,
-            dict(stream.clock),
-            function,
-            tuple([self._tensors.aliased(one, at in written, name) for at, one in enumerate(args)]),
-            {key: self._tensors.aliased(one, key in written, name) for key, one in kwargs.items()},
-            store,
-            name,
-            source,
-        )
+        aliased = self._tensors.aliased
+        given = tuple([aliased(one, at in written, name) for at, one in enumerate(args)])
+        named = {key: aliased(one, key in written, name) for key, one in kwargs.items()}
+        call = Call(stream, dict(stream.clock), function, given, named, store, name, source)
         if self._streams.checks_races:
-            touched = [(one, at in written) for at, one in enumerate(args)]
-            touched += [(one, key in written) for key, one in kwargs.items()]
-            touched.append((results, True))
-            for value, is_written in touched:
+            for value, is_written in touched_by(args, kwargs, written, results):
                 self._accesses.note(value, is_written, name, stream, source)
         self._calls.append(call)
 
@@ -420,10 +418,10 @@ class SimulatedRecording:
             self._owned_workspaces.append(workspace)
         self._workspaces[stream] = workspace
 
-    def _issue(self, operation: str, source: Source) -> SimulatedStream:
+    def _issue(self, operation: str, source: Source) -> _Issued:
         stream = self._shared.thread.stream
         self._streams.issue(stream, operation, source)
-        return stream
+        return _Issued(stream, operation, source)
 
 
 class _OperatorRecorder(OfRecording, TorchDispatchMode):
