@@ -199,6 +199,7 @@ def _check(model_config: ModelConfig, config: EngineConfig, ranks: Exchange | No
     place for."""
     loras, drafts = config.runtime.max_loras, config.runtime.num_speculative_tokens
     longest = model_config.max_position_embeddings
+    asked = config.max_model_len or longest
     for is_wrong, name, expected, found in (
         (
             ranks is not None and config.capture == "by_priority",
@@ -213,10 +214,10 @@ def _check(model_config: ModelConfig, config: EngineConfig, ranks: Exchange | No
             loras,
         ),
         (
-            _max_model_len(model_config, config) > longest,
+            asked > longest,
             "EngineConfig.max_model_len",
             f"at most the model's context of {longest} tokens",
-            config.max_model_len,
+            asked,
         ),
         (
             drafts and config.overlap,
@@ -225,19 +226,14 @@ def _check(model_config: ModelConfig, config: EngineConfig, ranks: Exchange | No
             f"True, and num_speculative_tokens = {drafts}",
         ),
         (
-            drafts >= _max_model_len(model_config, config),
+            drafts >= asked,
             "RuntimeConfig.num_speculative_tokens",
-            f"fewer than the context of {_max_model_len(model_config, config)} tokens",
+            f"fewer than the context of {asked} tokens",
             drafts,
         ),
     ):
         if is_wrong:
             raise EngineConfigError(name, expected=expected, found=str(found))
-
-
-def _max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
-    asked = config.max_model_len
-    return model_config.max_position_embeddings if asked is None else asked
 
 
 def _attention(
@@ -382,7 +378,7 @@ def _load(
 def _limits(
     model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: Device
 ) -> Limits:
-    max_model_len = _max_model_len(model_config, config)
+    max_model_len = config.max_model_len or model_config.max_position_embeddings
     num_drafts = config.runtime.num_speculative_tokens
     num_blocks = config.num_blocks
     if num_blocks is None:

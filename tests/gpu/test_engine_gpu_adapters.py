@@ -90,6 +90,22 @@ def test_bfloat16_replays_with_adapters_and_drafts_equal_eager(backend, options)
     assert any(isinstance(event, Replayed) for event in seen)
 
 
+def test_float32_drafts_of_32_requests_give_equal_tokens():
+    """What differs in half precision at so many requests is rounding: here nothing does."""
+    asked, options = prompts(32, QWEN.vocab_size), {"dtype": "float32", "max_num_seqs": 32}
+    sizes = (3, 24, 48, 96)
+    with (
+        make_engine(QWEN, "NONE", **options) as reference,
+        make_engine(
+            QWEN, "FULL_AND_PIECEWISE", sizes=sizes, num_speculative_tokens=2, **options
+        ) as engine,
+    ):
+        expected = reference.generate(asked, greedy(40))
+        told = compare(reference, asked, expected, engine.generate(asked, greedy(40)), "float32")
+    assert told.identical, told.differences
+    assert told.ties <= 1
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -473,6 +473,20 @@ MUTANTS = [
         LORA,
     ),
     Mutant(
+        "kernel applies adapters that a graph does not have",
+        "graphrt_llm/lora.py",
+        "if len(active_loras) < most:\n                # As",
+        "if False:\n                # As",
+        LORA,
+    ),
+    Mutant(
+        "captures between steps forget batches of fewer requests",
+        "graphrt_llm/inputs.py",
+        "for n in range(1, num_reqs + 1)",
+        "for n in (num_reqs,)",
+        "simulated/test_llm_inputs.py",
+    ),
+    Mutant(
         "step has one adapter whatever its requests name",
         "graphrt_llm/runner.py",
         "num_active_loras=len(batch.active_loras)",
@@ -517,8 +531,8 @@ MUTANTS = [
     Mutant(
         "drafts go past the last token",
         "graphrt_llm/scheduler.py",
-        "table.max_num_tokens[row] - known - 1)",
-        "table.max_num_tokens[row])",
+        "table.max_num_tokens[rows] - known - 1)",
+        "table.max_num_tokens[rows])",
         "pure/test_llm_drafts.py",
     ),
     Mutant(

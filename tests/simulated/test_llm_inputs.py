@@ -211,6 +211,28 @@ def test_a_key_needs_blocks_for_all_its_requests(key, num_needed):
     assert not examples.can_fill(key)
 
 
+def test_fewer_requests_may_need_more_blocks():
+    drafts = Limits(
+        max_num_seqs=3,
+        max_num_batched_tokens=15,
+        max_model_len=20,
+        block_size=4,
+        num_blocks=9,
+        query_len=5,
+    )
+    allocator = BlockAllocator(drafts.num_blocks)
+    allocator.allocate(5)
+    # Three requests fit 11 tokens into 3 blocks; two that decode 5 tokens each need 4.
+    assert drafts.blocks_needed(11, 3) == 3
+    assert not Examples(drafts, VOCAB, allocator).can_fill(BatchDescriptor(11, 3))
+    short = Limits(
+        max_num_seqs=3, max_num_batched_tokens=12, max_model_len=6, block_size=4, num_blocks=4
+    )
+    assert short.blocks_needed(11, 2) == 4  # The second block of a context holds two tokens.
+    # Two requests never have 12 tokens in so small a cache.
+    assert Examples(short, VOCAB, BlockAllocator(4)).can_fill(BatchDescriptor(12, 3))
+
+
 @settings(deadline=None)
 @given(limits(), st.data())
 def test_blocks_for_a_key_are_enough_for_every_smaller_batch(limits, data):

@@ -11,11 +11,11 @@ from llm_traffic import MODES, TRAFFIC, engine_config, serve
 from test_llm_attention_registered import PlainAttention
 
 from graphrt import Event, Reason, RuntimeMode, StepMetrics, Withdrawn
-from graphrt_llm import KVCache, Limits, LLMEngine, register_attention_backend
+from graphrt_llm import KVCache, Limits, LLMEngine, assembly, register_attention_backend
 from graphrt_llm.attention import SwitchingAttention
 from graphrt_llm.attention.building import ProcessBuild
 from graphrt_llm.attention.sdpa import SdpaAttention
-from graphrt_llm.errors import AttentionBackendError
+from graphrt_llm.errors import AttentionBackendError, EngineConfigError
 
 
 class Stub:
@@ -101,6 +101,25 @@ def test_a_switch_between_steps_changes_no_token(
             assert not engine.runtime.report().missing
         assert serve(engine, TRAFFIC)[:2] == expected
     assert BUILDS[-1].num_closed == (num_polls > 2 * len(served.steps))
+
+
+def test_an_engine_that_cannot_be_made_leaves_nothing_open(switching, monkeypatch):
+    closed, make = [], assembly.make_device
+
+    def make_device(*asked):
+        device = make(*asked)
+        close = device.close
+        monkeypatch.setattr(device, "close", lambda: (closed.append(device), close()))
+        return device
+
+    monkeypatch.setattr(assembly, "make_device", make_device)
+    BUILDS.append(Stub(5))
+    config = replace(engine_config("NONE"), attention_backend="switching")
+    compilation = replace(config.runtime.compilation, level=1)
+    config = replace(config, runtime=replace(config.runtime, compilation=compilation))
+    with pytest.raises(EngineConfigError, match="level"):
+        LLMEngine.tiny(config)
+    assert (len(closed), BUILDS[-1].num_closed) == (1, 1)
 
 
 def test_graphs_are_captured_anew_by_priority(switching):
