@@ -191,15 +191,12 @@ _REGISTERS: tuple[tuple[str, PlaceKind], ...] = (
 )
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
-# Special methods that no forward calls by an operator of the language.
-_NOT_CALLED = frozenset(
-    f"__{name}__"
-    for name in (
-        "init new post_init repr str format dir sizeof eq ne hash del set_name init_subclass "
-        "class_getitem getstate setstate reduce reduce_ex getnewargs getnewargs_ex copy deepcopy "
-        "replace"
-    ).split()
+_OFF_THE_PATH = (
+    "init new post_init repr str format dir sizeof eq ne hash del set_name init_subclass copy "
+    "class_getitem getstate setstate reduce reduce_ex getnewargs getnewargs_ex deepcopy replace"
 )
+_NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
+"""Special methods that no forward calls by an operator of the language."""
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
 _BREAKS = "graphrt.graphs.breaks"
