@@ -607,16 +607,19 @@ def test_functools_cache_of_no_inputs_is_kept() -> None:
 
 def test_each_run_begins_with_what_was_there_before_all() -> None:
     model = torch.nn.Module()
-    model.a = model.old = 0
-    snapshot = HostSnapshot(lambda: (model.a, model.old, model.new))
+    model.a = model.old = model.seen = 0
+    snapshot = HostSnapshot(lambda: (model.a, model.old, model.new, model.seen))
 
     def changes(**values: int) -> None:
         with snapshot.run(is_first=True):
             vars(model).update(values)
         with snapshot.restored():
             assert (model.a, model.old, vars(model).get("new")) == (0, 0, None)
+            assert model.seen == seen
 
+    seen = 0
     changes(a=1)
+    seen = model.seen = 5  # Between two runs, as an example does.
     changes(old=1)
     with snapshot.run(is_first=True):
         del model.old
