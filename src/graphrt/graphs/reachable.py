@@ -183,7 +183,7 @@ _FOREIGN = frozenset(sys.stdlib_module_names - {"__main__"}) | {
 """Packages whose code and objects are not entered."""
 
 # What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
-MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
+_MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 _REGISTERS: tuple[tuple[str, PlaceKind], ...] = (
     ("_parameters", "parameter"),
     ("_buffers", "buffer"),
@@ -774,7 +774,7 @@ class Walk:
         prefix = f"{path}." if path else ""
         known = self._class_of(owner)
         self._read_methods()
-        skipped = MODULE_OWN if known.is_module else ()
+        skipped = _MODULE_OWN if known.is_module else ()
         for name, value in attributes.items():
             if name not in skipped:
                 self._add_attribute(known, prefix + name, owner, name, "attribute", value)
