@@ -130,6 +130,18 @@ def test_examples_of_wrong_sizes_fail_the_capture():
         assert not runner.report().graphs
 
 
+def test_capture_takes_the_example_of_its_warm_up():
+    made = []
+
+    def examples(sizes, seed):
+        made.append((sizes["tokens"], seed))
+        return {"x": torch.arange(sizes["tokens"]) + float(seed)}
+
+    with tokens_runner(examples=examples, sizes={"tokens": [2, 4]}, capacity=None) as runner:
+        runner.capture()
+        assert [made.count((size, seed)) for size in (4, 2) for seed in (0, 1)] == [1, 1, 1, 1]
+
+
 def test_capture_without_examples_raises_and_marks_nothing():
     events = []
     with make(examples=None, on_capture_error="skip", observer=events.append) as runner:

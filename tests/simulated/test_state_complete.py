@@ -605,6 +605,30 @@ def test_functools_cache_of_no_inputs_is_kept() -> None:
         assert len(runner.capture().graphs) == 2
 
 
+def test_each_run_begins_with_what_was_there_before_all() -> None:
+    model = torch.nn.Module()
+    model.a = model.old = model.seen = 0
+    snapshot = HostSnapshot(lambda: (model.a, model.old, model.new, model.seen))
+
+    def changes(**values: int) -> None:
+        with snapshot.run(is_first=True):
+            vars(model).update(values)
+        with snapshot.restored():
+            assert (model.a, model.old, vars(model).get("new")) == (0, 0, None)
+            assert model.seen == seen
+
+    seen = 0
+    changes(a=1)
+    seen = model.seen = 5  # Between two runs, as an example does.
+    changes(old=1)
+    with snapshot.run(is_first=True):
+        del model.old
+        model.new = 2  # In its place: as many attributes as before.
+    changes(a=3)
+    assert vars(model).get("old") is None
+    assert model.new == 2
+
+
 # -- a failed capture leaves nothing in the model
 
 LAST: Any = None

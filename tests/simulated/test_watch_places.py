@@ -654,6 +654,24 @@ def test_entry_added_under_a_computed_key_is_noticed(find, name) -> None:
         assert torch.equal(out, model(example({"n": 2}, 5)["x"]))
 
 
+def test_default_set_between_two_captures_is_read_anew() -> None:
+    def scaled(x, by=2.0):
+        return x * by
+
+    with make(lambda x: scaled(x), sizes=(2, 4)) as runner:
+        runner.capture_next()
+        scaled.__defaults__ = (3.0,)
+        runner.capture_next()
+        for _ in range(laps(runner) + 1):
+            out = run(runner, n=1)
+        assert runner.last_decision.reason in (Reason.HIT, Reason.PADDED)
+        assert torch.equal(out, example({"n": 1}, 5)["x"] * 3)
+        scaled.__defaults__ = (5.0,)
+        for _ in range(laps(runner)):
+            run(runner, n=1)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+
+
 class Named(torch.nn.Module):
     __factors__ = (2.0,)
 

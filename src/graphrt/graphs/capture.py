@@ -231,7 +231,7 @@ def _reads(
         # it sets them anew in each run, and others may use the place between two runs.
         return library.device.owns(tensor) or tensor.untyped_storage().data_ptr() in inputs
 
-    return Reads(fn, is_ours, options.prepared, breaks=breaks, reached=walk())
+    return Reads(fn, is_ours, options.prepared, breaks=breaks, reached=walk(), host=host)
 
 
 def _captured(program: Program, seconds: float) -> Captured:

@@ -31,8 +31,6 @@ from graphrt.graphs.reachable import (
 )
 from graphrt.graphs.values import same_host_value, walk
 
-_SPECIAL = ("length", "member")
-"""Kinds of places that no snapshot looks at, or that may come to be in several ones."""
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Made of no other tensors."""
 
@@ -111,7 +109,7 @@ class Reads:
 
     It is shared by the programs of the callable. ``prepared``: resources; what they set before
     each run is no change. ``breaks`` False: without what break points alone reach. ``reached``:
-    what a walk has just found; None to walk now.
+    what a walk has just found; None to walk now. ``host``: has looked just before the walk.
     """
 
     def __init__(
@@ -122,6 +120,7 @@ class Reads:
         *,
         breaks: bool = True,
         reached: Reach | None = None,
+        host: HostSnapshot | None = None,
     ) -> None:
         self.target = target
         self.breaks = breaks
@@ -162,6 +161,8 @@ class Reads:
         self.now: Sequence[Place] = self.values
         """The host values, as of the last look for a capture."""
         self._host: HostSnapshot | None = None
+        if host is not None:
+            self._bind(host)
         self.prepared = frozenset(
             place.path for place in self._found if id(place.owner) in of_resources
         )
@@ -186,13 +187,13 @@ class Reads:
 
         An attribute that is absent may also appear in a class, which no snapshot looks for.
         """
-        self._host, self._version, self._seen = host, -1, set[tuple[int, Any]]()
+        self._host, self._version, self._seen = host, host.version, set[tuple[int, Any]]()
         unseen: list[list[Place]] = []
         for places in (self.links, self.values):
             unseen.append([])
             for place in places:
                 get, box, name = _getter(place)
-                if get is dict.get and place.kind not in _SPECIAL and host.holds(box, name):
+                if get is dict.get and host.holds(box, name):
                     self._seen.add((id(box), name))
                 elif get is not tuple.__getitem__:
                     unseen[-1].append(place)
@@ -204,7 +205,7 @@ class Reads:
     _tensor_columns = cached_property(lambda self: Columns(self.tensors))
 
     def leads_to_the_same(self, target: object, host: HostSnapshot, *, breaks: bool) -> bool:
-        """True if a walk of ``target`` would find the same objects now; ``now`` are the host values.
+        """True if a walk of ``target`` would find the same objects now. Updates ``now``.
 
         ``host``: has just looked. Where it saw nothing change, only the rest is looked at.
         """
@@ -212,6 +213,7 @@ class Reads:
             return False
         if self._host is not host:
             self._bind(host)
+            self._version = -1
         self.now = self.values
         is_known = self._version >= 0 and self._seen.isdisjoint(host.changed_since(self._version))
         links, values = self._unseen

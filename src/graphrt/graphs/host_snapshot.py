@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from itertools import accumulate, chain, compress, count
-from operator import call, is_, is_not, itemgetter, ne
+from operator import is_, is_not
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
@@ -28,7 +28,6 @@ import torch
 from graphrt.errors import VerificationError
 from graphrt.graphs.reachable import (
     MISSING,
-    MODULE_OWN,
     Reach,
     Walk,
     attributes_of,
@@ -287,15 +286,12 @@ class HostSnapshot:
 
     def __init__(self, runnable: object) -> None:
         self.runnable = runnable
-        # Of attributes and entries: columns, which are compared in one go, because a call for each
-        # would cost ten times as much.
+        # Of attributes and entries: targets, lengths and values as columns, which are compared in
+        # one go, because a call for each would cost ten times as much.
         self._dicts: list[_Held] = []
         self._targets: list[dict[Any, Any]] = []
         self._lengths: list[int] = []
-        self._looks: list[Callable[[Any], Collection[Any]]] = []
-        """How the values that may change are taken out of each."""
-        self._seen: list[Collection[Any]] = []
-        """These, as they were noted last."""
+        self._values: list[Any] = []
         self._others: list[_Held] = []
         """Single variables and attributes, and other containers."""
         self._empty: list[tuple[str, Any, Kind]] = []
@@ -417,12 +413,10 @@ class HostSnapshot:
     def _keep(self, held: _Held) -> None:
         if held.kind == "object" and type(held.target) is dict:
             held.row = len(self._dicts)
-            look = _look_of(held.last)
             self._dicts.append(held)
             self._targets.append(held.target)
             self._lengths.append(len(held.last))
-            self._looks.append(look)
-            self._seen.append(look(held.last))
+            self._values += held.last.values()
         else:
             self._others.append(held)
         if _CACHE not in map(type, held.last.values()):
@@ -446,20 +440,16 @@ class HostSnapshot:
                     self._empty.append((path, target, kind))
                     self._empty_targets.append(target)
         touched = []
-        try:
-            now = list(map(call, self._looks, self._targets))
-        except KeyError:  # An attribute of a module gave way to one of another name.
-            return [held for held in (*self._dicts, *self._others) if not held.is_untouched()]
-        lengths = list(map(len, self._targets))
-        if lengths != self._lengths:
-            for row in compress(count(), map(ne, lengths, self._lengths)):
-                touched.append(self._dicts[row])
-                now[row] = self._seen[row]
-        flatten = chain.from_iterable
-        if any(map(is_not, flatten(now), flatten(self._seen))):
-            # In few: to ask each dict would cost more than to find those that hold the places.
-            places = compress(count(), map(is_not, flatten(now), flatten(self._seen)))
-            ends = list(accumulate(map(len, self._seen)))
+        now: list[Any] = list(map(dict.values, self._targets))
+        if list(map(len, now)) != self._lengths:
+            for row, length in enumerate(self._lengths):
+                if len(now[row]) != length:
+                    touched.append(self._dicts[row])
+                    now[row] = self._dicts[row].last.values()
+        places = list(compress(count(), map(is_not, chain.from_iterable(now), self._values)))
+        if places:
+            # Few are: to ask each dict would cost more than to find those that hold them.
+            ends = list(accumulate(self._lengths))
             rows = dict.fromkeys(bisect_right(ends, place) for place in places)
             touched += [self._dicts[row] for row in rows]
         return touched + [held for held in self._others if not held.is_untouched()]
@@ -478,8 +468,12 @@ class HostSnapshot:
             self._moved[held] = None
             held.last = change.now
             if held.row is not None:
-                look = self._looks[held.row] = _look_of(held.last)
-                self._lengths[held.row], self._seen[held.row] = len(held.last), look(held.last)
+                if len(held.last) == self._lengths[held.row]:
+                    start = sum(self._lengths[: held.row])
+                    self._values[start : start + len(held.last)] = held.last.values()
+                else:
+                    self._lengths[held.row] = len(held.last)
+                    self._values = [value for each in self._dicts for value in each.last.values()]
         for change in changes:
             for key in change.keys:
                 for value in change.value(key) if key is _ALL else (change.value(key),):
@@ -651,14 +645,6 @@ class HostSnapshot:
             for held, key, cache, misses in self._caches
             if cache.cache_info().misses > misses and _may_hold_inputs(cache)
         ]
-
-
-def _look_of(own: dict[Any, Any]) -> Callable[[Any], Collection[Any]]:
-    """How the values of a dict that may change are taken out of it: of a module's, not the flags
-    and hooks that torch keeps, which are most of them."""
-    if not own.keys() >= MODULE_OWN:
-        return dict.values
-    return itemgetter(*(name for name in own if name in _REGISTERS or name not in MODULE_OWN))
 
 
 def _is_in(places: set[tuple[int, Any]], held: _Held, key: Any) -> bool:

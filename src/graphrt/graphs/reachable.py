@@ -183,7 +183,7 @@ _FOREIGN = frozenset(sys.stdlib_module_names - {"__main__"}) | {
 """Packages whose code and objects are not entered."""
 
 # What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
-MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
+_MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 _REGISTERS: tuple[tuple[str, PlaceKind], ...] = (
     ("_parameters", "parameter"),
     ("_buffers", "buffer"),
@@ -191,15 +191,12 @@ _REGISTERS: tuple[tuple[str, PlaceKind], ...] = (
 )
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
-# Special methods that no forward calls by an operator of the language.
-_NOT_CALLED = frozenset(
-    f"__{name}__"
-    for name in (
-        "init new post_init repr str format dir sizeof eq ne hash del set_name init_subclass "
-        "class_getitem getstate setstate reduce reduce_ex getnewargs getnewargs_ex copy deepcopy "
-        "replace"
-    ).split()
+_OFF_THE_PATH = (
+    "init new post_init repr str format dir sizeof eq ne hash del set_name init_subclass copy "
+    "class_getitem getstate setstate reduce reduce_ex getnewargs getnewargs_ex deepcopy replace"
 )
+_NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
+"""Special methods that no forward calls by an operator of the language."""
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
 _BREAKS = "graphrt.graphs.breaks"
@@ -777,7 +774,7 @@ class Walk:
         prefix = f"{path}." if path else ""
         known = self._class_of(owner)
         self._read_methods()
-        skipped = MODULE_OWN if known.is_module else ()
+        skipped = _MODULE_OWN if known.is_module else ()
         for name, value in attributes.items():
             if name not in skipped:
                 self._add_attribute(known, prefix + name, owner, name, "attribute", value)

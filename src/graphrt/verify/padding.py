@@ -141,9 +141,10 @@ def check_padding(
     def run(
         call: Callable[[], Any], *varied: str, is_last: bool = False, poisons: bool = True
     ) -> tuple[Any, Any]:
-        state.restore(saved)
         if poisons:
-            state.poison(is_last=is_last)
+            state.begin(saved, is_last=is_last)
+        else:
+            state.restore(saved)
         if call is replay:
             stage()
         # A FULL replay runs no Python, which might remember anything.

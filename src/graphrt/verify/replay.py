@@ -92,8 +92,7 @@ def check_replay(
             # The replay may overwrite what eager returned: an output can view a static input.
             expected = own_copy(run_eager())
         expected_state = guarded.save().compared
-        guarded.restore(saved)
-        guarded.poison(is_last=True)
+        guarded.begin(saved, is_last=True)
         outputs = run_replay()
         found_state = guarded.save().compared
         guarded.settle(saved, expected_state, found_state)

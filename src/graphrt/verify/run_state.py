@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -87,8 +87,8 @@ class RunState:
             compared[name] = tensor.index_select(0, index)
         return SavedState(token, compared, tuple(item.get_state() for item in self._generators))
 
-    def restore(self, saved: SavedState) -> None:
-        """Write everything back in place: graphs hold the addresses."""
+    def restore(self, saved: SavedState, besides: Container[str] = ()) -> None:
+        """Write everything back in place, ``besides`` some rows: graphs hold the addresses."""
         if self._wait is not None:
             self._wait()
         compared = saved.compared
@@ -99,9 +99,15 @@ class RunState:
             for name, tensor in self._tensors.items():
                 tensor.copy_(compared[name])
             for name, (tensor, index) in self._rows.items():
-                as_bits(tensor).index_copy_(0, index, as_bits(compared[name]))
+                if name not in besides:
+                    as_bits(tensor).index_copy_(0, index, as_bits(compared[name]))
         for generator, state in zip(self._generators, saved.generators, strict=True):
             generator.set_state(state)
+
+    def begin(self, saved: SavedState, *, is_last: bool = False) -> None:
+        """Make everything as it was for another run, which finds the written rows poisoned."""
+        self.restore(saved, besides=self.poisoned)
+        self.poison(is_last=is_last)
 
     def poison(self, *, is_last: bool = False) -> None:
         """Make the written rows hold what no run wrote there, so that a row left out is seen."""
