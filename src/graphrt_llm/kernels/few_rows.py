@@ -24,8 +24,12 @@ MAX_ELEMENTS = {1: 2**62, 2: 2**26, 4: 2**22}
 it, as measured on an H200. Each further row costs arithmetic, of which tensor cores have plenty."""
 MAX_ADDED_ROWS = 16
 """For a product that is added, on tensor cores. Us on an H200 at 16 rows, this and cuBLAS, matrices
-of 2048 x 1024, 3072 x 1024, 4096 x 4096, 14336 x 4096: 3.9 and 5.5, 4.8 and 7.1, 11.8 and 13.0,
-31.7 and 32.5."""
+of 2048 x 1024, 3072 x 1024, 4096 x 4096, 14336 x 4096: 3.4 and 5.5, 4.8 and 7.1, 12.2 and 13.0,
+32.0 and 32.5."""
+MAX_EARLY = 2**23
+"""Elements of a matrix up to which it pays to begin while the kernel before runs. Us at 1 row on an
+H200, 1024 x 4096, 2048 x 1024, 3072 x 1024: 4.2, 2.8, 3.7 instead of 4.7, 3.9, 4.4; 4096 x 6144:
+17.6 instead of 15.5."""
 GATED_SHARE = 8
 """A gated product has twice the arithmetic per output: from two rows on its limit is lower."""
 
@@ -266,6 +270,7 @@ def product(
             adds,
         ),
         tiling.num_warps,
+        early=weight.numel() <= MAX_EARLY,
     )
 
 
@@ -282,7 +287,7 @@ def add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     """
     num_rows, width = x.shape
     num_outputs = residual.shape[1]
-    outputs = 8 if num_outputs <= NARROW else 16
+    outputs, num_stages = (8, 4) if num_outputs <= NARROW else (16, 3)
     _launch_add_product(
         (triton.cdiv(num_outputs, outputs), 1, 1),
         (x, weight, x if bias is None else bias, residual),
@@ -293,7 +298,7 @@ def add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
             outputs,
             ADDED_BLOCK,
             ADDED_PARTS,
-            NUM_STAGES,
+            num_stages,
             bias is not None,
         ),
         ADDED_PARTS,
