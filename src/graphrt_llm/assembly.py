@@ -152,11 +152,14 @@ def assemble(
             attention = choose_attention(config.attention_backend, cache)
         is_auto = config.attention_backend == "auto" and not is_split
         if is_auto and ranks is None:  # Ranks would have to switch in the same step.
-            backend = make_cold_attention(cache, limits)
+            # Who captures before serving waits anyway, and would capture slowly over sdpa.
+            waits = config.capture == "before_serving"
+            backend = make_cold_attention(cache, limits, waits=waits)
         if backend is None:
             backend = make_attention(attention.name, cache, limits)
         else:
-            reason = f"{attention.reason}, once its kernels are built; until then sdpa"
+            first = "its fa2" if waits else "sdpa"
+            reason = f"{attention.reason}, once its kernels are built; until then {first}"
             attention = attention._replace(reason=reason)
         if is_split and not getattr(backend, "serves_micro_batches", False):
             raise EngineConfigError(
@@ -198,7 +201,7 @@ def assemble(
         if config.tensor_parallel:
             asked = replace(asked, ranks=replace(asked.ranks, same_batch=True))
         runtime = Runtime(
-            NamedInputs(split or model),
+            NamedInputs(split or model, model.kernels),
             config=asked,
             inputs=input_specs(limits),
             outputs=OutputSpec(
