@@ -151,7 +151,7 @@ def assemble(
         if config.tensor_parallel:
             asked = replace(asked, ranks=replace(asked.ranks, same_batch=True))
         runtime = Runtime(
-            NamedInputs(split or model),
+            NamedInputs(split or model, model.kernels),
             config=asked,
             inputs=input_specs(limits),
             outputs=OutputSpec(
@@ -247,9 +247,12 @@ def _attention(
     else:
         attention = choose_attention(asked, cache)
         if asked == "auto" and ranks is None:  # Ranks would have to switch in the same step.
-            cold = make_cold_attention(cache, limits)
+            # Who captures before serving waits anyway, and would capture slowly over sdpa.
+            waits = config.capture == "before_serving"
+            cold = make_cold_attention(cache, limits, waits=waits)
             if cold is not None:
-                reason = f"{attention.reason}, once its kernels are built; until then sdpa"
+                first = "its fa2" if waits else "sdpa"
+                reason = f"{attention.reason}, once its kernels are built; until then {first}"
                 return attention._replace(reason=reason), cold
     backend = make_attention(attention.name, cache, limits)
     if num_ubatches > 1 and not getattr(backend, "serves_micro_batches", False):

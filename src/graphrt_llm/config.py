@@ -39,10 +39,11 @@ class EngineConfig:
     ``block_size``: Tokens in a block of the cache.
     ``attention_backend``: ``auto``: on a GPU in half precision ``paged``, this package's kernel
       for decoding requests, with FlashInfer for all other batches where it is installed and serves
-      dtype, heads and device, else with ``sdpa`` for them; elsewhere ``sdpa``. Nothing waits for
-      FlashInfer's kernels to be built, except ranks: other processes build them, ``sdpa`` serves
-      until then, and graphs whose kernels change then are captured anew, one a step (``Withdrawn``
-      tells the observer). The engine's ``attention`` says which was chosen, and why.
+      dtype, heads and device, else with ``sdpa`` for them; elsewhere ``sdpa``. Of FlashInfer's
+      kernels that are not built yet, those that take longest are built by other processes while
+      others serve, with ``by_priority`` all of them while ``sdpa`` serves; ranks wait. Graphs whose
+      kernels change then are captured anew, one a step (``Withdrawn`` tells the observer). The
+      engine's ``attention`` says which was chosen, and why.
     ``overlap``: Prepare a step while the device runs the previous one: a step's tokens are then
       returned by the next call, and a request that stops at a token runs one step too many. None:
       on a GPU. Never with speculative decoding, because drafts depend on the tokens before them.

@@ -15,6 +15,7 @@ from graphrt_llm.collectives import RankGroup
 from graphrt_llm.config import Limits
 from graphrt_llm.input_batch import InputBatch
 from graphrt_llm.inputs import HostInputs
+from graphrt_llm.kernels import EAGER, Kernels
 from graphrt_llm.scheduler import ScheduledBatch
 
 EVERY_GRAPH = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
@@ -75,9 +76,10 @@ class NamedInputs(nn.Module):
     the runtime finds the parameters that its graphs read through modules.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels = EAGER) -> None:
         super().__init__()
         self.model = model
+        self._argmax = kernels.argmax
 
     def forward(
         self,
@@ -101,7 +103,7 @@ class NamedInputs(nn.Module):
             weights: Any = self.model.lora
             adapters = weights.begin(lora_slots, active_loras[:count])
             logits = self.model(*inputs, adapters)
-        return StepOutputs(logits, logits.argmax(-1))
+        return StepOutputs(logits, self._argmax(logits))
 
 
 def _num_adapters() -> int:

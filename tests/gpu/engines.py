@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
 QWEN = ModelConfig(architecture="Qwen3ForCausalLM", num_kv_heads=4, **SMALL)
 """Two query heads per key head: FlashInfer decodes on CUDA cores."""
 LLAMA = ModelConfig(architecture="LlamaForCausalLM", num_kv_heads=2, **SMALL)
-"""Four query heads per key head: FlashInfer decodes on tensor cores."""
+"""Four query heads per key head."""
 
 
 def engine_config(

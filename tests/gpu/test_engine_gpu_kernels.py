@@ -165,6 +165,17 @@ def test_rotate_and_store(dtype, has_norm, heads, kv_heads, width, tokens):
     assert torch.equal(slots[untouched].double(), expected_slots[untouched])
 
 
+@pytest.mark.parametrize("shape", [(3, 151936), (1, 40), (2, 3, 70000), (0, 50)])
+def test_the_largest_logit_is_found_the_first_of_equals(shape):
+    logits = normal(*shape, dtype=torch.bfloat16)
+    logits[..., 7] = logits[..., -1] = 50
+    found = choose_kernels(torch.bfloat16, CUDA).argmax(logits)
+    assert torch.equal(found, torch.full(shape[:-1], 7, device=CUDA))
+    logits[..., 7] = logits[..., -1] = float("-inf")
+    found = choose_kernels(torch.bfloat16, CUDA).argmax(logits)
+    assert torch.equal(logits.gather(-1, found[..., None])[..., 0], logits.amax(-1))
+
+
 def test_other_dtypes_and_devices_use_eager_kernels():
     assert choose_kernels(torch.float64, CUDA) is EAGER
     assert choose_kernels(torch.float32, CUDA) is EAGER

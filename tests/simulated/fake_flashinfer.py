@@ -62,6 +62,7 @@ def fast_decode_plan(
     wrapper: Wrapper, *args: Any, global_override_indptr_cpu: Tensor, **options: Any
 ) -> None:
     assert wrapper.plans, "a fast plan needs a whole one before it"
+    assert wrapper.is_static, "another keeps what it is given, which is on the host here"
     wrapper.plan(*args, kind="fast")
 
 

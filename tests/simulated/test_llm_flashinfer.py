@@ -21,6 +21,8 @@ from graphrt_llm.attention import (
     choose_attention,
     flashinfer,
     make_attention,
+    paged,
+    registry,
 )
 from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
@@ -238,3 +240,29 @@ def test_flashinfer_needs_a_gpu_and_limits(monkeypatch):
     assert choose_attention("auto", random_cache()).name == "flashinfer"
     with pytest.raises(AttentionBackendError, match="limits"):
         make_attention("flashinfer", random_cache())
+
+
+@pytest.mark.parametrize(
+    ("missing", "waits", "first", "built"),
+    [
+        (("fa2", "fa3"), False, "SdpaAttention", ["fa2", "fa3"]),
+        (("fa2", "fa3"), True, "FlashInferAttention", ["fa3"]),
+        (("fa2",), True, None, []),
+        ((), False, None, []),
+    ],
+)
+def test_kernels_that_are_not_built_are_built_while_others_serve(
+    wrappers, monkeypatch, missing, waits, first, built
+):
+    building: list[str] = []
+    monkeypatch.setattr(paged, "obstacle", lambda cache: None)
+    monkeypatch.setattr(paged, "triton_decode", lambda *args: None)
+    monkeypatch.setattr(registry, "missing_modules", lambda cache: [(name,) for name in missing])
+    monkeypatch.setattr(
+        registry, "flashinfer_build", lambda modules: building.extend(name for (name,) in modules)
+    )
+    backend = registry.make_cold_attention(random_cache(), LIMITS, waits=waits)
+    assert building == built
+    assert (backend is None) == (first is None)
+    if backend is not None:
+        assert type(backend.switching._serving).__name__ == first

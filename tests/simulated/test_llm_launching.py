@@ -118,8 +118,10 @@ def test_an_interpreted_kernel_is_launched_by_triton_each_time():
     assert kernel.num_launches == 2
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-def test_kernels_that_may_start_early_are_told_whether_they_do(is_early, monkeypatch):
+@pytest.mark.parametrize(("can", "asked"), [(False, True), (True, True), (True, False)])
+def test_kernels_that_may_start_early_are_told_whether_they_do(can, asked, monkeypatch):
+    is_early = can and asked
+
     class Early(Kernel):
         arg_names = ("x", launching.EARLY)
 
@@ -130,11 +132,11 @@ def test_kernels_that_may_start_early_are_told_whether_they_do(is_early, monkeyp
 
             return compile_and_launch
 
-    monkeypatch.setattr(launching, "starts_early", lambda device: is_early)
+    monkeypatch.setattr(launching, "starts_early", lambda device: can)
     kernel, x = Early(), tensor()
     launch = Launcher(kernel, stream_of)
     for _ in range(2):
-        launch(GRID, (x,), (5,), (8,), 4)
+        launch(GRID, (x,), (5,), (8,), 4, early=asked)
     assert kernel.compilations == [(is_early, (5, 8, is_early))]
     assert kernel.launches == [(GRID, [x.data_ptr(), 5, 8, is_early])]
 

@@ -135,12 +135,13 @@ def _split(memory: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 class FlashInferAttention:
     """``limits`` bound the memory that is staged for a batch.
 
+    ``chunks``: FlashInfer's name of the kernels for chunks; None: ``chunk_kernels``.
     Errors: ``AttentionBackendError`` where ``obstacle`` finds one.
     """
 
     support: ClassVar[AttentionSupport] = AttentionSupport.UNIFORM_BATCH
 
-    def __init__(self, cache: KVCache, limits: Limits | None) -> None:
+    def __init__(self, cache: KVCache, limits: Limits | None, chunks: str | None = None) -> None:
         found = obstacle(cache)
         if found is not None:
             raise AttentionBackendError("attention backend 'flashinfer'", **found._asdict())
@@ -169,7 +170,9 @@ class FlashInferAttention:
         with torch.inference_mode(False):
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             self._staging = _Staging(limits, device)
-        self._prefill: Any = self._make_prefill(self._workspace, backend=chunk_kernels(cache))
+        self._prefill: Any = self._make_prefill(
+            self._workspace, backend=chunks or chunk_kernels(cache)
+        )
         self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=True)
         self._static: dict[int, Any] = {}
         """By number of requests: the wrappers of FULL graphs."""

@@ -100,19 +100,22 @@ def _for_any_batch(cache: KVCache) -> AttentionChoice:
     return AttentionChoice("sdpa", f"flashinfer needs {obstacle.expected}, found: {obstacle.found}")
 
 
-def make_cold_attention(cache: KVCache, limits: Limits) -> AttentionBackend | None:
-    """``paged`` over FlashInfer, which serves before FlashInfer's kernels are built.
+def make_cold_attention(cache: KVCache, limits: Limits, *, waits: bool) -> AttentionBackend | None:
+    """``paged`` over FlashInfer, which serves before all of FlashInfer's kernels are built.
 
-    This package's kernel serves decode all the time, and sdpa other batches until then. None where
-    nothing has to be built, or one of the two cannot serve.
+    This package's kernel serves decode all the time; other batches sdpa until then, or with
+    ``waits`` the kernels ``fa2``, which take a fraction of the time to build. None where nothing
+    has to be built, or one of the two cannot serve.
     """
     if paged.obstacle(cache) is not None or flashinfer.obstacle(cache) is not None:
         return None
-    modules = missing_modules(cache)
+    modules = [module for module in missing_modules(cache) if not waits or module[0] != "fa2"]
     if not modules:
         return None
+    first: AttentionBackend = SdpaAttention(cache, limits.query_len)
+    if waits:
+        first = flashinfer.FlashInferAttention(cache, limits, "fa2")
     later = flashinfer.FlashInferAttention(cache, limits)
-    first = SdpaAttention(cache, limits.query_len)
     return _over(SwitchingAttention(first, later, flashinfer_build(modules)), limits)
 
 

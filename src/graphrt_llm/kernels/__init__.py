@@ -76,12 +76,19 @@ class Kernels(NamedTuple):
     Keys and values are copied to ``slots`` [num_slots, 2, num_kv_heads, head_dim] at
     ``slot_mapping``, with 0 for those that are not finite, because they would stay in the cache.
     """
+    argmax: Callable[[Tensor], Tensor]
+    """(logits [..., vocab_size]): where the largest is, the first of equals, [...] int64."""
     add_lora: AddLoRA | None = None
     """Adapters of few tokens in one launch; None: they are added by products of PyTorch."""
 
 
 EAGER = Kernels(
-    "eager", eager.norm_linear, eager.norm_gate, eager.add_linear, eager.rotate_and_store
+    "eager",
+    eager.norm_linear,
+    eager.norm_gate,
+    eager.add_linear,
+    eager.rotate_and_store,
+    eager.argmax,
 )
 
 
@@ -99,5 +106,6 @@ def choose_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         fused.norm_gate,
         fused.add_linear,
         fused.rotate_and_store,
+        fused.argmax,
         lora.add_lora,
     )

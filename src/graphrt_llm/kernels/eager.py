@@ -74,6 +74,10 @@ def rotate_and_store(
     slots.index_copy_(0, slot_mapping, kv.nan_to_num_(0.0, 0.0, 0.0))
 
 
+def argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
 def rotate(heads: Tensor, rotation: Tensor, out: Tensor | None = None) -> Tensor:
     """The rotated ``heads`` [tokens, num_heads, head_dim] in ``out``, perhaps the same, or new."""
     cos, sin = rotation.unbind(1)

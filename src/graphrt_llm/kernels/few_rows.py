@@ -23,9 +23,13 @@ MAX_ELEMENTS = {1: 2**62, 2: 2**26, 4: 2**22}
 """By rows of input: the largest matrix for which this is faster than cuBLAS and the launches around
 it, as measured on an H200. Each further row costs arithmetic, of which tensor cores have plenty."""
 MAX_ADDED_ROWS = 16
-"""For a product that is added, on tensor cores. Us on an H200 at 16 rows, this and cuBLAS, matrices
-of 2048 x 1024, 3072 x 1024, 4096 x 4096, 14336 x 4096: 3.9 and 5.5, 4.8 and 7.1, 11.8 and 13.0,
-31.7 and 32.5."""
+"""For a product that is added, on tensor cores, of at most ``NARROW`` outputs. Us on an H200 at 8
+and at 16 rows, this and cuBLAS: 2048 x 1024 3.8 and 5.9, 3.4 and 5.5; 3072 x 1024 5.0 and 6.9, 4.1
+and 7.0. With more outputs cuBLAS is faster: 14336 x 4096 35.6 and 32.7 at 16 rows."""
+MAX_EARLY = 2**23
+"""Elements of a matrix up to which it pays to begin while the kernel before runs. Us at 1 row on an
+H200, 1024 x 4096, 2048 x 1024, 3072 x 1024: 4.2, 2.8, 3.7 instead of 4.7, 3.9, 4.4; 4096 x 6144:
+17.6 instead of 15.5."""
 GATED_SHARE = 8
 """A gated product has twice the arithmetic per output: from two rows on its limit is lower."""
 
@@ -203,7 +207,7 @@ class Tiling(NamedTuple):
     num_warps: int
 
 
-ADDED_PARTS, ADDED_BLOCK = 4, 512
+ADDED_OUTPUTS, ADDED_BLOCK, ADDED_PARTS, ADDED_STAGES = 8, 512, 4, 4
 NUM_STAGES = 3
 NARROW = 2048
 """Outputs up to which there are too few programs of the usual size to keep every SM reading."""
@@ -266,13 +270,14 @@ def product(
             adds,
         ),
         tiling.num_warps,
+        early=weight.numel() <= MAX_EARLY,
     )
 
 
 def adds(x: Tensor, weight: Tensor) -> bool:
     """Whether ``add_product`` is faster for ``x`` [rows, width] than ``serves`` and cuBLAS."""
     is_stored_so = weight.stride() == (1, weight.shape[0])
-    return is_stored_so and MAX_ROWS < x.shape[0] <= MAX_ADDED_ROWS
+    return is_stored_so and weight.shape[1] <= NARROW and MAX_ROWS < x.shape[0] <= MAX_ADDED_ROWS
 
 
 def add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -282,18 +287,17 @@ def add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     """
     num_rows, width = x.shape
     num_outputs = residual.shape[1]
-    outputs = 8 if num_outputs <= NARROW else 16
     _launch_add_product(
-        (triton.cdiv(num_outputs, outputs), 1, 1),
+        (triton.cdiv(num_outputs, ADDED_OUTPUTS), 1, 1),
         (x, weight, x if bias is None else bias, residual),
         (num_rows, num_outputs, x.stride(0), residual.stride(0)),
         (
             width,
             MAX_ADDED_ROWS,
-            outputs,
+            ADDED_OUTPUTS,
             ADDED_BLOCK,
             ADDED_PARTS,
-            NUM_STAGES,
+            ADDED_STAGES,
             bias is not None,
         ),
         ADDED_PARTS,

@@ -10,6 +10,7 @@ launches before and after. Everything is computed in float32.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +21,10 @@ from graphrt_llm.kernels.launching import Launcher
 
 MAX_BLOCK = 1024
 """Elements that one program of ``_silu_mul`` computes."""
+
+ARGMAX_BLOCK, ARGMAX_WARPS = 16384, 32
+"""Of a row. Us of this and of torch's on an H200, 1, 16, 64 and 200 rows of 151,936 logits: 8.0 and
+8.3, 11.6 and 12.7, 13.0 and 23.7, 25.6 and 48.0."""
 
 HEADS_TOGETHER = 16
 """Of a token, in one program of ``_rotate_and_store`` where there are ``MANY_HEADS`` in all."""
@@ -135,9 +140,36 @@ def _rotate_and_store(
         tl.store(target + HALF, second, mask=is_stored)
 
 
+def _argmax(
+    logits,
+    out,
+    stride,
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    place = column
+    for start in range(0, WIDTH, BLOCK):
+        inside = start + column < WIDTH
+        source = logits + row * stride + start + column
+        values = tl.load(source, mask=inside, other=float("-inf")).to(tl.float32)
+        is_larger = values > best
+        best = tl.where(is_larger, values, best)
+        place = tl.where(is_larger, start + column, place)
+    found = tl.min(tl.where(best == tl.max(best, 0), place, WIDTH - 1), 0)
+    tl.store(out + row, found.to(tl.int64))
+
+
 _launch_rms_norm = Launcher(triton.jit(_rms_norm))
 _launch_silu_mul = Launcher(triton.jit(_silu_mul))
 _launch_rotate_and_store = Launcher(triton.jit(_rotate_and_store))
+_launch_argmax = Launcher(triton.jit(_argmax))
 
 
 def norm_linear(
@@ -214,6 +246,17 @@ def rotate_and_store(
         (qk_norm is not None, width // 2, _power_of_2(width // 2), together),
         4 if is_many else 1,
     )
+
+
+def argmax(logits: Tensor) -> Tensor:
+    rows = logits.flatten(0, -2)
+    out = torch.empty(rows.shape[0], dtype=torch.int64, device=logits.device)
+    if rows.shape[0]:
+        width = rows.shape[1]
+        block = min(ARGMAX_BLOCK, _power_of_2(width))
+        grid = (rows.shape[0], 1, 1)
+        _launch_argmax(grid, (rows, out), (rows.stride(0),), (width, block), ARGMAX_WARPS)
+    return out.view(logits.shape[:-1])
 
 
 def _power_of_2(length: int) -> int:

@@ -42,8 +42,8 @@ class _Variant(NamedTuple):
     run: Callable[..., None]
     function: Any
     metadata: Any
-    early: tuple[bool, ...]
-    """The value of ``EARLY``, if the kernel has it."""
+    constants: tuple[int, ...]
+    """With that of ``EARLY``, if the kernel has it."""
 
 
 class Launcher:
@@ -71,11 +71,22 @@ class Launcher:
         numbers: tuple[float, ...],
         constants: tuple[int, ...],
         num_warps: int,
+        early: bool = True,
     ) -> None:
-        """Launch on the current stream of the current device, that of ``tensors``."""
+        """Launch on the current stream of the current device, that of ``tensors``.
+
+        ``early``: start while the kernel before still runs, where kernel and device can.
+        """
         addresses = [tensor.data_ptr() for tensor in tensors]
         device = tensors[0].device
-        variant = (numbers, constants, num_warps, device, *[tensor.dtype for tensor in tensors])
+        variant = (
+            numbers,
+            constants,
+            num_warps,
+            early,
+            device,
+            *[tensor.dtype for tensor in tensors],
+        )
         compiled = self._variants.get(variant)
         if compiled is None or reduce(or_, addresses) % ALIGNMENT:
             self._launch_by_triton(variant, grid, addresses, tensors)
@@ -91,24 +102,21 @@ class Launcher:
             None,
             *addresses,
             *numbers,
-            *constants,
-            *compiled.early,
+            *compiled.constants,
         )
 
     def _launch_by_triton(
         self, variant: Any, grid: Grid, addresses: list[int], tensors: tuple[Tensor, ...]
     ) -> None:
         """Compile if needed, launch, and keep the compiled variant if later launches may use it."""
-        numbers, constants, num_warps, *_ = variant
-        early: tuple[bool, ...] = ()
-        options: dict[str, Any] = {}
+        numbers, constants, num_warps, early, *_ = variant
+        options: dict[str, Any] = {"num_warps": num_warps}
         if self._may_start_early:
-            early = (starts_early(tensors[0].device),)
-            # Programmatic dependent launch: without it the wait returns at once.
-            options = {"launch_pdl": True} if early[0] else {}
-        compiled = self._kernel[grid](
-            *tensors, *numbers, *constants, *early, num_warps=num_warps, **options
-        )
+            early = early and starts_early(tensors[0].device)
+            constants = (*constants, early)
+            if early:
+                options["launch_pdl"] = True  # Programmatic dependent launch.
+        compiled = self._kernel[grid](*tensors, *numbers, *constants, **options)
         # Unaligned pointers are another variant; and Triton's interpreter compiles nothing.
         if compiled is None or reduce(or_, addresses) % ALIGNMENT:
             return
@@ -117,5 +125,5 @@ class Launcher:
 
             self._stream_of = driver.active.get_current_stream
         self._variants[variant] = _Variant(
-            compiled, compiled.run, compiled.function, compiled.packed_metadata, early
+            compiled, compiled.run, compiled.function, compiled.packed_metadata, constants
         )
