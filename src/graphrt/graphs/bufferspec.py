@@ -110,12 +110,12 @@ class BufferSpec:
             "dtype": (torch.dtype, "a torch.dtype"),
             "padding": (Padding | None, "a Padding, such as Padding.fill(0)"),
         }
-        for field, (kind, expected) in kinds.items():
-            if not isinstance(getattr(self, field), kind):
+        for name, (kind, expected) in kinds.items():
+            if not isinstance(getattr(self, name), kind):
                 raise StaticBufferError(
-                    f"{field} of static buffer {self.name!r}",
+                    f"{name} of static buffer {self.name!r}",
                     expected=expected,
-                    found=repr(getattr(self, field)),
+                    found=repr(getattr(self, name)),
                     do="correct it",
                 )
         object.__setattr__(self, "shape", tuple(self.shape))
