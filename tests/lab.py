@@ -53,6 +53,21 @@ HF_LLAMA = {
     "max_position_embeddings": 128,
 }
 """A ``config.json`` of transformers, of the smallest Llama."""
+GRANULE_BYTES = 2 << 20
+"""The driver hands device memory out in no smaller pieces."""
+
+
+def require_no_loss(device: Device, rounds: Callable[[], None], most_tries: int = 10) -> None:
+    """Run ``rounds``, and again if less memory of the GPU is free behind them than before.
+
+    Other processes take of it too; what ``rounds`` themselves leave behind adds up each time.
+    """
+    lost: list[int] = []
+    while not lost or lost[-1] >= GRANULE_BYTES:
+        assert len(lost) < most_tries, f"bytes lost: {lost}"
+        before = device.memory().free_bytes
+        rounds()
+        lost.append(before - device.memory().free_bytes)
 
 
 class Lab:

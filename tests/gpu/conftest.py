@@ -22,6 +22,22 @@ def pytest_configure(config: pytest.Config) -> None:
             "Without a GPU run tests/pure, tests/simulated and tests/architecture."
         )
     config.pluginmanager.register(FlashInferBuilds())
+    config.pluginmanager.register(FailuresAtOnce(config))
+
+
+class FailuresAtOnce:
+    """Names each failure when it comes, because a lane that a time limit ends has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None and not hasattr(self._config, "workerinput"):
+            terminal.write_line("")
+            terminal.write_line(f"FAILED {report.nodeid} ({report.when})")
+            terminal.flush()
 
 
 @pytest.fixture(scope="session", autouse=True)

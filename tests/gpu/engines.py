@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 QWEN = ModelConfig(architecture="Qwen3ForCausalLM", num_kv_heads=4, **SMALL)
-"""Two query heads per key head: FlashInfer decodes on CUDA cores."""
+"""Two query heads per key head."""
 LLAMA = ModelConfig(architecture="LlamaForCausalLM", num_kv_heads=2, **SMALL)
 """Four query heads per key head."""
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import pytest
 
-MODULES = (("fa2", "bfloat16"), ("fa2", "float16"), ("fa3", "bfloat16"))
+MODULES = tuple((kernels, dtype) for kernels in ("fa2", "fa3") for dtype in ("bfloat16", "float16"))
 """Kernels and dtypes of the tests; ``fa3`` on Hopper GPUs only."""
 
 MAX_SECONDS = 240

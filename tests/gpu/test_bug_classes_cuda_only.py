@@ -184,8 +184,8 @@ def test_20_captures_and_retirements_leak_no_driver_memory(
 ) -> None:
     device, weight = lab.device, lab.random(256, 256)
     inputs = {n: lab.random(n, 256, seed=n) for n in (256, 128, 64)}
-    readings = []
-    for _ in range(20):
+
+    def one_round() -> None:
         wrapper = lab.wrap(lambda x: torch.relu(x @ weight) + 1)
         jobs = [
             CaptureJob(wrapper, wrapper.runtime_mode, BatchDescriptor(n), lambda x=x: ((x,), {}))
@@ -197,5 +197,5 @@ def test_20_captures_and_retirements_leak_no_driver_memory(
             lab.step(wrapper, x, key=BatchDescriptor(n))
         lab.library.retire()
         device.trim()
-        readings.append(device.memory())
-    check_no_trend(readings)
+
+    check_no_trend(device, one_round)

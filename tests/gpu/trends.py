@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
-from graphrt.device.base import MemoryReading
-
-# The allocator's own granule for small blocks; the driver hands memory out in no smaller pieces.
-GRANULE_BYTES = 2 << 20
+from graphrt import Device
+from lab import require_no_loss
 
 
-def check_no_trend(readings: Sequence[MemoryReading]) -> None:
-    """One reading for each round. The first rounds load kernels."""
-    late = readings[3:]
-    assert {reading.reserved_bytes for reading in late} == {late[0].reserved_bytes}
-    assert late[0].free_bytes - late[-1].free_bytes <= GRANULE_BYTES
+def check_no_trend(device: Device, one_round: Callable[[], None]) -> None:
+    """Of twenty rounds, of which the first ones load kernels."""
+    for _ in range(4):
+        one_round()
+    reserved = device.memory().reserved_bytes
+
+    def rounds() -> None:
+        for _ in range(16):
+            one_round()
+            assert device.memory().reserved_bytes == reserved
+
+    require_no_loss(device, rounds)

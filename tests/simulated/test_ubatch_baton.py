@@ -7,8 +7,10 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.device.torch_modes import report_capturing
 from graphrt.errors import UBatchBusyError, UBatchDeadlockError
-from graphrt.ubatch.baton import UBatchAborted, Worker, WorkerCrew
+from graphrt.ubatch.baton import UBatchAborted, Worker, WorkerCrew, _Run
 
 VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
 
@@ -70,6 +72,26 @@ def test_threads_stay_from_run_to_run(crew: WorkerCrew) -> None:
     idents = [crew.run([lambda worker: threading.get_ident()] * 2) for _ in range(3)]
     assert idents[0] == idents[1] == idents[2]
     assert len(set(idents[0])) == 2
+
+
+def test_ended_worker_holds_nothing_of_its_run(
+    crew: WorkerCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording may end before the thread of its last worker waits for the next run."""
+    leave, may_go_on = _Run.leave, threading.Event()
+
+    def leave_and_linger(run: _Run, worker: Worker) -> None:
+        leave(run, worker)
+        assert may_go_on.wait(30)
+
+    monkeypatch.setattr(_Run, "leave", leave_and_linger)
+    given = [torch.ones(2), torch.ones(2)]
+    results = crew.run([partial(lambda tensor, worker: tensor + 1, tensor) for tensor in given])
+    held = [weakref.ref(tensor) for tensor in given + results]
+    del given, results
+    left = [ref() for ref in held]
+    may_go_on.set()
+    assert left == [None] * 4
 
 
 class Counting(TorchDispatchMode):

@@ -176,13 +176,16 @@ class WorkerCrew:
         self._wait(run, workers[0])
         for worker in workers:
             worker.run = run if worker.is_abandoned else None
+        # Out of the run, because the thread of the last one may still be about to let go of it.
         error, run.error = run.error, None
+        results, run.results = run.results, [None] * len(workers)
         if error is None:
-            return run.results
+            return results
         try:
             raise error
         finally:
-            del error, run  # Together with the traceback they would be a cycle that holds tensors.
+            # Together with the traceback they would be a cycle that holds tensors.
+            del error, run, results
 
     def _wait(self, run: _Run, first: Worker) -> None:
         """Give ``first`` the baton, wait for the end; an interrupt ends it at the next yields."""
@@ -298,8 +301,13 @@ def _serve(worker: Worker) -> None:
         task, worker.task = worker.task, None
         if task is None:
             return
+        run = worker.run
+        assert run is not None, "a task belongs to a run"
         task()
+        # Before the others go on, because a recording that ends meanwhile counts what is held here.
         del task
+        run.leave(worker)
+        del run
         if worker.is_abandoned:
             return
 
@@ -314,5 +322,3 @@ def _work(run: _Run, worker: Worker, body: Callable[[Worker], Any], state: Threa
             run.fail(worker, error)
     except BaseException as error:  # noqa: BLE001  Raised by the caller.
         run.fail(worker, error)
-    finally:
-        run.leave(worker)

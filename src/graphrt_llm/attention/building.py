@@ -100,11 +100,11 @@ class ProcessBuild:
 
     def close(self) -> None:
         # SIGTERM first: ninja then ends its compilers, which are in other process groups.
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number, seconds in ((signal.SIGTERM, 1), (signal.SIGKILL, 10)):
             going_on = [process for process in self._processes if process.poll() is None]
             for process in going_on:
                 os.killpg(process.pid, number)
             for process in going_on:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(1)
+                    process.wait(seconds)
         self._log.close()
