@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+import graphrt.parallel.exchange
 import graphrt.runtime.runtime
 from graphrt import (
     BatchDescriptor,
@@ -281,6 +283,22 @@ def dies() -> None:
     except GraphrtError as error:
         say(again=type(error).__name__)
     exchange.close()
+
+
+def stopped() -> None:
+    """Rank 0, which has the store, is stopped; rank 1 lets it go on once it has its error."""
+    exchange = TorchExchange()
+    graphrt.parallel.exchange.STORE_S = 1.0
+    pid, *_ = exchange.start([os.getpid() * (RANK == 0), *[0] * 9]).result()
+    if RANK == 0:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        exchange.start([0] * 10, timeout_s=2).result()
+    except GraphrtError as error:
+        say(error=type(error).__name__, missing=error.missing, text=str(error))  # type: ignore[attr-defined]
+    exchange.close()
+    if RANK == 1:
+        os.kill(pid, signal.SIGCONT)
 
 
 def mismatch() -> None:
@@ -753,6 +771,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "sampled comparison raises": comparison_raises,
     "late": late,
     "dies": dies,
+    "stopped": stopped,
     "mismatch": mismatch,
     "interrupted": interrupted,
     "engines": engines,
@@ -766,7 +785,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "left alone on gpus": left_alone_on_gpus,
 }
 
-ENDING = {"late", "dies", "on gpus"}
+ENDING = {"late", "dies", "stopped", "on gpus"}
 """Scenarios with a launch and a default group of their own: after most of them a rank is gone."""
 
 if __name__ == "__main__":

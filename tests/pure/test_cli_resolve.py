@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from io import BytesIO, TextIOWrapper
@@ -295,3 +297,10 @@ def test_without_json_a_person_reads_tables(run: Run, write: Callable[[Any], Pat
     assert "8..256 by 8" in out
     assert "Adjustments" in out
     assert "Every option is used as asked" in run("resolve", write({}))[1]
+
+
+def test_schema_without_docstrings_has_the_same_keys(run: Run) -> None:
+    words = ("resolve", "--schema", "--json")
+    command = [sys.executable, "-OO", "-m", "graphrt", *words]
+    stripped = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(stripped.stdout) == json.loads(run(*words)[1])

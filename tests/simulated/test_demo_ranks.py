@@ -46,3 +46,11 @@ def test_bad_input_of_all_ranks_ends_with_its_status() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert "TraceError" in done.stderr
+
+
+def test_error_of_all_ranks_is_one_json_object() -> None:
+    asked = ("--ranks", "2", "--tensor-parallel", "--expert-parallel")
+    command = [sys.executable, "-m", "graphrt", "demo", *ASKED, *asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["type"] == "EngineConfigError"

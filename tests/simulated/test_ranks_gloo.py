@@ -206,6 +206,13 @@ def test_rank_that_dies_is_named_within_five_seconds() -> None:
     assert again == {"again": "RankLostError"}
 
 
+def test_rank_with_the_store_that_is_stopped_is_named() -> None:
+    _, second = launch(SCRIPT, "stopped", timeout_s=90)
+    (told,) = said_at_the_end(second)
+    assert (told["error"], told["missing"]) == ("RankLostError", [0])
+    assert "no answer within" in told["text"]
+
+
 def test_four_ranks_take_500_random_steps_together() -> None:
     found = [said[1]["modes"] for said in all_said(launch(SCRIPT, "many", world=4))]
     assert [sum(modes.values()) for modes in found] == [500] * 4

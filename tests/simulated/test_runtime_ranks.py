@@ -48,6 +48,18 @@ def test_ranks_of_one_batch_compare_it_as_often_as_asked() -> None:
         assert rank.num_rounds == before + 1
 
 
+def test_rank_with_other_graphs_never_decides_by_itself() -> None:
+    (rank,) = InProcessExchange(1).ranks
+    asked = {"ranks": {"same_batch": True, "check_every": 9}}
+    with RuntimeLab(ranks=rank, asked=asked) as lab:
+        lab.runtime.capture()
+        lab.model.weight = type(lab.model.weight)(lab.model.weight.detach() + 1)
+        for _ in range(2):
+            before = rank.num_rounds
+            lab.step(3, 3)
+            assert rank.num_rounds == before + 1
+
+
 def test_rank_alone_without_a_batch_does_not_run() -> None:
     with alone() as lab:
         lab.runtime.capture()

@@ -42,7 +42,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, most: int = 8) -> tuple[list[PeerCopie
     return made, handle
 
 
-def test_parts_arrive_by_rank_and_stay_for_one_more_turn(monkeypatch: Any) -> None:
+def test_parts_arrive_by_rank_and_are_left_by_the_next_turn(monkeypatch: Any) -> None:
     ranks, handle = pair(monkeypatch)
     kept = []
     for turn in range(4):
@@ -54,6 +54,18 @@ def test_parts_arrive_by_rank_and_stay_for_one_more_turn(monkeypatch: Any) -> No
                 for other in range(2):
                     assert torch.equal(found[rank][other], expected[other][rank])
     assert handle.channels == [0] * 8
+
+
+def test_parts_that_do_not_fit_are_refused(monkeypatch: Any) -> None:
+    (first, _), _ = pair(monkeypatch)
+    for wrong in (
+        torch.zeros(3, 4),
+        torch.zeros(2, 9),
+        torch.zeros(2, 4, dtype=torch.float64),
+        torch.zeros(4, 2).t(),
+    ):
+        with pytest.raises(ConfigError, match="2 parts of at most 8"):
+            first.all_to_all(wrong, 0)
 
 
 def test_memory_of_others_is_declared_by_its_workspaces(monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from graphrt.compile import torch_api
 from graphrt.compile.failures import line_of
 from graphrt.compile.splitter import Piece, SplittingOps
 from graphrt.errors import CompileError
@@ -193,8 +195,9 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
         shape = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(-1, value)]
         sizes |= {_expression(size): (at, dim) for dim, size in shape}
     where = {symbol: place for symbol, place in sizes.items() if symbol.is_Symbol}
-    numbers = [{"Max": max, "Min": min}, "math"]
-    strides_for = sympy.lambdify(list(where), list(wanted.values()), numbers)
+    texts = [f"({', '.join(map(torch_api.as_python, strides))},)" for strides in wanted.values()]
+    names = ", ".join(str(symbol) for symbol in where)
+    strides_for = eval(f"lambda {names}: [{', '.join(texts)}]", {"math": math})
 
     def with_strides(*args: Any) -> Any:
         results = list(call(*args))

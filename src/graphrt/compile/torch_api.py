@@ -27,6 +27,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._sympy.printers import PythonPrinter
 
 from graphrt.errors import UnrecordedCodeError
 from graphrt.source import caller_source
@@ -49,6 +50,12 @@ def unmark(tensor: torch.Tensor) -> None:
     """Undo ``mark``."""
     for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:
         delattr(tensor, name)
+
+
+def as_python(expression: Any) -> str:
+    """An expression of sizes as code, its symbols as names."""
+    text: str = PythonPrinter().doprint(expression)
+    return text
 
 
 def has_modes() -> bool:

@@ -157,6 +157,28 @@ _AsDict = BeforeValidator(_as_dict)
 _Path = Annotated[Path | None, BeforeValidator(_as_path)]
 
 
+# Before the classes, whose signature shows their defaults where docstrings are stripped (-OO).
+def _not_default(config: Any) -> dict[str, object]:
+    """The fields that differ from their defaults, as JSON has them."""
+    told: dict[str, object] = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if value == item.default:
+            continue
+        if isinstance(value, PassConfig):
+            value = _not_default(value)
+        elif isinstance(value, Enum):
+            value = value.name
+        elif isinstance(value, Path):
+            value = str(value)
+        elif item.name == "inductor_passes":
+            value = {n: v if isinstance(v, str) else _name_of(v) for n, v in value.items()}
+        elif isinstance(value, Mapping):
+            value = {name: inner for name, inner in value.items() if _is_plain(inner)}
+        told[item.name] = value
+    return told
+
+
 @config_class
 class PassConfig:
     """Which passes rewrite the pieces that level 3 compiles. Raises ``ConfigError``.
@@ -440,24 +462,3 @@ def _canonical(value: Any) -> Any:
 def _name_of(value: object) -> str:
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _not_default(config: Any) -> dict[str, object]:
-    """The fields that differ from their defaults, as JSON has them."""
-    told: dict[str, object] = {}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if value == item.default:
-            continue
-        if isinstance(value, PassConfig):
-            value = _not_default(value)
-        elif isinstance(value, Enum):
-            value = value.name
-        elif isinstance(value, Path):
-            value = str(value)
-        elif item.name == "inductor_passes":
-            value = {n: v if isinstance(v, str) else _name_of(v) for n, v in value.items()}
-        elif isinstance(value, Mapping):
-            value = {name: inner for name, inner in value.items() if _is_plain(inner)}
-        told[item.name] = value
-    return told

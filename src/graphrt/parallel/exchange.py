@@ -10,9 +10,10 @@ a roll-call through the store that also brought the group up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, cast
 
@@ -40,6 +41,8 @@ MOST_GATHERED = 16
 """Up to so many ranks ``auto`` gathers: one hop, where a reduction takes several."""
 ROLL_CALL_S = 2.0
 """How long ranks that give up wait for the others to answer."""
+STORE_S = 5.0
+"""How long the store may take to answer a rank that gives up."""
 LOOK_S = 1.0
 """How often a waiting rank looks whether another one has given up."""
 TIMEOUT_S = 30.0
@@ -347,17 +350,19 @@ class TorchExchange:
 
     def post(self, name: str, text: str) -> None:
         try:
-            self._store.set(f"text {name}", text)
+            self._tell(f"text {name}", text)
             # A store answers no set: only after this is it there for a rank that hears of it.
-            self._store.check([f"text {name}"])
+            self._ask([f"text {name}"], self._timeout_s)
         except RuntimeError as error:
             raise self._store_lost(f"posting {name}", error) from error
 
     def read(self, name: str) -> str | None:
         try:
-            if not self._store.check([f"text {name}"]):
+            if not self._ask([f"text {name}"], self._timeout_s):
                 return None
-            text: str = self._store.get(f"text {name}").decode()
+            text: str = _within(
+                max(self._timeout_s, STORE_S), self._store.get, f"text {name}"
+            ).decode()
         except RuntimeError as error:
             raise self._store_lost(f"reading {name}", error) from error
         return text
@@ -398,29 +403,37 @@ class TorchExchange:
                     return
             except RuntimeError as error:
                 self._fail(about, timeout_s, error)
-            if left <= LOOK_S or self._has_given_up():
+            if left <= LOOK_S or self._has_given_up(left):
                 self._fail(about, timeout_s, None)
 
-    def _has_given_up(self) -> bool:
+    def _has_given_up(self, seconds: float) -> bool:
         try:
-            return bool(self._store.check(["roll-call"]))
+            return self._ask(["roll-call"], seconds)
         except RuntimeError:
             return True  # The roll-call says it.
+
+    def _ask(self, names: list[str], seconds: float = 0.0) -> bool:
+        """Whether the store has them. Errors: ``RuntimeError``."""
+        return bool(_within(max(seconds, STORE_S), self._store.check, names))
+
+    def _tell(self, name: str, text: str) -> None:
+        # It waits for a call that was left behind.
+        _within(STORE_S, self._store.set, name, text)
 
     def _fail(self, about: str, timeout_s: float, broken: RuntimeError | None) -> NoReturn:
         """Ask who is still there; end the exchange. ``broken``: the connection that failed."""
         about = about or f"round {self.num_rounds}"
         try:
             if broken is not None:
-                self._store.set("a connection broke", "1")
-            self._store.set(f"rank {self.rank} waits", about)
-            self._store.set("roll-call", "1")
+                self._tell("a connection broke", "1")
+            self._tell(f"rank {self.rank} waits", about)
+            self._tell("roll-call", "1")
             until = monotonic() + ROLL_CALL_S
             missing = self._not_waiting()
             while missing and monotonic() < until:
                 sleep(0.05)
                 missing = self._not_waiting()
-            is_broken = broken is not None or self._store.check(["a connection broke"])
+            is_broken = broken is not None or self._ask(["a connection broke"])
         except RuntimeError as error:
             self._error = self._store_lost(about, error)
         else:
@@ -432,12 +445,36 @@ class TorchExchange:
         raise self._error from broken
 
     def _not_waiting(self) -> tuple[int, ...]:
-        there = self._store.check
-        return tuple(rank for rank in range(self.world) if not there([f"rank {rank} waits"]))
+        ranks = range(self.world)
+        return tuple(rank for rank in ranks if not self._ask([f"rank {rank} waits"]))
 
     def _store_lost(self, about: str, error: RuntimeError) -> RankLostError:
         # torchrun's own process has the store, or else rank 0.
         return _lost((0,), self.rank, about, f"the store that brought the ranks together: {error}")
+
+
+def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    """``call(*arguments)``. Errors: ``RuntimeError``, also if it takes longer.
+
+    In a thread that is left behind then, because the store's calls end by no time-out of their own
+    where the process that has it is stopped.
+    """
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call(*arguments))
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = Thread(target=run, name="graphrt asks the store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise RuntimeError(f"no answer within {seconds:g} s")
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
 
 
 def _import_what_keeps_groups(c10d: Any) -> None:

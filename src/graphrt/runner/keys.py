@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
+from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -436,7 +437,7 @@ def check_callable(name: str, value: object) -> None:
 
 def check_number(name: str, value: object) -> None:
     """Errors: ``ConfigError`` for what is no number >= 0."""
-    if not isinstance(value, int | float) or not value >= 0:
+    if not isinstance(value, Real) or not float(value) >= 0:
         raise ConfigError(name, expected="a number >= 0", found=repr(value), do="correct it")
 
 

@@ -221,8 +221,13 @@ class RankedSteps:
         if self._same_batch:
             done = self._unchecked, vote.num_tokens_unpadded, vote.uniform, self.batch_digest
             self._num_unchecked += 1
-            # An idle rank waits for the others, as it would in a step.
-            is_alone = self._num_unchecked < self._check_every and vote.num_tokens_unpadded > 0
+            # An idle rank waits for the others, as it would in a step; one whose graphs are other
+            # than theirs would pad to another size than they do.
+            is_alone = (
+                self._num_unchecked < self._check_every
+                and vote.num_tokens_unpadded > 0
+                and self.has_agreed_graphs
+            )
             if is_alone:
                 self._unchecked = hash(done)
             else:

@@ -68,11 +68,23 @@ class PeerCopies:
         an even number of them; with an odd number the last of a step and the first of the next one
         would share memory.
         Shapes: ``sent`` [world, *part], contiguous; each result [*part].
-        Aliasing: of the own part a view of ``sent``, else of memory that the exchange after the
-        next one of this micro-batch overwrites.
+        Aliasing: of the own part a view of ``sent``, else of memory that others overwrite once this
+        rank has begun the next exchange of this micro-batch: read it before.
+        Errors: ``ConfigError`` for what does not fit into the memory.
         """
         number, place, part = index(), turn % 2, sent.shape[1:]
-        count = sent[0].numel()
+        count = part.numel()
+        num_ubatches, _, _, most = self._memory.shape
+        fits = sent.dtype is self._memory.dtype and len(sent) == self.world and count <= most
+        if not fits or number >= num_ubatches or not sent.is_contiguous():
+            raise ConfigError(
+                "PeerCopies.all_to_all",
+                expected=f"contiguous {self._memory.dtype}, {self.world} parts of at most {most} "
+                f"elements, in one of {num_ubatches} micro-batches",
+                found=f"{sent.dtype} of shape {list(sent.shape)} and strides {sent.stride()}, in "
+                f"micro-batch {number}",
+                do="make PeerCopies for the largest part, with dtype= and num_ubatches= as here",
+            )
         for rank, memory in self._theirs.items():
             memory[number, place, self.rank, :count].copy_(sent[rank].view(-1))
         # All have written; and have read what the next exchange but one overwrites.

@@ -182,7 +182,7 @@ def demo(
             agreed = run(inputs, as_json=as_json, ranks=exchange)
     except GraphrtError as error:
         Console(stderr=True).print(Text(f"{type(error).__name__}: {error}"))
-        if as_json:
+        if as_json and (started is None or started.rank == 0):
             problem = {"type": type(error).__name__, "message": str(error)}
             typer.echo(json.dumps({"error": problem}))
         raise typer.Exit(2 if isinstance(error, BAD_INPUT) else 1) from error
