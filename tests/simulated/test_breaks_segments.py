@@ -551,7 +551,9 @@ def test_break_point_in_compiled_code_is_cut_never_lost(lab: Lab) -> None:
     assert lab.step(wrapper, x).tolist() == compiled(x).tolist() == [5.0, 5.0]
 
 
-def test_break_point_compiled_before_a_capture_is_cut_in_it() -> None:
+def test_break_point_compiled_before_a_capture_is_refused() -> None:
+    # Frames that earlier tests compiled too often run as plain Python, which a capture cuts.
+    torch._dynamo.reset()
     eager = break_point(lambda x: x * 2)
     compiled, x = torch.compile(lambda x: eager(x + 1) + 1, backend="eager"), torch.ones(2)
     # A recording of the simulated device turns Dynamo off, so none is open here.
@@ -561,8 +563,8 @@ def test_break_point_compiled_before_a_capture_is_cut_in_it() -> None:
     open_cuts.add(1)
     try:
         assert compiled(x).tolist() == [5.0, 5.0]  # another thread's capture
-        with inside:
-            assert compiled(x).tolist() == [2.0, 2.0]
+        with inside, pytest.raises(BreakError, match="that Dynamo traces"):
+            compiled(x)
     finally:
         open_cuts.add(-1)
     assert compiled(x).tolist() == [5.0, 5.0]

@@ -28,6 +28,7 @@ from graphrt import (
 from graphrt.errors import (
     CaptureInProgressError,
     ConfigError,
+    ForbiddenOperationError,
     InputMismatchError,
     StateAdvancedError,
     StaticBufferError,
@@ -140,6 +141,27 @@ def test_capture_takes_the_example_of_its_warm_up():
     with tokens_runner(examples=examples, sizes={"tokens": [2, 4]}, capacity=None) as runner:
         runner.capture()
         assert [made.count((size, seed)) for size in (4, 2) for seed in (0, 1)] == [1, 1, 1, 1]
+
+
+def test_capture_after_a_failed_one_asks_for_an_example_again():
+    made, fails = [], [True]
+
+    def examples(sizes, seed):
+        made.append(seed)
+        return {"x": torch.arange(sizes["tokens"]) + 10.0 * len(made)}
+
+    def fn(*, x):
+        if fails[0]:
+            float(x.sum())  # Which no capture permits.
+        return x * 2
+
+    with tokens_runner(fn=fn, examples=examples, sizes={"tokens": [2]}, capacity=None) as runner:
+        with pytest.raises(ForbiddenOperationError):
+            runner.capture()
+        fails[0] = False
+        made.clear()
+        runner.capture()
+        assert made[:2] == [0, 1]  # What the first example pointed at may be another's by now.
 
 
 def test_capture_without_examples_raises_and_marks_nothing():

@@ -654,6 +654,27 @@ def test_entry_added_under_a_computed_key_is_noticed(find, name) -> None:
         assert torch.equal(out, model(example({"n": 2}, 5)["x"]))
 
 
+@pytest.mark.parametrize("watch", ["spread", "always"])
+def test_module_assigned_in_place_of_a_none_is_noticed(watch):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.adapter = None
+
+        def forward(self, x):
+            return x * 2 if self.adapter is None else self.adapter(x)
+
+    model = Model()
+    with make(model, watch=watch) as runner:
+        runner.capture()
+        model.adapter = linear()
+        for _ in range(laps(runner)):
+            found = run(runner)
+        with torch.no_grad():
+            assert torch.equal(found, model(example({"n": 2}, 5)["x"]))
+        assert runner.last_decision.reason is Reason.INVALIDATED
+
+
 def test_default_set_between_two_captures_is_read_anew() -> None:
     def scaled(x, by=2.0):
         return x * by

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import compress
-from operator import is_not, length_hint, ne
+from operator import contains, is_not, length_hint, ne
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -399,7 +399,12 @@ def _looks_of(item: HeldTensor | Place) -> list[tuple[Callable[[Any, Any], Any],
         hiding = attributes_of(owner)
         looks: list[Any] = [(_member, _classes_with(owner, name), name, place.value)]
         return [*looks, (dict.get, hiding, name, None)] if type(hiding) is dict else looks
-    return [(*_getter(place), place.value)]
+    get, box, name = _getter(place)
+    looks = [(get, box, name, place.value)]
+    if get is dict.get and place.value is None and kind not in _REGISTERS:
+        # A None that is gone: a module that is assigned in its place is registered elsewhere.
+        looks.append((contains, box, name, True))
+    return looks
 
 
 def probes_of(item: HeldTensor | Place) -> list[Probe]:
@@ -532,7 +537,7 @@ def _one_object(value: tuple[int, ...]) -> tuple[int, ...]:
 def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
     """The fastest function that reads a place, and its two arguments.
 
-    Of an entry of a dict, ``dict.get``: that a None is gone altogether is seen by ``read`` alone.
+    Of an entry of a dict, ``dict.get``, which does not tell a None from one that is gone.
     """
     owner, name, kind = place.owner, place.name, place.kind
     boxes: Any = None

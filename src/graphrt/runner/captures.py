@@ -216,6 +216,7 @@ class Captures:
             self.memory = (self.memory or (memory.before,))[0], after
             self.memory_taken = self.memory_taken.plus(taken)
         finally:
+            self._executor.forget_examples()
             if entries:
                 num_served = sum(entry.reason is Reason.HIT for entry in known.values())
                 seconds = perf_counter() - started

@@ -194,6 +194,10 @@ class Executor:
         shapes = {name: spec.shape for name, spec in buffers.specs.items()}
         self.examples = examples_like(example, buffers.real_sizes(example.values), shapes)
 
+    def forget_examples(self) -> None:
+        """What a failed or interrupted capture was made with may belong to others by the next."""
+        self._captured_with.clear()
+
     def _buffers_to_read(self) -> BufferSet:
         if self._reader is None:
             self._reader = self._empty_buffers(self._specs(make_key(self.capacity)))
@@ -480,12 +484,16 @@ class Executor:
             index = index.to(device=tensor.device, dtype=torch.int64)
             valid = index[(index >= 0) & (index < tensor.shape[0])]
             rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
-        state, device = self.options.state, self.library.device
-        written = [*tensors.values(), *tensors_of(getattr(state, "tensors", ()))]
-        # A GPU copies to pinned memory when its turn comes.
-        on_host = device.torch_device.type != "cpu" and any(t.device.type == "cpu" for t in written)
-        wait = device.synchronize if on_host else None
-        return RunState(state, tensors, rows, self._generators, poisons=poisons, wait=wait)
+        wait = self._wait_for(tensors.values())
+        return RunState(
+            self.options.state, tensors, rows, self._generators, poisons=poisons, wait=wait
+        )
+
+    def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
+        """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
+        device, guarded = self.library.device, getattr(self.options.state, "tensors", ())
+        on_host = any(t.device.type == "cpu" for t in [*written, *tensors_of(guarded)])
+        return device.synchronize if on_host and device.torch_device.type != "cpu" else None
 
     def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
         """Play a new program once, on inputs other than those it was captured with.
@@ -528,7 +536,8 @@ class Executor:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        state = RunState(self.options.state, generators=self._generators)
+        wait = self._wait_for(())
+        state = RunState(self.options.state, generators=self._generators, wait=wait)
         saved = state.save()
         try:
             yield
