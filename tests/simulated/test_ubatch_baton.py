@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.device.torch_modes import report_capturing
 from graphrt.errors import UBatchBusyError, UBatchDeadlockError
+from graphrt.ubatch import baton
 from graphrt.ubatch.baton import UBatchAborted, Worker, WorkerCrew
 
 VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
@@ -275,3 +277,26 @@ def test_forked_child_makes_threads_of_its_own(crew: WorkerCrew) -> None:
     if child == 0:
         os._exit(0 if crew.run([lambda worker: worker.index] * 2) == [0, 1] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_nothing_of_a_run_is_left_in_a_slow_thread(
+    crew: WorkerCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may go on only after a recording has looked for memory that is still held."""
+    leave, may_go_on = baton._Run.leave, threading.Event()
+
+    def leave_slowly(run: Any, worker: Worker) -> None:
+        leave(run, worker)
+        may_go_on.wait()
+
+    monkeypatch.setattr(baton._Run, "leave", leave_slowly)
+    given = [torch.zeros(1), torch.zeros(1)]
+    held = [ref(tensor) for tensor in given]
+    bodies = [lambda _, x=x: x + 1 for x in given]
+    results = crew.run(bodies)
+    held += [ref(tensor) for tensor in results]
+    del given, bodies, results
+    try:
+        assert [one() for one in held] == [None] * 4
+    finally:
+        may_go_on.set()
