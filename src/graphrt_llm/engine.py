@@ -261,6 +261,8 @@ class LLMEngine:
             )
         index = self._num_added
         request_id = f"request-{index}" if request_id is None else request_id
+        if not isinstance(request_id, str):
+            raise RequestError("request_id", expected="a string, or None", found=repr(request_id))
         stop = frozenset(params.stop_token_ids)
         request = Request(
             request_id,
@@ -613,7 +615,8 @@ class LLMEngine:
         if is_single:
             prompts = cast("list[Sequence[int]]", [prompts])
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
-        names = [loras] * len(prompts) if loras is None or isinstance(loras, str) else loras
+        is_for_each = hasattr(loras, "__len__") and not isinstance(loras, str)
+        names = cast("Sequence[str | None]", loras if is_for_each else [loras] * len(prompts))
         for what, given in (("sampling parameters", each), ("names of adapters", names)):
             if len(given) != len(prompts):
                 raise RequestError(

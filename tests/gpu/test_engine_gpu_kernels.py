@@ -174,6 +174,12 @@ def test_the_largest_logit_is_found_the_first_of_equals(shape):
     logits[..., 7] = logits[..., -1] = float("-inf")
     found = choose_kernels(torch.bfloat16, CUDA).argmax(logits)
     assert torch.equal(logits.gather(-1, found[..., None])[..., 0], logits.amax(-1))
+    logits[..., 3] = float("inf")
+    logits[..., 30] = logits[..., -1] = float("nan")
+    found = choose_kernels(torch.bfloat16, CUDA).argmax(logits)
+    assert torch.equal(found, torch.full(shape[:-1], 30, device=CUDA)), "as by torch"
+    logits[:] = float("nan")
+    assert not choose_kernels(torch.bfloat16, CUDA).argmax(logits).any()
 
 
 def test_other_dtypes_and_devices_use_eager_kernels():

@@ -29,6 +29,7 @@ from graphrt_llm.errors import (
     EngineStateError,
     PromptTooLongError,
     RequestError,
+    UnknownAdapterError,
     UnknownRequestError,
 )
 from graphrt_llm.models import CausalLM, ModelConfig
@@ -216,8 +217,12 @@ def test_generate_says_what_is_no_prompt(prompts, found):
         assert not engine.has_unfinished()
 
 
-def test_sampling_parameters_of_another_type_are_refused():
+def test_arguments_of_another_type_are_refused():
     with LLMEngine.tiny(engine_config()) as engine:
+        with pytest.raises(RequestError, match="a string, or None"):
+            engine.add_request([1], request_id=["a"])  # type: ignore[arg-type]
+        with pytest.raises(UnknownAdapterError, match="adapter 5"):
+            engine.generate([[1, 2]], loras=5)  # type: ignore[call-overload]
         with pytest.raises(RequestError, match="SamplingParams"):
             engine.generate([1], {"max_tokens": 3})
         assert not engine.has_unfinished()

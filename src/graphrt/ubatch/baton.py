@@ -50,6 +50,8 @@ class Worker:
         self.ended = _locked()
         """Released when it ends after a stall."""
         self.task: Callable[[], None] | None = None
+        self.body: Callable[[Worker], Any] | None = None
+        """What the task calls, which takes it out: what it holds ends with it."""
         self.run: _Run | None = None
         self.is_abandoned = False
         self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
@@ -170,9 +172,9 @@ class WorkerCrew:
         run, state = _Run(workers), ThreadState.read()
         for worker, body in zip(workers, bodies, strict=True):
             worker.next = workers[(worker.index + 1) % len(workers)]
-            worker.tag, worker.stream, worker.run = None, "", run
+            worker.tag, worker.stream, worker.run, worker.body = None, "", run, body
             context = contextvars.copy_context()
-            worker.task = partial(context.run, _work, run, worker, body, state)
+            worker.task = partial(context.run, _work, run, worker, state)
         self._wait(run, workers[0])
         for worker in workers:
             worker.run = run if worker.is_abandoned else None
@@ -312,9 +314,11 @@ def _serve(worker: Worker) -> None:
             return
 
 
-def _work(run: _Run, worker: Worker, body: Callable[[Worker], Any], state: ThreadState) -> None:
+def _work(run: _Run, worker: Worker, state: ThreadState) -> None:
+    body, worker.body = worker.body, None
     try:
         if not run.is_aborting:
+            assert body is not None, "given with the task"
             with state.entered():
                 run.results[worker.index] = body(worker)
     except UBatchAborted as error:

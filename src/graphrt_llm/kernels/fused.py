@@ -159,10 +159,15 @@ def _argmax(
         inside = start + column < WIDTH
         source = logits + row * stride + start + column
         values = tl.load(source, mask=inside, other=float("-inf")).to(tl.float32)
-        is_larger = values > best
+        # As by torch, what is no number is larger than any, and stays.
+        is_larger = ~(values <= best) & (best == best)
         best = tl.where(is_larger, values, best)
         place = tl.where(is_larger, start + column, place)
-    found = tl.min(tl.where(best == tl.max(best, 0), place, WIDTH - 1), 0)
+    is_nan = best != best
+    numbers = tl.where(is_nan, float("-inf"), best)
+    has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+    is_found = tl.where(has_nan, is_nan, best == tl.max(numbers, 0))
+    found = tl.min(tl.where(is_found, place, WIDTH - 1), 0)
     tl.store(out + row, found.to(tl.int64))
 
 
