@@ -180,7 +180,7 @@ def test_results_of_pieces_keep_the_layout_of_the_model(tmp_path):
     def turned(x):
         rows = x.t().contiguous()
         heads = (x * 2.0).view(1, -1, 3, 2).transpose(1, 2)
-        few = (x.t() + 1.0).contiguous()[:, :2]
+        few = (x.t() + 1.0).contiguous()[::2]
         half = x[::2].t().contiguous().t()
         return torch.sigmoid(rows).view(-1), rows + 1.0, heads, few, (x + 3.0).t(), half * 2.0
 
