@@ -300,7 +300,7 @@ def stopped() -> None:
     exchange.close()
     if RANK == 1:
         os.kill(pid, signal.SIGCONT)
-        # A thread whose call into torch returns while Python before 3.14 shuts down ends the process.
+        # Python before 3.14 aborts if the call comes back while the interpreter shuts down.
         for thread in threading.enumerate():
             if thread.name == "graphrt asks the store":
                 thread.join(30)
