@@ -32,7 +32,7 @@ from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 
 MAX_REQUESTS = 16
-"""Of a batch, padding included, where nobody says how many it can have."""
+"""Requests of a padded batch that scratch memory is made for, where no limits are given."""
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
