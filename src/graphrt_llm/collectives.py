@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphrt import end_collectives
 from graphrt.errors import RankLostError
 
 
@@ -82,13 +83,13 @@ class RankGroup:
         """Wait on the host until the device has reached ``event``, and no longer than the time-out.
 
         Nothing else sees that a collective inside a graph does not end: torch's watchdog knows
-        those alone that were called. Errors: ``RankLostError``; the group is aborted, so that the
-        device ends what it waits in, and its results are worth nothing.
+        those alone that were called. Errors: ``RankLostError``; collectives are given up, so that
+        the device ends what it waits in, and their results are worth nothing.
         """
         until = monotonic() + self._timeout_s
         while not event.query():
             if monotonic() > until:
-                self.group.abort()
+                end_collectives()
                 raise RankLostError(
                     "a step of ranks that share a model",
                     expected=f"its end on the device within {self._timeout_s:g} s",

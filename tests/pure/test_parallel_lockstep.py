@@ -59,7 +59,7 @@ def opened(**answer: Any) -> tuple[Told, Lockstep]:
     return exchange, lockstep
 
 
-@pytest.mark.parametrize("phase", ["warmup", "capture", "captured"])
+@pytest.mark.parametrize("phase", ["warmup", "warmed", "capture", "captured"])
 def test_failure_of_another_rank_fails_the_job_here(phase: str) -> None:
     _, lockstep = opened(failed=True)
     with pytest.raises(PeerFailedError, match="a failure on rank 1: told"):
@@ -77,12 +77,10 @@ def test_failure_here_is_sent_where_the_others_wait() -> None:
     lockstep.gate(JOB, "failed")
     assert read_capture(exchange.sent[-1]).failed == 0
     assert exchange.sent[-1][2] == Phase.CAPTURED
-    # In a warm-up nobody waits yet: the next one asked about it is told.
     lockstep.gate(JOB, "warmup")
     lockstep.gate(JOB, "failed")
-    assert read_capture(exchange.sent[-1]).failed is None
-    lockstep.gate(JOB, "capture")
     assert read_capture(exchange.sent[-1]).failed == 0
+    assert exchange.sent[-1][2] == Phase.WARMED
 
 
 @pytest.mark.parametrize(("left", "error"), [(1, RankLostError), (2, KeyboardInterrupt)])

@@ -96,11 +96,24 @@ def test_failure_of_one_rank_drops_the_key_on_all(phase: str) -> None:
 
 def test_failure_that_is_raised_ends_the_capture_of_all() -> None:
     first, second = said_in("warm-up fails and is raised")
-    assert (first[0]["error"], second[0]["error"]) == ("RankLostError", "ValueError")
-    assert "rank 1 left it: ValueError: this rank cannot" in first[0]["text"]
+    assert (first[0]["error"], second[0]["error"]) == ("PeerFailedError", "ValueError")
+    assert "a failure on rank 1: ValueError: this rank cannot" in first[0]["text"]
     first, second = said_in("comparison fails and is raised")
     assert (first[0]["error"], second[0]["error"]) == ("PeerFailedError", "VerificationError")
     assert first[1]["missing"] == second[1]["missing"] == {"4": "CAPTURE_FAILED"}
+
+
+def test_device_left_in_a_collective_ends_the_capture_of_all() -> None:
+    first, second = ([*map(dict, said[1:])] for said in all_said(launch(SCRIPT, "left waiting")))
+    assert [line.get("error") for told in first for line in told.values()] == [
+        "RankLostError",
+        "RankLostError",
+        None,
+    ]
+    assert "stays in memory until the process exits" in first[0]["capture"]["text"]
+    assert first[1]["close"]["s"] < 5
+    assert "rank 0 left it: RankLostError: the device" in second[0]["capture"]["text"]
+    assert set(second[1]["close"]) == {"s"}
 
 
 def test_interrupt_of_one_rank_interrupts_all() -> None:

@@ -23,7 +23,13 @@ from graphrt.parallel.agreement import (
     plan_text,
     settle,
 )
-from graphrt.parallel.exchange import Exchange, InProcessExchange, Pending, TorchExchange
+from graphrt.parallel.exchange import (
+    Exchange,
+    InProcessExchange,
+    Pending,
+    TorchExchange,
+    end_collectives,
+)
 from graphrt.parallel.launch import launch_ranks
 from graphrt.parallel.lockstep import Lockstep, agree_least
 
@@ -44,6 +50,7 @@ __all__ = [
     "agree_least",
     "check_plans",
     "decide",
+    "end_collectives",
     "launch_ranks",
     "make_tag",
     "merge",

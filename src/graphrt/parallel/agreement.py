@@ -79,13 +79,14 @@ class Phase(IntEnum):
     BEGIN = 1
     WARMUP = 2
     """Before the warm-up of a key."""
-    CAPTURE = 3
+    WARMED = 3
+    CAPTURE = 4
     """Before the capture of a key."""
-    CAPTURED = 4
-    COMPARE = 5
+    CAPTURED = 5
+    COMPARE = 6
     """Before each run of a comparison."""
-    COMPARED = 6
-    END = 7
+    COMPARED = 7
+    END = 8
 
 
 def make_tag(kind: Round, generation: int, sequence: int) -> int:

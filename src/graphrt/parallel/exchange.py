@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, cast
 
@@ -32,6 +31,7 @@ from graphrt.parallel.agreement import (
     merge,
     tokens_of,
 )
+from graphrt.waits import within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -454,27 +454,32 @@ class TorchExchange:
 
 
 def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """``call(*arguments)``. Errors: ``RuntimeError``, also if it takes longer.
-
-    In a thread that is left behind then, because the store's calls end by no time-out of their own
-    where the process that has it is stopped.
-    """
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call(*arguments))
-        except RuntimeError as error:
-            found.append(error)
-
-    thread = Thread(target=run, name="graphrt asks the store", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    """``call(*arguments)``. Errors: ``RuntimeError``, also if it takes longer, because the calls of
+    a store have no time-out of their own where the process that has it is stopped."""
+    found = within(seconds, call, *arguments)
     if not found:
         raise RuntimeError(f"no answer within {seconds:g} s")
-    if isinstance(found[0], RuntimeError):
-        raise found[0]
     return found[0]
+
+
+def end_collectives() -> None:
+    """Give up every collective of NCCL in this process, so that its device ends those it waits in.
+
+    For a device that waits for a lost rank: no group that it was in can be used again. A runtime
+    does it where its time-out ends. Torch's watchdog does the same, but for calls alone: it does
+    not know of collectives inside graphs. Returns at once. The device is free soon; a communicator
+    goes once no graph holds a collective of its own, because NCCL waits for that.
+    """
+    import torch
+    import torch.distributed.distributed_c10d as c10d
+
+    gpu = torch.device("cuda")
+    for group in list(c10d._world.pg_map):
+        if gpu in group._device_types and c10d.is_nccl_available():
+            backend = group._get_backend(gpu)
+            if isinstance(backend, c10d.ProcessGroupNCCL):
+                # Each in a thread: the end of one may wait for that of another, and for graphs.
+                within(0, backend.abort)
 
 
 def _import_what_keeps_groups(c10d: Any) -> None:

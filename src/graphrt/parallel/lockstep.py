@@ -83,10 +83,8 @@ class Lockstep:
         self._config = config
         self._generation = 0
         """Of captures: ranks that have captured unequally often are told apart."""
-        self._failed: set[str] = set()
-        """What failed on this rank in a warm-up: told at its capture."""
-        self._recording = ""
-        """What was let pass to its capture, whose outcome all ranks wait for."""
+        self._outcome = Phase.WARMED
+        """Where all ranks wait for what comes of what was let pass."""
         self._compared = ""
         """What is compared now."""
         self._is_told = False
@@ -140,8 +138,7 @@ class Lockstep:
         interrupts them too.
         """
         self._generation = (self._generation + 1) & 0xFFFF
-        self._failed.clear()
-        self._recording, self._is_told = "", False
+        self._is_told = False
         self._capture_round(Phase.BEGIN, "begin")
         try:
             yield
@@ -152,41 +149,32 @@ class Lockstep:
         self._capture_round(Phase.END, outcome())
 
     def gate(self, job: Captured, phase: str) -> bool:
-        """Asked before each warm-up and capture and after each capture, and told of each failure:
-        the gate of ``capture_all``.
+        """Asked before and after each warm-up and capture, and told of each failure: the gate of
+        ``capture_all``.
 
+        All ranks learn at once how a warm-up has ended, because one that failed before a collective
+        has left the others in it: on a GPU their hosts go on, and the next collective of this rank
+        would answer the wrong one of theirs.
         Errors: ``PeerFailedError`` for what another rank could not capture; then no rank has it.
         """
         about = f"{job.mode.name}, {job.key}"
-        if phase == "failed":
-            self._tell_failure(about)
-        elif phase == "warmup":
-            self._capture_round(Phase.WARMUP, about)
-        elif phase == "capture":
-            is_mine = about in self._failed
-            self._capture_round(Phase.CAPTURE, about, failed=is_mine)
-            self._recording = "" if is_mine else about
-        else:
-            self._recording = ""
-            self._capture_round(Phase.CAPTURED, about)
-        return True
-
-    def _tell_failure(self, about: str) -> None:
-        if self._is_told:
+        if phase != "failed":
+            asked = Phase[phase.upper()]
+            if asked in (Phase.WARMUP, Phase.CAPTURE):
+                self._outcome = Phase(asked + 1)
+            self._capture_round(asked, about)
+        elif self._is_told:
             self._is_told = False
-        elif self._recording == about:
-            self._recording = ""
-            self._post_error(about)
-            self._capture_round(Phase.CAPTURED, about, failed=True)
         else:
             self._post_error(about)
-            self._failed.add(about)
             error = sys.exception()
             for rank in range(self.world):
                 text = self._error_of(rank, about) if rank != self.rank else ""
                 if text and error is not None:
                     # Perhaps why a collective of this rank's warm-up came to no end.
                     error.add_note(f"rank {rank} failed too: {text}")
+            self._capture_round(self._outcome, about, failed=True)
+        return True
 
     @contextmanager
     def comparing(self, captured: Captured) -> Iterator[None]:

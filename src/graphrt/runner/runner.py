@@ -460,7 +460,7 @@ class CUDAGraphRunner:
         self._is_running = True
         try:
             with torch.no_grad():
-                times = self._executor.time_replays(entries, self.library.device.synchronize)
+                times = self._executor.time_replays(entries, self.library.synchronize)
         finally:
             self._is_running = False
         return times if self._lockstep is None else self._lockstep.slowest(times)
