@@ -518,10 +518,11 @@ def time_of(call: Callable[[], object]) -> Said:
     found: Said = {}
     try:
         call()
-    except GraphrtError as error:
-        found = {"error": type(error).__name__, "text": str(error)}
-    except (RuntimeError, TypeError, AttributeError) as error:
-        found = {"error": f"none of graphrt's: {error!r}"}
+    except (GraphrtError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        found = {
+            "error": type(error).__name__,
+            "text": f"{error}\n{getattr(error, '__notes__', '')}",
+        }
     return {**found, "s": time.monotonic() - started}
 
 
@@ -538,6 +539,37 @@ def left_waiting() -> None:
     say(capture=time_of(made.capture))
     say(close=time_of(made.close))
     say(again=time_of(made.close))
+    end_without_groups(exchange)
+
+
+def left_waiting_in_a_step() -> None:
+    """Rank 1 fails in an eager step after the collective, then in one before it."""
+    graphrt.graphs.library.END_S = 0.1
+    exchange = TorchExchange()
+    model = Meeting(most_s=4)
+    model.pending = []
+    limits = RankConfig(step_timeout_s=1)
+    made = runtime(exchange, model, device=WaitingDevice(model.pending), ranks=limits)
+    made.capture()
+    for name in ("fails_at", "fails_before"):
+        setattr(model, name, 12 * RANK)
+        say(failed=time_of(lambda: step(made, 12, 4)))
+        setattr(model, name, 0)
+        say(after=time_of(lambda: step(made, 12, 4)))
+        say(after=time_of(lambda: step(made, 3, 3)))
+    end_without_groups(exchange)
+
+
+def wait_for_rank_1(exchange: TorchExchange) -> None:
+    """Let rank 0, which has the store, stay until rank 1 has heard of its error."""
+    if RANK == 1:
+        exchange.post("heard", "")
+    while RANK == 0 and exchange.read("heard") is None:
+        time.sleep(0.05)
+
+
+def end_without_groups(exchange: TorchExchange) -> None:
+    wait_for_rank_1(exchange)
     exchange.close(together=False)
     os._exit(0)  # What the device uses is never freed, and with it the group of the model.
 
@@ -559,6 +591,7 @@ def left_in_a_warm_up() -> None:
     )
     say(capture=time_of(made.capture))
     say(close=time_of(made.close))
+    wait_for_rank_1(exchange)
     exchange.close(together=False)
     device.close()
     say(destroyed=time_of(lambda: dist.destroy_process_group(group)))
@@ -866,6 +899,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "on gpus": on_gpus,
     "engines on gpus": engines_on_gpus,
     "left waiting": left_waiting,
+    "left waiting in a step": left_waiting_in_a_step,
     "left in a warm-up": left_in_a_warm_up,
     "left in a step": lambda: left_in_a_step(overlap=False, num_steps=1),
     "left in a step read later": lambda: left_in_a_step(overlap=True, num_steps=2),

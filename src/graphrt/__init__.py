@@ -88,7 +88,6 @@ if TYPE_CHECKING:
         InProcessExchange as InProcessExchange,
         TorchExchange as TorchExchange,
         agree_least as agree_least,
-        end_collectives as end_collectives,
         launch_ranks as launch_ranks,
     )
     from graphrt.planner import (
@@ -152,7 +151,7 @@ _NAMES_OF_ROOM = {
         forbid_in_capture no_breaks
     """,
     "interrupts": "interrupted_between_steps",
-    "parallel": "Exchange InProcessExchange TorchExchange agree_least end_collectives launch_ranks",
+    "parallel": "Exchange InProcessExchange TorchExchange agree_least launch_ranks",
     "planner": "TraceRequest generate_azure_like read_trace",
     "report": """
         LoggingObserver PolicyRun ProgressBars PrometheusObserver ReportPage RunningHistogram

@@ -116,6 +116,16 @@ def test_device_left_in_a_collective_ends_the_capture_of_all() -> None:
     assert set(second[1]["close"]) == {"s"}
 
 
+def test_failed_step_of_one_rank_gives_no_other_wrong_results() -> None:
+    errors = [
+        [told.get("error") for line in said[1:] for told in line.values()]
+        for said in all_said(launch(SCRIPT, "left waiting in a step"))
+    ]
+    lost = ["RankLostError"] * 2
+    assert errors[0] == [None, None, None, None, *lost]
+    assert errors[1] == ["ValueError", None, None, "ValueError", *lost]
+
+
 def test_interrupt_of_one_rank_interrupts_all() -> None:
     for stopped, kept, done in said_in("interrupted"):
         assert stopped["error"] == "KeyboardInterrupt"

@@ -33,6 +33,7 @@ from graphrt.errors import (
     GraphMemoryError,
     GraphrtError,
     LibraryClosedError,
+    RankError,
     RankLostError,
     SuspendedError,
 )
@@ -168,7 +169,7 @@ class GraphLibrary:
         self._refusal: Callable[[], GraphrtError] | None = None
         self._is_closed = False
         self._most_wait_s = math.inf
-        self._end_collectives: Callable[[], None] = lambda: None
+        self._give_up: Callable[[RankError], None] = lambda error: None
         self._warned_of: set[str] = set()
         """Owners of programs whose arguments no check compares all."""
         self._num_generations = 0
@@ -629,31 +630,33 @@ class GraphLibrary:
         """True after ``limit_waits``."""
         return self._most_wait_s < math.inf
 
-    def limit_waits(self, most_s: float, end_collectives: Callable[[], None]) -> None:
+    def limit_waits(self, most_s: float, give_up: Callable[[RankError], None]) -> None:
         """Wait for the device ``most_s`` seconds at most from here on, because its collectives may
-        wait for a rank that never comes. ``end_collectives``: called then, to get the device free.
+        wait for a rank that never comes. ``give_up``: ends these then, to get the device free.
         """
-        self._most_wait_s, self._end_collectives = most_s, end_collectives
+        self._most_wait_s, self._give_up = most_s, give_up
 
     def synchronize(self) -> None:
         """Wait for the device. Errors: ``RankLostError`` if that takes longer than ranks may."""
         if not self.has_ranks:
             self.device.synchronize()
         elif not self.device.ends_within(self._most_wait_s):
-            self._end_collectives()
-            is_idle = self.device.ends_within(END_S)
-            raise RankLostError(
+            error = RankLostError(
                 "the device",
                 expected=f"the end of its work within {self._most_wait_s:g} s",
-                found="a collective that waited for another rank; "
-                + (
-                    "it was given up"
-                    if is_idle
-                    else "giving it up did not end it: what the device uses stays in memory until "
-                    "the process exits"
-                ),
+                found="a collective that still waits for another rank",
                 do="see the errors of the other ranks, and start all of them again",
             )
+            self._give_up(error)
+            if not self.device.ends_within(END_S):
+                error.add_note(
+                    "giving it up did not end it: what the device uses stays in memory until the "
+                    "process exits"
+                )
+            try:
+                raise error
+            finally:
+                del error  # Or it would be a cycle through its traceback.
 
     def suspend(self, keep_programs: bool) -> None:
         """Make replays raise ``SuspendedError`` until ``resume``, so that memory may be unmapped.

@@ -28,7 +28,6 @@ from graphrt.parallel.exchange import (
     InProcessExchange,
     Pending,
     TorchExchange,
-    end_collectives,
 )
 from graphrt.parallel.launch import launch_ranks
 from graphrt.parallel.lockstep import Lockstep, agree_least
@@ -50,7 +49,6 @@ __all__ = [
     "agree_least",
     "check_plans",
     "decide",
-    "end_collectives",
     "launch_ranks",
     "make_tag",
     "merge",

@@ -93,6 +93,14 @@ class Exchange(Protocol):
         """A text that a rank left; None: nobody did yet."""
         ...
 
+    def give_up(self, error: RankError) -> None:
+        """End with ``error``, which later rounds repeat, because the device waits for another rank.
+
+        What the device waits in ends too: no group that it shares with a lost rank can be used
+        again. Ranks that wait for this one end with ``RankLostError``.
+        """
+        ...
+
     def close(self) -> None:
         """Leave together with all ranks, and drop what was made for the exchange. Idempotent."""
         ...
@@ -204,6 +212,9 @@ class _InProcessRank:
 
     def read(self, name: str) -> str | None:
         return self._shared.texts.get(name)
+
+    def give_up(self, error: RankError) -> None:
+        self._error = self._error or error
 
     def close(self) -> None:
         self._error = self._error or _lost((), self.rank, "a round", "a closed exchange")
@@ -367,6 +378,16 @@ class TorchExchange:
             raise self._store_lost(f"reading {name}", error) from error
         return text
 
+    def give_up(self, error: RankError) -> None:
+        _end_collectives()
+        if self._error is None:
+            self._error = error
+            try:
+                self._tell("a connection broke", "1")
+                self._tell("roll-call", "1")
+            except RuntimeError as lost:
+                error.add_note(f"and the other ranks could not be told: {lost}")
+
     def close(self, *, together: bool = True) -> None:
         """Leave together with all ranks, and drop the group that was made here. Idempotent.
 
@@ -462,13 +483,12 @@ def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
     return found[0]
 
 
-def end_collectives() -> None:
-    """Give up every collective of NCCL in this process, so that its device ends those it waits in.
+def _end_collectives() -> None:
+    """Have the device end every collective of NCCL that it waits in. Returns at once.
 
-    For a device that waits for a lost rank: no group that it was in can be used again. A runtime
-    does it where its time-out ends. Torch's watchdog does the same, but for calls alone: it does
-    not know of collectives inside graphs. Returns at once. The device is free soon; a communicator
-    goes once no graph holds a collective of its own, because NCCL waits for that.
+    Torch's watchdog does the same after a time-out, but for calls alone: it does not know of
+    collectives inside graphs. The device is free soon; a communicator goes once no graph holds a
+    collective of its own, because NCCL waits for that.
     """
     import torch
     import torch.distributed.distributed_c10d as c10d

@@ -15,6 +15,7 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.config import RankConfig
 from graphrt.errors import PeerFailedError, RankDesyncError, RankError, RankLostError
 from graphrt.parallel.agreement import (
+    FAILED,
     NUM_WORDS,
     Agreement,
     Phase,
@@ -89,6 +90,8 @@ class Lockstep:
         """What is compared now."""
         self._is_told = False
         """The error that is being raised came from a round: the others know it."""
+        self.has_failed = False
+        """The last step of this rank has failed, perhaps before a collective of the others."""
 
     # -- start
 
@@ -108,11 +111,19 @@ class Lockstep:
     # -- a step
 
     def agree(
-        self, vote: RankVote, rules: SplitRules, graphs: int = 0, *, is_alone: bool = False
+        self,
+        vote: RankVote,
+        rules: SplitRules,
+        graphs: int = 0,
+        *,
+        is_alone: bool = False,
+        wait: Callable[[], None] = lambda: None,
     ) -> Agreement:
         """What all ranks' votes for this step come to. ``graphs``: 16 bits of what is captured.
 
-        ``is_alone``: all ranks have the same vote, so that none is sent.
+        ``is_alone``: all ranks have the same vote, so that none is sent. ``wait()``: waits for the
+        device. All do after a step that failed on one of them: where a device waits in a collective
+        of that step, the next one of the rank that failed would give it a wrong result.
         Errors: ``RankDesyncError`` where ranks have other graphs, or do something else.
         """
         if is_alone:
@@ -120,10 +131,17 @@ class Lockstep:
             return decide(pack(vote), rules)
         exchange = self.exchange
         tag = make_tag(Round.STEP, graphs, exchange.num_rounds)
-        pending = exchange.start(
-            pack(vote, tag), timeout_s=self._config.step_timeout_s, about="a step"
-        )
-        agreement = decide(pending.result(), rules)
+        words = pack(vote, tag)
+        if self.has_failed:
+            words = (*words[:-1], FAILED | self.rank)
+        pending = exchange.start(words, timeout_s=self._config.step_timeout_s, about="a step")
+        found = pending.result()
+        if found[-1] >= FAILED:
+            check_round(found)
+            wait()
+            self.has_failed = False
+            return self.agree(vote, rules, graphs)
+        agreement = decide(found, rules)
         self.num_tokens_across_ranks = pending.num_tokens_across_ranks
         return agreement
 
@@ -262,9 +280,12 @@ class Lockstep:
         for rank in getattr(error, "missing", ()):
             try:
                 last = self.exchange.read(f"round of {rank}")
+                left = self.exchange.read(f"left {self._generation} by {rank}")
             except RankLostError:
                 return  # The store is gone, as the error says.
             error.add_note(f"rank {rank} was last at: {last or 'no round of a capture'}")
+            if left:
+                error.add_note(f"rank {rank} left it: {left}")
 
     def _leave(self, error: BaseException) -> None:
         left = _LEFT_BY_ERROR if isinstance(error, Exception) else _LEFT_BY_INTERRUPT
@@ -276,7 +297,8 @@ class Lockstep:
             timeout_s = self._config.capture_timeout_s
             exchange.start(words, timeout_s=timeout_s, about="leaving a capture").result()
         except RankError as later:
-            error.add_note(f"and the other ranks could not be told: {later}")
+            if later is not error:  # One that ended the exchange has told them.
+                error.add_note(f"and the other ranks could not be told: {later}")
 
     def _end_with(self, left: int, rank: int) -> NoReturn:
         self._is_told = True

@@ -59,7 +59,7 @@ from graphrt.graphs import (
     break_point,
 )
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
-from graphrt.parallel import Exchange, Lockstep, SettledStep, end_collectives
+from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
@@ -253,7 +253,7 @@ class Runtime:
         )
         self.device = self.library.device
         if ranks is not None:
-            self.library.limit_waits(config.ranks.step_timeout_s, end_collectives)
+            self.library.limit_waits(config.ranks.step_timeout_s, ranks.give_up)
         # Of graphs; eager steps are not cut then, because that was slower wherever it was measured.
         self._times_splits = self.device.name in _TIMED_DEVICES and plan.ubatch.auto_off
         # Its kernels run differently under the mode that observes, and are recorded without.
