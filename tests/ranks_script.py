@@ -9,6 +9,7 @@ runs other graphs than the others, or none, leaves them waiting in a collective.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -919,6 +920,7 @@ if __name__ == "__main__":
         for name in names:
             print(json.dumps({"scenario": name}), flush=True)
             SCENARIOS[name]()
+        gc.collect()  # An error that ended an exchange refers to it by its traceback.
         if names[0] not in ENDING:
             dist.destroy_process_group()
             # A group that something still refers to may abort the process when it exits.

@@ -258,7 +258,7 @@ def test_failed_job_with_ranks_waits_no_longer_than_they_do() -> None:
         with Lab(device) as lab:
             lab.library.limit_waits(0.5, lambda error: None)
             device.answers = (False,)
-            with pytest.raises(RankLostError, match="within 0[.]5 s"):
+            with pytest.raises(RankLostError, match=r"within 0\.5 s"):
                 lab.capture_all(lab.job(lab.wrap(failing), torch.ones(2)), on_error=on_error)
 
 
