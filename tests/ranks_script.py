@@ -582,7 +582,10 @@ def left_in_a_warm_up() -> None:
     dist.all_reduce(torch.zeros(1, device=device.torch_device), group=group)
     exchange = TorchExchange()
     made = Runtime(
-        Summing(device.torch_device, torch.cuda.is_current_stream_capturing, 4 * RANK, group),
+        # The last warm-up answers as a capture does.
+        Summing(
+            device.torch_device, lambda: torch.cuda.is_current_stream_capturing(), 4 * RANK, group
+        ),
         inputs=INPUTS,
         outputs=OutputSpec(OUTPUTS),
         examples=example,
@@ -618,6 +621,31 @@ def left_in_a_step(overlap: bool, num_steps: int) -> None:
     engine.add_request([1, 2, 3], params)
     for _ in range(num_steps if RANK == 0 else 1):
         say(step=time_of(engine.step))
+    say(close=time_of(engine.close))
+    exchange.close(together=False)
+
+
+def failed_step_on_gpus() -> None:
+    """A step of rank 1 fails in a layer, where the GPU of rank 0 waits; then both step again."""
+    exchange = TorchExchange()
+    runtime = replace(
+        TINY_CONFIG.runtime,
+        compilation=CompilationConfig(cudagraph_mode="NONE"),  # type: ignore[arg-type]
+        ranks=RankConfig(step_timeout_s=5),
+    )
+    asked = replace(TINY_CONFIG, device="cuda", expert_parallel=True, runtime=runtime)
+    engine = LLMEngine.with_random_weights(ModelConfig.named("tiny-moe"), asked, ranks=exchange)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    engine.generate([1, 2, 3], params)
+    layer = next(m for m in engine.runtime.runner.fn.modules() if isinstance(m, CausalLM)).layers[1]
+    if RANK == 1:
+        layer.forward = no_sample  # type: ignore[method-assign]
+    engine.add_request([1, 2, 3], params)
+    say(failed=time_of(engine.step))
+    if RANK == 1:
+        del layer.forward
+    say(after=time_of(engine.step))
+    wait_for_rank_1(exchange)
     say(close=time_of(engine.close))
     exchange.close(together=False)
 
@@ -901,6 +929,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "engines on gpus": engines_on_gpus,
     "left waiting": left_waiting,
     "left waiting in a step": left_waiting_in_a_step,
+    "failed step on gpus": failed_step_on_gpus,
     "left in a warm-up": left_in_a_warm_up,
     "left in a step": lambda: left_in_a_step(overlap=False, num_steps=1),
     "left in a step read later": lambda: left_in_a_step(overlap=True, num_steps=2),

@@ -43,6 +43,14 @@ def test_failed_warm_up_of_one_rank_leaves_none_waiting() -> None:
         assert set(said[2]["close"]) == {"s"}
 
 
+def test_failed_step_of_one_rank_gives_no_other_wrong_results() -> None:
+    errors = [
+        [told.get("error") for line in said[1:] for told in line.values()]
+        for said in all_said(launch("tests/ranks_script.py", "failed step on gpus", timeout_s=120))
+    ]
+    assert errors == [[None, "RankLostError", None], ["ValueError", "RankLostError", None]]
+
+
 @pytest.mark.parametrize(
     ("scenario", "steps", "close"),
     [
