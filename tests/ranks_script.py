@@ -331,6 +331,7 @@ def stopped() -> None:
         say(error=type(error).__name__, missing=error.missing, text=str(error))  # type: ignore[attr-defined]
     exchange.close()
     if RANK == 1:
+        say(another=time_of(lambda: TorchExchange(most_s=1)))
         os.kill(pid, signal.SIGCONT)
         # Python before 3.14 aborts if the call comes back while the interpreter shuts down.
         for thread in threading.enumerate():

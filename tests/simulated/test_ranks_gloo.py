@@ -231,9 +231,10 @@ def test_rank_that_dies_is_named_within_five_seconds() -> None:
 
 def test_rank_with_the_store_that_is_stopped_is_named() -> None:
     _, second = launch(SCRIPT, "stopped", timeout_s=90)
-    (told,) = said_at_the_end(second)
+    told, another = said_at_the_end(second)
     assert (told["error"], told["missing"]) == ("RankLostError", [0])
     assert "no answer within" in told["text"]
+    assert another["another"]["error"] == "RankLostError"
 
 
 def test_four_ranks_take_500_random_steps_together() -> None:

@@ -279,12 +279,16 @@ class TorchExchange:
         self._made: Any = None
         if group is None:
             limit = timedelta(seconds=most_s)
-            try:
+
+            def make() -> Any:
                 if dist.is_initialized():
-                    group = dist.new_group(backend="gloo", timeout=limit)
-                else:
-                    dist.init_process_group("gloo", timeout=limit)
-                    group = dist.group.WORLD
+                    return dist.new_group(backend="gloo", timeout=limit)
+                dist.init_process_group("gloo", timeout=limit)
+                return dist.group.WORLD
+
+            try:
+                # Torch's own limit does not hold where the process that has the store is stopped.
+                self._made = group = _within(most_s + STORE_S, make)
             except (RuntimeError, ValueError) as error:
                 raise RankLostError(
                     "a group of all ranks",
@@ -292,14 +296,16 @@ class TorchExchange:
                     found=str(error),
                     do="start with torchrun, or call torch.distributed.init_process_group first",
                 ) from error
-            self._made = group
         self._group = group
         self.rank: int = group.rank()
         self.world: int = group.size()
         self.num_rounds = 0
         names = c10d.PrefixStore(f"graphrt/{group.group_name}", c10d._get_default_store())
-        # Each rank opens its exchanges over a group in the same order.
-        number = names.add(f"opened by {self.rank}", 1)
+        try:
+            # Each rank opens its exchanges over a group in the same order.
+            number = _within(STORE_S, names.add, f"opened by {self.rank}", 1)
+        except RuntimeError as error:
+            raise self._store_lost("opening an exchange", error) from error
         self._store: Any = c10d.PrefixStore(f"{number}", names)
         self.tells_sizes = wire == "gather" or (wire == "auto" and self.world <= MOST_GATHERED)
         self._max = cast("Any", dist.AllreduceOptions())
