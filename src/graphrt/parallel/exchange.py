@@ -280,7 +280,7 @@ class TorchExchange:
         if group is None:
             limit = timedelta(seconds=most_s)
 
-            def make() -> Any:
+            def new_group() -> Any:
                 if dist.is_initialized():
                     return dist.new_group(backend="gloo", timeout=limit)
                 dist.init_process_group("gloo", timeout=limit)
@@ -288,7 +288,7 @@ class TorchExchange:
 
             try:
                 # Torch's own limit does not hold where the process that has the store is stopped.
-                self._made = group = _within(most_s + STORE_S, make)
+                self._made = group = _within(most_s + STORE_S, new_group)
             except (RuntimeError, ValueError) as error:
                 raise RankLostError(
                     "a group of all ranks",
