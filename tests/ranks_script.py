@@ -57,6 +57,7 @@ from graphrt.parallel import (
     pack,
 )
 from graphrt.runner.executor import Executor
+from graphrt.ubatch import index
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
@@ -93,6 +94,8 @@ class Meeting(torch.nn.Module):
         self.number = max(_meetings, default=0) + 1
         _meetings[self.number] = self
         self.fails_at = self.fails_before = self.is_wrong_at = 0
+        self.fails_in = 0
+        """In which micro-batch it fails."""
         self.pending: list[Any] | None = None
         """Exchanges that the device still waits for, as a GPU would; None: the host waits."""
         self.memo: Any = None
@@ -105,7 +108,7 @@ class Meeting(torch.nn.Module):
         if x.shape[0] == self.fails_before:
             raise ValueError("this rank cannot run so many tokens")
         rows = self.meet(x @ self.weight)
-        if x.shape[0] == self.fails_at:
+        if x.shape[0] == self.fails_at and index() == self.fails_in:
             raise ValueError("this rank cannot run so many tokens")
         return {"rows": rows + ids[:, None], "lens": lens * 2}
 
@@ -264,6 +267,25 @@ def capture_fails(phase: str, on_error: str) -> None:
         if on_error == "skip":
             say(**step(made, 3, 3))
             say(**step(made, 8, 3))
+    exchange.close()
+
+
+def micro_batch_fails() -> None:
+    exchange = TorchExchange()
+    model = Meeting()
+    model.fails_at, model.fails_in = 2 * RANK, 1
+    with runtime(
+        exchange, model, "FULL_DECODE_ONLY", ubatch=SPLIT, on_capture_error="skip"
+    ) as made:
+        made.capture()
+        report = made.report()
+        say(
+            missing=[f"{key.num_tokens} / {key.num_ubatches}" for _, key in report.missing],
+            failures=[str(text) for text in report.failures.values()],
+        )
+        for num_tokens in (4, 2):
+            say(**step(made, num_tokens, num_tokens))
+            say(ubatches=made.last_decision.descriptor.num_ubatches)  # type: ignore[union-attr]
     exchange.close()
 
 
@@ -918,6 +940,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "late": late,
     "dies": dies,
     "stopped": stopped,
+    "micro-batch fails": micro_batch_fails,
     "mismatch": mismatch,
     "interrupted": interrupted,
     "engines": engines,

@@ -21,6 +21,7 @@ SCENARIOS = (
     "warm-up fails and is raised",
     "comparison fails and is raised",
     "interrupted",
+    "micro-batch fails",
     "mismatch",
     "sampled comparison raises",
     "engines",
@@ -92,6 +93,15 @@ def test_failure_of_one_rank_drops_the_key_on_all(phase: str) -> None:
         assert (f"a failure on rank 1: {error}" in told["failures"]["4"]) is (rank == 0)
         assert (missed["mode"], missed["reason"]) == ("NONE", "CAPTURE_FAILED")
         assert (served["mode"], served["tokens"]) == ("PIECEWISE", 8)
+
+
+def test_failed_micro_batch_of_one_rank_drops_the_key_on_all() -> None:
+    for rank, (told, whole, of_4, split, of_2) in enumerate(said_in("micro-batch fails")):
+        assert told["missing"] == ["4 / 2"]
+        assert "in micro-batch 1 of 2" in told["failures"][0]
+        assert ("a failure on rank 1: ValueError" in told["failures"][0]) is (rank == 0)
+        assert (whole["mode"], of_4) == ("FULL", {"ubatches": 1})
+        assert (split["mode"], of_2) == ("FULL", {"ubatches": 2})
 
 
 def test_failure_that_is_raised_ends_the_capture_of_all() -> None:

@@ -36,6 +36,7 @@ from graphrt.errors import (
     RankError,
     RankLostError,
     SuspendedError,
+    with_notes,
 )
 from graphrt.events import CaptureFailed, Event, Invalidated, Observer, Retired
 from graphrt.graphs.buffers import BufferSet
@@ -761,8 +762,9 @@ class GraphLibrary:
         return [p for p in programs if owner is None or p.owner == owner]
 
     def _on_failure(self, entry: Entry) -> None:
+        assert entry.error is not None, "a failure has an error"
         kind = type(entry.error).__name__
-        self.emit(CaptureFailed(entry.owner, entry.mode, entry.key, kind, str(entry.error)))
+        self.emit(CaptureFailed(entry.owner, entry.mode, entry.key, kind, with_notes(entry.error)))
 
     def _refuse_all(self, error: Callable[[], GraphrtError] | None) -> None:
         self._refusal = error

@@ -13,7 +13,13 @@ from typing import NoReturn, Protocol
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.config import RankConfig
-from graphrt.errors import PeerFailedError, RankDesyncError, RankError, RankLostError
+from graphrt.errors import (
+    PeerFailedError,
+    RankDesyncError,
+    RankError,
+    RankLostError,
+    with_notes,
+)
 from graphrt.parallel.agreement import (
     FAILED,
     NUM_WORDS,
@@ -323,4 +329,4 @@ class Lockstep:
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:4000]
+    return f"{type(error).__name__}: {with_notes(error)}"[:4000]
