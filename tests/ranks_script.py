@@ -9,6 +9,7 @@ runs other graphs than the others, or none, leaves them waiting in a collective.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+import graphrt.graphs.library
 import graphrt.parallel.exchange
 import graphrt.runtime.runtime
 from graphrt import (
@@ -55,6 +57,7 @@ from graphrt.parallel import (
     pack,
 )
 from graphrt.runner.executor import Executor
+from graphrt.ubatch import index
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.attention import AttentionInputs, AttentionMetadata
@@ -84,13 +87,17 @@ def say(**said: Any) -> None:
 class Meeting(torch.nn.Module):
     """A toy whose break point meets the other ranks: each gets the sum of all first rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float = 20) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.eye(WIDTH) * 2)
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=most_s))
         self.number = max(_meetings, default=0) + 1
         _meetings[self.number] = self
-        self.fails_at = self.is_wrong_at = 0
+        self.fails_at = self.fails_before = self.is_wrong_at = 0
+        self.fails_in = 0
+        """In which micro-batch it fails."""
+        self.pending: list[Any] | None = None
+        """Exchanges that the device still waits for, as a GPU would; None: the host waits."""
         self.memo: Any = None
 
     def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
@@ -98,8 +105,10 @@ class Meeting(torch.nn.Module):
             # Made of the inputs of the first run, and frozen in the graph.
             self.memo = x[0, 0].clone() if self.memo is None else self.memo
             x = x * self.memo
+        if x.shape[0] == self.fails_before:
+            raise ValueError("this rank cannot run so many tokens")
         rows = self.meet(x @ self.weight)
-        if x.shape[0] == self.fails_at:
+        if x.shape[0] == self.fails_at and index() == self.fails_in:
             raise ValueError("this rank cannot run so many tokens")
         return {"rows": rows + ids[:, None], "lens": lens * 2}
 
@@ -111,7 +120,12 @@ class Meeting(torch.nn.Module):
 
 
 def _add_up(x: torch.Tensor, number: int) -> None:
-    _meetings[number].group.allreduce([x]).wait()
+    meeting = _meetings[number]
+    work = meeting.group.allreduce([x])
+    if meeting.pending is None:
+        work.wait()
+    else:
+        meeting.pending.append(work)
 
 
 # A group must have no references left when the process ends.
@@ -122,8 +136,29 @@ _library.define("add_up(Tensor(a!) x, int number) -> ()")
 _library.impl("add_up", _add_up, "CPU")
 
 
+class WaitingDevice(SimulatedDevice):
+    """A device that does not end before the exchanges of a model do."""
+
+    def __init__(self, pending: list[Any]) -> None:
+        super().__init__()
+        self.pending = pending
+
+    def ends_within(self, seconds: float) -> bool:
+        try:
+            while self.pending:
+                self.pending[0].wait(timedelta(seconds=seconds))
+                del self.pending[0]
+        except RuntimeError:
+            return False
+        return True
+
+
 def runtime(
-    exchange: TorchExchange, model: Meeting, mode: str = "PIECEWISE", **asked: Any
+    exchange: TorchExchange,
+    model: Meeting,
+    mode: str = "PIECEWISE",
+    device: SimulatedDevice | None = None,
+    **asked: Any,
 ) -> Runtime:
     return Runtime(
         model,
@@ -131,7 +166,7 @@ def runtime(
         outputs=OutputSpec(OUTPUTS),
         examples=example,
         config=config(mode, **asked),
-        device=SimulatedDevice(),
+        device=device or SimulatedDevice(),
         ranks=exchange,
     )
 
@@ -235,6 +270,25 @@ def capture_fails(phase: str, on_error: str) -> None:
     exchange.close()
 
 
+def micro_batch_fails() -> None:
+    exchange = TorchExchange()
+    model = Meeting()
+    model.fails_at, model.fails_in = 2 * RANK, 1
+    with runtime(
+        exchange, model, "FULL_DECODE_ONLY", ubatch=SPLIT, on_capture_error="skip"
+    ) as made:
+        made.capture()
+        report = made.report()
+        say(
+            missing=[f"{key.num_tokens} / {key.num_ubatches}" for _, key in report.missing],
+            failures=[str(text) for text in report.failures.values()],
+        )
+        for num_tokens in (4, 2):
+            say(**step(made, num_tokens, num_tokens))
+            say(ubatches=made.last_decision.descriptor.num_ubatches)  # type: ignore[union-attr]
+    exchange.close()
+
+
 def comparison_raises() -> None:
     """One rank raises in a sampled comparison: the model, then for a batch that does not fit."""
     exchange = TorchExchange()
@@ -299,10 +353,11 @@ def stopped() -> None:
         say(error=type(error).__name__, missing=error.missing, text=str(error))  # type: ignore[attr-defined]
     exchange.close()
     if RANK == 1:
+        say(another=time_of(lambda: TorchExchange(most_s=1)))
         os.kill(pid, signal.SIGCONT)
         # Python before 3.14 aborts if the call comes back while the interpreter shuts down.
         for thread in threading.enumerate():
-            if thread.name == "graphrt asks the store":
+            if thread.name == "graphrt waits":
                 thread.join(30)
 
 
@@ -356,19 +411,22 @@ def engines() -> None:
 
 
 class Summing(torch.nn.Module):
-    """Adds the sum of all ranks' first rows to each row: a collective inside a FULL graph."""
+    """Adds the sum of all ranks' first rows to each row: a collective inside a FULL graph.
 
-    def __init__(self, device: Any) -> None:
+    ``fails_at``: so many tokens raise before it while ``is_failing()`` is true.
+    """
+
+    def __init__(self, device: Any, is_failing: Any, fails_at: int = 0, group: Any = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(2 * torch.eye(WIDTH, device=device))
-        self.fails_at = 0
+        self.is_failing, self.fails_at, self.group = is_failing, fails_at, group
 
     def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
-        if len(x) == self.fails_at and torch.cuda.is_current_stream_capturing():
+        if len(x) == self.fails_at and self.is_failing():
             raise ValueError("this rank cannot capture so many tokens")
         rows = x @ self.weight
         total = rows[0].clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return {"rows": rows + total, "lens": lens * 2}
 
 
@@ -391,7 +449,7 @@ def on_gpus() -> None:
     say(wires=True)
     exchange = TorchExchange()  # gloo beside NCCL: the host does not wait for the device.
     made = Runtime(
-        Summing(device.torch_device),
+        Summing(device.torch_device, bool),
         inputs=INPUTS,
         outputs=OutputSpec(OUTPUTS),
         examples=example,
@@ -413,10 +471,10 @@ def on_gpus() -> None:
         torch.testing.assert_close(out["rows"].cpu(), expected, rtol=1e-2, atol=1e-2)
     say(hits=sum(graph.hits for graph in made.report().graphs) > 0)
     made.close()
-    model = Summing(device.torch_device)
-    model.fails_at = 4 * RANK
+    # What torch itself says is true in the last warm-up as well.
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing
     made = Runtime(
-        model,
+        Summing(device.torch_device, is_capturing, 4 * RANK),
         inputs=INPUTS,
         outputs=OutputSpec(OUTPUTS),
         examples=example,
@@ -478,35 +536,140 @@ def engines_on_gpus() -> None:
     exchange.close()
 
 
-def left_alone_on_gpus() -> None:
-    """Rank 1 takes no part in a graph that both have agreed on: rank 0 ends in its time-out."""
+def time_of(call: Callable[[], object]) -> Said:
+    """How a call ended, and after how many seconds."""
+    started = time.monotonic()
+    found: Said = {}
+    try:
+        call()
+    except (GraphrtError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        found = {
+            "error": type(error).__name__,
+            "text": f"{error}\n{getattr(error, '__notes__', '')}",
+        }
+    return {**found, "s": time.monotonic() - started}
+
+
+def left_waiting() -> None:
+    """Rank 1 fails in a warm-up before a collective, in which the device of rank 0 then waits."""
+    graphrt.graphs.library.END_S = 0.1
+    exchange = TorchExchange()
+    model = Meeting(most_s=4)
+    model.pending = []
+    model.fails_before = 4 * RANK
+    limits = RankConfig(step_timeout_s=1)
+    device = WaitingDevice(model.pending)
+    made = runtime(exchange, model, device=device, on_capture_error="skip", ranks=limits)
+    say(capture=time_of(made.capture))
+    say(close=time_of(made.close))
+    say(again=time_of(made.close))
+    end_without_groups(exchange)
+
+
+def left_waiting_in_a_step() -> None:
+    """Rank 1 fails in an eager step after the collective, then in one before it."""
+    graphrt.graphs.library.END_S = 0.1
+    exchange = TorchExchange()
+    model = Meeting(most_s=4)
+    model.pending = []
+    limits = RankConfig(step_timeout_s=1)
+    made = runtime(exchange, model, device=WaitingDevice(model.pending), ranks=limits)
+    made.capture()
+    for name in ("fails_at", "fails_before"):
+        setattr(model, name, 12 * RANK)
+        say(failed=time_of(lambda: step(made, 12, 4)))
+        setattr(model, name, 0)
+        say(after=time_of(lambda: step(made, 12, 4)))
+        say(after=time_of(lambda: step(made, 3, 3)))
+    end_without_groups(exchange)
+
+
+def wait_for_rank_1(exchange: TorchExchange) -> None:
+    """Let rank 0, which has the store, stay until rank 1 has heard of its error."""
+    if RANK == 1:
+        exchange.post("heard", "")
+    while RANK == 0 and exchange.read("heard") is None:
+        time.sleep(0.05)
+
+
+def end_without_groups(exchange: TorchExchange) -> None:
+    wait_for_rank_1(exchange)
+    exchange.close(together=False)
+    os._exit(0)  # What the device uses is never freed, and with it the group of the model.
+
+
+def left_in_a_warm_up() -> None:
+    """Rank 1 fails in a warm-up before a collective, in which the GPU of rank 0 then waits."""
+    device = make_device("cuda", int(os.environ["LOCAL_RANK"]))
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(torch.zeros(1, device=device.torch_device), group=group)
+    exchange = TorchExchange()
+    made = Runtime(
+        # The last warm-up answers as a capture does.
+        Summing(
+            device.torch_device, lambda: torch.cuda.is_current_stream_capturing(), 4 * RANK, group
+        ),
+        inputs=INPUTS,
+        outputs=OutputSpec(OUTPUTS),
+        examples=example,
+        config=config("FULL", on_capture_error="skip", ranks=RankConfig(step_timeout_s=5)),
+        device=device,
+        ranks=exchange,
+    )
+    say(capture=time_of(made.capture))
+    say(close=time_of(made.close))
+    wait_for_rank_1(exchange)
+    exchange.close(together=False)
+    device.close()
+    say(destroyed=time_of(lambda: dist.destroy_process_group(group)))
+
+
+def left_in_a_step(overlap: bool, num_steps: int) -> None:
+    """Rank 1 takes no part in a graph that both have agreed on, in which rank 0 then waits."""
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     exchange = TorchExchange()
-    limits = RankConfig(step_timeout_s=8)
     asked = replace(
         TINY_CONFIG,
         device="cuda",
+        overlap=overlap,
         expert_parallel=True,
-        runtime=replace(TINY_CONFIG.runtime, ranks=limits),
+        runtime=replace(TINY_CONFIG.runtime, ranks=RankConfig(step_timeout_s=5)),
     )
-    described = ModelConfig.named("tiny-moe")
-    with LLMEngine.with_random_weights(described, asked, ranks=exchange) as engine:
-        engine.capture()
-        engine.generate([1, 2, 3], params)
-        say(served=True)
-        if RANK == 1:
-            engine.runtime._execute = lambda *_: time.sleep(20)  # type: ignore[method-assign]
-        started = time.monotonic()
-        engine.add_request([1, 2, 3], params)
-        try:
-            engine.step()
-        except GraphrtError as error:
-            say(error=type(error).__name__, s=time.monotonic() - started)
-        except (RuntimeError, TypeError, AttributeError):
-            say(error="none of graphrt's")  # Nothing came of the step that was left out.
-        with suppress(GraphrtError):
-            engine.abort_all()
-    say(closed=True)
+    engine = LLMEngine.with_random_weights(ModelConfig.named("tiny-moe"), asked, ranks=exchange)
+    engine.capture()
+    engine.generate([1, 2, 3], params)
+    say(served=True)
+    if RANK == 1:
+        engine.runtime._execute = lambda *_: time.sleep(15)  # type: ignore[method-assign]
+    engine.add_request([1, 2, 3], params)
+    for _ in range(num_steps if RANK == 0 else 1):
+        say(step=time_of(engine.step))
+    say(close=time_of(engine.close))
+    exchange.close(together=False)
+
+
+def failed_step_on_gpus() -> None:
+    """A step of rank 1 fails in a layer, where the GPU of rank 0 waits; then both step again."""
+    exchange = TorchExchange()
+    runtime = replace(
+        TINY_CONFIG.runtime,
+        compilation=CompilationConfig(cudagraph_mode="NONE"),  # type: ignore[arg-type]
+        ranks=RankConfig(step_timeout_s=5),
+    )
+    asked = replace(TINY_CONFIG, device="cuda", expert_parallel=True, runtime=runtime)
+    engine = LLMEngine.with_random_weights(ModelConfig.named("tiny-moe"), asked, ranks=exchange)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    engine.generate([1, 2, 3], params)
+    layer = next(m for m in engine.runtime.runner.fn.modules() if isinstance(m, CausalLM)).layers[1]
+    if RANK == 1:
+        layer.forward = no_sample  # type: ignore[method-assign]
+    engine.add_request([1, 2, 3], params)
+    say(failed=time_of(engine.step))
+    if RANK == 1:
+        del layer.forward
+    say(after=time_of(engine.step))
+    wait_for_rank_1(exchange)
+    say(close=time_of(engine.close))
     exchange.close(together=False)
 
 
@@ -777,6 +940,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "late": late,
     "dies": dies,
     "stopped": stopped,
+    "micro-batch fails": micro_batch_fails,
     "mismatch": mismatch,
     "interrupted": interrupted,
     "engines": engines,
@@ -787,7 +951,13 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "many": many,
     "on gpus": on_gpus,
     "engines on gpus": engines_on_gpus,
-    "left alone on gpus": left_alone_on_gpus,
+    "left waiting": left_waiting,
+    "left waiting in a step": left_waiting_in_a_step,
+    "failed step on gpus": failed_step_on_gpus,
+    "left in a warm-up": left_in_a_warm_up,
+    "left in a step": lambda: left_in_a_step(overlap=False, num_steps=1),
+    "left in a step read later": lambda: left_in_a_step(overlap=True, num_steps=2),
+    "left in a step never read": lambda: left_in_a_step(overlap=True, num_steps=1),
 }
 
 ENDING = {"late", "dies", "stopped", "on gpus"}
@@ -803,6 +973,7 @@ if __name__ == "__main__":
         for name in names:
             print(json.dumps({"scenario": name}), flush=True)
             SCENARIOS[name]()
+        gc.collect()  # An error that ended an exchange refers to it by its traceback.
         if names[0] not in ENDING:
             dist.destroy_process_group()
             # A group that something still refers to may abort the process when it exits.

@@ -101,6 +101,11 @@ class GraphrtError(Exception):
         return "\n".join([line for line in (self.header(),) if line] + lines)
 
 
+def with_notes(error: BaseException) -> str:
+    """What ``error`` says, and its notes: of a micro-batch, which one raised it."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 class ConfigProblem(NamedTuple):
     """One thing wrong with a configuration.
 

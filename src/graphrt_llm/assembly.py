@@ -350,7 +350,7 @@ def _group(
     if config.tensor_parallel:
         model_config.part(world)  # Before a rank waits for the others.
     timeout_s = config.runtime.ranks.step_timeout_s
-    return RankGroup(ranks.rank, world, device.torch_device, timeout_s)
+    return RankGroup(ranks.rank, world, device.torch_device, timeout_s, ranks)
 
 
 def _load(

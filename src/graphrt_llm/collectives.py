@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphrt import Exchange
 from graphrt.errors import RankLostError
 
 
@@ -22,19 +23,24 @@ class RankGroup:
     """The ranks that share a model, of the default process group.
 
     ``number``: by which the operators find it. ``timeout_s``: most seconds that a rank waits in
-    them: on a CPU they raise ``RankLostError`` then, on a GPU ``wait_for`` does. ``close`` has to
-    be called before the process group is destroyed.
+    them: on a CPU they raise ``RankLostError`` then, on a GPU ``wait_for`` does, and ends
+    ``ranks``. ``close`` has to be called before the process group is destroyed.
     Errors: ``RankLostError`` where the others do not come, on a CPU.
     """
 
     def __init__(
-        self, rank: int, world: int, device: torch.device, timeout_s: float = 600.0
+        self,
+        rank: int,
+        world: int,
+        device: torch.device,
+        timeout_s: float = 600.0,
+        ranks: Exchange | None = None,
     ) -> None:
         self.rank, self.world = rank, world
         backend = "nccl" if device.type == "cuda" else "gloo"
         with _told(device):
             self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-        self._device = device
+        self._device, self._ranks = device, ranks
         self._limit(timeout_s)
         self.number = max(_groups, default=0) + 1
         _groups[self.number] = self
@@ -82,19 +88,21 @@ class RankGroup:
         """Wait on the host until the device has reached ``event``, and no longer than the time-out.
 
         Nothing else sees that a collective inside a graph does not end: torch's watchdog knows
-        those alone that were called. Errors: ``RankLostError``; the group is aborted, so that the
-        device ends what it waits in, and its results are worth nothing.
+        those alone that were called. Errors: ``RankLostError``; ``ranks`` ends with it, so that the
+        device ends what it waits in, whose results are worth nothing, and no step follows.
         """
         until = monotonic() + self._timeout_s
         while not event.query():
             if monotonic() > until:
-                self.group.abort()
-                raise RankLostError(
+                error = RankLostError(
                     "a step of ranks that share a model",
                     expected=f"its end on the device within {self._timeout_s:g} s",
                     found="a collective that still waits for another rank",
                     do="see the error of the other ranks, and start all of them again",
                 )
+                if self._ranks is not None:
+                    self._ranks.give_up(error)
+                raise error
 
     def close(self) -> None:
         """Destroy the group. Idempotent."""

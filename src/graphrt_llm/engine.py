@@ -35,6 +35,7 @@ from graphrt import (
     RuntimeReport,
     interrupted_between_steps,
 )
+from graphrt.errors import RankLostError, RankTimeoutError
 from graphrt_llm.assembly import TINY_CONFIG, EngineParts, assemble
 from graphrt_llm.attention import AttentionBackend, AttentionChoice, SwitchingAttention
 from graphrt_llm.config import EngineConfig
@@ -436,6 +437,8 @@ class LLMEngine:
             if batch is not None:
                 try:
                     launched = self._launch(batch, exclude)
+                except (RankLostError, RankTimeoutError):
+                    raise  # Tokens in flight may wait for that rank too, and no step follows.
                 except BaseException:
                     # A replay that failed half-way may have overwritten graph storage, and with it
                     # the tokens in flight: the repeated step takes them from the host.
@@ -555,7 +558,7 @@ class LLMEngine:
         """The host storage that the device does not read; the caller ends ``_is_launching``."""
         if self._is_launching:
             # A launch that raised may have begun to copy from the storage that this one fills.
-            self._device.synchronize()
+            self.runtime.library.synchronize()
         self._is_launching = True
         return 1 - self._in_flight[-1].storage if self._in_flight else 0
 
@@ -700,24 +703,35 @@ class LLMEngine:
 
         Every later call but this one raises ``EngineStateError``; ``has_unfinished`` is False.
         Whoever has kept ``runtime`` or ``attention_backend`` keeps their memory too.
-        Errors: ``CaptureInProgressError`` while a capture scope of the runtime is open.
+        Errors: ``CaptureInProgressError`` while a capture scope of the runtime is open;
+        ``RankLostError`` where the device waits for another rank, as ``Runtime.close`` says.
         """
         if self._is_closed:
             return
         self.abort_all()
-        self.runtime.close()
+        try:
+            self.runtime.close()
+        except RankLostError:
+            self._drop_rest(is_idle=self._device.ends_within(0.1))
+            raise
+        self._drop_rest()
+
+    def _drop_rest(self, *, is_idle: bool = True) -> None:
+        """Drop what is left after the runtime; what the device still uses, nothing can free."""
         self._is_closed = True
         if self._switching is not None:
             self._switching.close()
             self._switching = None
         self._in_flight.clear()
-        self._device.close()
-        if self._group is not None:
-            self._group.close()
+        if is_idle:
+            self._device.close()
+            if self._group is not None:
+                self._group.close()
         # What refers to weights and cache: ``__getattr__`` answers for it from now on.
         del self.runtime, self.attention_backend, self._runner
         self._lora = None
-        self._device.trim()
+        if is_idle:
+            self._device.trim()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("runtime", "attention_backend"):

@@ -26,7 +26,7 @@ DOORS = {
     "rich.console": ("cli/", "report/progress.py"),
     "rich.progress": ("report/progress.py",),
     # What starts threads. Locks and thread ids are anyone's.
-    "threading.Thread": ("ubatch/baton.py", "parallel/exchange.py"),
+    "threading.Thread": ("ubatch/baton.py", "waits.py"),
     "threading.Timer": (),
     "_thread.start_new_thread": (),
     "concurrent.futures": (),

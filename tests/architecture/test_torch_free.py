@@ -15,6 +15,7 @@ ROOMS = [
     "graphrt.files",
     "graphrt.context",
     "graphrt.interrupts",
+    "graphrt.waits",
     "graphrt.config",
     "graphrt.dispatch",
     "graphrt.parallel",

@@ -31,8 +31,39 @@ def test_two_gpus_that_share_a_model_give_the_tokens_of_one() -> None:
             assert line["modes"] == ["FULL", "PIECEWISE"]
 
 
-def test_rank_left_alone_in_a_graph_ends_in_its_time_out() -> None:
-    first, _ = all_said(launch("tests/ranks_script.py", "left alone on gpus", timeout_s=120))
+def test_failed_warm_up_of_one_rank_leaves_none_waiting() -> None:
+    first, second = all_said(launch("tests/ranks_script.py", "left in a warm-up", timeout_s=120))
+    told = first[1]["capture"]
+    assert (told["error"], told["s"] < 14) == ("RankLostError", True)
+    assert "a collective that still waits for another rank" in told["text"]
+    assert "giving it up did not end it" not in told["text"]
+    assert second[1]["capture"]["error"] == "RankLostError"
+    assert "rank 0 left it: RankLostError" in second[1]["capture"]["text"]
+    for said in (first, second):
+        assert set(said[2]["close"]) == {"s"}
+
+
+def test_failed_step_of_one_rank_gives_no_other_wrong_results() -> None:
+    errors = [
+        [told.get("error") for line in said[1:] for told in line.values()]
+        for said in all_said(launch("tests/ranks_script.py", "failed step on gpus", timeout_s=120))
+    ]
+    assert errors == [[None, "RankLostError", None], ["ValueError", "RankLostError", None]]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "steps", "close"),
+    [
+        ("left in a step", ["RankLostError"], None),
+        ("left in a step read later", [None, "RankTimeoutError"], "RankLostError"),
+        ("left in a step never read", [None], "RankLostError"),
+    ],
+)
+def test_rank_left_alone_in_a_graph_ends_in_its_time_out(
+    scenario: str, steps: list[str | None], close: str | None
+) -> None:
+    first, _ = all_said(launch("tests/ranks_script.py", scenario, timeout_s=120))
     assert first[1] == {"served": True}
-    assert (first[2]["error"], first[3]) == ("RankLostError", {"closed": True})
-    assert first[2]["s"] < 14
+    assert [line["step"].get("error") for line in first[2:-1]] == steps
+    assert first[-1]["close"].get("error") == close
+    assert all(told["s"] < 14 for line in first[2:] for told in line.values())

@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "graphs are reset without waiting for the device",
         GRAPHS + "library.py",
-        "        self.device.synchronize()\n        for program in reversed(",
+        "        self.synchronize()\n        for program in reversed(",
         "        for program in reversed(",
         CLEANUP,
     ),

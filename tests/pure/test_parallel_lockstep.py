@@ -15,8 +15,19 @@ from graphrt.errors import (
     RankLostError,
     RankTimeoutError,
 )
-from graphrt.parallel import InProcessExchange, Lockstep, Phase, Round, agree_least, make_tag
-from graphrt.parallel.agreement import merge, pack_capture, read_capture
+from graphrt.parallel import (
+    InProcessExchange,
+    Lockstep,
+    Phase,
+    RankVote,
+    Round,
+    SplitRules,
+    agree_least,
+    decide,
+    make_tag,
+    pack,
+)
+from graphrt.parallel.agreement import FAILED, merge, pack_capture, read_capture
 
 JOB: Any = SimpleNamespace(mode=RuntimeMode.FULL, key=BatchDescriptor(8))
 
@@ -59,7 +70,7 @@ def opened(**answer: Any) -> tuple[Told, Lockstep]:
     return exchange, lockstep
 
 
-@pytest.mark.parametrize("phase", ["warmup", "capture", "captured"])
+@pytest.mark.parametrize("phase", ["warmup", "warmed", "capture", "captured"])
 def test_failure_of_another_rank_fails_the_job_here(phase: str) -> None:
     _, lockstep = opened(failed=True)
     with pytest.raises(PeerFailedError, match="a failure on rank 1: told"):
@@ -77,12 +88,10 @@ def test_failure_here_is_sent_where_the_others_wait() -> None:
     lockstep.gate(JOB, "failed")
     assert read_capture(exchange.sent[-1]).failed == 0
     assert exchange.sent[-1][2] == Phase.CAPTURED
-    # In a warm-up nobody waits yet: the next one asked about it is told.
     lockstep.gate(JOB, "warmup")
     lockstep.gate(JOB, "failed")
-    assert read_capture(exchange.sent[-1]).failed is None
-    lockstep.gate(JOB, "capture")
     assert read_capture(exchange.sent[-1]).failed == 0
+    assert exchange.sent[-1][2] == Phase.WARMED
 
 
 @pytest.mark.parametrize(("left", "error"), [(1, RankLostError), (2, KeyboardInterrupt)])
@@ -137,6 +146,35 @@ def test_missing_rank_is_named_with_its_last_round() -> None:
         pass
     assert caught.value.missing == (1,)
     assert caught.value.__notes__ == ["rank 1 was last at: WARMUP of FULL, 8 tokens"]
+
+
+def test_failed_step_of_a_rank_has_all_wait_and_vote_again() -> None:
+    class Other(Told):
+        last = 0
+
+        def start(self, words: Any, **about: Any) -> Any:
+            pending = super().start(words, **about)
+            merged = [*pending.result()[:-1], max(words[-1], self.last)]
+            self.last = 0
+            return SimpleNamespace(result=lambda: merged, num_tokens_across_ranks=None)
+
+    vote, waited = RankVote(0, 5, 8), []
+    exchange = Other()
+    lockstep = Lockstep(exchange, RankConfig())  # type: ignore[arg-type]
+    for here, there in ((True, 0), (False, FAILED | 1), (True, FAILED | 1)):
+        lockstep.has_failed, exchange.last = here, there
+        agreed = lockstep.agree(vote, SplitRules(), wait=lambda: waited.append(1))
+        assert agreed == decide(pack(vote), SplitRules())
+    assert len(waited) == 3
+    assert len(exchange.sent) == 6
+    lockstep.has_failed = True
+    with pytest.raises(RankLostError):
+        lockstep.agree(vote, SplitRules(), wait=lost)
+    assert lockstep.has_failed  # The others do not vote again either.
+
+
+def lost() -> None:
+    raise RankLostError("the device", expected="", found="", do="")
 
 
 def test_least_of_each_number_is_agreed() -> None:

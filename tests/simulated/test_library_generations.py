@@ -31,6 +31,7 @@ from graphrt.errors import (
     InvalidProgramError,
     LibraryClosedError,
     LifetimeError,
+    RankLostError,
     ReplayError,
     RetiredProgramError,
     SuspendedError,
@@ -212,6 +213,57 @@ def test_close_drops_everything_and_later_use_raises(lab: Lab) -> None:
     with pytest.raises(LibraryClosedError):
         buffers.bind(KEY)
     assert torch.equal(wrapper(x), x + 1)
+
+
+class BusyDevice(SimulatedDevice):
+    """A device that says whether it ends in time as a test lets it."""
+
+    answers: tuple[bool, ...] = ()
+
+    def ends_within(self, seconds: float) -> bool:
+        answer, *self.answers = self.answers or (True,)
+        return answer
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_close_ends_where_the_device_waits_for_a_rank(is_freed: bool) -> None:
+    device = BusyDevice()
+    lab = Lab(device)
+    given_up: list[str] = []
+    lab.library.limit_waits(0.5, lambda error: given_up.append("all"))
+    wrapper, x = lab.wrap(plus_one), torch.ones(2)
+    with torch.no_grad():
+        program = lab.capture(wrapper, x)
+    pool = weakref.ref(lab.library.generations[0].pool)
+    device.answers = (False, is_freed, is_freed)
+    with pytest.raises(RankLostError) as lost:
+        lab.library.close()
+    notes = getattr(lost.value, "__notes__", [""])
+    assert ("stays in memory until the process exits" in notes[0]) is not is_freed
+    lab.library.close()
+    assert given_up == ["all"]
+    with pytest.raises(RetiredProgramError if is_freed else LibraryClosedError):
+        program(x)
+    with pytest.raises(LibraryClosedError):
+        lab.library.capture_scope().__enter__()
+    assert device.memory().reserved_bytes == 0 or not is_freed
+    del lab, wrapper, program, device, lost
+    gc.collect()
+    assert (pool() is None) is is_freed
+
+
+def test_failed_job_with_ranks_waits_no_longer_than_they_do() -> None:
+    for on_error in ("skip", "raise"):
+        device = BusyDevice()
+        with Lab(device) as lab:
+            lab.library.limit_waits(0.5, lambda error: None)
+            device.answers = (False,)
+            with pytest.raises(RankLostError, match=r"within 0\.5 s"):
+                lab.capture_all(lab.job(lab.wrap(failing), torch.ones(2)), on_error=on_error)
+
+
+def failing(x: Tensor) -> Tensor:
+    raise ValueError("this rank fails")
 
 
 def test_library_over_a_device_by_name_owns_it() -> None:

@@ -21,6 +21,7 @@ SCENARIOS = (
     "warm-up fails and is raised",
     "comparison fails and is raised",
     "interrupted",
+    "micro-batch fails",
     "mismatch",
     "sampled comparison raises",
     "engines",
@@ -94,13 +95,45 @@ def test_failure_of_one_rank_drops_the_key_on_all(phase: str) -> None:
         assert (served["mode"], served["tokens"]) == ("PIECEWISE", 8)
 
 
+def test_failed_micro_batch_of_one_rank_drops_the_key_on_all() -> None:
+    for rank, (told, whole, of_4, split, of_2) in enumerate(said_in("micro-batch fails")):
+        assert told["missing"] == ["4 / 2"]
+        assert "in micro-batch 1 of 2" in told["failures"][0]
+        assert ("a failure on rank 1: ValueError" in told["failures"][0]) is (rank == 0)
+        assert (whole["mode"], of_4) == ("FULL", {"ubatches": 1})
+        assert (split["mode"], of_2) == ("FULL", {"ubatches": 2})
+
+
 def test_failure_that_is_raised_ends_the_capture_of_all() -> None:
     first, second = said_in("warm-up fails and is raised")
-    assert (first[0]["error"], second[0]["error"]) == ("RankLostError", "ValueError")
-    assert "rank 1 left it: ValueError: this rank cannot" in first[0]["text"]
+    assert (first[0]["error"], second[0]["error"]) == ("PeerFailedError", "ValueError")
+    assert "a failure on rank 1: ValueError: this rank cannot" in first[0]["text"]
     first, second = said_in("comparison fails and is raised")
     assert (first[0]["error"], second[0]["error"]) == ("PeerFailedError", "VerificationError")
     assert first[1]["missing"] == second[1]["missing"] == {"4": "CAPTURE_FAILED"}
+
+
+def test_device_left_in_a_collective_ends_the_capture_of_all() -> None:
+    first, second = ([*map(dict, said[1:])] for said in all_said(launch(SCRIPT, "left waiting")))
+    assert [line.get("error") for told in first for line in told.values()] == [
+        "RankLostError",
+        "RankLostError",
+        None,
+    ]
+    assert "stays in memory until the process exits" in first[0]["capture"]["text"]
+    assert first[1]["close"]["s"] < 5
+    assert "rank 0 left it: RankLostError: the device" in second[0]["capture"]["text"]
+    assert set(second[1]["close"]) == {"s"}
+
+
+def test_failed_step_of_one_rank_gives_no_other_wrong_results() -> None:
+    errors = [
+        [told.get("error") for line in said[1:] for told in line.values()]
+        for said in all_said(launch(SCRIPT, "left waiting in a step"))
+    ]
+    lost = ["RankLostError"] * 2
+    assert errors[0] == [None, None, None, None, *lost]
+    assert errors[1] == ["ValueError", None, None, "ValueError", *lost]
 
 
 def test_interrupt_of_one_rank_interrupts_all() -> None:
@@ -208,9 +241,10 @@ def test_rank_that_dies_is_named_within_five_seconds() -> None:
 
 def test_rank_with_the_store_that_is_stopped_is_named() -> None:
     _, second = launch(SCRIPT, "stopped", timeout_s=90)
-    (told,) = said_at_the_end(second)
+    told, another = said_at_the_end(second)
     assert (told["error"], told["missing"]) == ("RankLostError", [0])
     assert "no answer within" in told["text"]
+    assert another["another"]["error"] == "RankLostError"
 
 
 def test_four_ranks_take_500_random_steps_together() -> None:

@@ -155,7 +155,7 @@ def test_key_that_has_a_program_is_not_run_again(lab):
     assert report == ((), (), (), {})
 
 
-@pytest.mark.parametrize("phase", ["warmup", "capture", "captured"])
+@pytest.mark.parametrize("phase", ["warmup", "warmed", "capture", "captured"])
 def test_gate_that_refuses_leaves_no_program(lab, phase):
     fn, _ = counting()
     asked = []

@@ -68,12 +68,22 @@ def test_parts_that_do_not_fit_are_refused(monkeypatch: Any) -> None:
             first.all_to_all(wrong, 0)
 
 
+def test_odd_number_of_exchanges_in_a_step_is_refused(monkeypatch: Any) -> None:
+    (first, _), _ = pair(monkeypatch)
+    sent = torch.zeros(2, 4)
+    for turn in (0, 1, 2):
+        first.all_to_all(sent, turn)
+    with pytest.raises(ConfigError, match="turn 0 right after another even one"):
+        first.all_to_all(sent, 0)
+    first.all_to_all(sent, 0)
+
+
 def test_memory_of_others_is_declared_by_its_workspaces(monkeypatch: Any) -> None:
     (first, _), _ = pair(monkeypatch)
     with Lab() as lab:
 
         def model(x: torch.Tensor) -> torch.Tensor:
-            return torch.cat(first.all_to_all(x.view(2, -1), 0))
+            return torch.cat(first.all_to_all(torch.stack(first.all_to_all(x.view(2, -1), 0)), 1))
 
         x, key = torch.ones(8), BatchDescriptor(8)
         wrapper = lab.wrap(model)

@@ -277,6 +277,12 @@ class Device(Protocol):
     def synchronize(self, stream: Stream | None = None) -> None:
         """Wait for ``stream``, or for the device. No function of the hot path calls it."""
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the device is done with all it was given, waiting for that so long at most.
+
+        For work that may never end: a collective that another rank does not come to.
+        """
+
     def trim(self) -> None:
         """Return unused cached blocks, and what libraries cache per stream. Once per scope."""
 

@@ -5,6 +5,8 @@ Two libraries share nothing. Teardown is explicit and in generations; nothing ha
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import threading
 import warnings
@@ -31,7 +33,10 @@ from graphrt.errors import (
     GraphMemoryError,
     GraphrtError,
     LibraryClosedError,
+    RankError,
+    RankLostError,
     SuspendedError,
+    with_notes,
 )
 from graphrt.events import CaptureFailed, Event, Invalidated, Observer, Retired
 from graphrt.graphs.buffers import BufferSet
@@ -47,6 +52,8 @@ from graphrt.graphs.watch import Watch
 from graphrt.source import caller_source
 
 Kind = Literal["first", "new", "lazy"]
+END_S = 5.0
+"""Most seconds that a device may take to end collectives that are given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +169,8 @@ class GraphLibrary:
         self._retire_later: list[Generation] = []
         self._refusal: Callable[[], GraphrtError] | None = None
         self._is_closed = False
+        self._most_wait_s = math.inf
+        self._give_up: Callable[[RankError], None] = lambda error: None
         self._warned_of: set[str] = set()
         """Owners of programs whose arguments no check compares all."""
         self._num_generations = 0
@@ -524,7 +533,7 @@ class GraphLibrary:
         num_programs = len(generation.programs)
         for program in generation.programs:
             self.catalog.withdraw(program)
-        self.device.synchronize()
+        self.synchronize()
         for program in reversed(generation.programs):
             program.retire()
         generation.programs.clear()
@@ -613,6 +622,43 @@ class GraphLibrary:
 
     # -- suspension and end
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def has_ranks(self) -> bool:
+        """True after ``limit_waits``."""
+        return self._most_wait_s < math.inf
+
+    def limit_waits(self, most_s: float, give_up: Callable[[RankError], None]) -> None:
+        """Wait for the device ``most_s`` seconds at most from here on, because its collectives may
+        wait for a rank that never comes. ``give_up``: ends these then, to get the device free.
+        """
+        self._most_wait_s, self._give_up = most_s, give_up
+
+    def synchronize(self) -> None:
+        """Wait for the device. Errors: ``RankLostError`` if that takes longer than ranks may."""
+        if not self.has_ranks:
+            self.device.synchronize()
+        elif not self.device.ends_within(self._most_wait_s):
+            error = RankLostError(
+                "the device",
+                expected=f"the end of its work within {self._most_wait_s:g} s",
+                found="a collective that still waits for another rank",
+                do="see the errors of the other ranks, and start all of them again",
+            )
+            self._give_up(error)
+            if not self.device.ends_within(END_S):
+                error.add_note(
+                    "giving it up did not end it: what the device uses stays in memory until the "
+                    "process exits"
+                )
+            try:
+                raise error
+            finally:
+                del error  # Or it would be a cycle through its traceback.
+
     def suspend(self, keep_programs: bool) -> None:
         """Make replays raise ``SuspendedError`` until ``resume``, so that memory may be unmapped.
 
@@ -631,7 +677,7 @@ class GraphLibrary:
         self._require_no_scope("suspend")
         for hook in self.before_suspend:
             hook()
-        self.device.synchronize()
+        self.synchronize()
         if not keep_programs:
             self.retire()
         self._refuse_all(_suspended_error)
@@ -651,14 +697,35 @@ class GraphLibrary:
 
         Idempotent.
 
-        Errors: ``CaptureInProgressError`` while a scope is open, ``NestedReplayError``.
+        Errors: ``CaptureInProgressError`` while a scope is open, ``NestedReplayError``. With ranks
+                ``RankLostError`` where the device does not end in time; the library is closed then,
+                and keeps its graphs and their memory where the device does not end at all.
         """
         if self._is_closed:
             return
         self._require_no_scope("close")
         is_forked = self._refusal is _forked_error  # The device is the parent's.
         if not is_forked:
+            try:
+                self.retire()
+            except RankLostError:
+                self._close_late()
+                raise
+        self._drop_rest(owns_device=self._owns_device and not is_forked)
+
+    def _close_late(self) -> None:
+        """Close when the time for it is over: free all, or nothing where the device still runs."""
+        is_idle = self.device.ends_within(0.1)
+        if is_idle:
             self.retire()
+        else:
+            self._refuse_all(_closed_error)
+            for generation in self._generations:
+                # Never destroyed, not even as the process exits: that would wait for the device.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(generation))
+        self._drop_rest(owns_device=self._owns_device and is_idle)
+
+    def _drop_rest(self, *, owns_device: bool) -> None:
         if self._hooks is not None:
             self._hooks.stop()
         for buffers in self.static_buffers:
@@ -667,7 +734,7 @@ class GraphLibrary:
         self._prepared.clear()
         self.device.forget_stream(self._stream)
         self._is_closed = True
-        if self._owns_device and not is_forked:
+        if owns_device:
             self.device.close()
 
     def __enter__(self) -> Self:
@@ -695,8 +762,9 @@ class GraphLibrary:
         return [p for p in programs if owner is None or p.owner == owner]
 
     def _on_failure(self, entry: Entry) -> None:
+        assert entry.error is not None, "a failure has an error"
         kind = type(entry.error).__name__
-        self.emit(CaptureFailed(entry.owner, entry.mode, entry.key, kind, str(entry.error)))
+        self.emit(CaptureFailed(entry.owner, entry.mode, entry.key, kind, with_notes(entry.error)))
 
     def _refuse_all(self, error: Callable[[], GraphrtError] | None) -> None:
         self._refusal = error
@@ -706,12 +774,7 @@ class GraphLibrary:
 
     def _require_usable(self) -> None:
         if self._is_closed:
-            raise LibraryClosedError(
-                "graph library",
-                expected="an open library",
-                found="one that was closed",
-                do="make a new library and capture again",
-            )
+            raise _closed_error()
         if self._refusal is not None:
             raise self._refusal()
 
@@ -748,6 +811,15 @@ def _suspended_error() -> SuspendedError:
         expected="resume() before the next graph step",
         found="a suspended library",
         do="resume it, or run the step eager",
+    )
+
+
+def _closed_error() -> LibraryClosedError:
+    return LibraryClosedError(
+        "graph library",
+        expected="an open library",
+        found="one that was closed",
+        do="make a new library and capture again",
     )
 
 

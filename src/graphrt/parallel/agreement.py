@@ -14,6 +14,7 @@ word content                                        largest one
 7    adapters                                       most adapters
 8    0: split, else reason << 20 | rank             an objection to a split, and whose
 9    0: takes PIECEWISE, else 1 << 20 | rank        a rank that does not
+     ``FAILED`` | rank: its last step has failed    all wait for their devices, and vote again
 ==== ============================================== ===========================================
 
 A rank without work is neutral: it shares any variant, and lowers no mode unless it says so, where
@@ -43,6 +44,7 @@ from graphrt.config import Plan
 from graphrt.errors import BatchError, PlanMismatchError, RankDesyncError
 
 NUM_WORDS = 10
+FAILED = 2 << 20
 MOST_RANKS = 2**20
 MOST_TOKENS = 2**42
 MOST_VARIANTS = 2**16
@@ -79,13 +81,14 @@ class Phase(IntEnum):
     BEGIN = 1
     WARMUP = 2
     """Before the warm-up of a key."""
-    CAPTURE = 3
+    WARMED = 3
+    CAPTURE = 4
     """Before the capture of a key."""
-    CAPTURED = 4
-    COMPARE = 5
+    CAPTURED = 5
+    COMPARE = 6
     """Before each run of a comparison."""
-    COMPARED = 6
-    END = 7
+    COMPARED = 7
+    END = 8
 
 
 def make_tag(kind: Round, generation: int, sequence: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, cast
 
@@ -32,6 +31,7 @@ from graphrt.parallel.agreement import (
     merge,
     tokens_of,
 )
+from graphrt.waits import within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,6 +91,14 @@ class Exchange(Protocol):
 
     def read(self, name: str) -> str | None:
         """A text that a rank left; None: nobody did yet."""
+        ...
+
+    def give_up(self, error: RankError) -> None:
+        """End with ``error``, which later rounds repeat, because the device waits for another rank.
+
+        What the device waits in ends too: no group that it shares with a lost rank can be used
+        again. Ranks that wait for this one end with ``RankLostError``.
+        """
         ...
 
     def close(self) -> None:
@@ -205,6 +213,9 @@ class _InProcessRank:
     def read(self, name: str) -> str | None:
         return self._shared.texts.get(name)
 
+    def give_up(self, error: RankError) -> None:
+        self._error = self._error or error
+
     def close(self) -> None:
         self._error = self._error or _lost((), self.rank, "a round", "a closed exchange")
 
@@ -268,12 +279,16 @@ class TorchExchange:
         self._made: Any = None
         if group is None:
             limit = timedelta(seconds=most_s)
-            try:
+
+            def new_group() -> Any:
                 if dist.is_initialized():
-                    group = dist.new_group(backend="gloo", timeout=limit)
-                else:
-                    dist.init_process_group("gloo", timeout=limit)
-                    group = dist.group.WORLD
+                    return dist.new_group(backend="gloo", timeout=limit)
+                dist.init_process_group("gloo", timeout=limit)
+                return dist.group.WORLD
+
+            try:
+                # Torch's own limit does not hold where the process that has the store is stopped.
+                self._made = group = _within(most_s + STORE_S, new_group)
             except (RuntimeError, ValueError) as error:
                 raise RankLostError(
                     "a group of all ranks",
@@ -281,14 +296,16 @@ class TorchExchange:
                     found=str(error),
                     do="start with torchrun, or call torch.distributed.init_process_group first",
                 ) from error
-            self._made = group
         self._group = group
         self.rank: int = group.rank()
         self.world: int = group.size()
         self.num_rounds = 0
         names = c10d.PrefixStore(f"graphrt/{group.group_name}", c10d._get_default_store())
-        # Each rank opens its exchanges over a group in the same order.
-        number = names.add(f"opened by {self.rank}", 1)
+        try:
+            # Each rank opens its exchanges over a group in the same order.
+            number = _within(STORE_S, names.add, f"opened by {self.rank}", 1)
+        except RuntimeError as error:
+            raise self._store_lost("opening an exchange", error) from error
         self._store: Any = c10d.PrefixStore(f"{number}", names)
         self.tells_sizes = wire == "gather" or (wire == "auto" and self.world <= MOST_GATHERED)
         self._max = cast("Any", dist.AllreduceOptions())
@@ -366,6 +383,16 @@ class TorchExchange:
         except RuntimeError as error:
             raise self._store_lost(f"reading {name}", error) from error
         return text
+
+    def give_up(self, error: RankError) -> None:
+        _end_collectives()
+        if self._error is None:
+            self._error = error
+            try:
+                self._tell("a connection broke", "1")
+                self._tell("roll-call", "1")
+            except RuntimeError as lost:
+                error.add_note(f"and the other ranks could not be told: {lost}")
 
     def close(self, *, together: bool = True) -> None:
         """Leave together with all ranks, and drop the group that was made here. Idempotent.
@@ -454,27 +481,31 @@ class TorchExchange:
 
 
 def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """``call(*arguments)``. Errors: ``RuntimeError``, also if it takes longer.
-
-    In a thread that is left behind then, because the store's calls end by no time-out of their own
-    where the process that has it is stopped.
-    """
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call(*arguments))
-        except RuntimeError as error:
-            found.append(error)
-
-    thread = Thread(target=run, name="graphrt asks the store", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    """``call(*arguments)``. Errors: ``RuntimeError``, also if it takes longer, because the calls of
+    a store have no time-out of their own where the process that has it is stopped."""
+    found = within(seconds, call, *arguments)
     if not found:
         raise RuntimeError(f"no answer within {seconds:g} s")
-    if isinstance(found[0], RuntimeError):
-        raise found[0]
     return found[0]
+
+
+def _end_collectives() -> None:
+    """Have the device end every collective of NCCL that it waits in. Returns at once.
+
+    Torch's watchdog does the same after a time-out, but for calls alone: it does not know of
+    collectives inside graphs. The device is free soon; a communicator goes once no graph holds a
+    collective of its own, because NCCL waits for that.
+    """
+    import torch
+    import torch.distributed.distributed_c10d as c10d
+
+    gpu = torch.device("cuda")
+    for group in list(c10d._world.pg_map):
+        if gpu in group._device_types and c10d.is_nccl_available():
+            backend = group._get_backend(gpu)
+            if isinstance(backend, c10d.ProcessGroupNCCL):
+                # Each in a thread: the end of one may wait for that of another, and for graphs.
+                within(0, backend.abort)
 
 
 def _import_what_keeps_groups(c10d: Any) -> None:

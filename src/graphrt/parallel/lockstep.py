@@ -13,8 +13,15 @@ from typing import NoReturn, Protocol
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.config import RankConfig
-from graphrt.errors import PeerFailedError, RankDesyncError, RankError, RankLostError
+from graphrt.errors import (
+    PeerFailedError,
+    RankDesyncError,
+    RankError,
+    RankLostError,
+    with_notes,
+)
 from graphrt.parallel.agreement import (
+    FAILED,
     NUM_WORDS,
     Agreement,
     Phase,
@@ -83,14 +90,14 @@ class Lockstep:
         self._config = config
         self._generation = 0
         """Of captures: ranks that have captured unequally often are told apart."""
-        self._failed: set[str] = set()
-        """What failed on this rank in a warm-up: told at its capture."""
-        self._recording = ""
-        """What was let pass to its capture, whose outcome all ranks wait for."""
+        self._outcome = Phase.WARMED
+        """Where all ranks wait for what comes of what was let pass."""
         self._compared = ""
         """What is compared now."""
         self._is_told = False
         """The error that is being raised came from a round: the others know it."""
+        self.has_failed = False
+        """The last step of this rank has failed, perhaps before a collective of the others."""
 
     # -- start
 
@@ -110,11 +117,19 @@ class Lockstep:
     # -- a step
 
     def agree(
-        self, vote: RankVote, rules: SplitRules, graphs: int = 0, *, is_alone: bool = False
+        self,
+        vote: RankVote,
+        rules: SplitRules,
+        graphs: int = 0,
+        *,
+        is_alone: bool = False,
+        wait: Callable[[], None] = lambda: None,
     ) -> Agreement:
         """What all ranks' votes for this step come to. ``graphs``: 16 bits of what is captured.
 
-        ``is_alone``: all ranks have the same vote, so that none is sent.
+        ``is_alone``: all ranks have the same vote, so that none is sent. ``wait()``: waits for the
+        device. All do after a step that failed on one of them: where a device waits in a collective
+        of that step, the next one of the rank that failed would give it a wrong result.
         Errors: ``RankDesyncError`` where ranks have other graphs, or do something else.
         """
         if is_alone:
@@ -122,10 +137,17 @@ class Lockstep:
             return decide(pack(vote), rules)
         exchange = self.exchange
         tag = make_tag(Round.STEP, graphs, exchange.num_rounds)
-        pending = exchange.start(
-            pack(vote, tag), timeout_s=self._config.step_timeout_s, about="a step"
-        )
-        agreement = decide(pending.result(), rules)
+        words = pack(vote, tag)
+        if self.has_failed:
+            words = (*words[:-1], FAILED | self.rank)
+        pending = exchange.start(words, timeout_s=self._config.step_timeout_s, about="a step")
+        found = pending.result()
+        if found[-1] >= FAILED:
+            check_round(found)
+            wait()
+            self.has_failed = False
+            return self.agree(vote, rules, graphs)
+        agreement = decide(found, rules)
         self.num_tokens_across_ranks = pending.num_tokens_across_ranks
         return agreement
 
@@ -140,8 +162,7 @@ class Lockstep:
         interrupts them too.
         """
         self._generation = (self._generation + 1) & 0xFFFF
-        self._failed.clear()
-        self._recording, self._is_told = "", False
+        self._is_told = False
         self._capture_round(Phase.BEGIN, "begin")
         try:
             yield
@@ -152,41 +173,32 @@ class Lockstep:
         self._capture_round(Phase.END, outcome())
 
     def gate(self, job: Captured, phase: str) -> bool:
-        """Asked before each warm-up and capture and after each capture, and told of each failure:
-        the gate of ``capture_all``.
+        """Asked before and after each warm-up and capture, and told of each failure: the gate of
+        ``capture_all``.
 
+        All ranks learn at once how a warm-up has ended, because one that failed before a collective
+        has left the others in it: on a GPU their hosts go on, and the next collective of this rank
+        would answer the wrong one of theirs.
         Errors: ``PeerFailedError`` for what another rank could not capture; then no rank has it.
         """
         about = f"{job.mode.name}, {job.key}"
-        if phase == "failed":
-            self._tell_failure(about)
-        elif phase == "warmup":
-            self._capture_round(Phase.WARMUP, about)
-        elif phase == "capture":
-            is_mine = about in self._failed
-            self._capture_round(Phase.CAPTURE, about, failed=is_mine)
-            self._recording = "" if is_mine else about
-        else:
-            self._recording = ""
-            self._capture_round(Phase.CAPTURED, about)
-        return True
-
-    def _tell_failure(self, about: str) -> None:
-        if self._is_told:
+        if phase != "failed":
+            asked = Phase[phase.upper()]
+            if asked in (Phase.WARMUP, Phase.CAPTURE):
+                self._outcome = Phase(asked + 1)
+            self._capture_round(asked, about)
+        elif self._is_told:
             self._is_told = False
-        elif self._recording == about:
-            self._recording = ""
-            self._post_error(about)
-            self._capture_round(Phase.CAPTURED, about, failed=True)
         else:
             self._post_error(about)
-            self._failed.add(about)
             error = sys.exception()
             for rank in range(self.world):
                 text = self._error_of(rank, about) if rank != self.rank else ""
                 if text and error is not None:
                     # Perhaps why a collective of this rank's warm-up came to no end.
                     error.add_note(f"rank {rank} failed too: {text}")
+            self._capture_round(self._outcome, about, failed=True)
+        return True
 
     @contextmanager
     def comparing(self, captured: Captured) -> Iterator[None]:
@@ -274,9 +286,12 @@ class Lockstep:
         for rank in getattr(error, "missing", ()):
             try:
                 last = self.exchange.read(f"round of {rank}")
+                left = self.exchange.read(f"left {self._generation} by {rank}")
             except RankLostError:
                 return  # The store is gone, as the error says.
             error.add_note(f"rank {rank} was last at: {last or 'no round of a capture'}")
+            if left:
+                error.add_note(f"rank {rank} left it: {left}")
 
     def _leave(self, error: BaseException) -> None:
         left = _LEFT_BY_ERROR if isinstance(error, Exception) else _LEFT_BY_INTERRUPT
@@ -288,7 +303,8 @@ class Lockstep:
             timeout_s = self._config.capture_timeout_s
             exchange.start(words, timeout_s=timeout_s, about="leaving a capture").result()
         except RankError as later:
-            error.add_note(f"and the other ranks could not be told: {later}")
+            if later is not error:  # One that ended the exchange has told them.
+                error.add_note(f"and the other ranks could not be told: {later}")
 
     def _end_with(self, left: int, rank: int) -> NoReturn:
         self._is_told = True
@@ -313,4 +329,4 @@ class Lockstep:
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:4000]
+    return f"{type(error).__name__}: {with_notes(error)}"[:4000]

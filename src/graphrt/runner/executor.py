@@ -126,7 +126,7 @@ class Executor:
     reads_padding: str
     is_strict: bool
     wait_for_ranks: Callable[[], None]
-    """Before each run that a comparison makes."""
+    """Before each run that a comparison makes, and after the last one."""
     is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
     """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
     num_tokens_across_ranks: tuple[int, ...] | None = None
@@ -444,6 +444,8 @@ class Executor:
         self.wait_for_ranks()
         with torch.no_grad(), self._context(ready.mode, ready.key, step_info):
             ready.program(**ready.bound.views)
+        # Before results are read: that never ends where a rank failed before it replayed.
+        self.wait_for_ranks()
         return ready.unpad(sizes)
 
     def _overwritten(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -40,12 +40,11 @@ from graphrt.verify import (
     require_varied_for_memos,
 )
 
-Phase = Literal["warmup", "capture", "captured", "failed"]
+Phase = Literal["warmup", "warmed", "capture", "captured", "failed"]
 Gate = Callable[["CaptureJob", Phase], bool]
-"""Asked before each warm-up and capture (False skips the job) and after each capture (False drops
-its programs); told of each failure, while it is handled. Where ranks keep step: a job that failed
-in its warm-up is asked about before its capture all the same, because others wait for the answer.
-An error that it raises fails the job, and a ``RankError`` ends everything."""
+"""Asked before and after each warm-up (False skips the job), before each capture (the same) and
+after it (False drops its programs); told of each failure, while it is handled. An error that it
+raises fails the job, and a ``RankError`` ends everything."""
 
 Progress = Callable[[int, int, "CaptureJob"], None]
 
@@ -234,28 +233,33 @@ class _Run:
         entry = self._entry(job)
         if entry.error is not None and self.options.on_error == "skip":
             self._failures[job] = entry
-        has_failed = job in self._failures
-        if job in self._skipped or self._is_captured(job) or (has_failed and self._gate is None):
+        if job in self._skipped or job in self._failures or self._is_captured(job):
             yield False
             return
         started = perf_counter()
         goes_on = False
         try:
-            if not has_failed:
+            goes_on = self._asks(job, phase)
+            if goes_on:
                 self._catalog.require_untried(job.name, job.mode, job.key)
-            goes_on = self._gate is None or self._gate(job, phase)
-            if has_failed:
-                goes_on = False
-            elif not goes_on:
-                self._skipped.append(job)
         except Exception as error:  # noqa: BLE001  Raised again, unless failures are skipped.
+            goes_on = False
             self._fail(job, error)
         try:
             yield goes_on
+            if goes_on and phase == "warmup":
+                self._asks(job, "warmed")
         except Exception as error:  # noqa: BLE001  As above.
             self._fail(job, error)
         finally:
             self._time(job, phase, started)
+
+    def _asks(self, job: CaptureJob, phase: Phase) -> bool:
+        """Whether the job goes on; else it is skipped."""
+        goes_on = self._gate is None or self._gate(job, phase)
+        if not goes_on:
+            self._skipped.append(job)
+        return goes_on
 
     def _time(self, job: CaptureJob, phase: TimedPhase, started: float) -> None:
         took = perf_counter() - started
@@ -269,10 +273,13 @@ class _Run:
         self._failures[job] = self._catalog.mark_failed(job.name, job.mode, job.key, error)
         if self._gate is not None:
             self._gate(job, "failed")
+        if self.options.on_error == "raise" and not self.library.has_ranks:
+            raise error
+        # Raises if the error left the device unusable: there is nothing to go on with. With ranks
+        # also if the device waits in a collective that the rank which failed never came to.
+        self.library.synchronize()
         if self.options.on_error == "raise":
             raise error
-        # Raises if the error left the device unusable: there is nothing to go on with.
-        self.library.device.synchronize()
         _free_frames(error)
 
     def _host_of(self, job: CaptureJob, scope: CaptureScope) -> HostSnapshot:
@@ -398,7 +405,7 @@ class _Run:
                 self._failures[job] = entry
                 first = first or error
                 # Raises if the error left the device unusable: there is nothing to go on with.
-                self.library.device.synchronize()
+                self.library.synchronize()
             if job.checked is not None:
                 job.checked(entry)
             self._time(job, "check", started)

@@ -18,7 +18,13 @@ from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.dispatch import BucketKey
-from graphrt.errors import BatchError, ConfigError, ReentrantStepError, VerificationError
+from graphrt.errors import (
+    BatchError,
+    ConfigError,
+    ReentrantStepError,
+    VerificationError,
+    with_notes,
+)
 from graphrt.events import Event, KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
     CaptureOptions,
@@ -460,7 +466,7 @@ class CUDAGraphRunner:
         self._is_running = True
         try:
             with torch.no_grad():
-                times = self._executor.time_replays(entries, self.library.device.synchronize)
+                times = self._executor.time_replays(entries, self.library.synchronize)
         finally:
             self._is_running = False
         return times if self._lockstep is None else self._lockstep.slowest(times)
@@ -795,7 +801,11 @@ class CUDAGraphRunner:
             graphs=captured_graphs(entries, self._axis_sizes, counted),
             missing=MappingProxyType(self.missing()),
             failures=MappingProxyType(
-                {item: str(e.error) for item, e in self._entries.items() if e.error is not None}
+                {
+                    item: with_notes(e.error)
+                    for item, e in self._entries.items()
+                    if e.error is not None
+                }
             ),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
             largest=MappingProxyType(largest_sizes(self._entries, self._axis_sizes)),

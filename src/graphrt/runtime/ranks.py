@@ -138,14 +138,15 @@ class RankedSteps:
         self._rules = self._rules._replace(unprofitable=keys)
 
     def noting_drops(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, after which a program whose comparison failed is no difference: whichever rank
-        it failed on, all drop it."""
+        """``run``, whose failure the others are told of in the next step, and after which a program
+        whose comparison failed is no difference: whichever rank it failed on, all drop it."""
 
         def noted(*args: Any) -> Any:
             before = self._agreed if self.has_agreed_graphs else None
             try:
                 return run(*args)
             except Exception:
+                self._lockstep.has_failed = True
                 if before is not None:
                     now = self._runner.missing()
                     agreed = {
@@ -227,6 +228,7 @@ class RankedSteps:
                 self._num_unchecked < self._check_every
                 and vote.num_tokens_unpadded > 0
                 and self.has_agreed_graphs
+                and not lockstep.has_failed
             )
             if is_alone:
                 self._unchecked = hash(done)
@@ -235,7 +237,9 @@ class RankedSteps:
                 about ^= hash(done) & 0xFFFF
                 self._num_unchecked = self._unchecked = 0
         try:
-            agreement = lockstep.agree(vote, rules, about, is_alone=is_alone)
+            agreement = lockstep.agree(
+                vote, rules, about, is_alone=is_alone, wait=self._runner.library.synchronize
+            )
         except RankDesyncError as error:
             if self._same_batch:
                 error.add_note(

@@ -252,6 +252,8 @@ class Runtime:
             observer=observer,
         )
         self.device = self.library.device
+        if ranks is not None:
+            self.library.limit_waits(config.ranks.step_timeout_s, ranks.give_up)
         # Of graphs; eager steps are not cut then, because that was slower wherever it was measured.
         self._times_splits = self.device.name in _TIMED_DEVICES and plan.ubatch.auto_off
         # Its kernels run differently under the mode that observes, and are recorded without.
@@ -685,12 +687,17 @@ class Runtime:
         """Retire every program, drop the buffers, release the device if this runtime made it.
 
         Idempotent. A step after it raises ``LibraryClosedError``.
-        Errors: ``CaptureInProgressError`` while a capture scope of its library is open.
+        Errors: ``CaptureInProgressError`` while a capture scope of its library is open. With ranks
+                ``RankLostError`` where the device waits for another rank longer than
+                ``RankConfig.step_timeout_s``; the runtime is closed then.
         """
-        self.library.close()
-        self.runner.close()
-        self._uncompile()
-        self._end_split()
+        try:
+            self.library.close()
+        finally:
+            if self.library.is_closed:
+                self.runner.close()
+                self._uncompile()
+                self._end_split()
 
     def _end_split(self) -> None:
         if self._split is not None:

@@ -52,6 +52,8 @@ class PeerCopies:
                 found=f"{type(error).__name__}: {error}",
                 do="exchange over NCCL there",
             ) from error
+        self._places: list[int | None] = [None] * num_ubatches
+        """Of each micro-batch: which of its two memories the latest exchange took."""
         self._theirs = {
             rank: self._handle.get_buffer(rank, shape, dtype)
             for rank in range(self.world)
@@ -65,12 +67,12 @@ class PeerCopies:
         """Send ``sent[r]`` to rank r; what rank r sent here, by rank.
 
         In a ``communication`` block, on every rank alike. ``turn``: counts the exchanges of a step,
-        an even number of them; with an odd number the last of a step and the first of the next one
-        would share memory.
+        an even number of them.
         Shapes: ``sent`` [world, *part], contiguous; each result [*part].
         Aliasing: of the own part a view of ``sent``, else of memory that others overwrite once this
         rank has begun the next exchange of this micro-batch: read it before.
-        Errors: ``ConfigError`` for what does not fit into the memory.
+        Errors: ``ConfigError`` for what does not fit into the memory, and for an even turn after an
+                even one, or an odd after an odd: both would share memory.
         """
         number, place, part = index(), turn % 2, sent.shape[1:]
         count = part.numel()
@@ -85,6 +87,17 @@ class PeerCopies:
                 f"micro-batch {number}",
                 do="make PeerCopies for the largest part, with dtype= and num_ubatches= as here",
             )
+        before, self._places[number] = self._places[number], None
+        if place == before:
+            raise ConfigError(
+                "PeerCopies.all_to_all",
+                expected="an even number of exchanges in each step, with turn= from 0 on",
+                found=f"turn {turn} right after another {'odd' if place else 'even'} one of "
+                f"micro-batch {number}",
+                do="count turns on all ranks alike, and exchange once more in a step with an odd "
+                "number; behind a step that failed this is raised once",
+            )
+        self._places[number] = place
         for rank, memory in self._theirs.items():
             memory[number, place, self.rank, :count].copy_(sent[rank].view(-1))
         # All have written; and have read what the next exchange but one overwrites.

@@ -23,6 +23,7 @@ from graphrt.errors import (
     LifetimeError,
 )
 from graphrt.source import caller_source
+from graphrt.waits import within
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -305,6 +306,10 @@ class CUDADevice:
             torch.cuda.synchronize(self.index)
         else:
             _own(stream).torch_stream.synchronize()
+
+    def ends_within(self, seconds: float) -> bool:
+        # No call of CUDA's own waits for a device and gives up.
+        return bool(within(seconds, torch.cuda.synchronize, self.index))
 
     def trim(self) -> None:
         """Return unused cached blocks, and cuBLAS's workspaces, of every device of the GPU."""

@@ -163,6 +163,10 @@ class SimulatedDevice:
                 source=source.with_text,
             )
 
+    def ends_within(self, seconds: float) -> bool:
+        self.synchronize()
+        return True
+
     # Recordings.
 
     def begin(
