@@ -48,7 +48,7 @@ _NO_OBJECTS = (type, tuple, frozenset, ModuleType, BaseException)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CACHE = type(functools.lru_cache(lambda: None))
 
-_NOT_LOOKED_AT = ("default", "member", "length")
+_NOT_LOOKED_AT = ("default", "member", "length", "type")
 """Kinds of places that may change without being noticed here."""
 
 _ALL: Any = object()
@@ -361,7 +361,7 @@ class HostSnapshot:
                 base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
                 if base is not None:
                     self._add(path, base, "class", name)
-            elif kind != "length" and id(owner) not in entered:
+            elif kind not in ("length", "type", "contents") and id(owner) not in entered:
                 # What is in a container says its length.
                 if issubclass(type(owner), ModuleType):
                     self._add(path, vars(owner), "global", name)
