@@ -25,7 +25,6 @@ from graphrt.graphs.reachable import (
     Place,
     Reach,
     attributes_of,
-    contents_of,
     entries_of,
     is_host_scalar,
     part_of,
@@ -240,7 +239,7 @@ class Reads:
     @staticmethod
     def _leads_on(place: Place) -> bool:
         """True for a tensor, and an object that has not been followed, in place of a None."""
-        is_value = place.kind == "contents" or place.value is MISSING
+        is_value = place.kind in _WITHIN or place.value is MISSING
         return not (is_value or is_host_scalar(place.value))
 
     def has_same_links(self) -> bool:
@@ -463,6 +462,8 @@ def probes_of(item: HeldTensor | Place) -> list[Probe]:
         step = min(MAX_TURNS, len(expected))
         turns = [_Turns(expected, first, step) for first in range(step)]
         return [Probe(tuple.__getitem__, (box,), 0, box, t.is_same, True, item) for t in turns]
+    if place.kind == "keys":
+        return [Probe(tuple.__getitem__, (place.owner,), 0, place.owner, tuple, place.value, item)]
     if place.kind == "length":
         box = entries_of(place.owner)
         return [Probe(tuple.__getitem__, (box,), 0, box, len, place.read(), item)]
@@ -593,7 +594,7 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
     """
     owner, name, kind = place.owner, place.name, place.kind
     boxes: Any = None
-    if kind == "contents":
+    if kind in _WITHIN:
         return _contents, place, None
     if kind in _REGISTERS:
         boxes = getattr(owner, _REGISTERS[kind])
@@ -618,7 +619,7 @@ def _read(place: Place, _: object) -> Any:
 
 def _contents(place: Place, _: object) -> Any:
     """What is held as constant, the same object while it is the same."""
-    now = contents_of(place.owner)
+    now = place.read()
     return place.value if _is_same(place.value, now) else now
 
 
@@ -651,6 +652,8 @@ def _member(classes: Classes, name: str) -> Any:
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)
 _CODE = (CodeType, FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
 
+_WITHIN = ("contents", "keys")
+"""Places of what an owner holds, rather than of an object that stands in it."""
 _REGISTERS = {"parameter": "_parameters", "buffer": "_buffers", "submodule": "_modules"}
 
 

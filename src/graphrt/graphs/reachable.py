@@ -8,8 +8,8 @@ capture. Code and objects of torch, NumPy, the standard library and graphrt are 
 that the methods of a ``torch.nn`` module name attributes of that module.
 
 Context variables, ``threading.local`` and weak dictionaries and sets are followed last: who
-notices replaced weights sees only host values that stand in the first two themselves, as the thread
-of the walk has them, because other threads and later steps find other objects there.
+notices replaced weights sees only tensors and host values that stand in the first two themselves,
+as the thread of the walk has them, because other threads and later steps find other objects there.
 
 Not found is what no code names: entries that installed packages find under computed keys, what a
 ``functools`` cache returned before it was emptied, what a descriptor finds under a computed name,
@@ -25,6 +25,7 @@ import functools
 import gc
 import importlib.util
 import operator
+import os
 import sys
 import threading
 from collections import deque
@@ -49,6 +50,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
+from graphrt.config.environment import environment_entries
 from graphrt.graphs.values import HOST_TYPES, parameters_of
 
 PlaceKind = Literal[
@@ -65,6 +67,7 @@ PlaceKind = Literal[
     "default",
     "context",
     "contents",
+    "keys",
     "type",
 ]
 
@@ -98,7 +101,7 @@ class Place(NamedTuple):
     name: Any
     """Attribute, key or index under which ``owner`` has it; of a set, the element; of the length of
     a container or of a module that is one, nothing. The same of a ``type``, which is the class of
-    an object or the code of a function, and of ``contents``."""
+    an object or the code of a function, of ``contents``, and of the ``keys`` of a dict."""
     kind: PlaceKind
     value: Any
     """What stood there when it was walked: ``MISSING`` for an attribute that code names and that
@@ -141,6 +144,12 @@ def is_array(value: Any) -> bool:
     return numpy is not None and issubclass(type(value), numpy.ndarray)
 
 
+def plain_array(value: Any) -> Any:
+    """The same elements without any code of a subclass."""
+    ndarray = sys.modules["numpy"].ndarray
+    return ndarray.view(value, ndarray)
+
+
 def has_contents(value: Any) -> bool:
     """True for what may be changed in place without any name: a buffer, or a long sequence."""
     kind = type(value)
@@ -180,9 +189,8 @@ def part_of(value: Any, number: int) -> Any:
     if is_array(value):
         if not number:
             return str(value.dtype), value.shape
-        numpy, count = sys.modules["numpy"], _items_of_a_part(value)
-        flat = numpy.ndarray.view(value, numpy.ndarray).flat
-        found = flat[(number - 1) * count : number * count]
+        count = _items_of_a_part(value)
+        found = plain_array(value).flat[(number - 1) * count : number * count]
         return tuple(found) if value.dtype.hasobject else hash(found.tobytes())
     with memoryview(value) as view:
         if not number:
@@ -358,6 +366,7 @@ _READ = {
     "default": _read_default,
     "context": read_context,
     "contents": lambda owner, _: contents_of(owner),
+    "keys": lambda owner, _: tuple(owner),
     "type": lambda owner, _: code_of(owner),
 }
 
@@ -434,8 +443,8 @@ class _Names(NamedTuple):
     attributes: frozenset[str]
     """Attributes of anything else, and strings given to ``getattr``."""
     globals: tuple[str, ...]
-    strings: frozenset[str]
-    """Constants, which may be keys of a dict."""
+    strings: frozenset[str | int]
+    """And numbers: constants, which may be keys of a dict."""
     asked: frozenset[tuple[str, str]]
     """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``."""
     iterated: frozenset[str]
@@ -453,28 +462,12 @@ class _Names(NamedTuple):
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD"))
 
 
-_GOES_THROUGH = frozenset(
-    [
-        "len",
-        "list",
-        "tuple",
-        "set",
-        "dict",
-        "sorted",
-        "sum",
-        "min",
-        "max",
-        "any",
-        "all",
-        "iter",
-        "enumerate",
-    ]
-)
+_THROUGH = "len list tuple set dict sorted sum min max any all iter enumerate"
+_GOES_THROUGH = frozenset(_THROUGH.split())
 """Built-in functions of which one argument is gone through or counted."""
 _MAKING = frozenset(("BUILD_STRING", "BINARY_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"))
-_STORING = frozenset(
-    ["setdefault", "update", "pop", "popitem", "clear", "append", "appendleft", "extend", "add"]
-)
+_STORES = "setdefault update pop popitem clear append appendleft extend add"
+_STORING = frozenset(_STORES.split())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -484,7 +477,7 @@ def _names_in(code: CodeType) -> _Names:
     own: set[str] = set()
     attributes: set[str] = set()
     names: dict[str, None] = {}
-    strings = {item for item in code.co_consts if type(item) is str}
+    strings = {item for item in code.co_consts if type(item) in (str, int)}
     asked: set[tuple[str, str]] = set()
     of_keys: set[str] = set()
     of_entries: set[str] = set()
@@ -550,7 +543,7 @@ def _names_in(code: CodeType) -> _Names:
         return {aliases.get(name, name) for name in found}
 
     if {"getattr", "hasattr", "vars"} & names.keys() or "__dict__" in own | attributes:
-        own |= {item for item in strings if item.isidentifier()}
+        own |= {item for item in strings if type(item) is str and item.isidentifier()}
         attributes |= own
     found = _Names(
         frozenset(own),
@@ -711,7 +704,7 @@ class Walk:
         """By id, with the object, which lives as long as the walk."""
         self._classes: dict[type, _Class] = {}
         self._names: set[str] = set()
-        self._strings: set[str] = set()
+        self._strings: set[str | int] = set()
         self._asked: dict[str, list[str]] = {}
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
@@ -766,11 +759,11 @@ class Walk:
             self._enter_all([("", value) for value in reversed(broken)])
 
     def _places_of_thread(self) -> Iterator[Place]:
-        """Host values that stand in context and thread-local variables themselves."""
+        """Host values and tensors that stand in context and thread-local variables themselves."""
         for path, owner in self._fleeting:
             if isinstance(owner, ContextVar):
                 value = read_context(owner, None)
-                if is_host_scalar(value) or value is MISSING:
+                if self._stands_alone(value):
                     here = _OfThread(owner, get_ident(), value)
                     yield Place(path, here, None, "context", value)
             elif isinstance(owner, threading.local) and self._may_enter(owner):
@@ -778,8 +771,12 @@ class Walk:
                 asked = self._asked.get(path.rpartition(".")[2], ())
                 for name in {**own, **dict.fromkeys(asked)}:
                     value = own.get(name, MISSING)
-                    if is_host_scalar(value) or value is MISSING:
+                    if self._stands_alone(value):
                         yield Place(f"{path}.{name}", own, name, "item", value)
+
+    @staticmethod
+    def _stands_alone(value: object) -> bool:
+        return value is MISSING or is_host_scalar(value) or _is_tensor(value)
 
     def _may_enter(self, local: threading.local) -> bool:
         return self._enters_locals or type(local).__init__ is object.__init__
@@ -810,7 +807,7 @@ class Walk:
     def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
         unnamed = (place for places in self._unnamed.values() for place in places)
         places = [*self._places, *(place for place in unnamed if place.kind != "member")]
-        places += self._methods_of_classes()
+        places += [*self._methods_of_classes(), *self._variables()]
         places += self._not_there()
         return Reach(tuple(places), dict(self._objects), outside_breaks, lasting)
 
@@ -900,6 +897,13 @@ class Walk:
                     self._add(Place(f"{path}[{name!r}]", value, name, "item", item))
         self._large.clear()
 
+    def _variables(self) -> Iterator[Place]:
+        """Variables of the environment that code asks for by a string."""
+        own = environment_entries()
+        for name in (*self._asked.get("environ", ()), *self._asked.get("getenv", ())):
+            key = os.fsencode(name)
+            yield Place(f"os.environ[{name!r}]", own, key, "item", own.get(key, MISSING))
+
     def _not_there(self) -> Iterator[Place]:
         """What code asks for by a string, and what is not there: it may be set later. And the
         length of a dict that code goes through, or asks for computed keys."""
@@ -911,7 +915,9 @@ class Walk:
                 # it lacks grows when it is read.
                 is_fixed = last in self._computed and not hasattr(type(owner), "__missing__")
                 is_through = last in self._iterated and last not in self._stored
-                if is_through or is_fixed or (not is_dict and last not in self._stored):
+                if is_dict and is_through and is_host_scalar(tuple(owner)):
+                    yield Place(f"{path}.keys()", owner, None, "keys", tuple(owner))
+                elif is_through or is_fixed or (not is_dict and last not in self._stored):
                     yield _length(path, owner, len(owner))
             for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
