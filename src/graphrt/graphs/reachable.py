@@ -242,8 +242,8 @@ _SCALARS = frozenset(
     )
 )
 
-_BAGS = {"collections": ("data", "maps")}
-"""Attributes of the standard library's that hold what the user put into an object."""
+_BAGS = {"types": (), "argparse": (), "collections": ("data", "maps")}
+"""Of the standard library, where an object holds what the user put into it, and where."""
 
 _FOREIGN = frozenset(sys.stdlib_module_names - {"__main__"}) | {
     "torch",
@@ -270,7 +270,6 @@ _NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
 """Special methods that no forward calls by an operator of the language."""
 _SEQUENCES = (dict, list, tuple, set, frozenset, deque)
 _GETTERS_BY_NAME = (operator.attrgetter, operator.methodcaller)
-_CLOSED = ("torch", "numpy", "triton", "graphrt", "builtins", "threading", "logging", "asyncio")
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
 _BREAKS = "graphrt.graphs.breaks"
@@ -849,10 +848,8 @@ class Walk:
             return
         elif kind.__module__ != "builtins":
             self._enter_object(path, value)
-        if has_contents(value):
-            self._places.append(Place(f"{path}[:]", value, None, "contents", MISSING))
-        elif kind.__module__ != "builtins" and not issubclass(kind, _SEQUENCES):
-            return
+            if not has_contents(value):
+                return
         self._objects.setdefault(path, value)
 
     def _add(self, place: Place) -> None:
@@ -919,6 +916,8 @@ class Walk:
                     yield Place(f"{path}.keys()", owner, None, "keys", tuple(owner))
                 elif is_through or is_fixed or (not is_dict and last not in self._stored):
                     yield _length(path, owner, len(owner))
+            if last not in self._stored and has_contents(owner):
+                yield Place(f"{path}[:]", owner, None, "contents", MISSING)
             for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
@@ -963,7 +962,7 @@ class Walk:
         runnable = attributes_of(value).get("runnable") if known.is_foreign else None
         if runnable is not None:  # A wrapper of graphrt.
             self._stack.append((path, runnable))
-        elif _package_of(type(value)) not in _CLOSED:
+        elif not _is_foreign(type(value).__module__) or type(value).__module__ in _BAGS:
             known.own.update(_BAGS.get(type(value).__module__, ()))
             self._objects.setdefault(path, value)
             self._enter_attributes(path, value, attributes_of(value))
