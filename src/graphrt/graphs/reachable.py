@@ -29,7 +29,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from enum import Enum
 from itertools import takewhile
@@ -170,12 +170,12 @@ def _num_parts(value: Any) -> int:
     if issubclass(type(value), (list, tuple)):
         return -(-len(value) // _ITEMS_OF_A_PART)
     if is_array(value):
-        return -(-value.size // _items_of_a_part(value))
+        return -(-int(value.size) // _items_of_a_part(value))
     return -(-memoryview(value).nbytes // _BYTES_OF_A_PART)
 
 
 def _items_of_a_part(value: Any) -> int:
-    return max(1, _BYTES_OF_A_PART // value.itemsize)
+    return max(1, _BYTES_OF_A_PART // int(value.itemsize))
 
 
 def part_of(value: Any, number: int) -> Any:
@@ -435,26 +435,26 @@ def _defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 class _Names(NamedTuple):
-    """What a piece of code reads by name, nested functions included."""
+    """What a piece of code reads by name, nested functions included. Nobody changes it later."""
 
-    own: frozenset[str]
+    own: set[str]
     """Attributes of its first argument, of a method the object itself."""
-    attributes: frozenset[str]
+    attributes: set[str]
     """Attributes of anything else, and strings given to ``getattr``."""
-    globals: tuple[str, ...]
-    strings: frozenset[str | int]
+    globals: dict[str, None]
+    strings: set[str | int]
     """And numbers: constants, which may be keys of a dict."""
-    asked: frozenset[tuple[str, str]]
+    asked: set[tuple[str, str]]
     """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``."""
-    iterated: frozenset[str]
-    """Variables and attributes whose keys or values are gone through."""
-    computed: frozenset[str]
+    iterated: set[str]
+    """Variables and attributes that are gone through, counted or tested for being empty."""
+    computed: set[str]
     """Those that are asked for a key which is no constant, and that get no entries."""
-    stored: frozenset[str]
+    stored: set[str]
     """Those that get entries, or lose them."""
-    guessed: frozenset[str]
+    guessed: set[str]
     """Those of which an attribute is read whose name is no constant."""
-    imports: frozenset[tuple[str, int]]
+    imports: dict[tuple[str, int], None]
     """What is imported when it runs, and by how many levels above its package."""
 
 
@@ -473,17 +473,8 @@ _STORING = frozenset(_STORES.split())
 def _names_in(code: CodeType) -> _Names:
     steps = list(dis.get_instructions(code))
     first = code.co_varnames[0] if code.co_argcount else None
-    own: set[str] = set()
-    attributes: set[str] = set()
-    names: dict[str, None] = {}
-    strings = {item for item in code.co_consts if type(item) in (str, int)}
-    asked: set[tuple[str, str]] = set()
-    of_keys: set[str] = set()
-    of_entries: set[str] = set()
-    computed: set[str] = set()
-    stored: set[str] = set()
-    guessed: set[str] = set()
-    imports: set[tuple[str, int]] = set()
+    strings: set[str | int] = {item for item in code.co_consts if type(item) in (str, int)}
+    found = _Names(set(), set(), {}, strings, set(), set(), set(), set(), set(), {})
     aliases: dict[str, str] = {}
     previous: Any = None
     for index, step in enumerate(steps):
@@ -493,78 +484,66 @@ def _names_in(code: CodeType) -> _Names:
             loaded = previous.argval if is_own else None
             if isinstance(loaded, tuple):  # Later releases load two variables at once.
                 loaded = loaded[-1]
-            (own if is_own and loaded == first else attributes).add(value)
+            (found.own if is_own and loaded == first else found.attributes).add(value)
             if value in _STORING:
-                stored.add(str(last.argval))
+                found.stored.add(str(last.argval))
             elif value == "get":
                 of_call = [
                     s.opname
                     for s in takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :])
                 ]
                 if of_call[:1] != ["LOAD_CONST"] or not _MAKING.isdisjoint(of_call):
-                    computed.add(str(last.argval))
+                    found.computed.add(str(last.argval))
         elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names[value] = None
+            found.globals[value] = None
             if value == "getattr":
-                guessed |= _guessed_of(steps, index)
+                found.guessed.update(_guessed_of(steps, index))
         elif name == "LOAD_CONST" and type(value) is str and previous is not None:
-            asked.add((str(previous.argval), value))
+            found.asked.add((str(previous.argval), value))
         elif name == "STORE_FAST" and last.opname.startswith("LOAD_"):
             aliases[value] = str(last.argval)
         elif name == "CONTAINS_OP":
             key = steps[_begin(steps, index - 1) - 1]
             if key.opname != "LOAD_CONST":
-                computed.add(str(last.argval))
+                found.computed.add(str(last.argval))
             elif type(key.argval) is str:
-                asked.add((str(last.argval), key.argval))
+                found.asked.add((str(last.argval), key.argval))
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
-            stored.add(_container_of(steps, index))
+            found.stored.add(_container_of(steps, index))
         elif (name == "BINARY_SUBSCR" or step.argrepr == "[]") and last.opname != "LOAD_CONST":
             if last.opname == "COPY":  # ``owner[key] += 1``
-                stored.add(_container_of(steps, index - 2))
+                found.stored.add(_container_of(steps, index - 2))
             else:
-                computed.add(_container_of(steps, index))
+                found.computed.add(_container_of(steps, index))
         elif name == "IMPORT_NAME":
-            imports.add((value, steps[index - 2].argval))
+            found.imports[value, steps[index - 2].argval] = None
         elif name == "IMPORT_FROM":
-            attributes.add(value)
+            found.attributes.add(value)
         elif name == "MATCH_CLASS":
-            attributes.update(last.argval)
+            found.attributes.update(last.argval)
         if _goes_through(steps, index):
-            of_entries.add(str((steps[index - 2] if last.opname == "TO_BOOL" else last).argval))
+            found.iterated.add(str((steps[index - 2] if last.opname == "TO_BOOL" else last).argval))
         if previous is not None and value in ("get", "items", "values", "keys"):
             if value != "get":
-                of_keys.add(str(previous.argval))
+                found.iterated.add(str(previous.argval))
             continue  # What follows is asked of the dict.
         previous = step
 
-    def meant(found: set[str]) -> set[str]:
-        return {aliases.get(name, name) for name in found}
-
-    if {"getattr", "hasattr", "vars"} & names.keys() or "__dict__" in own | attributes:
-        own |= {item for item in strings if type(item) is str and item.isidentifier()}
-        attributes |= own
-    found = _Names(
-        frozenset(own),
-        frozenset(attributes),
-        tuple(names),
-        frozenset(strings),
-        frozenset(asked),
-        frozenset(of_keys | meant(of_entries)),
-        frozenset(meant(computed) - meant(stored)),
-        frozenset(meant(stored)),
-        frozenset(meant(guessed)),
-        frozenset(imports),
-    )
+    for told in (found.iterated, found.computed, found.stored, found.guessed):
+        told.update([aliases[name] for name in told if name in aliases])
+    found.computed.difference_update(found.stored)
+    if {"getattr", "hasattr", "vars"} & found.globals.keys() or (
+        "__dict__" in found.own | found.attributes
+    ):
+        found.own.update(item for item in strings if type(item) is str and item.isidentifier())
+        found.attributes.update(found.own)
     for inner in code.co_consts:
         if type(inner) is CodeType:
             nested = _names_in(inner)
-            merged = [
-                tuple(dict.fromkeys([*a, *b])) if type(a) is tuple else a | b
-                for a, b in zip(found[1:], nested[1:], strict=True)
-            ]
-            merged[0] |= nested.own
-            found = _Names(found.own, *merged)
+            merged: Any
+            for merged, more in zip(found[1:], nested[1:], strict=True):
+                merged.update(more)
+            found.attributes.update(nested.own)
     return found
 
 
@@ -837,7 +816,7 @@ class Walk:
             return
         elif kind in _GETTERS_BY_NAME:
             names = value.__reduce__()[1]
-            self._name(frozenset(part for name in names for part in str(name).split(".")))
+            self._name({part for name in names for part in str(name).split(".")})
             return
         elif kind is ModuleType or issubclass(kind, ModuleType):
             if not self._is_foreign(attributes_of(value).get("__name__")):
@@ -1102,7 +1081,7 @@ class Walk:
             self._enter_members(known, known.members.get("forward", ()))
         return known
 
-    def _name(self, names: frozenset[str]) -> None:
+    def _name(self, names: Set[str]) -> None:
         """Follow every attribute and member of these names."""
         for name in names - self._names:
             self._names.add(name)
@@ -1134,7 +1113,7 @@ class Walk:
                         value = known.members[name][0]
                         yield Place(f"{kind.__qualname__}.{name}", kind, name, "member", value)
 
-    def _name_own(self, known: _Class, names: frozenset[str]) -> None:
+    def _name_own(self, known: _Class, names: Set[str]) -> None:
         """Follow the attributes and members of one class that its own methods read."""
         for name in names - known.own:
             known.add_own(name)
