@@ -852,3 +852,17 @@ def test_installed_object_set_later_keeps_its_package_foreign(tmp_path, monkeypa
         with host.run(is_first=True):
             model(torch.ones(2))
     assert host.changed() == ("kernel",)
+
+
+def test_guard_of_pinned_memory_waits_for_the_device(monkeypatch) -> None:
+    kept, waits = torch.zeros(2), []
+    guard = TensorStateGuard([kept])
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(float(kept[0])))
+    guard.restore(guard.save())
+    assert not waits, "pageable memory is written at once"
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    token = guard.save()
+    kept.fill_(1.0)
+    guard.restore(token)
+    assert waits == [0.0, 1.0]
+    assert not kept.any()

@@ -7,6 +7,7 @@ identity, never an address alone, decides whether something moved.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,7 +168,7 @@ class Reads:
         self._used = used
         self.now: Sequence[Place] = self.values
         """The host values, as of the last look for a capture."""
-        self._host: HostSnapshot | None = None
+        self._host: weakref.ref[HostSnapshot] | None = None
         if host is not None:
             self._bind(host)
         self.prepared = frozenset(
@@ -194,7 +195,9 @@ class Reads:
 
         An attribute that is absent may also appear in a class, which no snapshot looks for.
         """
-        self._host, self._version, self._seen = host, host.version, set[tuple[int, Any]]()
+        # A snapshot keeps what was there before the first warm-up, for as long as a capture lasts.
+        self._host, self._version = weakref.ref(host), host.version
+        self._seen = set[tuple[int, Any]]()
         unseen: list[list[Place]] = []
         for places in (self.links, self.values):
             unseen.append([])
@@ -218,7 +221,7 @@ class Reads:
         """
         if self.target is not target or self.breaks != breaks:
             return False
-        if self._host is not host:
+        if self._host is None or self._host() is not host:
             self._bind(host)
             self._version = -1
         self.now = self.values

@@ -51,7 +51,7 @@ _CACHE = type(functools.lru_cache(lambda: None))
 
 _NOT_LOOKED_AT = ("default", "member", "length", "type")
 """Kinds of places that may change without being noticed here."""
-_OF_THE_WHOLE = ("length", "keys", "contents", "type")
+_OF_THE_WHOLE = ("length", "keys", "contents", "type", "call")
 """Kinds of places that say nothing beyond what their owner does."""
 
 _ALL: Any = object()

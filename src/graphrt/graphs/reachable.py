@@ -69,6 +69,7 @@ PlaceKind = Literal[
     "contents",
     "keys",
     "type",
+    "call",
 ]
 
 MAX_ITEMS = 4096
@@ -343,7 +344,7 @@ def read_global(owner: Mapping[str, Any], name: str) -> Any:
     return owner.get(name, MISSING)
 
 
-def read_context(owner: ContextVar[Any], _: object) -> Any:
+def read_context(owner: ContextVar[Any] | _OfThread, _: object) -> Any:
     return owner.get(MISSING)
 
 
@@ -367,6 +368,7 @@ _READ = {
     "contents": lambda owner, _: contents_of(owner),
     "keys": lambda owner, _: tuple(owner),
     "type": lambda owner, _: code_of(owner),
+    "call": lambda owner, _: owner(),
 }
 
 
@@ -377,9 +379,14 @@ class _OfThread(NamedTuple):
     thread: int
     value: Any
 
-    def get(self, default: Any) -> Any:
-        """Asked in another thread, the value that is known."""
-        return self.variable.get(default) if get_ident() == self.thread else self.value
+    def get(self, _: object) -> Any:
+        """What it has or its default; asked in another thread, the value that is known."""
+        if get_ident() != self.thread:
+            return self.value
+        try:
+            return self.variable.get()
+        except LookupError:
+            return MISSING
 
 
 def code_of(owner: Any) -> Any:
@@ -740,10 +747,10 @@ class Walk:
         """Host values and tensors that stand in context and thread-local variables themselves."""
         for path, owner in self._fleeting:
             if isinstance(owner, ContextVar):
-                value = read_context(owner, None)
+                here = _OfThread(owner, get_ident(), MISSING)
+                value = here.get(None)
                 if self._stands_alone(value):
-                    here = _OfThread(owner, get_ident(), value)
-                    yield Place(path, here, None, "context", value)
+                    yield Place(path, here._replace(value=value), None, "context", value)
             elif isinstance(owner, threading.local) and self._may_enter(owner):
                 own = threading.local.__getattribute__(owner, "__dict__")
                 asked = self._asked.get(path.rpartition(".")[2], ())
@@ -785,7 +792,7 @@ class Walk:
     def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
         unnamed = (place for places in self._unnamed.values() for place in places)
         places = [*self._places, *(place for place in unnamed if place.kind != "member")]
-        places += [*self._methods_of_classes(), *self._variables()]
+        places += [*self._methods_of_classes(), *self._of_the_process()]
         places += self._not_there()
         return Reach(tuple(places), dict(self._objects), outside_breaks, lasting)
 
@@ -873,8 +880,18 @@ class Walk:
                     self._add(Place(f"{path}[{name!r}]", value, name, "item", item))
         self._large.clear()
 
-    def _variables(self) -> Iterator[Place]:
-        """Variables of the environment that code asks for by a string."""
+    def _of_the_process(self) -> Iterator[Place]:
+        """Torch's default dtype and hooks, and variables of the environment that code names."""
+        yield Place(
+            "torch.get_default_dtype()",
+            torch.get_default_dtype,
+            None,
+            "call",
+            torch.get_default_dtype(),
+        )
+        for name in _HOOKS:
+            hooks = getattr(torch.nn.modules.module, f"_global{name}")
+            yield _length(f"torch.nn.modules.module._global{name}", hooks, len(hooks))
         own = environment_entries()
         for name in (*self._asked.get("environ", ()), *self._asked.get("getenv", ())):
             key = os.fsencode(name)
