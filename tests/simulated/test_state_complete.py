@@ -8,6 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -579,18 +580,27 @@ def test_dead_reference_in_an_attribute_stays() -> None:
     assert list(model.table) == ["parent"]
 
 
-def test_other_threads_context_invalidates_nothing(lab: Lab) -> None:
+def test_context_of_this_thread_alone_is_watched(lab: Lab) -> None:
     scale, own = ContextVar("scale", default=2.0), threading.local()
     own.offset = 1.0
 
     def step(x: Tensor) -> Tensor:
-        return x * scale.get() + getattr(own, "offset", 0.0)
+        return x * scale.get() + getattr(own, "offset", 0.0) + getattr(own, "late", 0.0)
+
+    def change() -> None:
+        scale.set(5.0)
+        own.offset = own.late = 3.0
+
+    def in_another_thread() -> Any:
+        change()
+        return lab.library.check_externals()
 
     wrapper, x = lab.wrap(step), torch.ones(2)
     lab.capture(wrapper, x)
-    scale.set(5.0)
-    del own.offset
-    assert lab.library.check_externals().is_unchanged
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(in_another_thread).result().is_unchanged
+    change()
+    assert set(lab.library.check_externals().moved) == {"scale", "own.offset", "own.late"}
 
 
 def test_functools_cache_of_no_inputs_is_kept() -> None:
@@ -842,3 +852,17 @@ def test_installed_object_set_later_keeps_its_package_foreign(tmp_path, monkeypa
         with host.run(is_first=True):
             model(torch.ones(2))
     assert host.changed() == ("kernel",)
+
+
+def test_guard_of_pinned_memory_waits_for_the_device(monkeypatch) -> None:
+    kept, waits = torch.zeros(2), []
+    guard = TensorStateGuard([kept])
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(float(kept[0])))
+    guard.restore(guard.save())
+    assert not waits, "pageable memory is written at once"
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    token = guard.save()
+    kept.fill_(1.0)
+    guard.restore(token)
+    assert waits == [0.0, 1.0]
+    assert not kept.any()

@@ -6,11 +6,18 @@ import functools
 import importlib
 import itertools
 import math
-from collections import namedtuple
+import operator
+import os
+import sys
+import threading
+from array import array
+from collections import ChainMap, UserDict, namedtuple
+from contextvars import ContextVar
 from dataclasses import dataclass
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
-from types import MethodType, SimpleNamespace
+from types import MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,7 +60,7 @@ def quick_collections():
 
 def example(sizes, seed):
     generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(sizes["n"], 4, generator=generator)}
+    return {"x": torch.randn(sizes["n"], 4, generator=generator, dtype=torch.float32)}
 
 
 def make(fn, sizes=(2,), **options):
@@ -512,7 +519,338 @@ def test_host_value_of_any_type_is_noticed(before, after) -> None:
         assert runner.last_decision.reason is Reason.INVALIDATED
 
 
+class Counted(np.ndarray):
+    """A subclass whose own code nobody may run."""
+
+    def __getitem__(self, key):
+        raise AssertionError("read by its own code")
+
+
+def within(value, read, change):
+    """Something that holds more than its name says, how it is read, and how it is changed."""
+    return lambda: ((lambda x: x * read(value)), lambda: change(value))
+
+
+def replaced(owner, name, value):
+    return lambda: setattr(owner, name, value)
+
+
+def of_one_class():
+    class Own:
+        def scaled(self, x):
+            return x * 2
+
+    item = Own()
+    return (lambda x: item.scaled(x)), item, Own
+
+
+def replaced_class():
+    fn, item, _ = of_one_class()
+    return fn, replaced(item, "__class__", type("Other", (), {"scaled": lambda self, x: x * 3}))
+
+
+def replaced_method():
+    fn, _, kind = of_one_class()
+    return fn, replaced(kind, "scaled", lambda self, x: x * 3)
+
+
+def replaced_code():
+    def scaled(x):
+        return x * 2
+
+    def other(x):
+        return x * 3
+
+    return (lambda x: scaled(x)), replaced(scaled, "__code__", other.__code__)
+
+
+def replaced_dict():
+    box = SimpleNamespace(weight=weight(), scale=2.0)
+    holder = Engine()
+    holder.box = box
+    holder.forward = lambda x: x @ holder.box.weight
+    return (lambda x: holder.forward(x)), lambda: vars(holder).update(
+        box=SimpleNamespace(weight=weight(), scale=2.0)
+    )
+
+
+class Bag:
+    def __init__(self):
+        self.weight, self.scale = weight(), 2.0
+
+    def forward(self, x):
+        return x @ self.weight * self.scale
+
+
+def whole_dict():
+    bag = Bag()
+    return bag.forward, replaced(bag, "__dict__", {"weight": weight(), "scale": 2.0})
+
+
+def whole_register():
+    model = linear()
+    parameters = {"weight": torch.nn.Parameter(weight()), "bias": None}
+    return (lambda x: model(x)), lambda: vars(model).update(_parameters=parameters)
+
+
+def imported_late():
+    module = sys.modules["late_settings"] = ModuleType("late_settings")
+    module.scale, module.offset = 2.0, 1.0
+
+    def fn(x):
+        import late_settings
+        from late_settings import offset
+
+        return x * late_settings.scale + offset
+
+    return fn, replaced(module, "offset", 3.0)
+
+
+def computed_attribute():
+    holder, number = SimpleNamespace(scale0=2.0), 0
+    return (lambda x: x * getattr(holder, f"scale{number}")), replaced(holder, "scale0", 3.0)
+
+
+def attribute_getter():
+    holder, get = SimpleNamespace(scale0=2.0), operator.attrgetter("scale0")
+    return (lambda x: x * get(holder)), replaced(holder, "scale0", 3.0)
+
+
+def matched_class():
+    bag = Bag()
+
+    def fn(x):
+        match bag:
+            case Bag(scale=scale):
+                return x * scale
+
+    return fn, replaced(bag, "scale", 3.0)
+
+
+def attribute_of_a_tensor():
+    table = torch.ones(4)
+    table.scale = 2.0
+    return (lambda x: x * table * table.scale), replaced(table, "scale", 3.0)
+
+
+def member_of_an_enum():
+    class Option(Enum):
+        SCALED = SimpleNamespace(scale=2.0)
+
+    option = SimpleNamespace(now=Option.SCALED)
+    return (lambda x: x * option.now.value.scale), replaced(Option.SCALED.value, "scale", 3.0)
+
+
+def context_variable():
+    scale = ContextVar("scale", default=2.0)
+    return (lambda x: x * scale.get()), lambda: scale.set(3.0)
+
+
+def weight_of_a_thread():
+    own = threading.local()
+    own.weight = weight()
+    return (lambda x: x @ own.weight), replaced(own, "weight", weight())
+
+
+def default_dtype():
+    return (lambda x: x + torch.ones(4)), lambda: torch.set_default_dtype(torch.float64)
+
+
+def hook_of_all_modules():
+    model, register = linear(), torch_module.register_module_forward_hook
+    return (lambda x: model(x)), lambda: register(lambda module, args, out: out * 3)
+
+
+def variable_of_the_environment():
+    return (lambda x: x * float(os.getenv("SCALE_OF_A_TEST", "2"))), lambda: os.environ.update(
+        SCALE_OF_A_TEST="3"
+    )
+
+
+def set_first(value):
+    memoryview(value)[0] = 3
+
+
+DEEP_CASES = {
+    case.__name__: case
+    for case in (
+        replaced_class,
+        replaced_method,
+        replaced_code,
+        replaced_dict,
+        whole_dict,
+        whole_register,
+        imported_late,
+        computed_attribute,
+        attribute_getter,
+        matched_class,
+        attribute_of_a_tensor,
+        member_of_an_enum,
+        context_variable,
+        weight_of_a_thread,
+        default_dtype,
+        hook_of_all_modules,
+        variable_of_the_environment,
+    )
+} | {
+    "bytearray": within(bytearray(b"\2"), lambda value: value[0], set_first),
+    "array": within(array("q", [2]), lambda value: value[0], set_first),
+    "numpy": within(
+        np.full(4, 2.0), lambda value: float(value[0]), lambda value: value.put(0, 3.0)
+    ),
+    "numpy_strided": within(np.full((4, 4), 2.0)[::2, ::2], np.sum, lambda value: value.fill(3.0)),
+    "numpy_0d": within(np.array(2.0), float, lambda value: value.fill(3.0)),
+    "numpy_record": within(
+        np.full(2, 2, [("a", "f4")]),
+        lambda value: float(value["a"][0]),
+        lambda value: value["a"].fill(3.0),
+    ),
+    "numpy_objects": within(
+        np.array([2.0, None]), lambda value: value[0], lambda value: value.put(0, 3.0)
+    ),
+    "numpy_subclass": within(
+        np.full(4, 2.0).view(Counted),
+        lambda value: float(np.ndarray.sum(value)),
+        lambda value: value.fill(3.0),
+    ),
+    "long_list": within(
+        [2.0] * 5000, lambda value: value[4000], lambda value: value.__setitem__(4000, 3.0)
+    ),
+    "long_dict": within(
+        dict.fromkeys(range(5000), 2.0),
+        lambda value: value[7],
+        lambda value: value.update({7: 3.0}),
+    ),
+    "membership": within(
+        {}, lambda value: 3 if "flag" in value else 2, lambda value: value.update(flag=1)
+    ),
+    "truth": within({}, lambda value: 3 if value else 2, lambda value: value.update(flag=1)),
+    "length": within({"a": 1}, lambda value: len(value), lambda value: value.update(b=1)),
+    "order": within(
+        {"a": 1.0, "b": 2.0},
+        lambda value: functools.reduce(lambda a, b: a * 2 + b, value.values()),
+        lambda value: value.update(a=value.pop("a")),
+    ),
+    "user_dict": within(
+        UserDict(a=2.0), lambda value: value["a"], lambda value: value.update(a=3.0)
+    ),
+    "chain": within(
+        ChainMap({"a": 2.0}, {}), lambda value: value["a"], lambda value: value.update(a=3.0)
+    ),
+    "proxy": within(
+        SimpleNamespace(of={"a": 2.0}),
+        lambda value: MappingProxyType(value.of)["a"],
+        lambda value: value.of.update(a=3.0),
+    ),
+}
+
+
+@pytest.fixture
+def process_as_it_was():
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch_module._global_forward_hooks.clear()
+    os.environ.pop("SCALE_OF_A_TEST", None)
+    sys.modules.pop("late_settings", None)
+
+
+@pytest.mark.usefixtures("process_as_it_was")
+@pytest.mark.parametrize("name", DEEP_CASES)
+def test_change_below_any_name_is_noticed(name) -> None:
+    fn, change = DEEP_CASES[name]()
+    with make(fn) as runner, torch.no_grad():
+        runner.capture()
+        for _ in range(laps(runner)):
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+        change()
+        for _ in range(laps(runner)):
+            out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, fn(**example({"n": 2}, 5)))
+
+
+@given(
+    num_parts=st.integers(1, 200),
+    where=st.floats(0, 1, exclude_max=True),
+    kind=st.sampled_from((list, np.zeros, bytearray)),
+)
+@settings(max_examples=20, deadline=None)
+def test_long_contents_are_looked_at_in_turns(num_parts, where, kind) -> None:
+    length = num_parts * {list: 256, np.zeros: 512, bytearray: 4096}[kind] + 1
+    values = [0] * length if kind is list else kind(length)
+    if kind is list and length <= 4096:
+        values += [0] * 4096
+    with make(lambda x: x * float(values[1])) as runner, torch.no_grad():
+        runner.capture()
+        rounds = laps(runner) * math.ceil((num_parts + 18) / 64)
+        run(runner)
+        values[int(where * length)] = 1
+        for _ in range(rounds):
+            run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+
+
 # -- no false alarms
+
+
+def own_scratch():
+    scratch, sizes = np.zeros(8), set()
+
+    def fn(x):
+        scratch[0] += 1
+        sizes.add(len(x))
+        return x * 2
+
+    return fn, lambda: (scratch.fill(7), sizes.add(99))
+
+
+def equal_array():
+    box = SimpleNamespace(table=np.full(4, 2.0))
+    return (lambda x: x * float(box.table[0])), replaced(box, "table", np.full(4, 2.0))
+
+
+def equal_dict():
+    bag = Bag()
+    return bag.forward, lambda: replaced(bag, "__dict__", dict(vars(bag)))()
+
+
+def other_variable():
+    return (lambda x: x * len(os.getenv("HOME", ""))), lambda: os.environ.update(
+        SCALE_OF_A_TEST="3"
+    )
+
+
+def context_of_another_thread():
+    own, scale = threading.local(), ContextVar("scale", default=2.0)
+    own.scale = 2.0
+
+    def change():
+        own.scale = 3.0
+        scale.set(3.0)
+
+    def elsewhere():
+        thread = threading.Thread(target=change)
+        thread.start()
+        thread.join()
+
+    return (lambda x: x * own.scale * scale.get()), elsewhere
+
+
+QUIET = (own_scratch, equal_array, equal_dict, other_variable, context_of_another_thread)
+
+
+@pytest.mark.usefixtures("process_as_it_was")
+@pytest.mark.parametrize("case", QUIET)
+def test_change_below_a_name_that_tells_nothing_is_a_hit(case) -> None:
+    fn, change = case()
+    with make(fn) as runner:
+        runner.capture()
+        change()
+        for _ in range(2 * laps(runner)):
+            run(runner, 8)  # eager: no key is that large
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
 
 
 CONTROLS = {

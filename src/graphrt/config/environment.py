@@ -48,3 +48,9 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def environment_entries() -> dict[bytes, bytes]:
+    """The variables of the process by their encoded names, as they are kept: never a copy."""
+    entries: dict[bytes, bytes] = vars(os.environ)["_data"]
+    return entries

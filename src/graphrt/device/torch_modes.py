@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -37,6 +37,13 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """For any kind of device. ``torch.is_autocast_enabled(kind)`` reads a string first."""
+
+
+def wait_for_pinned(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for the current device if some memory is pinned: the device still writes it when its
+    turn comes, while the host reads and writes it at once."""
+    if any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in tensors):
+        torch.accelerator.synchronize()
 
 
 class OfRecording:

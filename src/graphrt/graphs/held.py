@@ -7,13 +7,14 @@ identity, never an address alone, decides whether something moved.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import compress
+from itertools import compress, cycle
 from operator import contains, is_not, length_hint, ne
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from graphrt.graphs.reachable import (
     attributes_of,
     entries_of,
     is_host_scalar,
+    part_of,
     reach,
 )
 from graphrt.graphs.values import same_host_value, walk
@@ -135,7 +137,7 @@ class Reads:
         tensors: list[HeldTensor] = []
         owned: dict[int, bool] = {}
         self._found = [
-            place
+            place._replace(value=place.read()) if place.kind == "contents" else place
             for place in found.places
             if place.is_named or (_is_tensor(place.value) and _is_module(place.owner))
         ]
@@ -144,23 +146,29 @@ class Reads:
             if _is_tensor(value):
                 _hold(tensors, place, value, (), owns, owned)
             elif id(place.owner) not in of_resources:
-                (values if value is MISSING or is_host_scalar(value) else links).append(place)
+                (links if self._leads_on(place) else values).append(place)
         self.values = tuple(values)
         """Named host values."""
         self.tensors = tuple(tensors)
         used = _prefixes([item.name for item in tensors] + [place.path for place in values])
         # An object that has several paths is walked by one of them.
         shared = {id(place.value) for place in links if place.path in used}
+        owners = {id(place.owner) for place in (*values, *links)}
+        owners |= {id(item.place.owner) for item in tensors if item.place is not None}
         self.links = tuple(
             place
             for place in links
-            if id(place.value) in shared or issubclass(type(place.value), _CODE)
+            if (
+                id(place.owner) in owners
+                if place.kind == "type"
+                else id(place.value) in shared or issubclass(type(place.value), _CODE)
+            )
         )
         """What leads to both: objects, containers, functions."""
         self._used = used
         self.now: Sequence[Place] = self.values
         """The host values, as of the last look for a capture."""
-        self._host: HostSnapshot | None = None
+        self._host: weakref.ref[HostSnapshot] | None = None
         if host is not None:
             self._bind(host)
         self.prepared = frozenset(
@@ -187,7 +195,9 @@ class Reads:
 
         An attribute that is absent may also appear in a class, which no snapshot looks for.
         """
-        self._host, self._version, self._seen = host, host.version, set[tuple[int, Any]]()
+        # A snapshot keeps what was there before the first warm-up, for as long as a capture lasts.
+        self._host, self._version = weakref.ref(host), host.version
+        self._seen = set[tuple[int, Any]]()
         unseen: list[list[Place]] = []
         for places in (self.links, self.values):
             unseen.append([])
@@ -211,7 +221,7 @@ class Reads:
         """
         if self.target is not target or self.breaks != breaks:
             return False
-        if self._host is not host:
+        if self._host is None or self._host() is not host:
             self._bind(host)
             self._version = -1
         self.now = self.values
@@ -223,16 +233,17 @@ class Reads:
                 return False
             self.now = self._read_values()
             changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
-            if any(self._leads_on(place.value) for place in changed):
+            if any(map(self._leads_on, changed)):
                 return False
         if self.now is self.values:
             self._version = host.version
         return list(map(len, self._boxes)) == self._sizes
 
     @staticmethod
-    def _leads_on(value: object) -> bool:
+    def _leads_on(place: Place) -> bool:
         """True for a tensor, and an object that has not been followed, in place of a None."""
-        return value is not MISSING and not is_host_scalar(value)
+        is_value = place.kind in _WITHIN or place.value is MISSING
+        return not (is_value or is_host_scalar(place.value))
 
     def has_same_links(self) -> bool:
         """True if every object that was followed still stands where it stood."""
@@ -393,6 +404,8 @@ def _looks_of(item: HeldTensor | Place) -> list[tuple[Callable[[Any, Any], Any],
     owner, name, kind = place.owner, place.name, place.kind
     if isinstance(item, HeldTensor) and item.parts:
         return [(_part, item, place, item.tensor)]
+    if kind == "type":
+        return _looks_of_type(owner, place.value)
     if kind == "length":
         return [(length_hint, entries_of(owner), 0, place.value)]
     if kind == "member":
@@ -407,10 +420,53 @@ def _looks_of(item: HeldTensor | Place) -> list[tuple[Callable[[Any, Any], Any],
     return looks
 
 
+def _looks_of_type(owner: Any, value: object) -> list[Any]:
+    """At what every other look at an object goes through: its class, its dict and its registers."""
+    if type(owner) is FunctionType:
+        return [(_get_own, owner, "__code__", value)]
+    looks: list[Any] = [(_get_own, owner, "__class__", value)]
+    own = attributes_of(owner)
+    if type(own) is dict and own is attributes_of(owner):  # Else it has none.
+        looks.append((_get_own, owner, "__dict__", own))
+        if _is_module(owner):
+            looks += [
+                (dict.get, own, name, own[name]) for name in _REGISTERS.values() if own.get(name)
+            ]
+    return looks
+
+
+_get_own = object.__getattribute__
+
+
+class _Turns:
+    """Looks at the parts of some contents in turns, because all of them may take long."""
+
+    def __init__(self, expected: tuple[Any, ...], first: int, step: int) -> None:
+        numbers = range(first, len(expected), step)
+        self._next = cycle([(number, expected[number]) for number in numbers]).__next__
+
+    def is_same(self, owner: Any) -> bool:
+        number, expected = self._next()
+        return _is_same(expected, part_of(owner, number))
+
+
+MAX_TURNS = 64
+"""Of a buffer or a long sequence so many parts are looked at each time that all places are: 256 KiB
+or 16,384 elements."""
+
+
 def probes_of(item: HeldTensor | Place) -> list[Probe]:
     """The fast looks at what has a place, as it is now; of a tensor at address, shape, strides."""
     place = item if isinstance(item, Place) else item.place
     assert place is not None, "only what has a place is looked up again"
+    if place.kind == "contents":
+        box, expected = place.owner, place.value
+        assert isinstance(expected, tuple)
+        step = min(MAX_TURNS, len(expected))
+        turns = [_Turns(expected, first, step) for first in range(step)]
+        return [Probe(tuple.__getitem__, (box,), 0, box, t.is_same, True, item) for t in turns]
+    if place.kind == "keys":
+        return [Probe(tuple.__getitem__, (place.owner,), 0, place.owner, tuple, place.value, item)]
     if place.kind == "length":
         box = entries_of(place.owner)
         return [Probe(tuple.__getitem__, (box,), 0, box, len, place.read(), item)]
@@ -541,6 +597,8 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
     """
     owner, name, kind = place.owner, place.name, place.kind
     boxes: Any = None
+    if kind in _WITHIN:
+        return _contents, place, None
     if kind in _REGISTERS:
         boxes = getattr(owner, _REGISTERS[kind])
     elif kind == "attribute":
@@ -560,6 +618,12 @@ def _part(item: HeldTensor, place: Place) -> Any:
 
 def _read(place: Place, _: object) -> Any:
     return place.read()
+
+
+def _contents(place: Place, _: object) -> Any:
+    """What is held as constant, the same object while it is the same."""
+    now = place.read()
+    return place.value if _is_same(place.value, now) else now
 
 
 class Classes(NamedTuple):
@@ -589,8 +653,10 @@ def _member(classes: Classes, name: str) -> Any:
 
 
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)
-_CODE = (FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
+_CODE = (CodeType, FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
 
+_WITHIN = ("contents", "keys")
+"""Places of what an owner holds, rather than of an object that stands in it."""
 _REGISTERS = {"parameter": "_parameters", "buffer": "_buffers", "submodule": "_modules"}
 
 
@@ -654,7 +720,7 @@ def _same_code(before: object, now: object) -> bool:
         return before.__self__ is now.__self__ and _same_code(before.__func__, now.__func__)
     if type(before) is partial and type(now) is partial:
         return _same_code(before.func, now.func)
-    return not issubclass(type(before), (type, BuiltinFunctionType, *_WRAPPERS))
+    return not issubclass(type(before), (type, CodeType, BuiltinFunctionType, *_WRAPPERS))
 
 
 def _owns_nothing(_: torch.Tensor) -> bool:

@@ -33,6 +33,7 @@ from graphrt.graphs.reachable import (
     attributes_of,
     is_array,
     is_host_scalar,
+    plain_array,
     reach,
     read_attribute,
     read_cell,
@@ -48,8 +49,10 @@ _NO_OBJECTS = (type, tuple, frozenset, ModuleType, BaseException)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CACHE = type(functools.lru_cache(lambda: None))
 
-_NOT_LOOKED_AT = ("default", "member", "length")
+_NOT_LOOKED_AT = ("default", "member", "length", "type")
 """Kinds of places that may change without being noticed here."""
+_OF_THE_WHOLE = ("length", "keys", "contents", "type", "call")
+"""Kinds of places that say nothing beyond what their owner does."""
 
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
@@ -57,7 +60,7 @@ _ALL: Any = object()
 Kind = Literal["object", "container", "array", "cell", "global", "class", "slot", "context"]
 
 MAX_ARRAY_BYTES = 1 << 20
-"""What runs change in a larger array is not seen."""
+"""What runs change in a larger array is seen only if code names the array."""
 
 
 class _Held:
@@ -88,7 +91,7 @@ class _Held:
             value = self.get(target, self.name)
             return {} if value is MISSING else {self.name: value}
         if self.kind == "array":
-            contents = target.tobytes()
+            contents = plain_array(target).tobytes()
             # One object for equal contents, because what is held is compared by identity.
             known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
             return next(known, {_ALL: contents})
@@ -98,7 +101,7 @@ class _Held:
             return dict.copy(target)
         if isinstance(target, set):
             return {v: v for v in target}
-        return dict(enumerate(target.flat if is_array(target) else target))
+        return dict(enumerate(plain_array(target).flat if is_array(target) else target))
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
@@ -106,7 +109,7 @@ class _Held:
         if self.get is not None:
             return self.get(target, self.name) is last.get(self.name, MISSING)
         if self.kind == "array":
-            return bool(target.tobytes() == last[_ALL])
+            return bool(plain_array(target).tobytes() == last[_ALL])
         now = target if type(target) is dict else self.read()
         return (
             len(now) == len(last)
@@ -122,9 +125,10 @@ class _Held:
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
         if self.kind == "array":
-            contents = target.copy()
+            plain = plain_array(target)
+            contents = plain.copy()
             contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
-            target[...] = contents
+            plain[...] = contents
         elif isinstance(target, set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
@@ -142,8 +146,9 @@ class _Held:
         elif isinstance(target, list):
             list.__setitem__(target, slice(None), wanted.values())
         elif is_array(target):
+            flat = plain_array(target).flat
             for place, value in wanted.items():
-                target.flat[place] = value
+                flat[place] = value
         else:
             deque.clear(target)
             deque.extend(target, wanted.values())
@@ -361,7 +366,7 @@ class HostSnapshot:
                 base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
                 if base is not None:
                     self._add(path, base, "class", name)
-            elif kind != "length" and id(owner) not in entered:
+            elif kind not in _OF_THE_WHOLE and id(owner) not in entered:
                 # What is in a container says its length.
                 if issubclass(type(owner), ModuleType):
                     self._add(path, vars(owner), "global", name)
@@ -370,34 +375,40 @@ class HostSnapshot:
                     self._add_object(path.removesuffix(f".{name}"), owner)
         return reached
 
-    def _add_object(self, path: str, value: Any) -> None:
+    def _add_object(self, path: str, value: Any, *, is_named: bool = True) -> None:
         # By class: an object may answer for its class as it likes, or raise.
         kind: Any = type(value)
         if issubclass(kind, _CONTAINERS):
             self._add(path, value, "container")
         elif is_array(value):
-            if value.flags.writeable and 0 < value.nbytes <= MAX_ARRAY_BYTES:
+            is_seen = is_named or value.nbytes <= MAX_ARRAY_BYTES
+            if value.flags.writeable and value.nbytes and is_seen:
                 self._add(path, value, "container" if value.dtype.hasobject else "array")
+            self._add_own(path, kind, value)  # A subclass may add attributes.
         elif kind is FunctionType:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
             self._add(path.removesuffix("()"), vars(value), "object")
         elif not issubclass(kind, _NO_OBJECTS):
-            own = attributes_of(value)
-            if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
-                self._add(path, own, "object")
-                registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
-                for name in registers:
-                    if name in own:  # A scripted module keeps them elsewhere.
-                        self._add(path, own[name], "object")
-                for name, item in own.items():
-                    if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:
-                        # Also where no code names it: it may be reached in another way.
-                        self._add_object(f"{path}.{name}" if path else name, item)
-            for base, name in _caches_of(kind):
-                self._add(f"{path}.{name}" if path else name, base, "class", name)
-            for name in _fixed_attributes_of(kind):
-                self._add(f"{path}.{name}" if path else name, value, "slot", name)
+            self._add_own(path, kind, value)
+
+    def _add_own(self, path: str, kind: type, value: Any) -> None:
+        own = attributes_of(value)
+        if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
+            self._add(path, own, "object")
+            registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
+            for name in registers:
+                if name in own:  # A scripted module keeps them elsewhere.
+                    self._add(path, own[name], "object")
+            for name, item in own.items():
+                if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:
+                    # Also where no code names it: it may be reached in another way.
+                    where = f"{path}.{name}" if path else name
+                    self._add_object(where, item, is_named=False)
+        for base, name in _caches_of(kind):
+            self._add(f"{path}.{name}" if path else name, base, "class", name)
+        for name in _fixed_attributes_of(kind):
+            self._add(f"{path}.{name}" if path else name, value, "slot", name)
 
     def _add(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         known = (id(target), name)

@@ -8,32 +8,39 @@ capture. Code and objects of torch, NumPy, the standard library and graphrt are 
 that the methods of a ``torch.nn`` module name attributes of that module.
 
 Context variables, ``threading.local`` and weak dictionaries and sets are followed last: who
-notices replaced weights leaves them out, because other threads and later steps find other values
-there.
+notices replaced weights sees only tensors and host values that stand in the first two themselves,
+as the thread of the walk has them, because other threads and later steps find other objects there.
 
-Not found is what no code names: what a function imports when it runs, attributes under computed
-names, contents of arrays (what runs change of them is), entries that installed packages find under
-computed keys, replaced code or classes of objects that stay, variables of the environment.
+Not found is what no code names: entries that installed packages find under computed keys, what a
+``functools`` cache returned before it was emptied, what a descriptor finds under a computed name,
+what lies behind a weak reference, and what is no object of the process (files, clocks).
 """
 
 from __future__ import annotations
 
+import array
 import builtins
 import dis
 import functools
+import gc
+import importlib.util
+import operator
+import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from enum import Enum
 from itertools import takewhile
 from pathlib import Path
+from threading import get_ident
 from types import (
     CellType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -43,6 +50,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
+from graphrt.config.environment import environment_entries
 from graphrt.graphs.values import HOST_TYPES, parameters_of
 
 PlaceKind = Literal[
@@ -58,12 +66,17 @@ PlaceKind = Literal[
     "global",
     "default",
     "context",
+    "contents",
+    "keys",
+    "type",
+    "call",
 ]
 
 MAX_ITEMS = 4096
 """Of a container with more items, only those under a string that the code names are followed."""
 MAX_OBJECTS = 200_000
 """A walk ends after so many objects."""
+_BYTES_OF_A_PART, _ITEMS_OF_A_PART = 4096, 256
 
 
 class _Missing(Enum):
@@ -88,7 +101,8 @@ class Place(NamedTuple):
     dict of globals; for a default, the function."""
     name: Any
     """Attribute, key or index under which ``owner`` has it; of a set, the element; of the length of
-    a container or of a module that is one, nothing."""
+    a container or of a module that is one, nothing. The same of a ``type``, which is the class of
+    an object or the code of a function, of ``contents``, and of the ``keys`` of a dict."""
     kind: PlaceKind
     value: Any
     """What stood there when it was walked: ``MISSING`` for an attribute that code names and that
@@ -131,6 +145,63 @@ def is_array(value: Any) -> bool:
     return numpy is not None and issubclass(type(value), numpy.ndarray)
 
 
+def plain_array(value: Any) -> Any:
+    """The same elements without any code of a subclass."""
+    ndarray = sys.modules["numpy"].ndarray
+    return ndarray.view(value, ndarray)
+
+
+def has_contents(value: Any) -> bool:
+    """True for what may be changed in place without any name: a buffer, or a long sequence."""
+    kind = type(value)
+    if issubclass(kind, (list, tuple)):
+        return len(value) > MAX_ITEMS
+    if is_array(value):
+        return bool(value.nbytes)
+    return kind.__module__ == "ctypes" or issubclass(kind, (bytearray, array.array, memoryview))
+
+
+def contents_of(value: Any) -> tuple[Any, ...]:
+    """What a buffer or a long sequence holds: its form, then its parts, each as its hash or as it
+    is. The parts that a program depends on are compared later, and need no copy."""
+    return tuple(part_of(value, number) for number in range(1 + _num_parts(value)))
+
+
+def _num_parts(value: Any) -> int:
+    if issubclass(type(value), (list, tuple)):
+        return -(-len(value) // _ITEMS_OF_A_PART)
+    if is_array(value):
+        return -(-int(value.size) // _items_of_a_part(value))
+    return -(-memoryview(value).nbytes // _BYTES_OF_A_PART)
+
+
+def _items_of_a_part(value: Any) -> int:
+    return max(1, _BYTES_OF_A_PART // int(value.itemsize))
+
+
+def part_of(value: Any, number: int) -> Any:
+    """One of ``contents_of``. Runs no code of a subclass."""
+    kind = type(value)
+    if issubclass(kind, (list, tuple)):
+        base: Any = list if issubclass(kind, list) else tuple
+        first = (number - 1) * _ITEMS_OF_A_PART
+        part = base.__getitem__(value, slice(first, first + _ITEMS_OF_A_PART))
+        return tuple(part) if number else len(value)
+    if is_array(value):
+        if not number:
+            return str(value.dtype), value.shape
+        count = _items_of_a_part(value)
+        found = plain_array(value).flat[(number - 1) * count : number * count]
+        return tuple(found) if value.dtype.hasobject else hash(found.tobytes())
+    with memoryview(value) as view:
+        if not number:
+            return view.format, view.shape
+        first = (number - 1) * _BYTES_OF_A_PART
+        if view.c_contiguous and view.format in ("B", "b", "c"):
+            return hash(view[first : first + _BYTES_OF_A_PART].tobytes())
+        return hash(view.tobytes()[first : first + _BYTES_OF_A_PART])
+
+
 def is_host_scalar(value: Any) -> bool:
     """True for values that a program holds as constants: numbers, strings, None, enums, dtypes.
 
@@ -150,7 +221,8 @@ def _is_host_kind(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
     kinds = HOST_TYPES if numpy is None else (*HOST_TYPES, numpy.generic)
     is_plain = _is_foreign(kind.__module__) and issubclass(kind, kinds)
-    is_other = issubclass(kind, type) or kind.__name__ == "void"  # It may be a view of an array.
+    # A ``void`` may be a view of an array.
+    is_other = issubclass(kind, (type, bytearray)) or kind.__name__ == "void"
     return issubclass(kind, (Enum, torch.dtype)) or (is_plain and not is_other)
 
 
@@ -171,8 +243,8 @@ _SCALARS = frozenset(
     )
 )
 
-_NAMESPACES = ("types", "argparse")
-"""Of the standard library, where an object is a bag of the user's attributes."""
+_BAGS = {"types": (), "argparse": (), "collections": ("data", "maps")}
+"""Of the standard library, where an object holds what the user put into it, and where."""
 
 _FOREIGN = frozenset(sys.stdlib_module_names - {"__main__"}) | {
     "torch",
@@ -197,6 +269,8 @@ _OFF_THE_PATH = (
 )
 _NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
 """Special methods that no forward calls by an operator of the language."""
+_SEQUENCES = (dict, list, tuple, set, frozenset, deque)
+_GETTERS_BY_NAME = (operator.attrgetter, operator.methodcaller)
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
 _BREAKS = "graphrt.graphs.breaks"
@@ -270,7 +344,7 @@ def read_global(owner: Mapping[str, Any], name: str) -> Any:
     return owner.get(name, MISSING)
 
 
-def read_context(owner: ContextVar[Any], _: object) -> Any:
+def read_context(owner: ContextVar[Any] | _OfThread, _: object) -> Any:
     return owner.get(MISSING)
 
 
@@ -291,7 +365,33 @@ _READ = {
     "global": read_global,
     "default": _read_default,
     "context": read_context,
+    "contents": lambda owner, _: contents_of(owner),
+    "keys": lambda owner, _: tuple(owner),
+    "type": lambda owner, _: code_of(owner),
+    "call": lambda owner, _: owner(),
 }
+
+
+class _OfThread(NamedTuple):
+    """A context variable as one thread has it, because others find other values."""
+
+    variable: ContextVar[Any]
+    thread: int
+    value: Any
+
+    def get(self, _: object) -> Any:
+        """What it has or its default; asked in another thread, the value that is known."""
+        if get_ident() != self.thread:
+            return self.value
+        try:
+            return self.variable.get()
+        except LookupError:
+            return MISSING
+
+
+def code_of(owner: Any) -> Any:
+    """What may be replaced while an object stays: its class, the code of a function."""
+    return owner.__code__ if type(owner) is FunctionType else type(owner)
 
 
 def attributes_of(owner: Any) -> Mapping[str, Any]:
@@ -313,6 +413,11 @@ def _dict_descriptor(kind: type) -> Any:
         if type(found) in (GetSetDescriptorType, MemberDescriptorType):
             return found
     return None
+
+
+def _is_tensor(value: object) -> bool:
+    # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
+    return issubclass(type(value), torch.Tensor)
 
 
 def _filled(descriptor: Any, owner: object) -> Any:
@@ -337,109 +442,140 @@ def _defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 class _Names(NamedTuple):
-    """What a piece of code reads by name, nested functions included."""
+    """What a piece of code reads by name, nested functions included. Nobody changes it later."""
 
-    own: frozenset[str]
+    own: set[str]
     """Attributes of its first argument, of a method the object itself."""
-    attributes: frozenset[str]
+    attributes: set[str]
     """Attributes of anything else, and strings given to ``getattr``."""
-    globals: tuple[str, ...]
-    strings: frozenset[str]
-    """Constants, which may be keys of a dict."""
-    asked: frozenset[tuple[str, str]]
+    globals: dict[str, None]
+    strings: set[str | int]
+    """And numbers: constants, which may be keys of a dict."""
+    asked: set[tuple[str, str]]
     """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``."""
-    iterated: frozenset[str]
-    """Variables and attributes whose keys or values are gone through."""
-    computed: frozenset[str]
+    iterated: set[str]
+    """Variables and attributes that are gone through, counted or tested for being empty."""
+    computed: set[str]
     """Those that are asked for a key which is no constant, and that get no entries."""
+    stored: set[str]
+    """Those that get entries, or lose them."""
+    guessed: set[str]
+    """Those of which an attribute is read whose name is no constant."""
+    imports: dict[tuple[str, int], None]
+    """What is imported when it runs, and by how many levels above its package."""
 
 
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD"))
 
 
+_THROUGH = "len list tuple set dict sorted sum min max any all iter enumerate"
+_GOES_THROUGH = frozenset(_THROUGH.split())
+"""Built-in functions of which one argument is gone through or counted."""
+_MAKING = frozenset(("BUILD_STRING", "BINARY_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"))
+_STORES = "setdefault update pop popitem clear append appendleft extend add"
+_STORING = frozenset(_STORES.split())
+
+
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> _Names:
+    steps = list(dis.get_instructions(code))
     first = code.co_varnames[0] if code.co_argcount else None
-    own: set[str] = set()
-    attributes: set[str] = set()
-    names: dict[str, None] = {}
-    strings = {item for item in code.co_consts if type(item) is str}
-    asked: set[tuple[str, str]] = set()
-    iterated: set[str] = set()
+    strings: set[str | int] = {item for item in code.co_consts if type(item) in (str, int)}
+    found = _Names(set(), set(), {}, strings, set(), set(), set(), set(), set(), {})
+    aliases: dict[str, str] = {}
     previous: Any = None
-    for step in dis.get_instructions(code):
-        if step.opname in _LOADS:
+    for index, step in enumerate(steps):
+        name, value, last = step.opname, step.argval, steps[index - 1]
+        if name in _LOADS:
             is_own = previous is not None and previous.opname.startswith("LOAD_FAST")
             loaded = previous.argval if is_own else None
             if isinstance(loaded, tuple):  # Later releases load two variables at once.
                 loaded = loaded[-1]
-            (own if is_own and loaded == first else attributes).add(step.argval)
-        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names[step.argval] = None
-        elif step.opname == "LOAD_CONST" and type(step.argval) is str and previous is not None:
-            asked.add((str(previous.argval), step.argval))
-        if previous is not None and step.argval in ("get", "items", "values", "keys"):
-            if step.argval != "get":
-                iterated.add(str(previous.argval))
+            (found.own if is_own and loaded == first else found.attributes).add(value)
+            if value in _STORING:
+                found.stored.add(str(last.argval))
+            elif value == "get":
+                of_call = [
+                    s.opname
+                    for s in takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :])
+                ]
+                if of_call[:1] != ["LOAD_CONST"] or not _MAKING.isdisjoint(of_call):
+                    found.computed.add(str(last.argval))
+        elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found.globals[value] = None
+            if value == "getattr":
+                found.guessed.update(_guessed_of(steps, index))
+        elif name == "LOAD_CONST" and type(value) is str and previous is not None:
+            found.asked.add((str(previous.argval), value))
+        elif name == "STORE_FAST" and last.opname.startswith("LOAD_"):
+            aliases[value] = str(last.argval)
+        elif name == "CONTAINS_OP":
+            key = steps[_begin(steps, index - 1) - 1]
+            if key.opname != "LOAD_CONST":
+                found.computed.add(str(last.argval))
+            elif type(key.argval) is str:
+                found.asked.add((str(last.argval), key.argval))
+        elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            found.stored.add(_container_of(steps, index))
+        elif (name == "BINARY_SUBSCR" or step.argrepr == "[]") and last.opname != "LOAD_CONST":
+            if last.opname == "COPY":  # ``owner[key] += 1``
+                found.stored.add(_container_of(steps, index - 2))
+            else:
+                found.computed.add(_container_of(steps, index))
+        elif name == "IMPORT_NAME":
+            found.imports[value, steps[index - 2].argval] = None
+        elif name == "IMPORT_FROM":
+            found.attributes.add(value)
+        elif name == "MATCH_CLASS":
+            found.attributes.update(last.argval)
+        if _goes_through(steps, index):
+            found.iterated.add(str((steps[index - 2] if last.opname == "TO_BOOL" else last).argval))
+        if previous is not None and value in ("get", "items", "values", "keys"):
+            if value != "get":
+                found.iterated.add(str(previous.argval))
             continue  # What follows is asked of the dict.
         previous = step
-    computed = _asked_by_computed_keys(list(dis.get_instructions(code)))
-    if {"getattr", "hasattr", "vars"} & names.keys() or "__dict__" in own | attributes:
-        own |= {item for item in strings if item.isidentifier()}
-        attributes |= own
+
+    for told in (found.iterated, found.computed, found.stored, found.guessed):
+        told.update([aliases[name] for name in told if name in aliases])
+    found.computed.difference_update(found.stored)
+    if {"getattr", "hasattr", "vars"} & found.globals.keys() or (
+        "__dict__" in found.own | found.attributes
+    ):
+        found.own.update(item for item in strings if type(item) is str and item.isidentifier())
+        found.attributes.update(found.own)
     for inner in code.co_consts:
         if type(inner) is CodeType:
             nested = _names_in(inner)
-            attributes |= nested.own | nested.attributes
-            names |= dict.fromkeys(nested.globals)
-            strings |= nested.strings
-            asked |= nested.asked
-            iterated |= nested.iterated
-            computed |= nested.computed
-    return _Names(
-        frozenset(own),
-        frozenset(attributes),
-        tuple(names),
-        frozenset(strings),
-        frozenset(asked),
-        frozenset(iterated),
-        frozenset(computed),
-    )
+            merged: Any
+            for merged, more in zip(found[1:], nested[1:], strict=True):
+                merged.update(more)
+            found.attributes.update(nested.own)
+    return found
 
 
-_MAKING = frozenset(("BUILD_STRING", "BINARY_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"))
-_STORING = frozenset(("setdefault", "update", "pop", "popitem", "clear"))
+def _goes_through(steps: Sequence[dis.Instruction], index: int) -> bool:
+    """True where a variable or attribute that was just loaded is gone through, counted or tested
+    for being empty."""
+    step, last = steps[index], steps[index - 1]
+    if last.opname == "TO_BOOL":
+        last = steps[index - 2]
+    if not last.opname.startswith("LOAD_") or last.opname == "LOAD_CONST":
+        return False
+    if step.opname in ("PRECALL", "CALL") and step.arg == 1:
+        called = steps[_begin(steps, index - 1) - 1]
+        return called.opname == "LOAD_GLOBAL" and called.argval in _GOES_THROUGH
+    is_test = "JUMP" in step.opname and step.opname.endswith(("_TRUE", "_FALSE"))
+    return is_test or step.opname in ("GET_ITER", "UNARY_NOT")
 
 
-def _asked_by_computed_keys(steps: Sequence[dis.Instruction]) -> set[str]:
-    """Variables and attributes whose entries are read under keys that are no constants, without
-    those that get entries here: a memo for each size grows, and the others should not."""
-    read: set[str] = set()
-    stored: set[str] = set()
-    aliases: dict[str, str] = {}
-    for index, step in enumerate(steps):
-        name, last = step.opname, steps[index - 1]
-        if name == "STORE_FAST" and last.opname.startswith("LOAD_"):
-            aliases[step.argval] = str(last.argval)
-        elif name == "CONTAINS_OP":
-            if steps[_begin(steps, index - 1) - 1].opname != "LOAD_CONST":
-                read.add(str(last.argval))
-        elif name in _LOADS and step.argval in _STORING:
-            stored.add(str(last.argval))
-        elif name in _LOADS and step.argval == "get":
-            of_call = [
-                s.opname for s in takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :])
-            ]
-            if of_call[:1] != ["LOAD_CONST"] or not _MAKING.isdisjoint(of_call):
-                read.add(str(last.argval))
-        elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
-            stored.add(_container_of(steps, index))
-        elif (name == "BINARY_SUBSCR" or step.argrepr == "[]") and last.opname != "LOAD_CONST":
-            if last.opname == "COPY":  # ``owner[key] += 1``
-                stored.add(_container_of(steps, index - 2))
-            else:
-                read.add(_container_of(steps, index))
-    return {aliases.get(name, name) for name in read} - {aliases.get(name, name) for name in stored}
+def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[str]:
+    """What ``getattr``, loaded here, is asked of; empty if for a constant name."""
+    call = list(takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :]))
+    owner = next((n for n, s in enumerate(call[1:]) if s.opname not in _LOADS), len(call))
+    key = [s.opname for s in call[owner + 1 :]]
+    is_constant = key[:1] == ["LOAD_CONST"] and _MAKING.isdisjoint(key)
+    return set() if is_constant or not key else {str(call[owner].argval)}
 
 
 def _begin(steps: Sequence[dis.Instruction], index: int) -> int:
@@ -488,6 +624,8 @@ class _Class:
     def __init__(self, kind: type, is_foreign: bool) -> None:
         self.is_module = issubclass(kind, torch.nn.Module)
         self.is_foreign = is_foreign
+        self.is_guessed = False
+        """True: its methods ask their object for computed names."""
         self.own = {"forward"}
         """Attributes that methods of the class read of their object; and the one that hides the
         method of a module that every call runs."""
@@ -551,10 +689,12 @@ class Walk:
         """By id, with the object, which lives as long as the walk."""
         self._classes: dict[type, _Class] = {}
         self._names: set[str] = set()
-        self._strings: set[str] = set()
+        self._strings: set[str | int] = set()
         self._asked: dict[str, list[str]] = {}
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
+        self._stored: set[str] = set()
+        self._guessed: set[str] = set()
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
@@ -586,7 +726,10 @@ class Walk:
         self._enter_all([(path, target)])
         outside = self._found() if self._broken else None
         self._enter_broken()
-        lasting = self._found(outside) if self._fleeting else None
+        lasting = None
+        if self._fleeting:
+            found, own = self._found(outside), list(self._places_of_thread())
+            lasting = found._replace(places=(*found.places, *own))
         while self._fleeting:
             fleeting, self._fleeting, self._stack = self._fleeting, [], []
             for where, value in fleeting:
@@ -600,12 +743,35 @@ class Walk:
             broken, self._broken = self._broken, []
             self._enter_all([("", value) for value in reversed(broken)])
 
+    def _places_of_thread(self) -> Iterator[Place]:
+        """Host values and tensors that stand in context and thread-local variables themselves."""
+        for path, owner in self._fleeting:
+            if isinstance(owner, ContextVar):
+                here = _OfThread(owner, get_ident(), MISSING)
+                value = here.get(None)
+                if self._stands_alone(value):
+                    yield Place(path, here._replace(value=value), None, "context", value)
+            elif isinstance(owner, threading.local) and self._may_enter(owner):
+                own = threading.local.__getattribute__(owner, "__dict__")
+                asked = self._asked.get(path.rpartition(".")[2], ())
+                for name in {**own, **dict.fromkeys(asked)}:
+                    value = own.get(name, MISSING)
+                    if self._stands_alone(value):
+                        yield Place(f"{path}.{name}", own, name, "item", value)
+
+    @staticmethod
+    def _stands_alone(value: object) -> bool:
+        return value is MISSING or is_host_scalar(value) or _is_tensor(value)
+
+    def _may_enter(self, local: threading.local) -> bool:
+        return self._enters_locals or type(local).__init__ is object.__init__
+
     def _enter_fleeting(self, path: str, value: Any) -> None:
         if isinstance(value, ContextVar):
             self._add(Place(path, value, None, "context", read_context(value, None)))
         elif not isinstance(value, threading.local):
             self._stack.append((path, value.data))
-        elif self._enters_locals or type(value).__init__ is object.__init__:
+        elif self._may_enter(value):
             self._stack.append((path, threading.local.__getattribute__(value, "__dict__")))
 
     def _enter_all(self, targets: list[tuple[str, Any]]) -> None:
@@ -621,10 +787,12 @@ class Walk:
                 stack[first:] = reversed(stack[first:])
             if not stack:
                 self._enter_large()
+                self._name_guessed()
 
     def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
         unnamed = (place for places in self._unnamed.values() for place in places)
         places = [*self._places, *(place for place in unnamed if place.kind != "member")]
+        places += [*self._methods_of_classes(), *self._of_the_process()]
         places += self._not_there()
         return Reach(tuple(places), dict(self._objects), outside_breaks, lasting)
 
@@ -633,9 +801,7 @@ class Walk:
         if _is_fleeting(kind):  # type: ignore[arg-type]  # types are hashable
             self._fleeting.append((path, value))
             return
-        if kind in (dict, list, tuple, set, frozenset) or issubclass(
-            kind, (dict, list, tuple, set, frozenset, deque)
-        ):
+        if issubclass(kind, _SEQUENCES):
             self._enter_container(path, value)
         elif issubclass(kind, torch.nn.Module):
             self._enter_module(path, value)
@@ -649,6 +815,16 @@ class Walk:
         elif kind is functools.partial or issubclass(kind, functools.partial):
             self._enter_partial(path, value)
             return
+        elif issubclass(kind, torch.Tensor):
+            self._enter_attributes(path, value, attributes_of(value))
+            return
+        elif kind is MappingProxyType:
+            self._stack += [(path, found) for found in gc.get_referents(value)]
+            return
+        elif kind in _GETTERS_BY_NAME:
+            names = value.__reduce__()[1]
+            self._name({part for name in names for part in str(name).split(".")})
+            return
         elif kind is ModuleType or issubclass(kind, ModuleType):
             if not self._is_foreign(attributes_of(value).get("__name__")):
                 self._enter_attributes(path, value, attributes_of(value))
@@ -656,9 +832,10 @@ class Walk:
         elif issubclass(kind, type):
             self._enter_class(path, value)
             return
-        elif kind.__module__ != "builtins" and not is_array(value):
+        elif kind.__module__ != "builtins":
             self._enter_object(path, value)
-            return
+            if not has_contents(value):
+                return
         self._objects.setdefault(path, value)
 
     def _add(self, place: Place) -> None:
@@ -666,20 +843,15 @@ class Walk:
         self._places.append(place)
         value = place.value
         kind = type(value)
-        if (
-            value is MISSING
-            or kind in _SCALARS
-            or id(value) in self._seen
-            or issubclass(kind, torch.Tensor)
-            or is_host_scalar(value)
-        ):
+        if value is MISSING or kind in _SCALARS or id(value) in self._seen:
             return
-        self._stack.append((place.path, value))
+        if issubclass(kind, Enum):
+            value = attributes_of(value).get("_value_")
+        if not (is_host_scalar(value) or (_is_tensor(value) and not attributes_of(value))):
+            self._stack.append((place.path, value))
 
     def _enter_container(self, path: str, value: Any) -> None:
         kind = type(value)
-        if not issubclass(kind, dict):  # A dict gets entries of other keys: a memo for each size.
-            self._places.append(_length(path, value, len(value)))
         if issubclass(kind, dict):
             if len(value) > MAX_ITEMS:
                 self._large.append((path, value))
@@ -708,16 +880,40 @@ class Walk:
                     self._add(Place(f"{path}[{name!r}]", value, name, "item", item))
         self._large.clear()
 
+    def _of_the_process(self) -> Iterator[Place]:
+        """Torch's default dtype and hooks, and variables of the environment that code names."""
+        yield Place(
+            "torch.get_default_dtype()",
+            torch.get_default_dtype,
+            None,
+            "call",
+            torch.get_default_dtype(),
+        )
+        for name in _HOOKS:
+            hooks = getattr(torch.nn.modules.module, f"_global{name}")
+            yield _length(f"torch.nn.modules.module._global{name}", hooks, len(hooks))
+        own = environment_entries()
+        for name in (*self._asked.get("environ", ()), *self._asked.get("getenv", ())):
+            key = os.fsencode(name)
+            yield Place(f"os.environ[{name!r}]", own, key, "item", own.get(key, MISSING))
+
     def _not_there(self) -> Iterator[Place]:
         """What code asks for by a string, and what is not there: it may be set later. And the
         length of a dict that code goes through, or asks for computed keys."""
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2]
             is_dict = issubclass(type(owner), dict)
-            # A dict that makes what it lacks grows when it is read.
-            is_fixed = last in self._computed and not hasattr(type(owner), "__missing__")
-            if is_dict and (last in self._iterated or is_fixed):
-                yield _length(path, owner, len(owner))
+            if issubclass(type(owner), _SEQUENCES):
+                # A dict gets entries of other keys: a memo for each size; and one that makes what
+                # it lacks grows when it is read.
+                is_fixed = last in self._computed and not hasattr(type(owner), "__missing__")
+                is_through = last in self._iterated and last not in self._stored
+                if is_dict and is_through and is_host_scalar(tuple(owner)):
+                    yield Place(f"{path}.keys()", owner, None, "keys", tuple(owner))
+                elif is_through or is_fixed or (not is_dict and last not in self._stored):
+                    yield _length(path, owner, len(owner))
+            if last not in self._stored and has_contents(owner):
+                yield Place(f"{path}[:]", owner, None, "contents", MISSING)
             for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
@@ -762,7 +958,8 @@ class Walk:
         runnable = attributes_of(value).get("runnable") if known.is_foreign else None
         if runnable is not None:  # A wrapper of graphrt.
             self._stack.append((path, runnable))
-        elif not _is_foreign(type(value).__module__) or type(value).__module__ in _NAMESPACES:
+        elif not _is_foreign(type(value).__module__) or type(value).__module__ in _BAGS:
+            known.own.update(_BAGS.get(type(value).__module__, ()))
             self._objects.setdefault(path, value)
             self._enter_attributes(path, value, attributes_of(value))
         wrapped = attributes_of(value).get("__wrapped__")
@@ -773,6 +970,8 @@ class Walk:
         """The attributes of any object: named ones are followed, others only listed."""
         prefix = f"{path}." if path else ""
         known = self._class_of(owner)
+        if not issubclass(type(owner), (ModuleType, FunctionType)):
+            self._places.append(Place(f"{prefix}__class__", owner, None, "type", type(owner)))
         self._read_methods()
         skipped = _MODULE_OWN if known.is_module else ()
         for name, value in attributes.items():
@@ -847,10 +1046,17 @@ class Walk:
         if is_foreign:
             return
         self._objects.setdefault(f"{function.__qualname__}()", function)
+        self._places.append(
+            Place(f"{function.__qualname__}.__code__", function, None, "type", function.__code__)
+        )
         self._strings |= names.strings
         for name, string in names.asked:
             self._asked.setdefault(name, []).append(string)
         self._iterated |= names.iterated
+        self._stored |= names.stored
+        self._guessed |= names.guessed
+        if known is not None and function.__code__.co_varnames[0] in names.guessed:
+            known.is_guessed = True
         if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
             self._computed |= names.computed
         self._name(names.attributes if known is not None else names.attributes | names.own)
@@ -861,8 +1067,18 @@ class Walk:
                 self._add(Place(name, scope, name, "global", value))
             elif not hasattr(builtins, name):  # It may be set later.
                 self._places.append(Place(name, scope, name, "global", MISSING))
+        for name, level in names.imports:
+            self._add_import(name, level, scope)
         if vars(function):
             self._enter_attributes(function.__name__, function, vars(function))
+
+    def _add_import(self, name: str, level: int, scope: Mapping[str, Any]) -> None:
+        """What code imports when it runs, as far as it has been imported."""
+        package = scope.get("__package__") or ""
+        path = importlib.util.resolve_name("." * level + name, package) if level else name
+        module = sys.modules.get(path)
+        if module is not None:
+            self._add(Place(path, sys.modules, path, "item", module))
 
     # -- names
 
@@ -882,7 +1098,7 @@ class Walk:
             self._enter_members(known, known.members.get("forward", ()))
         return known
 
-    def _name(self, names: frozenset[str]) -> None:
+    def _name(self, names: Set[str]) -> None:
         """Follow every attribute and member of these names."""
         for name in names - self._names:
             self._names.add(name)
@@ -891,7 +1107,30 @@ class Walk:
             for known, values in self._members.pop(name, ()):
                 self._enter_members(known, values)
 
-    def _name_own(self, known: _Class, names: frozenset[str]) -> None:
+    def _name_guessed(self) -> None:
+        """Follow every attribute of what is asked for computed names. After the code is known."""
+        if not (self._guessed or any(known.is_guessed for known in self._classes.values())):
+            return
+        for name, places in list(self._unnamed.items()):
+            kept = []
+            for place in places:
+                owner = place.path.removesuffix(f".{name}").rpartition(".")[2]
+                if owner in self._guessed or self._class_of(place.owner).is_guessed:
+                    self._add(place._replace(is_named=True))
+                else:
+                    kept.append(place)
+            self._unnamed[name] = kept
+
+    def _methods_of_classes(self) -> Iterator[Place]:
+        """The methods that code names, as the classes have them."""
+        for kind, known in self._classes.items():
+            if not known.is_foreign:
+                for name in known.members.keys() - known.data.keys():
+                    if name in self._names or name in known.own or name.startswith("__"):
+                        value = known.members[name][0]
+                        yield Place(f"{kind.__qualname__}.{name}", kind, name, "member", value)
+
+    def _name_own(self, known: _Class, names: Set[str]) -> None:
         """Follow the attributes and members of one class that its own methods read."""
         for name in names - known.own:
             known.add_own(name)
@@ -918,7 +1157,7 @@ class Walk:
             elif type(value) in (functools.cached_property, functools.partialmethod):
                 value = value.func
             elif not self._is_foreign(type(value).__module__) and not _is_data(value):
-                self._know(type(value))  # A descriptor.
+                self._stack.append((type(value).__name__, value))  # A descriptor.
             if type(value) is FunctionType and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._methods.append((value, known))

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from graphrt.context import get_forward_context
+from graphrt.device.torch_modes import wait_for_pinned
 from graphrt.errors import FrozenBufferError
 
 
@@ -61,16 +62,19 @@ class TensorStateGuard:
     """Guards tensors by cloning them and copying back, in place.
 
     A token is a list of clones, in the order of ``tensors``; it costs their bytes while it lives.
+    With pinned memory among them, saving and restoring wait for the current device.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
         self.tensors = list(tensors.values() if isinstance(tensors, Mapping) else tensors)
 
     def save(self) -> list[torch.Tensor]:
+        wait_for_pinned(self.tensors)
         with torch.inference_mode():
             return [tensor.clone() for tensor in self.tensors]
 
     def restore(self, token: list[torch.Tensor]) -> None:
+        wait_for_pinned(self.tensors)
         # State made in inference mode can be written in no other; other state in this one too.
         with torch.inference_mode():
             if self.tensors:

@@ -339,8 +339,8 @@ def _children(value: Any) -> _Children | None:
             return None
     if isinstance(value, dict):
         return "item", list(value), list(value.values())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        names = value._fields
+    names: Sequence[Any] | None = getattr(kind, "_fields", None)
+    if isinstance(value, tuple) and names is not None:
         return "attribute", names, [getattr(value, name) for name in names]
     if isinstance(value, tuple | list):
         return "item", range(len(value)), list(value)

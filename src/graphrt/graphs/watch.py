@@ -122,8 +122,13 @@ class Watch:
         """False if a place of the group holds something else. Equal things are looked at from now
         on: a number that was set to itself is another object."""
         items = self._items[id(group)]
-        for (item, _), value in zip(items, group[3::6], strict=False):
-            if isinstance(item, HeldTensor):
+        for look, (item, _) in enumerate(items):
+            get, box, name, value = group[6 * look : 6 * look + 4]
+            if isinstance(item, Place) and item.kind == "type":
+                # Whatever else is looked at through it has to be found again.
+                if get(box, name) is not value:
+                    return False
+            elif isinstance(item, HeldTensor):
                 if item.has_moved():
                     return False
             else:

@@ -32,7 +32,7 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
-from graphrt.graphs.values import own_copy, tensors_of
+from graphrt.graphs.values import own_copy
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
     batch_key,
@@ -486,16 +486,16 @@ class Executor:
             index = index.to(device=tensor.device, dtype=torch.int64)
             valid = index[(index >= 0) & (index < tensor.shape[0])]
             rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
-        wait = self._wait_for(tensors.values())
+        device = self.library.device
+        on_host = any(tensor.device.type == "cpu" for tensor in tensors.values())
         return RunState(
-            self.options.state, tensors, rows, self._generators, poisons=poisons, wait=wait
+            self.options.state,
+            tensors,
+            rows,
+            self._generators,
+            poisons=poisons,
+            wait=device.synchronize if on_host and device.torch_device.type != "cpu" else None,
         )
-
-    def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-        """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
-        device, guarded = self.library.device, getattr(self.options.state, "tensors", ())
-        on_host = any(t.device.type == "cpu" for t in [*written, *tensors_of(guarded)])
-        return device.synchronize if on_host and device.torch_device.type != "cpu" else None
 
     def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
         """Play a new program once, on inputs other than those it was captured with.
@@ -538,8 +538,7 @@ class Executor:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        wait = self._wait_for(())
-        state = RunState(self.options.state, generators=self._generators, wait=wait)
+        state = RunState(self.options.state, generators=self._generators)
         saved = state.save()
         try:
             yield
