@@ -35,7 +35,6 @@ from graphrt import (
     OutputSpec,
     RankConfig,
     Reason,
-    Replayed,
     Runtime,
     RuntimeMode,
     SimulatedDevice,
@@ -43,6 +42,7 @@ from graphrt import (
     make_device,
 )
 from graphrt.errors import GraphrtError
+from graphrt.events import Replayed
 from graphrt.graphs import frozen_heap
 from graphrt.parallel import (
     RankVote,

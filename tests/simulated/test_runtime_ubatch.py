@@ -18,9 +18,7 @@ from graphrt import (
     Example,
     OutputSpec,
     Padding,
-    RanEager,
     Reason,
-    Replayed,
     Runtime,
     RuntimeConfig,
     StepMetrics,
@@ -29,6 +27,7 @@ from graphrt import (
 )
 from graphrt.batch import UBatchReason
 from graphrt.errors import BatchError, ConfigError, VerificationError
+from graphrt.events import RanEager, Replayed
 from graphrt.parallel import RankVote, SplitRules, agree, settle
 from graphrt.runner import CUDAGraphRunner
 from graphrt.ubatch import wants_split
