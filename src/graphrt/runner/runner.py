@@ -17,7 +17,7 @@ from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
-from graphrt.dispatch import BucketKey
+from graphrt.dispatch import NOTHING, BucketKey
 from graphrt.errors import BatchError, ConfigError, ReentrantStepError, VerificationError
 from graphrt.events import Event, KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
@@ -81,9 +81,6 @@ from graphrt.verify import explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
 _EAGER = RuntimeMode.NONE
-
-_NONE: frozenset[RuntimeMode] = frozenset()
-
 
 _FIXED = {"calls": 1}
 """The size along an axis that no input has: where all calls have the same shapes."""
@@ -485,7 +482,7 @@ class CUDAGraphRunner:
 
     # -- run
 
-    def decide(self, sizes: Sizes, exclude: frozenset[RuntimeMode] = _NONE) -> Decision:
+    def decide(self, sizes: Sizes, exclude: frozenset[RuntimeMode] = NOTHING) -> Decision:
         """Which key serves a call of these real sizes, and why.
 
         ``exclude``: modes that may not serve it. Errors: ``BatchError`` for a missing or unknown

@@ -36,7 +36,7 @@ from graphrt.config.checked import config_error
 from graphrt.config.unbuilt import misplaced_attention, unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
-from graphrt.dispatch import CUDAGraphDispatcher, check_count
+from graphrt.dispatch import NOTHING, CUDAGraphDispatcher, check_count
 from graphrt.errors import (
     BatchError,
     CompileDuringCaptureError,
@@ -92,7 +92,6 @@ _FIELDS = {
 _TIMED_DEVICES = ("cuda",)
 """Where the time of a replay is that of the model: a simulated one computes in turns."""
 
-_NONE: frozenset[RuntimeMode] = frozenset()
 _Batch = tuple[int, bool, int, frozenset[RuntimeMode]]
 """Tokens, whether it is uniform, adapters, excluded modes: what a dispatcher decides by."""
 # CPython 3.11 looks a member up through a Python property; a step has no time for that.
@@ -413,7 +412,7 @@ class Runtime:
         *,
         uniform: bool = False,
         num_active_loras: int = 0,
-        exclude: frozenset[RuntimeMode] = _NONE,
+        exclude: frozenset[RuntimeMode] = NOTHING,
     ) -> Key | None:
         """The key whose graph such a step takes, or would take if all were captured.
 
@@ -429,7 +428,7 @@ class Runtime:
         num_reqs: int | None = None,
         uniform: bool | None = None,
         num_active_loras: int = 0,
-        exclude: frozenset[RuntimeMode] = _NONE,
+        exclude: frozenset[RuntimeMode] = NOTHING,
         step_info: Any = None,
         query_lens: Iterable[int] | None = None,
         unsplit: UBatchReason | None = None,
