@@ -38,7 +38,7 @@ from graphrt.graphs import (
 from graphrt.graphs.held import bytes_of
 from graphrt.graphs.values import own_copy
 from graphrt.parallel import Lockstep
-from graphrt.report import StepMetrics
+from graphrt.report import Progress, StepMetrics, shown
 from graphrt.runner.captures import Captures
 from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inputs
 from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph, Varying
@@ -66,7 +66,6 @@ from graphrt.runner.keys import (
     sizes_of_key,
     smaller_by_axis,
 )
-from graphrt.runner.progress import Progress, shown
 from graphrt.runner.report import (
     Misses,
     RunnerReport,
