@@ -217,7 +217,7 @@ MUTANTS = [
     Mutant(
         "strict mode runs a miss eagerly",
         RUNNER + "runner.py",
-        "            if self._is_strict:\n",
+        "            if self._executor.is_strict:\n",
         "            if False:\n",
         "simulated/test_runtime_steps.py",
     ),
