@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from time import perf_counter_ns
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from graphrt.batch import (
+    REQUESTS,
+    TOKENS,
     BatchDescriptor,
     CUDAGraphMode,
     Decision,
@@ -39,7 +40,6 @@ from graphrt.device.base import Device
 from graphrt.dispatch import NOTHING, CUDAGraphDispatcher, check_count
 from graphrt.errors import (
     BatchError,
-    CompileDuringCaptureError,
     ConfigError,
     ConfigProblem,
     InputMismatchError,
@@ -56,9 +56,7 @@ from graphrt.graphs import (
     Resource,
     StaleCheck,
     StateGuard,
-    break_point,
 )
-from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
@@ -75,11 +73,8 @@ from graphrt.ubatch import (
 from graphrt.ubatch.sm_budget import sm_pair
 
 if TYPE_CHECKING:
-    from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
-
-TOKENS = "tokens"
-REQUESTS = "requests"
-"""The two axes of an engine's batch; every ``BufferSpec`` of a runtime uses these names."""
+    from graphrt.compile import CompileReport
+    from graphrt.runtime.compiling import CompiledPart
 
 _FIELDS = {
     "mode": "compilation.cudagraph_mode",
@@ -229,18 +224,17 @@ class Runtime:
             _check_axes(inputs)
         self._observer = observer
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
-        self._compiled: Compiled | Stock | None = None
-        self._compile_part = compile_part
-        # A ``forward`` set on the instance hides its class's: close() puts it back.
-        own = getattr(compile_part, "__dict__", {})
-        self._forward = {"forward": own["forward"]} if "forward" in own else {}
         self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
             axis for spec in inputs for axis in spec.axes
         }
+        fn = model
+        self._compiled: CompiledPart | None = None
         if plan.level is not CompilationLevel.NO_COMPILATION:
+            from graphrt.runtime.compiling import CompiledPart  # Here, because it takes seconds.
+
             rank = 0 if ranks is None else ranks.rank
-            self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer, rank)
-        fn = model if self._compiled is None or compile_part is not None else self._compiled
+            made = CompiledPart(self.resolved, model, compile_part, op_impls, observer, rank)
+            self._compiled, fn = made, made.entry
         self._split: SplitCallable | None = None
         self._split_ms: dict[BatchDescriptor, tuple[float, float]] = {}
         self._unprofitable: frozenset[BatchDescriptor] = frozenset()
@@ -253,11 +247,7 @@ class Runtime:
         self.device = self.library.device
         # Of graphs; eager steps are not cut then, because that was slower wherever it was measured.
         self._times_splits = self.device.name in _TIMED_DEVICES and plan.ubatch.auto_off
-        # Its kernels run differently under the mode that observes, and are recorded without.
-        is_hidden = self._compiled is not None and self._compiled.is_opaque
-        is_unobserved = is_hidden and self.device.name == "cuda"
-        if self._compiled is not None:
-            self.device.guard_compiled_code(self._compiled.refused)
+        is_unobserved = self._compiled is not None and self._compiled.guard(self.device)
         try:
             if plan.ubatch.num_ubatches > 1:
                 axes, self._cuts_requests = _cut_axes(inputs, outputs)
@@ -305,8 +295,7 @@ class Runtime:
                 sms = sm_pair(sm_control, plan.ubatch.num_comm_sms, num_sms)
                 self._ranks = RankedSteps(lockstep, self.runner, self.resolved, sms)
             if self._compiled is not None:
-                if compile_part is not None:
-                    compile_part.forward = self._compiled
+                self._compiled.install()
                 if examples is not None:
                     self._trace(self._compiled)
         except BaseException:
@@ -649,36 +638,22 @@ class Runtime:
         return RuntimeReport(resolved=self.resolved, compile=compiled, split_ms=times, **known)
 
     def _trace(
-        self, compiled: Compiled | Stock, like: Example | Mapping[str, torch.Tensor] | None = None
+        self, compiled: CompiledPart, like: Example | Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Compile, in an eager run, before the first step and before what ``model`` remembers on
-        the host is noted: traces leave things there."""
+        """Compile for the largest key, or for the largest batch where there is none."""
         plan = self.plan
         sizes: Mapping[str, int] = {TOKENS: plan.max_num_seqs, REQUESTS: plan.max_num_seqs}
         if plan.capture_order:
             sizes = _axis_sizes(plan.capture_order[0][1], plan.max_num_seqs)
-        tokens, requests = sizes[TOKENS], sizes[REQUESTS]
-        if tokens == requests > 2 and like is None:
-            # Of two sizes that are equal a trace would make one.
-            requests -= 1
-        is_whole = plan.level is not CompilationLevel.DYNAMO_AS_IS
-        with break_points_refused() if is_whole else nullcontext():
-            self.runner.trace({TOKENS: tokens, REQUESTS: requests}, compiled.trace, like)
-            if compiled.needs_size_1 and requests > 1 and self._has_both_axes:
-                self.runner.trace({TOKENS: tokens, REQUESTS: 1}, compiled.trace)
-            if compiled.needs_size_1 and tokens > 1:
-                self.runner.trace({TOKENS: 1, REQUESTS: 1}, compiled.trace)
+        compiled.trace(self.runner, sizes, like, has_both_axes=self._has_both_axes)
 
     def _audit(self) -> None:
-        """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
         if self._compiled is not None:
-            self._compiled.audit(again=True)
+            self._compiled.audit()
 
     def _uncompile(self) -> None:
-        part = self._compile_part
-        if part is not None and vars(part).get("forward") is self._compiled is not None:
-            del part.forward
-            vars(part).update(self._forward)
+        if self._compiled is not None:
+            self._compiled.restore()
 
     def close(self) -> None:
         """Retire every program, drop the buffers, release the device if this runtime made it.
@@ -758,61 +733,6 @@ def _check_built(resolved: Resolved, **arguments: object) -> None:
         problems.append(ConfigProblem("compilation.splitting_ops", "None", accepted))
     if problems:
         raise config_error("Runtime", problems)
-
-
-def _compiled(
-    resolved: Resolved,
-    model: Callable[..., Any],
-    part: torch.nn.Module | None,
-    impls: Mapping[str, Callable[..., Any]] | None,
-    observer: Observer | None,
-    rank: int,
-) -> Compiled | Stock:
-    from graphrt.compile import Compiled, Stock  # Here, because it loads the compiler: seconds.
-
-    if part is not None and isinstance(part.forward, Compiled | Stock):
-        raise ConfigError(
-            "compile_part",
-            expected="a module that no other runtime compiles",
-            found="one that another runtime has compiled",
-            do="close that runtime first",
-        )
-    plan, target = resolved.plan, model if part is None else part.forward
-    if plan.level is CompilationLevel.DYNAMO_AS_IS:
-        return Stock(target, resolved.compile, refuse_now=_refuse_in_recordings, rank=rank)
-    return Compiled(
-        target,
-        resolved.compile,
-        limits={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
-        impls=impls,
-        wrap=_as_segment,
-        observer=observer,
-        rank=rank,
-    )
-
-
-def _refuse_in_recordings() -> None:
-    """Errors: ``CompileDuringCaptureError`` while this thread records."""
-    if is_recording_here():
-        raise CompileDuringCaptureError(
-            "compile level 1",
-            expected="code that was compiled before it is captured",
-            found="a call in a recording that torch would compile for",
-            do="capture with cudagraph_num_of_warmups of 1 or more, or use level 2 or 3",
-        )
-
-
-def _as_segment(piece: Callable[..., Any], info: PieceInfo) -> Callable[..., Any]:
-    """A splitting piece as a break point; a Python function given for its op cuts by itself.
-
-    A recording takes an opaque piece as one node.
-    """
-    describe = info.describe
-    if describe is not None:
-        return lambda *args: opaque_call(piece, args, partial(describe, args))
-    if info.kind == "captured" or info.is_plain:
-        return piece
-    return break_point(name=info.name)(piece)
 
 
 def _as_asked(field: str) -> str:
