@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import graphrt.parallel.exchange
-import graphrt.runtime.runtime
+import graphrt.runtime.splitting
 from graphrt import (
     BatchDescriptor,
     CompilationConfig,
@@ -590,7 +590,7 @@ def micro_batches() -> None:
             split = [e for e in steps if isinstance(e, Replayed) and e.num_ubatches > 1]
             say(mode=mode, same=found == expected, split=len(split))
     # On rank 1 alone a step in micro-batches takes longer: the slowest rank decides for all.
-    graphrt.runtime.runtime._TIMED_DEVICES = ("simulated",)
+    graphrt.runtime.splitting._TIMED_DEVICES = ("simulated",)
     Executor.time_replays = lambda *_: [3 + 2 * RANK, 4]  # type: ignore[method-assign]
     ubatch = {**SPLIT, "auto_off": True}
     asked = replace(asked, runtime=replace(asked.runtime, ubatch=ubatch))

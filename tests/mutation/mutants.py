@@ -765,14 +765,14 @@ MUTANTS = [
     ),
     Mutant(
         "split with an empty last slice is replayed",
-        "graphrt/runtime/runtime.py",
+        "graphrt/runtime/splitting.py",
         "if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):",
         "if False:",
         SPLIT_STEPS,
     ),
     Mutant(
         "step that was not split does not say why",
-        "graphrt/runtime/runtime.py",
+        "graphrt/runtime/splitting.py",
         "        return dispatch(*batch), None, why\n",
         "        return dispatch(*batch), None, None\n",
         SPLIT_STEPS,

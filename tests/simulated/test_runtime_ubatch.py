@@ -337,7 +337,7 @@ def test_metrics_count_splits_and_why_not() -> None:
 
 
 def test_size_that_is_not_faster_in_micro_batches_is_not_split(monkeypatch: Any) -> None:
-    module = sys.modules["graphrt.runtime.runtime"]
+    module = sys.modules["graphrt.runtime.splitting"]
     monkeypatch.setattr(module, "_TIMED_DEVICES", ("simulated",))
     timed = []
 

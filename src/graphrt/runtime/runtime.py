@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -21,7 +21,6 @@ from graphrt.batch import (
     Reason,
     RuntimeMode,
     UBatchReason,
-    last_ubatch_is_empty,
     ubatch_stride,
 )
 from graphrt.config import (
@@ -62,12 +61,9 @@ from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Sub
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
 from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
+from graphrt.runtime.splitting import SplitSteps
 from graphrt.ubatch import (
-    InputAxes,
     SMControl,
-    SplitCallable,
-    UBatchSlice,
-    make_slices,
     wants_split,
 )
 from graphrt.ubatch.sm_budget import sm_pair
@@ -84,11 +80,6 @@ _FIELDS = {
 }
 """The options that a ``Runtime`` takes without a config, and the field that each stands for."""
 
-_TIMED_DEVICES = ("cuda",)
-"""Where the time of a replay is that of the model: a simulated one computes in turns."""
-
-_Batch = tuple[int, bool, int, frozenset[RuntimeMode]]
-"""Tokens, whether it is uniform, adapters, excluded modes: what a dispatcher decides by."""
 # CPython 3.11 looks a member up through a Python property; a step has no time for that.
 _EAGER, _NOT_CAPTURED_YET = RuntimeMode.NONE, Reason.NOT_CAPTURED_YET
 
@@ -235,9 +226,7 @@ class Runtime:
             rank = 0 if ranks is None else ranks.rank
             made = CompiledPart(self.resolved, model, compile_part, op_impls, observer, rank)
             self._compiled, fn = made, made.entry
-        self._split: SplitCallable | None = None
-        self._split_ms: dict[BatchDescriptor, tuple[float, float]] = {}
-        self._unprofitable: frozenset[BatchDescriptor] = frozenset()
+        self._split: SplitSteps | None = None
         self.library = GraphLibrary(
             device,
             budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
@@ -245,20 +234,14 @@ class Runtime:
             observer=observer,
         )
         self.device = self.library.device
-        # Of graphs; eager steps are not cut then, because that was slower wherever it was measured.
-        self._times_splits = self.device.name in _TIMED_DEVICES and plan.ubatch.auto_off
         is_unobserved = self._compiled is not None and self._compiled.guard(self.device)
         try:
             if plan.ubatch.num_ubatches > 1:
-                axes, self._cuts_requests = _cut_axes(inputs, outputs)
-                fn = self._split = SplitCallable(
-                    fn,
-                    self.device,
-                    plan.ubatch,
-                    sm_control=sm_control,
-                    input_axes=axes,
-                    outputs=outputs,
+                may_miss = config.on_miss == "eager"
+                self._split = SplitSteps(
+                    fn, self.device, plan, inputs, outputs, sm_control, may_miss=may_miss
                 )
+                fn = self._split.callable
             self.runner = CUDAGraphRunner(
                 fn,
                 inputs=inputs,
@@ -370,29 +353,19 @@ class Runtime:
         return remaining
 
     def _compare_split_times(self) -> None:
-        """Find out which split graphs are no faster than the unsplit ones: once for each."""
-        if not self._times_splits:
-            return
-        missing = self.runner.missing()
-        for mode, key in self.plan.capture_order:
-            pair = (mode, key), (mode, replace(key, num_ubatches=1))
-            is_new = key.num_ubatches > 1 and key not in self._split_ms
-            if is_new and missing.keys().isdisjoint(pair):
-                split, unsplit = self.runner.time_replays(pair)
-                self._split_ms[key] = split / 1e6, unsplit / 1e6
-        found = {key for key, (split, unsplit) in self._split_ms.items() if split >= unsplit}
-        self._unprofitable = frozenset(found)
-        if self._ranks is not None:
-            self._ranks.leave_unsplit(self._unprofitable)
+        if self._split is not None:
+            unprofitable = self._split.compare_times(self.runner)
+            if self._ranks is not None:
+                self._ranks.leave_unsplit(unprofitable)
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
         """Drop the graphs of ``keys``. See ``CUDAGraphRunner.withdraw``."""
         chosen = list(keys)
         num_withdrawn = self.runner.withdraw(chosen, reason)
-        for item in chosen:
-            key = item if isinstance(item, BatchDescriptor) else item[1]
-            # Other kernels take another time: the pair is compared again when it is captured.
-            self._split_ms.pop(replace(key, num_ubatches=self.plan.ubatch.num_ubatches), None)
+        if self._split is not None:
+            self._split.forget_times(
+                item if isinstance(item, BatchDescriptor) else item[1] for item in chosen
+            )
         return num_withdrawn
 
     def key_for(
@@ -471,7 +444,7 @@ class Runtime:
             decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
         else:
             batch = (num_tokens, uniform, num_active_loras, exclude)
-            decision, slices, why = self._decide_split(batch, num_reqs, query_lens, unsplit)
+            decision, slices, why = self._split.decide(runner, batch, num_reqs, query_lens, unsplit)
         mode, key, reason = decision
         sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
         if reason is _NOT_CAPTURED_YET:
@@ -493,51 +466,6 @@ class Runtime:
                 else Replayed(mode, reason, num_tokens, key.num_tokens, *shape, *served)
             )
         return outputs
-
-    def _decide_split(
-        self,
-        batch: _Batch,
-        num_reqs: int,
-        query_lens: Iterable[int] | None,
-        unsplit: UBatchReason | None,
-    ) -> tuple[Decision, Sequence[UBatchSlice] | None, UBatchReason | None]:
-        """What a step runs, where an eager one is cut, and why it is not split."""
-        num_tokens, uniform, _, _ = batch
-        dispatch, config = self.runner.dispatcher.dispatch, self.plan.ubatch
-        query_len, num_ubatches = self._query_len if uniform else 1, config.num_ubatches
-        why = wants_split(num_tokens, uniform, config, unsplit)
-        if why is None and not ubatch_stride(num_tokens, query_len, num_ubatches):
-            why = UBatchReason.TOO_FEW_TOKENS
-        if why is None:
-            found = dispatch(*batch, num_ubatches)
-            if found.mode is not _EAGER:
-                padded = found.descriptor.num_tokens
-                if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
-                    why = UBatchReason.LAST_SLICE_EMPTY
-                elif found.descriptor in self._unprofitable:
-                    why = UBatchReason.NOT_PROFITABLE
-                else:
-                    return found, None, None
-        if why is None:
-            why = UBatchReason.NO_FULL_GRAPH
-            may_cut = config.allow_eager and self.config.on_miss == "eager"
-            if may_cut and num_tokens >= config.prefill_token_threshold and self._times_splits:
-                why = UBatchReason.NOT_PROFITABLE
-            elif may_cut and num_tokens >= config.prefill_token_threshold:
-                lens: list[int] | None
-                if query_lens is not None:
-                    lens = _check_query_lens(query_lens, num_tokens, num_reqs)
-                elif uniform:
-                    lens = [query_len] * num_reqs
-                else:  # Where nothing is cut by requests: as if there was one.
-                    lens = None if self._cuts_requests else [num_tokens]
-                if lens is not None:
-                    slices = make_slices(lens, num_tokens, num_reqs, num_ubatches, query_len)
-                    return found, slices, None
-            if found.reason is _NOT_CAPTURED_YET:
-                sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
-                self.runner.note_miss(*batch, num_ubatches, real_sizes=sizes)
-        return dispatch(*batch), None, why
 
     def step_idle(self, step_info: Any = None) -> bool:
         """Take part in a step of the other ranks without a batch; False if no rank has one.
@@ -634,7 +562,7 @@ class Runtime:
         found = self.runner.report()
         known = {item.name: getattr(found, item.name) for item in fields(found)}
         compiled = None if self._compiled is None else self._compiled.report
-        times = MappingProxyType(dict(self._split_ms))
+        times = MappingProxyType({} if self._split is None else dict(self._split.times_ms))
         return RuntimeReport(resolved=self.resolved, compile=compiled, split_ms=times, **known)
 
     def _trace(
@@ -668,7 +596,7 @@ class Runtime:
 
     def _end_split(self) -> None:
         if self._split is not None:
-            self._split.close()
+            self._split.callable.close()
 
     def __enter__(self) -> Self:
         return self
@@ -741,30 +669,6 @@ def _as_asked(field: str) -> str:
     return field
 
 
-def _cut_axes(inputs: Any, outputs: OutputSpec) -> tuple[dict[str, InputAxes], bool]:
-    """How inputs are cut into micro-batches, and whether anything has a row for each request.
-
-    Errors: ``ConfigError`` for inputs that depend on the key.
-    """
-    if callable(inputs):
-        raise ConfigError(
-            "inputs of a runtime that splits steps into micro-batches",
-            expected="one list of BufferSpecs for all keys",
-            found="a function of the key",
-            do="declare them for the largest key, or leave ubatch.num_ubatches at 1",
-        )
-
-    def place(spec: BufferSpec, axis: str) -> int | None:
-        return spec.shape.index(axis) if axis in spec.shape else None
-
-    axes = {
-        spec.name: InputAxes(place(spec, TOKENS), place(spec, REQUESTS), spec.rebase)
-        for spec in inputs
-    }
-    lengths = [length for dims in (outputs.axes or {}).values() for length in dims.values()]
-    return axes, REQUESTS in lengths or any(cut.requests is not None for cut in axes.values())
-
-
 def _check_axes(inputs: Sequence[BufferSpec]) -> None:
     """Errors: ``StaticBufferError`` for an axis other than tokens and requests."""
     for spec in inputs:
@@ -789,19 +693,6 @@ def _check_requests(num_tokens: int, num_reqs: int) -> None:
             found=str(found),
             do="count the requests of this batch",
         )
-
-
-def _check_query_lens(query_lens: Iterable[int], num_tokens: int, num_reqs: int) -> list[int]:
-    """The tokens of each request. Errors: ``BatchError`` if they are not those of the batch."""
-    lens = [int(length) for length in query_lens]
-    if sum(lens) != num_tokens or len(lens) != num_reqs:
-        raise BatchError(
-            "query_lens",
-            expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
-            found=f"{len(lens)} that add up to {sum(lens)}",
-            do="pass the tokens of each request of this batch, in order",
-        )
-    return lens
 
 
 def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:
