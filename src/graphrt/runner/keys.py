@@ -29,27 +29,6 @@ class Dispatcher(Protocol):
     def dispatch(self, *args: Any, **kwargs: Any) -> Decision: ...
 
 
-class BestOf:
-    """Several dispatchers over the same sizes: the first that has a graph decides."""
-
-    def __init__(self, dispatchers: Sequence[Dispatcher]) -> None:
-        self._dispatchers = dispatchers
-        # In capture order: the least mode first.
-        self.keys = tuple(key for item in reversed(dispatchers) for key in item.keys)
-
-    def dispatch(self, *args: Any, **kwargs: Any) -> Decision:
-        why: Decision | None = None
-        for item in self._dispatchers:
-            decision = item.dispatch(*args, **kwargs)
-            if decision.mode is not RuntimeMode.NONE:
-                return decision
-            # An excluded mode says less than why the next best one does not serve.
-            if why is None or why.reason is Reason.EXCLUDED:
-                why = decision
-        assert why is not None, "there is a dispatcher for each mode"
-        return why
-
-
 @dataclass(frozen=True)
 class NoDispatcher:
     """Decides nothing: raises ``error()``."""
@@ -101,19 +80,6 @@ def closed_error() -> LibraryClosedError:
     )
 
 
-def dispatch_by_sizes(
-    sizes: Mapping[str, Sequence[int]],
-    modes: Sequence[RuntimeMode],
-    unavailable: Mapping[Key, Reason],
-) -> Dispatcher:
-    """A dispatcher over every combination of ``sizes``, the best of ``modes`` first."""
-    made = []
-    for mode in modes:
-        own = {item: why for item, why in unavailable.items() if item[0] is mode}
-        made.append(BucketDispatcher(sizes, CUDAGraphMode[mode.name], unavailable=own))
-    return made[0] if len(made) == 1 else BestOf(made)
-
-
 class KeySpace(NamedTuple):
     """Which keys a runner may have, and what decides between them."""
 
@@ -146,7 +112,8 @@ def key_space(
     served, limits = check_modes(modes), check_capacity(sizes, capacity)
     sizes_of = axis_sizes or partial(sizes_of_key, limits)
     if dispatcher is None and sizes is not None:
-        dispatcher = partial(dispatch_by_sizes, sizes, served)
+        mode = CUDAGraphMode["FULL_AND_PIECEWISE" if len(served) == 2 else served[0].name]
+        dispatcher = partial(BucketDispatcher, sizes, mode)
     return KeySpace(
         served,
         limits,
