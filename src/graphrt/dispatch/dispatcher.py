@@ -122,8 +122,8 @@ class CUDAGraphDispatcher:
                 and num_tokens >= 0
                 and num_active_loras >= 0
             ):
-                rows = self._decode_rows if uniform else self._mixed_rows
-                found = rows[num_active_loras][num_tokens]
+                row = (self._decode_rows if uniform else self._mixed_rows)[num_active_loras]
+                found = row[num_tokens]
                 if found is not None:
                     return found
         except (IndexError, TypeError, ValueError):
