@@ -29,11 +29,11 @@ from graphrt import (
     CUDAGraphWrapper,
     ForwardContext,
     GraphLibrary,
-    Retired,
     RuntimeMode,
     capture_all,
 )
 from graphrt.errors import RetiredProgramError
+from graphrt.events import Retired
 
 FULL = RuntimeMode.FULL
 INPUTS = torch.ones(64, 16)

@@ -28,16 +28,8 @@ from small_engine import (
     Sequence,
 )
 
-from graphrt import (
-    BufferSpec,
-    OutputSpec,
-    Padding,
-    RanEager,
-    Replayed,
-    Runtime,
-    RuntimeMode,
-    break_point,
-)
+from graphrt import BufferSpec, OutputSpec, Padding, Runtime, RuntimeMode, break_point
+from graphrt.events import RanEager, Replayed
 
 
 class CutAttention(Attention):

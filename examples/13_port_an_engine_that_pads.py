@@ -24,7 +24,8 @@ from small_engine import (
     Sequence,
 )
 
-from graphrt import BufferSpec, OutputSpec, Padding, Reason, Replayed, Runtime
+from graphrt import BufferSpec, OutputSpec, Padding, Reason, Runtime
+from graphrt.events import Replayed
 
 
 class GraphRunner:

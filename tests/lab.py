@@ -15,7 +15,6 @@ from graphrt import (
     BatchDescriptor,
     BufferSet,
     BufferSpec,
-    Captured,
     CaptureJob,
     CUDAGraphWrapper,
     Device,
@@ -26,9 +25,7 @@ from graphrt import (
     OutputSpec,
     Padding,
     Program,
-    RanEager,
     Reason,
-    Replayed,
     Runtime,
     RuntimeConfig,
     RuntimeMode,
@@ -36,6 +33,7 @@ from graphrt import (
     break_point,
     capture_all,
 )
+from graphrt.events import Captured, RanEager, Replayed
 from graphrt.graphs import frozen_heap
 from graphrt.runner import CaptureReport
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import graphrt.graphs.library
 import graphrt.parallel.exchange
-import graphrt.runtime.runtime
+import graphrt.runtime.splitting
 from graphrt import (
     BatchDescriptor,
     CompilationConfig,
@@ -37,7 +37,6 @@ from graphrt import (
     OutputSpec,
     RankConfig,
     Reason,
-    Replayed,
     Runtime,
     RuntimeMode,
     SimulatedDevice,
@@ -45,6 +44,7 @@ from graphrt import (
     make_device,
 )
 from graphrt.errors import GraphrtError
+from graphrt.events import Replayed
 from graphrt.graphs import frozen_heap
 from graphrt.parallel import (
     RankVote,
@@ -753,7 +753,7 @@ def micro_batches() -> None:
             split = [e for e in steps if isinstance(e, Replayed) and e.num_ubatches > 1]
             say(mode=mode, same=found == expected, split=len(split))
     # On rank 1 alone a step in micro-batches takes longer: the slowest rank decides for all.
-    graphrt.runtime.runtime._TIMED_DEVICES = ("simulated",)
+    graphrt.runtime.splitting._TIMED_DEVICES = ("simulated",)
     Executor.time_replays = lambda *_: [3 + 2 * RANK, 4]  # type: ignore[method-assign]
     ubatch = {**SPLIT, "auto_off": True}
     asked = replace(asked, runtime=replace(asked.runtime, ubatch=ubatch))

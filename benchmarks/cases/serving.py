@@ -40,7 +40,8 @@ from benchmarks.harness import (
     ratio,
     row,
 )
-from graphrt import StepMetrics, TraceRequest, read_trace
+from graphrt import StepMetrics
+from graphrt.planner import TraceRequest, read_trace
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.serving import prompt_tokens
 

@@ -1,7 +1,9 @@
 """graphrt: plan, capture, dispatch and replay CUDA graphs for PyTorch inference.
 
-Public names are resolved on first use, so that the torch-free rooms never load torch. Errors are
-in ``graphrt.errors``; what only some users of a room need is imported from that room.
+Public names are resolved on first use, so that the torch-free rooms never load torch. Four modules
+are public as wholes: ``graphrt.errors``, ``events`` (what an observer is given), ``report`` (tables
+and pages of runs) and ``planner`` (traffic to run); so is ``graphrt.ubatch``, for models that call
+it. What only some users of another room need is imported from that room.
 """
 
 from __future__ import annotations
@@ -44,20 +46,8 @@ if TYPE_CHECKING:
     )
     from graphrt.errors import GraphrtError as GraphrtError
     from graphrt.events import (
-        CaptureBegan as CaptureBegan,
-        Captured as Captured,
-        CaptureEnded as CaptureEnded,
-        CaptureFailed as CaptureFailed,
         Event as Event,
-        Invalidated as Invalidated,
-        KeysChanged as KeysChanged,
         Observer as Observer,
-        PaddingVerified as PaddingVerified,
-        RanEager as RanEager,
-        Replayed as Replayed,
-        Retired as Retired,
-        Verified as Verified,
-        Withdrawn as Withdrawn,
     )
     from graphrt.graphs import (
         BufferSet as BufferSet,
@@ -90,28 +80,11 @@ if TYPE_CHECKING:
         agree_least as agree_least,
         launch_ranks as launch_ranks,
     )
-    from graphrt.planner import (
-        TraceRequest as TraceRequest,
-        generate_azure_like as generate_azure_like,
-        read_trace as read_trace,
-    )
     from graphrt.report import (
         LoggingObserver as LoggingObserver,
-        PolicyRun as PolicyRun,
         ProgressBars as ProgressBars,
         PrometheusObserver as PrometheusObserver,
-        ReportPage as ReportPage,
-        RunningHistogram as RunningHistogram,
         StepMetrics as StepMetrics,
-        TextRow as TextRow,
-        TextTable as TextTable,
-        capture_table as capture_table,
-        check_report_path as check_report_path,
-        comparison_table as comparison_table,
-        lora_table as lora_table,
-        miss_table as miss_table,
-        summarize_runs as summarize_runs,
-        write_report as write_report,
     )
     from graphrt.runner import (
         CaptureJob as CaptureJob,
@@ -127,6 +100,7 @@ if TYPE_CHECKING:
         explain as explain,
     )
 
+_MODULES = ("errors", "events", "planner", "report", "ubatch")
 _NAMES_OF_ROOM = {
     "batch": "BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode UBatchReason",
     "compile": "CustomOp",
@@ -140,10 +114,7 @@ _NAMES_OF_ROOM = {
     "device.simulated": "SimulatedDevice",
     "dispatch": "BucketDispatcher CUDAGraphDispatcher",
     "errors": "GraphrtError",
-    "events": """
-        CaptureBegan CaptureEnded CaptureFailed Captured Event Invalidated KeysChanged Observer
-        PaddingVerified RanEager Replayed Retired Verified Withdrawn
-    """,
+    "events": "Event Observer",
     "graphs": """
         BufferSet BufferSpec CUDAGraphOptions CUDAGraphWrapper CaptureOptions GraphBudget
         GraphLibrary OutputSpec Padding Program Resource StaleCheck StateGuard
@@ -152,13 +123,7 @@ _NAMES_OF_ROOM = {
     """,
     "interrupts": "interrupted_between_steps",
     "parallel": "Exchange InProcessExchange TorchExchange agree_least launch_ranks",
-    "planner": "TraceRequest generate_azure_like read_trace",
-    "report": """
-        LoggingObserver PolicyRun ProgressBars PrometheusObserver ReportPage RunningHistogram
-        StepMetrics TextRow TextTable capture_table check_report_path comparison_table lora_table
-        miss_table
-        summarize_runs write_report
-    """,
+    "report": "LoggingObserver ProgressBars PrometheusObserver StepMetrics",
     "runner": "CUDAGraphRunner CaptureJob Example capture_all",
     "runtime": "Runtime RuntimeReport",
     "verify": "check_padding_unread check_replay compare explain",
@@ -170,7 +135,7 @@ __all__ = sorted(_ROOM_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("errors", "ubatch"):
+    if name in _MODULES:
         return import_module(f"graphrt.{name}")
     room = _ROOM_OF.get(name)
     if room is None:
@@ -181,4 +146,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "errors", "ubatch"]
+    return [*__all__, "__version__", *_MODULES]

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
+TOKENS, REQUESTS = "tokens", "requests"
+"""The two axes of an engine's batch."""
+
 
 class _NamedInt(IntEnum):
     """An integer that prints as its name; ``f"{member:d}"`` and JSON have the number."""

@@ -134,26 +134,28 @@ class CaptureFailed(NamedTuple):
 
 
 class CacheMiss(StrEnum):
-    """Why compiled code did not come from the cache."""
+    """Why compiled code did not come from the cache.
+
+    ``ABSENT``: There is no such entry.
+    ``DISABLED``: The cache is switched off.
+    ``CORRUPT``: The file is cut short, or its checksum is another.
+    ``FOREIGN_SCHEMA``: Another version of graphrt wrote it, in another form.
+    ``FOREIGN_TORCH``: Another version of torch, Python or Triton wrote it.
+    ``FOREIGN_DEVICE``: It was compiled for another device.
+    ``LOAD_FAILED``: It cannot be read, belongs to another user, or torch does not take it.
+    ``UNHASHABLE_PASS``: A pass or an option has no text that tells it from others.
+    ``UNCACHEABLE``: The backend's code cannot be kept.
+    """
 
     ABSENT = "absent"
-    """There is no such entry."""
     DISABLED = "disabled"
-    """The cache is switched off."""
     CORRUPT = "corrupt"
-    """The file is cut short, or its checksum is another."""
     FOREIGN_SCHEMA = "foreign_schema"
-    """Another version of graphrt wrote it, in another form."""
     FOREIGN_TORCH = "foreign_torch"
-    """Another version of torch, Python or Triton wrote it."""
     FOREIGN_DEVICE = "foreign_device"
-    """It was compiled for another device."""
     LOAD_FAILED = "load_failed"
-    """It cannot be read, belongs to another user, or torch does not take it."""
     UNHASHABLE_PASS = "unhashable_pass"
-    """A pass or an option has no text that tells it from others."""
     UNCACHEABLE = "uncacheable"
-    """The backend's code cannot be kept."""
 
 
 class Compiled(NamedTuple):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphrt import TraceRequest, interrupted_between_steps
+from graphrt import interrupted_between_steps
+from graphrt.planner import TraceRequest
 from graphrt_llm.engine import LLMEngine, StepResult
 from graphrt_llm.errors import EngineStateError, RequestError
 from graphrt_llm.request import SamplingParams

@@ -14,14 +14,18 @@ import pytest
 
 import graphrt
 import graphrt_llm
-from graphrt import errors
+from graphrt import errors, events, planner, report
 
 PUBLIC = {
     **{f"graphrt.{name}": getattr(graphrt, name) for name in graphrt.__all__},
     **{
-        f"graphrt.errors.{name}": value
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and value.__module__ == errors.__name__
+        f"{module.__name__}.{name}": value
+        for module in (errors, events, planner, report)
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and value.__module__.startswith(module.__name__)
+        and not name.startswith("_")
+        and name in getattr(module, "__all__", vars(module))
     },
     **{f"graphrt_llm.{name}": getattr(graphrt_llm, name) for name in graphrt_llm.__all__},
 }

@@ -14,20 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt import (
-    Captured,
-    CaptureFailed,
-    CUDAGraphMode,
-    Event,
-    PaddingVerified,
-    Program,
-    RanEager,
-    Reason,
-    Replayed,
-    RuntimeMode,
-    SimulatedDevice,
-    Verified,
-)
+from graphrt import CUDAGraphMode, Event, Program, Reason, RuntimeMode, SimulatedDevice
 from graphrt.errors import (
     GraphMemoryError,
     GraphrtError,
@@ -35,6 +22,7 @@ from graphrt.errors import (
     TooManyFailuresError,
     VerificationError,
 )
+from graphrt.events import Captured, CaptureFailed, PaddingVerified, RanEager, Replayed, Verified
 
 Key = tuple[Any, Any]
 Case = dict[str, Any]

@@ -16,7 +16,8 @@ from engines import (
     prompts,
 )
 
-from graphrt import CUDAGraphMode, Event, PaddingVerified, RanEager, Replayed, Verified
+from graphrt import CUDAGraphMode, Event
+from graphrt.events import PaddingVerified, RanEager, Replayed, Verified
 from graphrt_llm import LLMEngine, ModelConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:::flashinfer.*")

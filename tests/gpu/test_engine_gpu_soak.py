@@ -8,7 +8,8 @@ import pytest
 import torch
 from engines import QWEN, make_engine
 
-from graphrt import StepMetrics, read_trace
+from graphrt import StepMetrics
+from graphrt.planner import read_trace
 from graphrt_llm import SamplingParams, ServeStep, serve
 
 NUM_STEPS = 20_000

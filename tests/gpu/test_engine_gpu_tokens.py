@@ -18,7 +18,8 @@ from engines import (
     prompts,
 )
 
-from graphrt import CUDAGraphMode, Event, PaddingVerified, Replayed, Verified
+from graphrt import CUDAGraphMode, Event
+from graphrt.events import PaddingVerified, Replayed, Verified
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.models import ModelConfig
 

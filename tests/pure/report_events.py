@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from graphrt import BatchDescriptor, Captured, Event, RanEager, Reason, Replayed, RuntimeMode
+from graphrt import BatchDescriptor, Event, Reason, RuntimeMode
+from graphrt.events import Captured, RanEager, Replayed
 from graphrt.report import Metrics, PolicyRun, RunningHistogram, StepMetrics
 
 # Multiples of 1/1024 of moderate size add up exactly, so that sums do not depend on order.

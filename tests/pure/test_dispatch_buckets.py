@@ -55,11 +55,19 @@ def test_bucket_variant_is_part_of_the_key() -> None:
     assert decision.descriptor != key(50, 1)
 
 
-@pytest.mark.parametrize("sizes", [(100, 4), (50, 1), (7, 3), (1000, 0)])
-def test_key_of_names_exact_sizes_listed_or_not(sizes: tuple[int, int]) -> None:
-    asked = {"batch": sizes[1], "frames": sizes[0]}
-    assert BucketDispatcher(AXES).key_of(asked) == key(*sizes)
-    assert BucketDispatcher(AXES, variant="half").key_of(asked) == key(*sizes, variant="half")
+def test_two_modes_serve_full_first_and_tell_why_full_does_not() -> None:
+    both = CUDAGraphMode.FULL_AND_PIECEWISE
+    asked, full, piecewise = {"frames": 50, "batch": 4}, (FULL, key(50, 4)), (PIECEWISE, key(50, 4))
+    found = BucketDispatcher(AXES, both)
+    assert [mode for mode, _ in found.keys] == [PIECEWISE] * 4 + [FULL] * 4
+    assert found.dispatch(asked) == (*full, Reason.HIT)
+    assert found.dispatch(asked, frozenset({FULL})) == (*piecewise, Reason.HIT)
+    gone, yet = Reason.CAPTURE_FAILED, Reason.NOT_CAPTURED_YET
+    assert BucketDispatcher(AXES, both, {full: gone}).dispatch(asked) == (*piecewise, Reason.HIT)
+    neither = BucketDispatcher(AXES, both, {full: gone, piecewise: yet})
+    assert neither.dispatch(asked).reason is gone
+    assert neither.dispatch(asked, frozenset({FULL})).reason is yet
+    assert neither.dispatch(asked, frozenset({FULL, PIECEWISE})).reason is Reason.EXCLUDED
 
 
 @pytest.mark.parametrize(
@@ -74,9 +82,8 @@ def test_key_of_names_exact_sizes_listed_or_not(sizes: tuple[int, int]) -> None:
 )
 def test_sizes_that_describe_no_call_are_errors(sizes: dict[str, Any]) -> None:
     found = BucketDispatcher(AXES)
-    for call in (found.dispatch, found.key_of):
-        with pytest.raises(BatchError):
-            call(sizes)
+    with pytest.raises(BatchError):
+        found.dispatch(sizes)
 
 
 def test_unknown_bucket_exclusion_is_an_error() -> None:
@@ -92,7 +99,7 @@ def test_unknown_bucket_exclusion_is_an_error() -> None:
         ({"frames": [0, 1]}, CUDAGraphMode.FULL),
         ({"frames": [True]}, CUDAGraphMode.FULL),
         ({"frames": [1.5]}, CUDAGraphMode.FULL),
-        (AXES, CUDAGraphMode.FULL_AND_PIECEWISE),
+        (AXES, CUDAGraphMode.FULL_DECODE_ONLY),
     ],
 )
 def test_axes_that_cannot_be_captured_are_errors(axes: Any, mode: CUDAGraphMode) -> None:
@@ -116,4 +123,3 @@ def test_bucket_padding_is_listed_sufficient_and_minimal(
     assert descriptor == key(*minimal)
     assert reason is (Reason.HIT if minimal == tuple(asked.values()) else Reason.PADDED)
     assert found.dispatch(asked) is found.dispatch(dict(reversed(asked.items())))
-    assert found.key_of(dict(zip(named, minimal, strict=True))) == descriptor

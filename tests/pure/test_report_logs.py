@@ -7,24 +7,21 @@ import logging
 import pytest
 from report_events import captured, eager, full
 
-from graphrt import (
-    BatchDescriptor,
+from graphrt import BatchDescriptor, Event, LoggingObserver, Reason, RuntimeMode
+from graphrt.batch import UBatchReason
+from graphrt.events import (
+    CacheMiss,
     CaptureBegan,
     CaptureEnded,
     CaptureFailed,
-    Event,
+    Compiled,
     Invalidated,
     KeysChanged,
-    LoggingObserver,
     PaddingVerified,
-    Reason,
     Retired,
-    RuntimeMode,
     Verified,
     Withdrawn,
 )
-from graphrt.batch import UBatchReason
-from graphrt.events import CacheMiss, Compiled
 
 FULL, KEY = RuntimeMode.FULL, BatchDescriptor(8)
 EVENTS: list[tuple[Event, int, str]] = [

@@ -10,17 +10,14 @@ import pytest
 from hypothesis import given, strategies as st
 from report_events import full, metrics_of, steps
 
-from graphrt import (
-    BatchDescriptor,
+from graphrt import BatchDescriptor, Event, Reason, RuntimeMode
+from graphrt.events import (
     Captured,
     CaptureFailed,
-    Event,
     Invalidated,
     RanEager,
-    Reason,
     Replayed,
     Retired,
-    RuntimeMode,
     Verified,
     Withdrawn,
 )

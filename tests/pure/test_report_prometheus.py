@@ -11,22 +11,19 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry, generate_latest
 from report_events import captured
 
-from graphrt import (
-    BatchDescriptor,
+from graphrt import BatchDescriptor, PrometheusObserver, Reason, RuntimeMode
+from graphrt.batch import UBatchReason
+from graphrt.errors import ConfigError, MissingExtraError
+from graphrt.events import (
     CaptureEnded,
     CaptureFailed,
     KeysChanged,
-    PrometheusObserver,
+    MemoryTaken,
     RanEager,
-    Reason,
     Replayed,
     Retired,
-    RuntimeMode,
     Verified,
 )
-from graphrt.batch import UBatchReason
-from graphrt.errors import ConfigError, MissingExtraError
-from graphrt.events import MemoryTaken
 from graphrt.report.prometheus import HOST_SECONDS_BOUNDS
 
 KEY = BatchDescriptor(8)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 from report_events import metrics_of
 
-from graphrt import RanEager, Reason, Replayed, RuntimeMode
+from graphrt import Reason, RuntimeMode
+from graphrt.events import RanEager, Replayed
 from graphrt.report import TokenSeries
 
 NUM_BINS = 256

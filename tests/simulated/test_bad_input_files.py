@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from graphrt import read_trace
 from graphrt.cli.files import read_batches, read_config
 from graphrt.errors import BatchError, ConfigError, TraceError
+from graphrt.planner import read_trace
 from graphrt_llm import EngineConfig
 from graphrt_llm.errors import EngineConfigError, ModelConfigError, WeightsFileError
 from graphrt_llm.models import CausalLM, ModelConfig

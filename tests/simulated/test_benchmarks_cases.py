@@ -40,14 +40,8 @@ from benchmarks.harness import CannotRunError, Case, Row, row, time_host
 from benchmarks.models import DecodeStep, small_runtime
 from benchmarks.table import number_of
 
-from graphrt import (
-    CompilationConfig,
-    GraphLibrary,
-    Runtime,
-    RuntimeMode,
-    SimulatedDevice,
-    TraceRequest,
-)
+from graphrt import CompilationConfig, GraphLibrary, Runtime, RuntimeMode, SimulatedDevice
+from graphrt.planner import TraceRequest
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.models import ModelConfig

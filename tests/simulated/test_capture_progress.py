@@ -7,7 +7,8 @@ import logging
 import pytest
 from tests.lab import RuntimeLab, Toy
 
-from graphrt import CaptureBegan, CaptureEnded, KeysChanged, LoggingObserver, Reason
+from graphrt import LoggingObserver, Reason
+from graphrt.events import CaptureBegan, CaptureEnded, KeysChanged
 
 
 class FailsAt4(Toy):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from graphrt import (
     BatchDescriptor,
-    CaptureFailed,
     CaptureJob,
     ForwardContext,
     GraphBudget,
@@ -36,6 +35,7 @@ from graphrt.errors import (
     LibraryClosedError,
     TooManyFailuresError,
 )
+from graphrt.events import CaptureFailed
 from graphrt.graphs.gc_pause import is_heap_frozen
 from lab import FULL, KEY, NONE, PIECEWISE, Lab
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphrt import BatchDescriptor, Invalidated, TensorStateGuard, break_point
+from graphrt import BatchDescriptor, TensorStateGuard, break_point
 from graphrt.errors import (
     EscapedAllocationError,
     InvalidProgramError,
     StateAdvancedError,
 )
+from graphrt.events import Invalidated
 from graphrt.graphs.held import modules_of
 from lab import FULL, KEY, PIECEWISE, Lab
 

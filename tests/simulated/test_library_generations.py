@@ -17,7 +17,6 @@ from graphrt import (
     BufferSpec,
     GraphBudget,
     GraphLibrary,
-    Retired,
     SimulatedDevice,
     break_point,
 )
@@ -36,6 +35,7 @@ from graphrt.errors import (
     RetiredProgramError,
     SuspendedError,
 )
+from graphrt.events import Retired
 from lab import FULL, KEY, PIECEWISE, Lab, in_a_child
 
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings, strategies as st
 from llm_adapters import merge, record_logits, save_peft
 from llm_traffic import MODES, engine_config, prompt
 
-from graphrt import CompilationConfig, RanEager, Reason, Replayed, RuntimeConfig
+from graphrt import CompilationConfig, Reason, RuntimeConfig
+from graphrt.events import RanEager, Replayed
 from graphrt_llm import (
     EngineConfig,
     FinishReason,

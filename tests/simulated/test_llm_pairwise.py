@@ -18,13 +18,12 @@ from graphrt import (
     CompilationConfig,
     CUDAGraphDispatcher,
     Facts,
-    RanEager,
-    Replayed,
     RuntimeConfig,
     RuntimeMode,
     resolve,
 )
 from graphrt.errors import ConfigError
+from graphrt.events import RanEager, Replayed
 from graphrt_llm import (
     EngineConfig,
     LLMEngine,

@@ -21,8 +21,9 @@ from llm_traffic import (
     serve,
 )
 
-from graphrt import Captured, Event, Reason, RuntimeMode
+from graphrt import Event, Reason, RuntimeMode
 from graphrt.errors import GraphrtError
+from graphrt.events import Captured
 from graphrt_llm import FinishReason, LLMEngine, SamplingParams
 from graphrt_llm.errors import (
     RequestError,

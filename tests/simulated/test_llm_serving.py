@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from graphrt import CompilationConfig, RuntimeConfig, TraceRequest
+from graphrt import CompilationConfig, RuntimeConfig
+from graphrt.planner import TraceRequest
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams, fit_to_context, serve
 from graphrt_llm.errors import EngineStateError, RequestError
 from graphrt_llm.serving import prompt_tokens

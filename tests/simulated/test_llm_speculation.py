@@ -12,16 +12,9 @@ import torch
 from llm_adapters import record_logits
 from llm_traffic import MODES, TRAFFIC, check_same_tokens, engine_config, serve
 
-from graphrt import (
-    CompilationConfig,
-    PaddingVerified,
-    RanEager,
-    Replayed,
-    RuntimeConfig,
-    RuntimeMode,
-    generate_azure_like,
-    read_trace,
-)
+from graphrt import CompilationConfig, RuntimeConfig, RuntimeMode
+from graphrt.events import PaddingVerified, RanEager, Replayed
+from graphrt.planner import generate_azure_like, read_trace
 from graphrt_llm import EngineConfig, LLMEngine, ModelConfig, SamplingParams, serve as serve_trace
 from graphrt_llm.errors import EngineConfigError
 

@@ -9,8 +9,9 @@ from typing import ClassVar
 import pytest
 from llm_traffic import MODES, engine_config, prompt
 
-from graphrt import AttentionSupport, BatchDescriptor, RanEager, Reason, Replayed, RuntimeMode
+from graphrt import AttentionSupport, BatchDescriptor, Reason, RuntimeMode
 from graphrt.errors import ConfigError
+from graphrt.events import RanEager, Replayed
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams, register_attention_backend
 from graphrt_llm.attention.sdpa import SdpaAttention
 

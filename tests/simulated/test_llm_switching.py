@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 from llm_traffic import MODES, TRAFFIC, engine_config, serve
 from test_llm_attention_registered import PlainAttention
 
-from graphrt import Event, Reason, RuntimeMode, StepMetrics, Withdrawn
+from graphrt import Event, Reason, RuntimeMode, StepMetrics
+from graphrt.events import Withdrawn
 from graphrt_llm import KVCache, Limits, LLMEngine, assembly, register_attention_backend
 from graphrt_llm.attention import SwitchingAttention
 from graphrt_llm.attention.building import ProcessBuild

@@ -14,7 +14,6 @@ from graphrt import (
     Example,
     OutputSpec,
     Padding,
-    PaddingVerified,
     Reason,
     Runtime,
     RuntimeConfig,
@@ -31,6 +30,7 @@ from graphrt.errors import (
     UnverifiedWarning,
     VerificationError,
 )
+from graphrt.events import PaddingVerified
 
 X = BufferSpec("x", ("tokens", 3), torch.float32)
 SLOTS = BufferSpec("slots", ("tokens",), torch.int64, Padding.fill(31))

@@ -8,21 +8,14 @@ from test_runner_run import batch, encoder, make, tokens_runner
 
 from graphrt import (
     BufferSpec,
-    Captured,
-    CaptureFailed,
     CUDAGraphRunner,
     GraphLibrary,
-    Invalidated,
-    KeysChanged,
     OutputSpec,
     Padding,
-    RanEager,
     Reason,
-    Replayed,
     RuntimeMode,
     SimulatedDevice,
     TensorStateGuard,
-    Verified,
     break_point,
 )
 from graphrt.errors import (
@@ -33,6 +26,15 @@ from graphrt.errors import (
     StateAdvancedError,
     StaticBufferError,
     VerificationError,
+)
+from graphrt.events import (
+    Captured,
+    CaptureFailed,
+    Invalidated,
+    KeysChanged,
+    RanEager,
+    Replayed,
+    Verified,
 )
 
 FULL = RuntimeMode.FULL

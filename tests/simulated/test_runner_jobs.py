@@ -18,10 +18,10 @@ from graphrt import (
     RuntimeMode,
     SimulatedDevice,
     TensorStateGuard,
-    Verified,
     capture_all,
 )
 from graphrt.errors import ConfigError, EmptyCaptureError, VerificationError
+from graphrt.events import Verified
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 KEYS = [BatchDescriptor(n) for n in (4, 2)]

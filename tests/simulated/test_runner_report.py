@@ -251,7 +251,8 @@ def test_explain_above_the_maximum_says_by_how_much_and_how_often() -> None:
         assert "9 tokens are 1 above the largest captured size, 8." in text
         assert "2 eager for this reason, of 9 to 12 tokens" in text
         whole = explain(lab.runtime.report())
-        assert "12 tokens are 4 above the largest captured size, 8." in whole
+        assert "12 tokens are 4 above the largest captured size, 8" in whole
+        assert "To change ABOVE_MAX: " in whole
 
 
 def test_strict_step_that_missed_is_counted() -> None:

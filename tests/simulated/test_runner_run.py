@@ -16,9 +16,7 @@ from graphrt import (
     Example,
     OutputSpec,
     Padding,
-    RanEager,
     Reason,
-    Replayed,
     RuntimeMode,
     break_point,
 )
@@ -31,6 +29,7 @@ from graphrt.errors import (
     StaleOutputError,
     StaticBufferError,
 )
+from graphrt.events import RanEager, Replayed
 
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE
 WIDTH = 3

@@ -9,7 +9,8 @@ import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphrt import Captured, GraphrtError, Retired, Verified
+from graphrt import GraphrtError
+from graphrt.events import Captured, Retired, Verified
 from lab import MAX_REQS, MAX_TOKENS, POLICIES, RuntimeLab, Toy, assert_equal
 
 BATCHES = st.integers(1, MAX_TOKENS).flatmap(

@@ -9,19 +9,9 @@ from array import array
 import pytest
 import torch
 
-from graphrt import (
-    Captured,
-    CaptureFailed,
-    PaddingVerified,
-    RanEager,
-    Reason,
-    Retired,
-    SimulatedDevice,
-    TensorStateGuard,
-    Verified,
-    break_point,
-)
+from graphrt import Reason, SimulatedDevice, TensorStateGuard, break_point
 from graphrt.errors import ConfigError, GraphMemoryError, StateAdvancedError, TooManyFailuresError
+from graphrt.events import Captured, CaptureFailed, PaddingVerified, RanEager, Retired, Verified
 from lab import (
     FULL,
     NONE,

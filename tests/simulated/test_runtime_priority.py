@@ -15,18 +15,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import rule
 from test_runtime_anything import Life
 
-from graphrt import (
-    BatchDescriptor,
-    Captured,
-    CaptureFailed,
-    GraphrtError,
-    KeysChanged,
-    Reason,
-    Retired,
-    RuntimeMode,
-    Verified,
-    Workspace,
-)
+from graphrt import BatchDescriptor, GraphrtError, Reason, RuntimeMode, Workspace
 from graphrt.errors import (
     ConfigError,
     LibraryClosedError,
@@ -34,6 +23,7 @@ from graphrt.errors import (
     StaleOutputError,
     VerificationError,
 )
+from graphrt.events import Captured, CaptureFailed, KeysChanged, Retired, Verified
 from graphrt.graphs.gc_pause import MOST_IMMORTAL, is_heap_frozen
 from lab import (
     FULL,

@@ -12,14 +12,13 @@ from graphrt import (
     CUDAGraphMode,
     OutputSpec,
     Padding,
-    RanEager,
     Reason,
-    Replayed,
     Runtime,
     RuntimeConfig,
     resolve,
 )
 from graphrt.errors import BatchError, ConfigError, InputMismatchError, StaticBufferError
+from graphrt.events import RanEager, Replayed
 from lab import (
     FULL,
     INPUTS,

@@ -14,15 +14,14 @@ from graphrt import (
     BufferSpec,
     OutputSpec,
     Padding,
-    RanEager,
     Reason,
-    Replayed,
     RuntimeMode,
     break_point,
     get_forward_context,
     no_breaks,
 )
 from graphrt.errors import BatchError, ConfigError, InputMismatchError, MissError, StaleOutputError
+from graphrt.events import RanEager, Replayed
 from graphrt.runner import CaptureJob
 from lab import (
     FULL,

@@ -18,9 +18,7 @@ from graphrt import (
     Example,
     OutputSpec,
     Padding,
-    RanEager,
     Reason,
-    Replayed,
     Runtime,
     RuntimeConfig,
     StepMetrics,
@@ -29,6 +27,7 @@ from graphrt import (
 )
 from graphrt.batch import UBatchReason
 from graphrt.errors import BatchError, ConfigError, VerificationError
+from graphrt.events import RanEager, Replayed
 from graphrt.parallel import RankVote, SplitRules, agree, settle
 from graphrt.runner import CUDAGraphRunner
 from graphrt.ubatch import wants_split
@@ -338,7 +337,7 @@ def test_metrics_count_splits_and_why_not() -> None:
 
 
 def test_size_that_is_not_faster_in_micro_batches_is_not_split(monkeypatch: Any) -> None:
-    module = sys.modules["graphrt.runtime.runtime"]
+    module = sys.modules["graphrt.runtime.splitting"]
     monkeypatch.setattr(module, "_TIMED_DEVICES", ("simulated",))
     timed = []
 

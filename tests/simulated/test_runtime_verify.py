@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt import (
-    BufferSpec,
-    CaptureFailed,
-    PaddingVerified,
-    Reason,
-    Replayed,
-    TensorStateGuard,
-    Verified,
-    get_forward_context,
-)
+from graphrt import BufferSpec, Reason, TensorStateGuard, get_forward_context
 from graphrt.errors import VerificationError
+from graphrt.events import CaptureFailed, PaddingVerified, Replayed, Verified
 from lab import FULL, INPUTS, NONE, SIZES, RuntimeLab, Toy, assert_equal, example, values
 
 ROWS = {"rows": "tokens"}

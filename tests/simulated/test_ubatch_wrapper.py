@@ -19,7 +19,6 @@ from graphrt import (
     CaptureJob,
     ForwardContext,
     OutputSpec,
-    RanEager,
     Reason,
     get_forward_context,
     ubatch,
@@ -35,6 +34,7 @@ from graphrt.errors import (
     UBatchBusyError,
     VerificationError,
 )
+from graphrt.events import RanEager
 from graphrt.ubatch import InputAxes, UBatchWrapper, make_slices
 
 CONFIG = UBatchConfig(num_ubatches=2, decode_token_threshold=2, prefill_token_threshold=2)

@@ -32,7 +32,6 @@ from graphrt import (
     CaptureJob,
     CUDAGraphRunner,
     GraphLibrary,
-    Invalidated,
     OutputSpec,
     Reason,
     RuntimeMode,
@@ -42,6 +41,7 @@ from graphrt import (
     capture_program,
 )
 from graphrt.errors import InvalidProgramError, MissError, VerificationError
+from graphrt.events import Invalidated
 from graphrt.graphs import frozen_heap
 from graphrt.graphs.reachable import Walk
 from lab import KEY, Lab

@@ -5,6 +5,7 @@ three types, all frozen.
 """
 
 from graphrt.config.compilation import CompilationConfig, CompilationLevel, PassConfig
+from graphrt.config.environment import RankVariables, environment_of_rank, rank_variables
 from graphrt.config.options import (
     AttentionSupport,
     Facts,
@@ -14,7 +15,6 @@ from graphrt.config.options import (
     UBatchConfig,
 )
 from graphrt.config.plan import Adjustment, CompilePlan, Plan, Resolved
-from graphrt.config.ranks import RankVariables, environment_of_rank, rank_variables
 from graphrt.config.resolution import resolve
 
 __all__ = [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from difflib import get_close_matches
 from enum import Enum
 from functools import wraps
+from numbers import Real
 from pathlib import Path
 from reprlib import Repr
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
@@ -221,3 +222,36 @@ def from_mapping(kind: type) -> BeforeValidator:
         return kind(**value) if is_named else value  # type: ignore[arg-type]  # as asked above
 
     return BeforeValidator(build)
+
+
+# --- Arguments of constructors that are no config classes
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Errors: ``ConfigError`` for a value that is none of ``choices``."""
+    if value not in choices:
+        raise ConfigError(
+            name,
+            expected=" or ".join(map(repr, choices)),
+            found=repr(value),
+            do="choose one of them",
+        )
+
+
+def check_callable(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what cannot be called."""
+    if not callable(value):
+        found = type(value).__qualname__
+        raise ConfigError(name, expected="a callable", found=found, do="pass one")
+
+
+def check_number(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what is no number >= 0."""
+    if not isinstance(value, Real) or not float(value) >= 0:
+        raise ConfigError(name, expected="a number >= 0", found=repr(value), do="correct it")
+
+
+def check_count(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what is no integer >= 1."""
+    if type(value) is not int or value < 1:
+        raise ConfigError(name, expected="an integer >= 1", found=repr(value), do="correct it")

@@ -1,12 +1,14 @@
-"""What the environment says: read here alone, once for each ``resolve``."""
+"""What the environment says: read here alone; the options of a plan once for each ``resolve``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from graphrt.errors import ConfigError
 
 
 class Environment(NamedTuple):
@@ -54,3 +56,52 @@ def environment_entries() -> dict[bytes, bytes]:
     """The variables of the process by their encoded names, as they are kept: never a copy."""
     entries: dict[bytes, bytes] = vars(os.environ)["_data"]
     return entries
+
+
+class RankVariables(NamedTuple):
+    """Which rank a process is, as torchrun tells it.
+
+    ``rank``: Of all ranks.
+    ``world``: How many there are.
+    ``local_rank``: Of those on this machine: the number of its GPU.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def rank_variables() -> RankVariables | None:
+    """Which rank this process was started as, by torchrun or ``launch_ranks``; None: as none.
+
+    Errors: ``ConfigError`` for variables that are no such numbers.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if "WORLD_SIZE" not in given or "RANK" not in given:
+        return None
+    try:
+        rank, world = int(given["RANK"]), int(given["WORLD_SIZE"])
+        found = RankVariables(rank, world, int(given.get("LOCAL_RANK", rank)))
+    except ValueError:
+        found = RankVariables(-1, -1, -1)
+    if not (0 <= found.rank < found.world and found.local_rank >= 0):
+        raise ConfigError(
+            "the rank variables",
+            expected="0 <= RANK < WORLD_SIZE, and LOCAL_RANK >= 0",
+            found=", ".join(f"{name}={value}" for name, value in given.items()),
+            do="start with torchrun, or unset them",
+        )
+    return found
+
+
+def environment_of_rank(rank: int, world: int, port: int) -> Mapping[str, str]:
+    """This process's environment with the variables of one rank on this machine."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

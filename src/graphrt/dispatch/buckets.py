@@ -33,12 +33,13 @@ class BucketDispatcher:
 
     ``axes``: name -> sizes (any order; stored ascending, once each); the first named axis is the
     key's ``num_tokens``. There is one key for every combination of sizes, largest volume first.
-    ``mode`` must treat all calls alike: FULL, PIECEWISE or NONE. ``unavailable`` and ``variant`` as
-    for ``CUDAGraphDispatcher``. Raises ``ConfigError`` for an axis without sizes, a mode of two
-    different routines, more than 2**16 keys, or a wrong ``unavailable``.
+    All calls are treated alike: with ``mode`` FULL_AND_PIECEWISE the first of the two that has a
+    graph serves, FULL first. ``unavailable`` and ``variant`` as for ``CUDAGraphDispatcher``. Raises
+    ``ConfigError`` for an axis without sizes, FULL_DECODE_ONLY, more than 2**16 keys, or a wrong
+    ``unavailable``.
     """
 
-    __slots__ = ("_mode", "_served", "_variant", "axes", "keys")
+    __slots__ = ("_modes", "_served", "_variant", "axes", "keys")
 
     def __init__(
         self,
@@ -57,14 +58,15 @@ class BucketDispatcher:
                     found=repr(list(axes[name])),
                     do="list the sizes this axis is padded to",
                 )
-        if not axes or mode.separate_routine():
+        if not axes or mode is CUDAGraphMode.FULL_DECODE_ONLY:
             raise ConfigError(
                 "bucket dispatch",
-                expected="at least one axis, and mode FULL, PIECEWISE or NONE",
+                expected="at least one axis, and a mode other than FULL_DECODE_ONLY",
                 found=f"axes {list(axes)}, mode {mode.name}",
                 do="name the axes that vary; a bucketed call has no decode routine of its own",
             )
-        num_keys = prod(len(listed) for listed in self.axes.values())
+        self._modes = sorted({*mode.value} - {RuntimeMode.NONE}, reverse=True)
+        num_keys = prod(len(listed) for listed in self.axes.values()) * max(1, len(self._modes))
         if num_keys > MOST_KEYS:
             raise ConfigError(
                 "bucket dispatch",
@@ -73,17 +75,17 @@ class BucketDispatcher:
                 do="list fewer sizes: a call is padded to the next one",
             )
         self._variant = variant
-        self._mode = mode.mixed_mode()
-        self.keys: tuple[tuple[RuntimeMode, BatchDescriptor], ...] = ()
-        """Every key with its mode, in capture order."""
-        if self._mode is not RuntimeMode.NONE:
-            combinations = list(product(*self.axes.values()))
-            combinations.sort(key=lambda sizes: (prod(sizes), sizes), reverse=True)
-            self.keys = tuple((self._mode, self._describe(sizes)) for sizes in combinations)
+        order = sorted(
+            product(*self.axes.values()), key=lambda sizes: (prod(sizes), sizes), reverse=True
+        )
+        self.keys: tuple[tuple[RuntimeMode, BatchDescriptor], ...] = tuple(
+            (each, self._describe(sizes)) for each in reversed(self._modes) for sizes in order
+        )
+        """Every key with its mode, in capture order: PIECEWISE before FULL."""
         missing = check_keys(unavailable, self.keys)
-        # Padded sizes -> (decision of an exact call, decision of a padded one), or why not.
+        # Mode and padded sizes -> (decision of an exact call, that of a padded one), or why not.
         self._served: dict[object, tuple[Decision, Decision] | Reason] = {
-            item[1].variant: missing.get(
+            (item[0], item[1].variant): missing.get(
                 item, (Decision(*item, Reason.HIT), Decision(*item, Reason.PADDED))
             )
             for item in self.keys
@@ -99,29 +101,26 @@ class BucketDispatcher:
         or an ``exclude`` that holds no modes.
         """
         real = self._in_order(sizes)
-        is_excluded = self._mode in check_modes(exclude)
-        if self._mode is RuntimeMode.NONE:
+        excluded = check_modes(exclude)
+        if not self._modes:
             return self._none(real, Reason.MODE_NONE)
         if any(size > listed[-1] for size, listed in zip(real, self.axes.values(), strict=True)):
             return self._none(real, Reason.ABOVE_MAX)
-        if is_excluded:
-            return self._none(real, Reason.EXCLUDED)
         padded = tuple(
             listed[bisect_left(listed, size)]
             for size, listed in zip(real, self.axes.values(), strict=True)
         )
-        served = self._served[BucketKey(padded, self._variant)]
-        if isinstance(served, Reason):
-            return self._none(real, served)
-        exact, rounded_up = served
-        return exact if padded == real else rounded_up
-
-    def key_of(self, sizes: Mapping[str, int]) -> BatchDescriptor:
-        """The key of exactly these axis sizes, whether they are listed or not.
-
-        Raises ``BatchError`` for a missing or unknown axis, or a size that is no integer >= 0.
-        """
-        return self._describe(self._in_order(sizes))
+        why = Reason.EXCLUDED
+        for mode in self._modes:
+            if mode in excluded:
+                continue
+            served = self._served[mode, BucketKey(padded, self._variant)]
+            if not isinstance(served, Reason):
+                exact, rounded_up = served
+                return exact if padded == real else rounded_up
+            # Of the best mode that is not excluded.
+            why = served if why is Reason.EXCLUDED else why
+        return self._none(real, why)
 
     def _in_order(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         if sizes.keys() != self.axes.keys():

@@ -20,6 +20,7 @@ from graphrt.errors import BatchError, ConfigError
 
 NOTHING: frozenset[RuntimeMode] = frozenset()
 EVERY_MODE = frozenset(RuntimeMode)
+_SETS = (frozenset, set)
 
 Unavailable = Mapping[tuple[RuntimeMode, BatchDescriptor], Reason]
 """Keys without a graph, and why: NOT_CAPTURED_YET, CAPTURE_FAILED, INVALIDATED."""
@@ -28,9 +29,11 @@ Unavailable = Mapping[tuple[RuntimeMode, BatchDescriptor], Reason]
 class _Row(NamedTuple):
     """Every decision for one kind of batch."""
 
-    decisions: list[Decision | Reason]
-    """For 0, 1, 2, ... tokens, up to the largest size of any graph for this kind of batch. Why a
-    batch runs eager, until the first one of its size: such a decision contains the size."""
+    decisions: list[Decision | None]
+    """For 0, 1, 2, ... tokens, up to the largest size of any graph for this kind of batch. None
+    where it runs eager, until the first one of its size: such a decision contains the size."""
+    reasons: list[Reason]
+    """For as many tokens: why a batch runs eager, where it does."""
     beyond: Reason
     """Why a larger batch runs eager."""
 
@@ -110,18 +113,18 @@ class CUDAGraphDispatcher:
         minimum, too many adapters, or an ``exclude`` that holds no modes.
         """
         # Two list look-ups for an ordinary batch. Everything else, errors included, is left to
-        # _decide; only negative numbers would index silently. A caller's own empty frozenset equals
-        # the default but is another object, and `not exclude` would accept None.
+        # _decide; only negative numbers would index silently. A caller's own empty frozenset is
+        # another object than the default, and `not exclude` alone would accept None.
         try:
             if (
-                (exclude is NOTHING or exclude == NOTHING)
+                (exclude is NOTHING or (not exclude and type(exclude) in _SETS))
                 and num_ubatches == 1
                 and num_tokens >= 0
                 and num_active_loras >= 0
             ):
-                rows = self._decode_rows if uniform else self._mixed_rows
-                found = rows[num_active_loras][num_tokens]
-                if type(found) is Decision:
+                row = (self._decode_rows if uniform else self._mixed_rows)[num_active_loras]
+                found = row[num_tokens]
+                if found is not None:
                     return found
         except (IndexError, TypeError, ValueError):
             pass  # A wrong argument, or a batch larger than any graph.
@@ -145,12 +148,12 @@ class CUDAGraphDispatcher:
                 found=str(count),
                 do="split the batch, or resolve a plan with a larger max_loras",
             )
-        decisions, beyond = self._row(uniform, count, check_modes(exclude), ubatches)
-        found = decisions[tokens] if tokens < len(decisions) else beyond
-        if isinstance(found, Reason):
-            found = self._none(tokens, count, ubatches, found)
-            if tokens < len(decisions):
-                decisions[tokens] = found
+        decisions, reasons, beyond = self._row(uniform, count, check_modes(exclude), ubatches)
+        if tokens >= len(decisions):
+            return self._none(tokens, count, ubatches, beyond)
+        found = decisions[tokens]
+        if found is None:
+            found = decisions[tokens] = self._none(tokens, count, ubatches, reasons[tokens])
         return found
 
     def _row(
@@ -172,19 +175,22 @@ class CUDAGraphDispatcher:
         families = [family for family in found if family is not None]
         beyond = Reason.ABOVE_MAX if families else Reason.NO_KEY if kinds else Reason.MODE_NONE
 
-        decisions: list[Decision | Reason] = []
+        decisions: list[Decision | None] = []
+        reasons: list[Reason] = []
         # From one listed size to the next every batch has the same key.
         sizes = sorted({size for family in families for size in family.sizes})
         for below, size in pairwise([-1, *sizes]):
             best = self._best(families, size, exclude)
             if isinstance(best, Reason):
-                decisions += [best] * (size - below)
+                decisions += [None] * (size - below)
+                reasons += [best] * (size - below)
                 continue
             mode, key = best
             decisions += [Decision(mode, key, Reason.PADDED)] * (size - below)
+            reasons += [Reason.PADDED] * (size - below)
             if key.num_tokens == size and key.num_active_loras == count:
                 decisions[-1] = Decision(mode, key, Reason.HIT)
-        return self._rows.setdefault(name, _Row(decisions, beyond))
+        return self._rows.setdefault(name, _Row(decisions, reasons, beyond))
 
     def _family(
         self, mode: RuntimeMode, uniform: bool, count: int, num_ubatches: int

@@ -56,14 +56,18 @@ class BoundBuffers:
                   waiting: pin them, and do not rewrite them before an event of yours says so.
         Errors:   ``InputMismatchError`` before anything is written.
         """
-        if torch.is_grad_enabled():
-            # A source that requires grad would make the buffer part of its graph.
-            try:
-                set_grad_enabled(False)
-                self.stage(n, values)
-            finally:
-                set_grad_enabled(True)
+        if not torch.is_grad_enabled():
+            self.stage_without_grad(n, values)
             return
+        # A source that requires grad would make the buffer part of its graph.
+        set_grad_enabled(False)
+        try:
+            self.stage_without_grad(n, values)
+        finally:
+            set_grad_enabled(True)
+
+    def stage_without_grad(self, n: Sizes, values: Mapping[str, torch.Tensor]) -> None:
+        """As ``stage``, for callers that have gradients off: a step asks for that once."""
         owner = self._owner
         try:
             names = tuple(values)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from graphrt.config.checked import check_choice
 from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError
 from graphrt.graphs.buffers import Sizes
 from graphrt.graphs.bufferspec import remember
@@ -60,13 +61,7 @@ class OutputSpec:
         *,
         chosen_from: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        if policy not in ("view", "clone", "checked_view"):
-            raise ConfigError(
-                "output policy",
-                expected="view, clone or checked_view",
-                found=repr(policy),
-                do="pick one",
-            )
+        check_choice("output policy", policy, ("view", "clone", "checked_view"))
         self.policy: OutputPolicy = policy
         self.chosen_from = MappingProxyType(dict(chosen_from))
         self.axes: Mapping[str, Mapping[int, Length]] | None = None

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.config.checked import check_choice
 from graphrt.context import CaptureContext, ForwardContext
 from graphrt.device.base import Device, Stream
 from graphrt.errors import ConfigError
@@ -76,10 +77,10 @@ class CaptureOptions:
     weak_outputs: bool = True
 
     def __post_init__(self) -> None:
-        _require_choice("on_error", self.on_error, ("raise", "skip"))
-        _require_choice("generation", self.generation, ("current", "new", "lazy"))
-        _require_choice("checks", self.checks, ("all", "none"))
-        _require_choice("observe", self.observe, ("ends", "always", "never", None))
+        check_choice("on_error", self.on_error, ("raise", "skip"))
+        check_choice("generation", self.generation, ("current", "new", "lazy"))
+        check_choice("checks", self.checks, ("all", "none"))
+        check_choice("observe", self.observe, ("ends", "always", "never", None))
         if self.warmups < 0:
             raise ConfigError(
                 "warmups", expected="0 or more", found=str(self.warmups), do="correct it"
@@ -163,7 +164,7 @@ class CaptureScope:
         The environment of a warm-up is kept and compared with that of the capture.
         """
         # Another value is no wrapper's mode: nothing would be captured, without an error.
-        _require_choice("mode of a step", mode, tuple(RuntimeMode))
+        check_choice("mode of a step", mode, tuple(RuntimeMode))
         self.prepare_for_capture(key)
         environment = CaptureEnvironment.read(self.device)
         if mode is RuntimeMode.NONE:
@@ -172,13 +173,3 @@ class CaptureScope:
             self._environments[key].require_equal(environment)
         with CaptureContext(mode, key, capture_scope=self) as context:
             yield context
-
-
-def _require_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            name,
-            expected=" or ".join(str(choice) for choice in choices),
-            found=repr(value),
-            do="choose one",
-        )

@@ -76,6 +76,8 @@ class InputLeaf:
             )
         if self.kind == "host":
             return repr(self.value)
+        if self.kind == "opaque":
+            return self.type.__name__
         keys = f": {', '.join(map(repr, self.value))}" if self.value else ""
         return f"{self.type.__name__} of {self.num_children} entries{keys}"
 
@@ -285,32 +287,28 @@ def _address(tensor: torch.Tensor) -> int | tuple[int, ...]:
     )
 
 
+_COMPARED = {
+    "container": ("kind", "num_children", "type"),
+    "tensor": ("kind", "address", "shape", "stride", "dtype", "is_conj", "is_neg"),
+    "opaque": ("kind",),
+}
+"""What of a leaf has to be as at capture; of a host value, and of a dict's keys, the value."""
+
+
 def _compare_leaf(subject: str, expected: InputLeaf, found: InputLeaf) -> None:
-    if expected.kind == found.kind == "opaque":
+    is_same_value = expected.kind == found.kind and same_host_value(expected.value, found.value)
+    if expected.kind == "host":
+        if not is_same_value:
+            raise UnkeyedValueError(
+                f"{subject}: {expected.path}",
+                expected=f"{expected.value!r}, the value that was captured",
+                found=found.describe(),
+                do="put it in the key's `variant` or pass a tensor",
+            )
         return
-    if expected.kind == "host" and not (
-        found.kind == "host" and same_host_value(expected.value, found.value)
-    ):
-        raise UnkeyedValueError(
-            f"{subject}: {expected.path}",
-            expected=f"{expected.value!r}, the value that was captured",
-            found=found.describe(),
-            do="put it in the key's `variant` or pass a tensor",
-        )
-    facts: tuple[str, ...] = ("kind", "num_children") if expected.kind == "container" else ()
-    if expected.kind == "tensor":
-        facts = ("kind", "address", "shape", "stride", "dtype", "is_conj", "is_neg")
-    differs = any(getattr(expected, fact) != getattr(found, fact) for fact in facts)
-    if expected.kind == "container":
-        differs = (
-            differs
-            or expected.type is not found.type
-            or not same_host_value(expected.value, found.value)
-        )
-    if differs:
+    facts = _COMPARED[expected.kind]
+    if not is_same_value or any(getattr(expected, fact) != getattr(found, fact) for fact in facts):
         raise _stale(subject, expected.path, expected.describe(), found.describe())
-    if expected.kind == "opaque" and found.kind != "opaque":
-        raise _stale(subject, expected.path, expected.type.__name__, found.describe())
 
 
 def _stale(subject: str, path: str, expected: str, found: str) -> StaleInputError:

@@ -15,7 +15,7 @@ from graphrt.report.metrics import (
     TokenSeries,
 )
 from graphrt.report.page import ReportPage, check_report_path, render_report, write_report
-from graphrt.report.progress import ProgressBars
+from graphrt.report.progress import Progress, ProgressBars, shown
 from graphrt.report.prometheus import PrometheusObserver
 from graphrt.report.tables import (
     PolicyRun,
@@ -37,6 +37,7 @@ __all__ = [
     "LoggingObserver",
     "Metrics",
     "PolicyRun",
+    "Progress",
     "ProgressBars",
     "PrometheusObserver",
     "ReportPage",
@@ -53,6 +54,7 @@ __all__ = [
     "lora_table",
     "miss_table",
     "render_report",
+    "shown",
     "size_text",
     "summarize_runs",
     "time_text",

@@ -51,10 +51,16 @@ _FIRST, _LAST = (math.ceil(math.log(bound) * _SCALE) for bound in RANGE)
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """A finished distribution, in the unit of its samples. The default is the empty one."""
+    """A finished distribution, in the unit of its samples. The default is the empty one.
+
+    ``buckets``: (bucket, samples in it), ascending, without empty buckets.
+    ``count``: Of all samples.
+    ``total``: Their sum.
+    ``minimum``: The smallest; infinite without samples.
+    ``maximum``: The largest; minus infinity without samples.
+    """
 
     buckets: tuple[tuple[int, int], ...] = ()
-    """(bucket, samples in it), ascending, without empty buckets."""
     count: int = 0
     total: float = 0.0
     minimum: float = math.inf
@@ -170,15 +176,17 @@ class TokenSeries:
 
     While steps are few each has its own bin; when the bins are full, neighbours merge and every bin
     then holds twice as many steps. Totals stay exact. The default is the empty series.
+
+    ``num_steps``: Steps in the series.
+    ``steps_per_bin``: A power of two; the last bin may hold fewer.
+    ``tokens``: Unpadded tokens of each bin, equally many bins for each mode.
     """
 
     num_steps: int = 0
     steps_per_bin: int = 1
-    """A power of two; the last bin may hold fewer."""
     tokens: Mapping[RuntimeMode, tuple[int, ...]] = field(
         default_factory=lambda: dict.fromkeys(_MODES, ())
     )
-    """Unpadded tokens of each bin, equally many bins for each mode."""
 
     @property
     def edges(self) -> tuple[int, ...]:
@@ -265,7 +273,13 @@ _Kind = tuple[RuntimeMode, int | None, Reason, bool, int, int | None]
 
 
 class StepCounts(NamedTuple):
-    """Sums over steps. Padding is ``num_padded_tokens - num_tokens``; eager steps have none."""
+    """Sums over steps.
+
+    ``steps``: How many.
+    ``uniform_steps``: Those of uniform batches.
+    ``num_tokens``: Without padding.
+    ``num_padded_tokens``: With it; eager steps have none.
+    """
 
     steps: int = 0
     uniform_steps: int = 0

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
+
+from graphrt.batch import BatchDescriptor
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Progress = Callable[[int, int, BatchDescriptor], None]
+"""``progress(done, total, key)``, called after each capture and each first replay."""
 
 
 class ProgressBars:
@@ -43,3 +50,14 @@ class ProgressBars:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._progress.stop()
+
+
+@contextmanager
+def shown(progress: Progress | bool | None, name: str) -> Iterator[Progress | None]:
+    """The callable to tell; for True one that draws a bar on stderr, while this is entered."""
+    if progress is not True:
+        yield progress or None
+        return
+    with ProgressBars() as bars:
+        bars.show(f"{name}: capture", 0, None)  # Warm-ups come first, and are not counted.
+        yield lambda done, total, key: bars.show(f"{name}: capture", done, total)

@@ -12,9 +12,9 @@ An engine that pads by itself names the key: ``runner.run(padded, key=runner.key
 length=64), sizes={"batch": 3, "length": 60})``.
 """
 
+from graphrt.report import Progress
 from graphrt.runner.examples import Example
 from graphrt.runner.jobs import CaptureJob, CaptureReport, Gate, capture_all
-from graphrt.runner.progress import Progress
 from graphrt.runner.report import CapturedGraph, RunnerReport, Subject
 from graphrt.runner.runner import CUDAGraphRunner
 

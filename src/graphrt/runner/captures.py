@@ -17,10 +17,10 @@ from graphrt.events import CaptureBegan, CaptureEnded, MemoryTaken, Observer
 from graphrt.graphs import CaptureOptions, Entry, GraphLibrary, HostSnapshot, too_many_failures
 from graphrt.interrupts import interrupted_between_steps
 from graphrt.parallel import Lockstep
+from graphrt.report import Progress
 from graphrt.runner.executor import Executor
 from graphrt.runner.jobs import CaptureJob, capture_all
 from graphrt.runner.keys import RunnerKeys, missing_text, no_examples_error
-from graphrt.runner.progress import Progress
 from graphrt.runner.report import CaptureMemory, DeviceMemory
 
 Capture = Callable[[Sequence[Entry], CaptureOptions, Progress | None], None]

@@ -266,7 +266,7 @@ class Executor:
             raise self._replaying.refusal(ready.program.title)
         if self._expire is not None:
             self._expire()
-        ready.bound.stage(staged, values)
+        ready.bound.stage_without_grad(staged, values)
         for resource in self._resources:
             resource.prepare(ready.key, step_info)
         if ready.has_autocast or is_any_autocast_enabled():

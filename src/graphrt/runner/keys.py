@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
-from numbers import Real
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.config.checked import check_choice, check_count, check_number
 from graphrt.dispatch import BucketDispatcher, BucketKey
 from graphrt.errors import BatchError, ConfigError, GraphrtError, LibraryClosedError, MissError
 from graphrt.events import KeysChanged
@@ -26,27 +27,6 @@ class Dispatcher(Protocol):
         """Every key with its mode, in capture order, as decisions carry them."""
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Decision: ...
-
-
-class BestOf:
-    """Several dispatchers over the same sizes: the first that has a graph decides."""
-
-    def __init__(self, dispatchers: Sequence[Dispatcher]) -> None:
-        self._dispatchers = dispatchers
-        # In capture order: the least mode first.
-        self.keys = tuple(key for item in reversed(dispatchers) for key in item.keys)
-
-    def dispatch(self, *args: Any, **kwargs: Any) -> Decision:
-        why: Decision | None = None
-        for item in self._dispatchers:
-            decision = item.dispatch(*args, **kwargs)
-            if decision.mode is not RuntimeMode.NONE:
-                return decision
-            # An excluded mode says less than why the next best one does not serve.
-            if why is None or why.reason is Reason.EXCLUDED:
-                why = decision
-        assert why is not None, "there is a dispatcher for each mode"
-        return why
 
 
 @dataclass(frozen=True)
@@ -100,35 +80,57 @@ def closed_error() -> LibraryClosedError:
     )
 
 
-def dispatch_by_sizes(
-    sizes: Mapping[str, Sequence[int]],
-    modes: Sequence[RuntimeMode],
-    unavailable: Mapping[Key, Reason],
-) -> Dispatcher:
-    """A dispatcher over every combination of ``sizes``, the best of ``modes`` first."""
-    made = []
-    for mode in modes:
-        own = {item: why for item, why in unavailable.items() if item[0] is mode}
-        made.append(BucketDispatcher(sizes, CUDAGraphMode[mode.name], unavailable=own))
-    return made[0] if len(made) == 1 else BestOf(made)
+class KeySpace(NamedTuple):
+    """Which keys a runner may have, and what decides between them."""
+
+    modes: tuple[RuntimeMode, ...]
+    """Best first."""
+    capacity: dict[str, int]
+    """Axis -> the largest padded size, in the order of a key's sizes."""
+    make_dispatcher: Callable[..., Dispatcher]
+    """Of the keys that are ``unavailable``, each with the reason."""
+    axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]]
+    """A key's padded sizes; it raises for what cannot be a key."""
+    smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Mapping[str, int]]]
+    """Real sizes of batches that are padded to a key."""
+    may_grow: bool
+    """True if the keys are the caller's."""
 
 
-@dataclass(eq=False)
-class RunnerKeys:
-    """The keys of a runner in capture order, each with what the catalogue says of it.
+def key_space(
+    modes: Sequence[str],
+    sizes: Mapping[str, Sequence[int]] | None,
+    capacity: Mapping[str, int] | None,
+    dispatcher: Callable[..., Dispatcher] | None,
+    axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]] | None,
+    smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Mapping[str, int]]] | None,
+) -> KeySpace:
+    """The keys of every combination of ``sizes``, those of ``dispatcher``, or the caller's.
 
-    ``axis_sizes`` raises for what cannot be a key. ``may_grow``: the keys are the caller's.
+    Errors: ``ConfigError``.
     """
+    served, limits = check_modes(modes), check_capacity(sizes, capacity)
+    sizes_of = axis_sizes or partial(sizes_of_key, limits)
+    if dispatcher is None and sizes is not None:
+        mode = CUDAGraphMode["FULL_AND_PIECEWISE" if len(served) == 2 else served[0].name]
+        dispatcher = partial(BucketDispatcher, sizes, mode)
+    return KeySpace(
+        served,
+        limits,
+        dispatcher or (lambda unavailable: NoDispatcher(no_sizes_error)),
+        sizes_of,
+        smaller_sizes or partial(smaller_by_axis, sizes, sizes_of),
+        may_grow=dispatcher is None,
+    )
 
-    _catalog: Catalog
-    _owner: str
-    _modes: Sequence[RuntimeMode]
-    keys: InitVar[Iterable[Key]]
-    _axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]]
-    _may_grow: bool
 
-    def __post_init__(self, keys: Iterable[Key]) -> None:
-        self.entries = {key: self._catalog.entry(self._owner, *key) for key in keys}
+class RunnerKeys:
+    """The keys of a runner in capture order, each with what the catalogue says of it."""
+
+    def __init__(self, catalog: Catalog, owner: str, space: KeySpace) -> None:
+        self._catalog, self._owner, self._space = catalog, owner, space
+        keys = space.make_dispatcher(unavailable={}).keys
+        self.entries = {key: catalog.entry(owner, *key) for key in keys}
 
     def select(self, keys: Iterable[Key | BatchDescriptor] | None) -> list[Entry]:
         """The entries of ``keys``, in capture order; of all without any.
@@ -141,11 +143,11 @@ class RunnerKeys:
         chosen: dict[Key, None] = {}
         for item in keys:
             if isinstance(item, BatchDescriptor):
-                chosen.update(((mode, item), None) for mode in self._modes)
+                chosen.update(((mode, item), None) for mode in self._space.modes)
             else:
                 chosen[item] = None
         unknown = [item for item in chosen if item not in self.entries]
-        if unknown and not self._may_grow:
+        if unknown and not self._space.may_grow:
             raise ConfigError(
                 "keys to capture",
                 expected="keys of this runner's plan, each with its mode",
@@ -153,8 +155,8 @@ class RunnerKeys:
                 do="take the pairs from `keys` or plan.capture_order",
             )
         for mode, key in unknown:
-            check_choice("mode of a key to capture", mode, self._modes)
-            self._axis_sizes(key)
+            check_choice("mode of a key to capture", mode, self._space.modes)
+            self._space.axis_sizes(key)
         for item in unknown:
             self.entries[item] = self._catalog.entry(self._owner, *item)
         return [entry for item, entry in self.entries.items() if item in chosen]
@@ -164,7 +166,7 @@ class RunnerKeys:
         return any(
             all(real[axis] <= padded[axis] for axis in padded)
             and all(size in (real[axis], padded.get(axis)) for axis, size in found.items())
-            for padded in (self._axis_sizes(key) for _, key in self.entries)
+            for padded in (self._space.axis_sizes(key) for _, key in self.entries)
         )
 
     def pending(self) -> list[Entry]:
@@ -192,7 +194,7 @@ class RunnerKeys:
     def decide(self, key: BatchDescriptor, sizes: Mapping[str, int], *, is_exact: bool) -> Decision:
         """What serves a call whose caller has chosen the key. Counts a key not captured yet."""
         why = Reason.NO_KEY
-        for mode in self._modes:
+        for mode in self._space.modes:
             entry = self.entries.get((mode, key))
             if entry is None:
                 continue
@@ -417,31 +419,14 @@ def check_written_rows(
             )
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Errors: ``ConfigError`` for a value that is none of ``choices``."""
-    if value not in choices:
-        raise ConfigError(
-            name,
-            expected=" or ".join(map(repr, choices)),
-            found=repr(value),
-            do="choose one of them",
-        )
-
-
-def check_callable(name: str, value: object) -> None:
-    """Errors: ``ConfigError`` for what cannot be called."""
-    if not callable(value):
-        found = type(value).__qualname__
-        raise ConfigError(name, expected="a callable", found=found, do="pass one")
-
-
-def check_number(name: str, value: object) -> None:
-    """Errors: ``ConfigError`` for what is no number >= 0."""
-    if not isinstance(value, Real) or not float(value) >= 0:
-        raise ConfigError(name, expected="a number >= 0", found=repr(value), do="correct it")
-
-
-def check_count(name: str, value: object) -> None:
-    """Errors: ``ConfigError`` for what is no integer >= 1."""
-    if type(value) is not int or value < 1:
-        raise ConfigError(name, expected="an integer >= 1", found=repr(value), do="correct it")
+def check_options(
+    verify: object, verify_every: object, tolerance: object, watch: object, on_miss: object
+) -> None:
+    """Errors: ``ConfigError`` for what no runner does."""
+    check_choice("verify", verify, ("first", "off"))
+    check_choice("on_miss", on_miss, ("eager", "strict"))
+    check_choice("watch", watch, ("spread", "always", "off"))
+    if tolerance is not None:
+        check_number("verify_tolerance", tolerance)
+    if verify_every is not None:
+        check_count("verify_every", verify_every)

@@ -297,31 +297,16 @@ def explain_entry(entry: Entry) -> Iterator[str]:
 
 @explain.register
 def _(report: RunnerReport) -> str:
-    return "\n".join(explain_report(report))
-
-
-def explain_report(report: RunnerReport) -> Iterator[str]:
-    """What a report says, in sentences."""
+    """Its tables, and what would change what they say."""
     total = len({(item.mode, item.key) for item in report.graphs} | report.missing.keys())
-    yield f"Graphs serve {total - len(report.missing)} of {total} keys ({report.device} device)."
-    unchecked = [item for item in report.graphs if item.state == "ready" and not item.is_compared]
-    if unchecked:
-        yield f"{len(unchecked)} of them were never compared with eager execution."
-    for reason in dict.fromkeys(report.missing.values()):
-        keys = [key for key, why in report.missing.items() if why is reason]
-        yield f"{_keys(len(keys))} missing ({reason.name}): {reason.meaning}."
+    served = total - len(report.missing)
+    told = [f"Graphs serve {served} of {total} keys ({report.device} device).", str(report)]
+    if Reason.ABOVE_MAX in report.misses:
+        told += above_largest(report.misses[Reason.ABOVE_MAX].largest, report.largest)
+    for reason in dict.fromkeys((*report.missing.values(), *report.misses)):
         if advice(reason):
-            yield f"  To change that: {advice(reason)}."
-        for mode, key in keys:
-            if (mode, key) in report.failures:
-                yield f"  {mode.name} {key}: {report.failures[mode, key]}"
-    for reason, misses in report.misses.items():
-        yield f"{_runs(misses.runs)} eager ({reason.name}), of {misses.ranges()}: {reason.meaning}."
-        if reason is Reason.ABOVE_MAX:
-            lines = above_largest(misses.largest, report.largest)
-            yield from (f"  {line}." for line in lines)
-        if advice(reason):
-            yield f"  To change that: {advice(reason)}."
+            told.append(f"To change {reason.name}: {advice(reason)}.")
+    return "\n".join(told)
 
 
 def _parts(report: RunnerReport) -> Iterator[str]:
@@ -464,7 +449,3 @@ def _change(num_bytes: int) -> str:
 
 def _runs(number: int) -> str:
     return "1 run" if number == 1 else f"{number:,} runs"
-
-
-def _keys(number: int) -> str:
-    return "1 key is" if number == 1 else f"{number} keys are"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from itertools import islice
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -14,10 +13,11 @@ from typing import Any, Literal, Self
 import torch
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
+from graphrt.config.checked import check_callable, check_choice, check_count
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
-from graphrt.dispatch import BucketKey
+from graphrt.dispatch import NOTHING, BucketKey
 from graphrt.errors import (
     BatchError,
     ConfigError,
@@ -44,7 +44,7 @@ from graphrt.graphs import (
 from graphrt.graphs.held import bytes_of
 from graphrt.graphs.values import own_copy
 from graphrt.parallel import Lockstep
-from graphrt.report import StepMetrics
+from graphrt.report import Progress, StepMetrics, shown
 from graphrt.runner.captures import Captures
 from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inputs
 from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph, Varying
@@ -53,26 +53,17 @@ from graphrt.runner.keys import (
     NoDispatcher,
     RunnerKeys,
     batch_key,
-    check_callable,
-    check_capacity,
-    check_choice,
-    check_count,
-    check_modes,
-    check_number,
+    check_options,
     check_outputs,
     check_specs,
     closed_error,
-    dispatch_by_sizes,
     in_order,
+    key_space,
     make_key,
     miss_error,
     no_examples_error,
-    no_sizes_error,
     require_sizes,
-    sizes_of_key,
-    smaller_by_axis,
 )
-from graphrt.runner.progress import Progress, shown
 from graphrt.runner.report import (
     Misses,
     RunnerReport,
@@ -87,9 +78,6 @@ from graphrt.verify import explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
 _EAGER = RuntimeMode.NONE
-
-_NONE: frozenset[RuntimeMode] = frozenset()
-
 
 _FIXED = {"calls": 1}
 """The size along an axis that no input has: where all calls have the same shapes."""
@@ -174,52 +162,25 @@ class CUDAGraphRunner:
         smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]] | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
-        check_choice("verify", verify, ("first", "off"))
-        check_choice("on_miss", on_miss, ("eager", "strict"))
-        check_choice("watch", watch, ("spread", "always", "off"))
-        if library is not None:
-            check_choice("device of a runner in a library", device, ("auto", library.device))
-        if verify_tolerance is not None:
-            check_number("verify_tolerance", verify_tolerance)
-        if verify_every is not None:
-            check_count("verify_every", verify_every)
-        self.fn = fn
-        self.last_decision: Decision | None = None
-        self._has_own_examples = examples is not None
-        self._verify = verify
-        self._verify_every = self._until_verify = verify_every or 0
-        self._compares_padding = False
-        self._is_running = False
-        self._is_strict = on_miss == "strict"
-        self._lockstep = lockstep
-        self._observer = observer
-        self._modes = check_modes(modes)
+        check_options(verify, verify_every, verify_tolerance, watch, on_miss)
         check_callable("the callable of a runner", fn)
         for which, given in (("examples", examples), ("observer", observer)):
             if given is not None:
                 check_callable(which, given)
+        if library is not None:
+            check_choice("device of a runner in a library", device, ("auto", library.device))
         has_keys = bool(sizes or capacity or dispatcher)
         if inputs is None:
             inputs = fixed_inputs(examples, _FIXED, has_keys=has_keys)
         inputs = inputs if callable(inputs) else check_specs(inputs)
         is_fixed = not (has_keys or callable(inputs) or any(spec.axes for spec in inputs))
-        self._fixed = _FIXED if is_fixed else {}
         if is_fixed:
             sizes = {axis: [size] for axis, size in _FIXED.items()}
             outputs = outputs or OutputSpec({})
         check_outputs(outputs)
-        self.capacity = check_capacity(sizes, capacity)
-        """Axis -> the largest padded size, in the order of a key's sizes."""
-        has_own_keys = dispatcher is None and sizes is None
-        if dispatcher is not None:
-            self._make_dispatcher = dispatcher
-        elif sizes is not None:
-            self._make_dispatcher = partial(dispatch_by_sizes, sizes, self._modes)
-        else:
-            self._make_dispatcher = lambda unavailable: NoDispatcher(no_sizes_error)
-        keys = self._make_dispatcher(unavailable={}).keys
-        self._axis_sizes = axis_sizes or partial(sizes_of_key, self.capacity)
-        self._options = CaptureOptions(
+        space = key_space(modes, sizes, capacity, dispatcher, axis_sizes, smaller_sizes)
+        rows = may_overwrite if isinstance(may_overwrite, Mapping) else {}
+        options = CaptureOptions(
             state=state,
             # Of a mapping its keys; what is no list is told apart there.
             may_overwrite=(
@@ -232,9 +193,19 @@ class CUDAGraphRunner:
             observe=observe,
             layers=layers,
         )
-        self._owns_library = library is None
+        self.fn = fn
+        self.last_decision: Decision | None = None
+        self.capacity = space.capacity
+        """Axis -> the largest padded size, in the order of a key's sizes."""
+        self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
+        """The owner of the programs in the library."""
         self.library = library or GraphLibrary(device, observer=observer)
         self.device = self.library.device
+        self._owns_library = library is None
+        self._space, self._options, self._lockstep = space, options, lockstep
+        self._fixed = _FIXED if is_fixed else {}
+        self._has_own_examples = examples is not None
+        self._observer = observer
         with ExitStack() as on_error:
             if self._owns_library:
                 on_error.callback(self.library.close)
@@ -243,44 +214,43 @@ class CUDAGraphRunner:
                 library=self.library,
                 inputs=inputs,
                 declared=outputs,
-                capacity=self.capacity,
-                axis_sizes=self._axis_sizes,
+                capacity=space.capacity,
+                axis_sizes=space.axis_sizes,
                 examples=examples,
-                options=self._options,
+                options=options,
                 tolerance=verify_tolerance,
                 observer=observer,
-                written_rows=may_overwrite if isinstance(may_overwrite, Mapping) else {},
-                smaller_sizes=smaller_sizes or partial(smaller_by_axis, sizes, self._axis_sizes),
+                written_rows=rows,
+                smaller_sizes=space.smaller_sizes,
                 reads_padding=reads_padding,
-                is_strict=self._is_strict,
+                is_strict=on_miss == "strict",
                 wait_for_ranks=lockstep.before_run if lockstep is not None else lambda: None,
             )
-            self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
-            """The owner of the programs in the library."""
-            for mode in self._modes:
+            for mode in space.modes:
                 self.name = self.library.catalog.add_owner(name, mode, self.name).owner
             self._executor.register()
             on_error.pop_all()
-        self._keys = RunnerKeys(
-            self.library.catalog, self.name, self._modes, keys, self._axis_sizes, has_own_keys
-        )
+        self._keys = RunnerKeys(self.library.catalog, self.name, space)
         self._executor.is_padded = self._keys.is_padded
         self._entries = self._keys.entries
-        self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
-        """By mode, and by the id of the key object, which the graph holds."""
         self._captures = Captures(
             fn, self.name, self.library, self._keys, self._executor, lockstep=lockstep
         )
-        self._prospects: Dispatcher | None = None
-        """Dispatches as if everything were captured. Made when it is asked for."""
+        self._verify = verify
+        self._verify_every = self._until_verify = verify_every or 0
+        self._compares_padding = False
+        self._is_running = self._is_closed = False
         self._misses: dict[Reason, Misses] = {}
-        self._told: KeysChanged | None = None
-        """What the observer was told last of what serves."""
-        self._is_closed = False
         self._watch = Watch(watch)
         self._watch.start()
         self.library.watches.add(self._watch)
         self._look = self._watch.look_at_all if watch == "always" else self._watch.look
+        self._told: KeysChanged | None = None
+        """What the observer was told last of what serves."""
+        self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
+        """By mode, and by the id of the key object, which the graph holds."""
+        self._prospects: Dispatcher | None = None
+        """Dispatches as if everything were captured. Made when it is asked for."""
         self._refresh()
 
     # -- keys
@@ -491,7 +461,7 @@ class CUDAGraphRunner:
 
     # -- run
 
-    def decide(self, sizes: Sizes, exclude: frozenset[RuntimeMode] = _NONE) -> Decision:
+    def decide(self, sizes: Sizes, exclude: frozenset[RuntimeMode] = NOTHING) -> Decision:
         """Which key serves a call of these real sizes, and why.
 
         ``exclude``: modes that may not serve it. Errors: ``BatchError`` for a missing or unknown
@@ -543,7 +513,7 @@ class CUDAGraphRunner:
                     found="both",
                     do="pass one of them",
                 )
-            staged = self._axis_sizes(key)
+            staged = self._space.axis_sizes(key)
             sizes = staged if sizes is None else in_order(staged, sizes, "real")
             decision = self._keys.decide(key, sizes, is_exact=sizes == staged)
         elif sizes is None:
@@ -600,8 +570,8 @@ class CUDAGraphRunner:
             if mode is _EAGER:
                 self._require_open()
                 self._misses.setdefault(reason, Misses()).add(sizes)
-                if self._is_strict:
-                    largest = largest_sizes(self._entries, self._axis_sizes)
+                if self._executor.is_strict:
+                    largest = largest_sizes(self._entries, self._space.axis_sizes)
                     raise miss_error(reason, sizes, "; ".join(above_largest(sizes, largest)))
                 call = Call(values, sizes, staged, step_info, ubatch_slices)
                 return self._executor.eager(key, call)
@@ -730,7 +700,7 @@ class CUDAGraphRunner:
                 for item, entry in self._entries.items()
                 if entry.reason not in (Reason.HIT, Reason.NOT_CAPTURED_YET)
             }
-            self._prospects = self._make_dispatcher(unavailable=others)
+            self._prospects = self._space.make_dispatcher(unavailable=others)
         mode, key, _ = self._prospects.dispatch(*args, **kwargs)
         return None if mode is RuntimeMode.NONE else (mode, key)
 
@@ -750,7 +720,7 @@ class CUDAGraphRunner:
         self._prospects = None
         if not self._keys.pending():
             self._captures.forget_host()
-        self.dispatcher: Dispatcher = self._make_dispatcher(unavailable=self.missing())
+        self.dispatcher: Dispatcher = self._space.make_dispatcher(unavailable=self.missing())
         for mode, key in self.dispatcher.keys:
             entry = self._entries[mode, key]
             if entry.reason is Reason.HIT:
@@ -792,13 +762,13 @@ class CUDAGraphRunner:
         """What is captured, what is not and why, and what it costs: ``print`` shows a table."""
         entries = [
             entry
-            for mode in reversed(self._modes)
+            for mode in reversed(self._space.modes)
             for entry in self.library.catalog.of_owner(self.name, mode).by_key.values()
         ]
         counted = self._observer.snapshot() if isinstance(self._observer, StepMetrics) else None
         return RunnerReport(
             device=self.device.name,
-            graphs=captured_graphs(entries, self._axis_sizes, counted),
+            graphs=captured_graphs(entries, self._space.axis_sizes, counted),
             missing=MappingProxyType(self.missing()),
             failures=MappingProxyType(
                 {
@@ -808,7 +778,7 @@ class CUDAGraphRunner:
                 }
             ),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
-            largest=MappingProxyType(largest_sizes(self._entries, self._axis_sizes)),
+            largest=MappingProxyType(largest_sizes(self._entries, self._space.axis_sizes)),
             capture_seconds=self._captures.seconds,
             missing_seconds=sum(e.seconds.total for e in entries if e.program is None),
             graph_bytes=self.library.charged_bytes,
@@ -848,7 +818,7 @@ class CUDAGraphRunner:
             yield f"Its padding: {served.padding}."
         if reason is Reason.ABOVE_MAX:
             sizes = key.variant.sizes if isinstance(key.variant, BucketKey) else (key.num_tokens,)
-            largest = largest_sizes(self._entries, self._axis_sizes)
+            largest = largest_sizes(self._entries, self._space.axis_sizes)
             found = above_largest(dict(zip(self.axes, sizes, strict=False)), largest)
             yield from (f"{line}." for line in found)
         if reason in self._misses:

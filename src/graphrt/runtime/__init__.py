@@ -4,6 +4,6 @@ An engine hands over a model, the tensors it reads, and facts; it gets back ``ca
 ``step()`` and ``close()``.
 """
 
-from graphrt.runtime.runtime import REQUESTS, TOKENS, Runtime, RuntimeReport
+from graphrt.runtime.runtime import Runtime, RuntimeReport
 
-__all__ = ["REQUESTS", "TOKENS", "Runtime", "RuntimeReport"]
+__all__ = ["Runtime", "RuntimeReport"]

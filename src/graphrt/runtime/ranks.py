@@ -27,7 +27,6 @@ from graphrt.runner import CUDAGraphRunner
 from graphrt.runner.keys import Dispatcher, missing_text
 
 _NO_LIMIT = 2**61
-_NO_MODES: frozenset[RuntimeMode] = frozenset()
 
 
 def agree_on_facts(

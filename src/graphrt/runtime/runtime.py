@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from graphrt.batch import (
+    REQUESTS,
+    TOKENS,
     BatchDescriptor,
     CUDAGraphMode,
     Decision,
     Reason,
     RuntimeMode,
     UBatchReason,
-    last_ubatch_is_empty,
     ubatch_stride,
 )
 from graphrt.config import (
@@ -36,10 +36,9 @@ from graphrt.config.checked import config_error
 from graphrt.config.unbuilt import misplaced_attention, unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
-from graphrt.dispatch import CUDAGraphDispatcher, check_count
+from graphrt.dispatch import NOTHING, CUDAGraphDispatcher, check_count
 from graphrt.errors import (
     BatchError,
-    CompileDuringCaptureError,
     ConfigError,
     ConfigProblem,
     InputMismatchError,
@@ -56,30 +55,22 @@ from graphrt.graphs import (
     Resource,
     StaleCheck,
     StateGuard,
-    break_point,
 )
-from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
 from graphrt.runner.keys import check_specs
 from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
+from graphrt.runtime.splitting import SplitSteps
 from graphrt.ubatch import (
-    InputAxes,
     SMControl,
-    SplitCallable,
-    UBatchSlice,
-    make_slices,
     wants_split,
 )
 from graphrt.ubatch.sm_budget import sm_pair
 
 if TYPE_CHECKING:
-    from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
-
-TOKENS = "tokens"
-REQUESTS = "requests"
-"""The two axes of an engine's batch; every ``BufferSpec`` of a runtime uses these names."""
+    from graphrt.compile import CompileReport
+    from graphrt.runtime.compiling import CompiledPart
 
 _FIELDS = {
     "mode": "compilation.cudagraph_mode",
@@ -89,12 +80,6 @@ _FIELDS = {
 }
 """The options that a ``Runtime`` takes without a config, and the field that each stands for."""
 
-_TIMED_DEVICES = ("cuda",)
-"""Where the time of a replay is that of the model: a simulated one computes in turns."""
-
-_NONE: frozenset[RuntimeMode] = frozenset()
-_Batch = tuple[int, bool, int, frozenset[RuntimeMode]]
-"""Tokens, whether it is uniform, adapters, excluded modes: what a dispatcher decides by."""
 # CPython 3.11 looks a member up through a Python property; a step has no time for that.
 _EAGER, _NOT_CAPTURED_YET = RuntimeMode.NONE, Reason.NOT_CAPTURED_YET
 
@@ -230,21 +215,18 @@ class Runtime:
             _check_axes(inputs)
         self._observer = observer
         self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
-        self._compiled: Compiled | Stock | None = None
-        self._compile_part = compile_part
-        # A ``forward`` set on the instance hides its class's: close() puts it back.
-        own = getattr(compile_part, "__dict__", {})
-        self._forward = {"forward": own["forward"]} if "forward" in own else {}
         self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
             axis for spec in inputs for axis in spec.axes
         }
+        fn = model
+        self._compiled: CompiledPart | None = None
         if plan.level is not CompilationLevel.NO_COMPILATION:
+            from graphrt.runtime.compiling import CompiledPart  # Here, because it takes seconds.
+
             rank = 0 if ranks is None else ranks.rank
-            self._compiled = _compiled(self.resolved, model, compile_part, op_impls, observer, rank)
-        fn = model if self._compiled is None or compile_part is not None else self._compiled
-        self._split: SplitCallable | None = None
-        self._split_ms: dict[BatchDescriptor, tuple[float, float]] = {}
-        self._unprofitable: frozenset[BatchDescriptor] = frozenset()
+            made = CompiledPart(self.resolved, model, compile_part, op_impls, observer, rank)
+            self._compiled, fn = made, made.entry
+        self._split: SplitSteps | None = None
         self.library = GraphLibrary(
             device,
             budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
@@ -254,24 +236,14 @@ class Runtime:
         self.device = self.library.device
         if ranks is not None:
             self.library.limit_waits(config.ranks.step_timeout_s, ranks.give_up)
-        # Of graphs; eager steps are not cut then, because that was slower wherever it was measured.
-        self._times_splits = self.device.name in _TIMED_DEVICES and plan.ubatch.auto_off
-        # Its kernels run differently under the mode that observes, and are recorded without.
-        is_hidden = self._compiled is not None and self._compiled.is_opaque
-        is_unobserved = is_hidden and self.device.name == "cuda"
-        if self._compiled is not None:
-            self.device.guard_compiled_code(self._compiled.refused)
+        is_unobserved = self._compiled is not None and self._compiled.guard(self.device)
         try:
             if plan.ubatch.num_ubatches > 1:
-                axes, self._cuts_requests = _cut_axes(inputs, outputs)
-                fn = self._split = SplitCallable(
-                    fn,
-                    self.device,
-                    plan.ubatch,
-                    sm_control=sm_control,
-                    input_axes=axes,
-                    outputs=outputs,
+                may_miss = config.on_miss == "eager"
+                self._split = SplitSteps(
+                    fn, self.device, plan, inputs, outputs, sm_control, may_miss=may_miss
                 )
+                fn = self._split.callable
             self.runner = CUDAGraphRunner(
                 fn,
                 inputs=inputs,
@@ -308,8 +280,7 @@ class Runtime:
                 sms = sm_pair(sm_control, plan.ubatch.num_comm_sms, num_sms)
                 self._ranks = RankedSteps(lockstep, self.runner, self.resolved, sms)
             if self._compiled is not None:
-                if compile_part is not None:
-                    compile_part.forward = self._compiled
+                self._compiled.install()
                 if examples is not None:
                     self._trace(self._compiled)
         except BaseException:
@@ -384,29 +355,19 @@ class Runtime:
         return remaining
 
     def _compare_split_times(self) -> None:
-        """Find out which split graphs are no faster than the unsplit ones: once for each."""
-        if not self._times_splits:
-            return
-        missing = self.runner.missing()
-        for mode, key in self.plan.capture_order:
-            pair = (mode, key), (mode, replace(key, num_ubatches=1))
-            is_new = key.num_ubatches > 1 and key not in self._split_ms
-            if is_new and missing.keys().isdisjoint(pair):
-                split, unsplit = self.runner.time_replays(pair)
-                self._split_ms[key] = split / 1e6, unsplit / 1e6
-        found = {key for key, (split, unsplit) in self._split_ms.items() if split >= unsplit}
-        self._unprofitable = frozenset(found)
-        if self._ranks is not None:
-            self._ranks.leave_unsplit(self._unprofitable)
+        if self._split is not None:
+            unprofitable = self._split.compare_times(self.runner)
+            if self._ranks is not None:
+                self._ranks.leave_unsplit(unprofitable)
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
         """Drop the graphs of ``keys``. See ``CUDAGraphRunner.withdraw``."""
         chosen = list(keys)
         num_withdrawn = self.runner.withdraw(chosen, reason)
-        for item in chosen:
-            key = item if isinstance(item, BatchDescriptor) else item[1]
-            # Other kernels take another time: the pair is compared again when it is captured.
-            self._split_ms.pop(replace(key, num_ubatches=self.plan.ubatch.num_ubatches), None)
+        if self._split is not None:
+            self._split.forget_times(
+                item if isinstance(item, BatchDescriptor) else item[1] for item in chosen
+            )
         return num_withdrawn
 
     def key_for(
@@ -415,7 +376,7 @@ class Runtime:
         *,
         uniform: bool = False,
         num_active_loras: int = 0,
-        exclude: frozenset[RuntimeMode] = _NONE,
+        exclude: frozenset[RuntimeMode] = NOTHING,
     ) -> Key | None:
         """The key whose graph such a step takes, or would take if all were captured.
 
@@ -431,7 +392,7 @@ class Runtime:
         num_reqs: int | None = None,
         uniform: bool | None = None,
         num_active_loras: int = 0,
-        exclude: frozenset[RuntimeMode] = _NONE,
+        exclude: frozenset[RuntimeMode] = NOTHING,
         step_info: Any = None,
         query_lens: Iterable[int] | None = None,
         unsplit: UBatchReason | None = None,
@@ -485,7 +446,7 @@ class Runtime:
             decision = runner.dispatcher.dispatch(num_tokens, uniform, num_active_loras, exclude)
         else:
             batch = (num_tokens, uniform, num_active_loras, exclude)
-            decision, slices, why = self._decide_split(batch, num_reqs, query_lens, unsplit)
+            decision, slices, why = self._split.decide(runner, batch, num_reqs, query_lens, unsplit)
         mode, key, reason = decision
         sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
         if reason is _NOT_CAPTURED_YET:
@@ -507,51 +468,6 @@ class Runtime:
                 else Replayed(mode, reason, num_tokens, key.num_tokens, *shape, *served)
             )
         return outputs
-
-    def _decide_split(
-        self,
-        batch: _Batch,
-        num_reqs: int,
-        query_lens: Iterable[int] | None,
-        unsplit: UBatchReason | None,
-    ) -> tuple[Decision, Sequence[UBatchSlice] | None, UBatchReason | None]:
-        """What a step runs, where an eager one is cut, and why it is not split."""
-        num_tokens, uniform, _, _ = batch
-        dispatch, config = self.runner.dispatcher.dispatch, self.plan.ubatch
-        query_len, num_ubatches = self._query_len if uniform else 1, config.num_ubatches
-        why = wants_split(num_tokens, uniform, config, unsplit)
-        if why is None and not ubatch_stride(num_tokens, query_len, num_ubatches):
-            why = UBatchReason.TOO_FEW_TOKENS
-        if why is None:
-            found = dispatch(*batch, num_ubatches)
-            if found.mode is not _EAGER:
-                padded = found.descriptor.num_tokens
-                if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
-                    why = UBatchReason.LAST_SLICE_EMPTY
-                elif found.descriptor in self._unprofitable:
-                    why = UBatchReason.NOT_PROFITABLE
-                else:
-                    return found, None, None
-        if why is None:
-            why = UBatchReason.NO_FULL_GRAPH
-            may_cut = config.allow_eager and self.config.on_miss == "eager"
-            if may_cut and num_tokens >= config.prefill_token_threshold and self._times_splits:
-                why = UBatchReason.NOT_PROFITABLE
-            elif may_cut and num_tokens >= config.prefill_token_threshold:
-                lens: list[int] | None
-                if query_lens is not None:
-                    lens = _check_query_lens(query_lens, num_tokens, num_reqs)
-                elif uniform:
-                    lens = [query_len] * num_reqs
-                else:  # Where nothing is cut by requests: as if there was one.
-                    lens = None if self._cuts_requests else [num_tokens]
-                if lens is not None:
-                    slices = make_slices(lens, num_tokens, num_reqs, num_ubatches, query_len)
-                    return found, slices, None
-            if found.reason is _NOT_CAPTURED_YET:
-                sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
-                self.runner.note_miss(*batch, num_ubatches, real_sizes=sizes)
-        return dispatch(*batch), None, why
 
     def step_idle(self, step_info: Any = None) -> bool:
         """Take part in a step of the other ranks without a batch; False if no rank has one.
@@ -648,40 +564,26 @@ class Runtime:
         found = self.runner.report()
         known = {item.name: getattr(found, item.name) for item in fields(found)}
         compiled = None if self._compiled is None else self._compiled.report
-        times = MappingProxyType(dict(self._split_ms))
+        times = MappingProxyType({} if self._split is None else dict(self._split.times_ms))
         return RuntimeReport(resolved=self.resolved, compile=compiled, split_ms=times, **known)
 
     def _trace(
-        self, compiled: Compiled | Stock, like: Example | Mapping[str, torch.Tensor] | None = None
+        self, compiled: CompiledPart, like: Example | Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Compile, in an eager run, before the first step and before what ``model`` remembers on
-        the host is noted: traces leave things there."""
+        """Compile for the largest key, or for the largest batch where there is none."""
         plan = self.plan
         sizes: Mapping[str, int] = {TOKENS: plan.max_num_seqs, REQUESTS: plan.max_num_seqs}
         if plan.capture_order:
             sizes = _axis_sizes(plan.capture_order[0][1], plan.max_num_seqs)
-        tokens, requests = sizes[TOKENS], sizes[REQUESTS]
-        if tokens == requests > 2 and like is None:
-            # Of two sizes that are equal a trace would make one.
-            requests -= 1
-        is_whole = plan.level is not CompilationLevel.DYNAMO_AS_IS
-        with break_points_refused() if is_whole else nullcontext():
-            self.runner.trace({TOKENS: tokens, REQUESTS: requests}, compiled.trace, like)
-            if compiled.needs_size_1 and requests > 1 and self._has_both_axes:
-                self.runner.trace({TOKENS: tokens, REQUESTS: 1}, compiled.trace)
-            if compiled.needs_size_1 and tokens > 1:
-                self.runner.trace({TOKENS: 1, REQUESTS: 1}, compiled.trace)
+        compiled.trace(self.runner, sizes, like, has_both_axes=self._has_both_axes)
 
     def _audit(self) -> None:
-        """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
         if self._compiled is not None:
-            self._compiled.audit(again=True)
+            self._compiled.audit()
 
     def _uncompile(self) -> None:
-        part = self._compile_part
-        if part is not None and vars(part).get("forward") is self._compiled is not None:
-            del part.forward
-            vars(part).update(self._forward)
+        if self._compiled is not None:
+            self._compiled.restore()
 
     def close(self) -> None:
         """Retire every program, drop the buffers, release the device if this runtime made it.
@@ -701,7 +603,7 @@ class Runtime:
 
     def _end_split(self) -> None:
         if self._split is not None:
-            self._split.close()
+            self._split.callable.close()
 
     def __enter__(self) -> Self:
         return self
@@ -768,89 +670,10 @@ def _check_built(resolved: Resolved, **arguments: object) -> None:
         raise config_error("Runtime", problems)
 
 
-def _compiled(
-    resolved: Resolved,
-    model: Callable[..., Any],
-    part: torch.nn.Module | None,
-    impls: Mapping[str, Callable[..., Any]] | None,
-    observer: Observer | None,
-    rank: int,
-) -> Compiled | Stock:
-    from graphrt.compile import Compiled, Stock  # Here, because it loads the compiler: seconds.
-
-    if part is not None and isinstance(part.forward, Compiled | Stock):
-        raise ConfigError(
-            "compile_part",
-            expected="a module that no other runtime compiles",
-            found="one that another runtime has compiled",
-            do="close that runtime first",
-        )
-    plan, target = resolved.plan, model if part is None else part.forward
-    if plan.level is CompilationLevel.DYNAMO_AS_IS:
-        return Stock(target, resolved.compile, refuse_now=_refuse_in_recordings, rank=rank)
-    return Compiled(
-        target,
-        resolved.compile,
-        limits={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
-        impls=impls,
-        wrap=_as_segment,
-        observer=observer,
-        rank=rank,
-    )
-
-
-def _refuse_in_recordings() -> None:
-    """Errors: ``CompileDuringCaptureError`` while this thread records."""
-    if is_recording_here():
-        raise CompileDuringCaptureError(
-            "compile level 1",
-            expected="code that was compiled before it is captured",
-            found="a call in a recording that torch would compile for",
-            do="capture with cudagraph_num_of_warmups of 1 or more, or use level 2 or 3",
-        )
-
-
-def _as_segment(piece: Callable[..., Any], info: PieceInfo) -> Callable[..., Any]:
-    """A splitting piece as a break point; a Python function given for its op cuts by itself.
-
-    A recording takes an opaque piece as one node.
-    """
-    describe = info.describe
-    if describe is not None:
-        return lambda *args: opaque_call(piece, args, partial(describe, args))
-    if info.kind == "captured" or info.is_plain:
-        return piece
-    return break_point(name=info.name)(piece)
-
-
 def _as_asked(field: str) -> str:
     for name, known in _FIELDS.items():
         field = field.replace(known.removeprefix("compilation."), name)
     return field
-
-
-def _cut_axes(inputs: Any, outputs: OutputSpec) -> tuple[dict[str, InputAxes], bool]:
-    """How inputs are cut into micro-batches, and whether anything has a row for each request.
-
-    Errors: ``ConfigError`` for inputs that depend on the key.
-    """
-    if callable(inputs):
-        raise ConfigError(
-            "inputs of a runtime that splits steps into micro-batches",
-            expected="one list of BufferSpecs for all keys",
-            found="a function of the key",
-            do="declare them for the largest key, or leave ubatch.num_ubatches at 1",
-        )
-
-    def place(spec: BufferSpec, axis: str) -> int | None:
-        return spec.shape.index(axis) if axis in spec.shape else None
-
-    axes = {
-        spec.name: InputAxes(place(spec, TOKENS), place(spec, REQUESTS), spec.rebase)
-        for spec in inputs
-    }
-    lengths = [length for dims in (outputs.axes or {}).values() for length in dims.values()]
-    return axes, REQUESTS in lengths or any(cut.requests is not None for cut in axes.values())
 
 
 def _check_axes(inputs: Sequence[BufferSpec]) -> None:
@@ -877,19 +700,6 @@ def _check_requests(num_tokens: int, num_reqs: int) -> None:
             found=str(found),
             do="count the requests of this batch",
         )
-
-
-def _check_query_lens(query_lens: Iterable[int], num_tokens: int, num_reqs: int) -> list[int]:
-    """The tokens of each request. Errors: ``BatchError`` if they are not those of the batch."""
-    lens = [int(length) for length in query_lens]
-    if sum(lens) != num_tokens or len(lens) != num_reqs:
-        raise BatchError(
-            "query_lens",
-            expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
-            found=f"{len(lens)} that add up to {sum(lens)}",
-            do="pass the tokens of each request of this batch, in order",
-        )
-    return lens
 
 
 def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:

@@ -237,7 +237,7 @@ def run(inputs: Inputs, *, as_json: bool, ranks: Exchange | None = None) -> bool
 
     Of several ranks the first one writes and prints, and has what the others found.
     """
-    from graphrt import write_report
+    from graphrt.report import write_report
     from graphrt_llm.demo.compare import compare_policies
     from graphrt_llm.demo.progress import Bars
     from graphrt_llm.demo.ranks import all_identical, are_identical, gather, of_rank
@@ -293,7 +293,7 @@ def _print(
     report: Path | None,
     parts: Sequence[Mapping[str, Any]] | None,
 ) -> None:
-    from graphrt import capture_table, comparison_table, lora_table, miss_table
+    from graphrt.report import capture_table, comparison_table, lora_table, miss_table
     from graphrt_llm.demo.ranks import in_words
     from graphrt_llm.demo.report import findings, lead, padding_table
 

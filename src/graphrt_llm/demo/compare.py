@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from graphrt import (
-    CUDAGraphMode,
-    Observer,
-    PolicyRun,
-    RunningHistogram,
-    RuntimeReport,
-    StepMetrics,
-    TraceRequest,
-)
+from graphrt import CUDAGraphMode, Observer, RuntimeReport, StepMetrics
+from graphrt.planner import TraceRequest
+from graphrt.report import PolicyRun, RunningHistogram
 from graphrt_llm.comparison import TokenComparison, compare_tokens
 from graphrt_llm.engine import LLMEngine
 from graphrt_llm.scheduler import DraftCounts

@@ -8,14 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphrt import (
-    CUDAGraphMode,
-    RuntimeConfig,
-    TraceRequest,
-    check_report_path,
-    generate_azure_like,
-    read_trace,
-)
+from graphrt import CUDAGraphMode, RuntimeConfig
+from graphrt.planner import TraceRequest, generate_azure_like, read_trace
+from graphrt.report import check_report_path
 from graphrt_llm.config import DeviceName, DType, EngineConfig, LoadFormat
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.model_config import ModelConfig

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from graphrt import Exchange, agree_least, summarize_runs
+from graphrt import Exchange, agree_least
+from graphrt.report import summarize_runs
 from graphrt_llm.demo.compare import Outcome
 
 

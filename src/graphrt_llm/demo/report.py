@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphrt import ReportPage, RuntimeMode, TextRow, TextTable, summarize_runs
+from graphrt import RuntimeMode
+from graphrt.report import ReportPage, TextRow, TextTable, summarize_runs
 from graphrt_llm.demo.compare import Outcome
 from graphrt_llm.demo.ranks import all_identical, are_identical, of_rank, tokens_digest
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
+from graphrt.config.checked import check_choice
 from graphrt.device.base import DeviceLimits, Mark, MemoryReading, Pool, Stream
 from graphrt.device.simulated.graph import Faults
 from graphrt.device.simulated.memory import DeviceMemory, PoolMemory, SimulatedPool, without_modes
@@ -69,13 +70,7 @@ class SimulatedDevice:
         workspace_model: bool = False,
         workspace_bytes: int = 4096,
     ) -> None:
-        if poison not in ("recording", "always"):
-            raise ConfigError(
-                "SimulatedDevice: poison",
-                expected="'recording' or 'always'",
-                found=repr(poison),
-                do="use one of them.",
-            )
+        check_choice("SimulatedDevice: poison", poison, ("recording", "always"))
         self.faults = faults if faults is not None else Faults()
         self._memory = DeviceMemory(driver_bytes, max_graphs)
         self.shared = Shared(

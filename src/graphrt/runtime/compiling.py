@@ -1,0 +1,140 @@
+"""What levels 1 to 3 make of a model: traced in an eager run, in place until its runtime ends.
+
+Imported where something is compiled only: it loads the compiler, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt.batch import REQUESTS, TOKENS
+from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
+from graphrt.config import CompilationLevel, Resolved
+from graphrt.device.base import Device
+from graphrt.errors import CompileDuringCaptureError, ConfigError
+from graphrt.events import Observer
+from graphrt.graphs import break_point
+from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
+from graphrt.runner import CUDAGraphRunner, Example
+
+
+class CompiledPart:
+    """``model``, or the module ``part`` inside it, compiled as ``resolved`` says.
+
+    ``entry`` is what is called in place of ``model``. Errors: ``ConfigError`` for a part that
+    another runtime has compiled.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        model: Callable[..., Any],
+        part: torch.nn.Module | None,
+        impls: Mapping[str, Callable[..., Any]] | None,
+        observer: Observer | None,
+        rank: int,
+    ) -> None:
+        if part is not None and isinstance(part.forward, Compiled | Stock):
+            raise ConfigError(
+                "compile_part",
+                expected="a module that no other runtime compiles",
+                found="one that another runtime has compiled",
+                do="close that runtime first",
+            )
+        plan, target = resolved.plan, model if part is None else part.forward
+        self._part = part
+        # A ``forward`` set on the instance hides its class's: ``restore`` puts it back.
+        own = getattr(part, "__dict__", {})
+        self._forward = {"forward": own["forward"]} if "forward" in own else {}
+        self._is_whole = plan.level is not CompilationLevel.DYNAMO_AS_IS
+        self._code = (
+            Compiled(
+                target,
+                resolved.compile,
+                limits={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
+                impls=impls,
+                wrap=_as_segment,
+                observer=observer,
+                rank=rank,
+            )
+            if self._is_whole
+            else Stock(target, resolved.compile, refuse_now=_refuse_in_recordings, rank=rank)
+        )
+        self.entry: Callable[..., Any] = self._code if part is None else model
+
+    @property
+    def report(self) -> CompileReport | None:
+        """What was compiled; None before it was."""
+        return self._code.report
+
+    def guard(self, device: Device) -> bool:
+        """Let ``device`` guard the code in recordings; return whether none may be observed, because
+        its kernels run differently under the mode that does."""
+        device.guard_compiled_code(self._code.refused)
+        return self._code.is_opaque and device.name == "cuda"
+
+    def install(self) -> None:
+        """Let the part be called compiled."""
+        if self._part is not None:
+            self._part.forward = self._code
+
+    def trace(
+        self,
+        runner: CUDAGraphRunner,
+        sizes: Mapping[str, int],
+        like: Example | Mapping[str, torch.Tensor] | None,
+        *,
+        has_both_axes: bool,
+    ) -> None:
+        """Compile, in an eager run, before the first step and before what the model remembers on
+        the host is noted: traces leave things there."""
+        tokens, requests, code = sizes[TOKENS], sizes[REQUESTS], self._code
+        if tokens == requests > 2 and like is None:
+            # Of two sizes that are equal a trace would make one.
+            requests -= 1
+        with break_points_refused() if self._is_whole else nullcontext():
+            runner.trace({TOKENS: tokens, REQUESTS: requests}, code.trace, like)
+            if code.needs_size_1 and requests > 1 and has_both_axes:
+                runner.trace({TOKENS: tokens, REQUESTS: 1}, code.trace)
+            if code.needs_size_1 and tokens > 1:
+                runner.trace({TOKENS: 1, REQUESTS: 1}, code.trace)
+
+    def audit(self) -> None:
+        """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
+        self._code.audit(again=True)
+
+    def restore(self) -> None:
+        """Put the part's own ``forward`` back."""
+        part = self._part
+        if part is not None and vars(part).get("forward") is self._code:
+            del part.forward
+            vars(part).update(self._forward)
+
+
+def _refuse_in_recordings() -> None:
+    """Errors: ``CompileDuringCaptureError`` while this thread records."""
+    if is_recording_here():
+        raise CompileDuringCaptureError(
+            "compile level 1",
+            expected="code that was compiled before it is captured",
+            found="a call in a recording that torch would compile for",
+            do="capture with cudagraph_num_of_warmups of 1 or more, or use level 2 or 3",
+        )
+
+
+def _as_segment(piece: Callable[..., Any], info: PieceInfo) -> Callable[..., Any]:
+    """A splitting piece as a break point; a Python function given for its op cuts by itself.
+
+    A recording takes an opaque piece as one node.
+    """
+    describe = info.describe
+    if describe is not None:
+        return lambda *args: opaque_call(piece, args, partial(describe, args))
+    if info.kind == "captured" or info.is_plain:
+        return piece
+    return break_point(name=info.name)(piece)
