@@ -493,8 +493,9 @@ class Executor:
             ]
             # Picked where the values are, because a GPU says by a wait how many are valid.
             index = call.values[name][tuple(real)].flatten().to(torch.int64)
-            valid = index[(index >= 0) & (index < tensor.shape[0])].to(tensor.device)
-            rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
+            valid = index[(index >= 0) & (index < tensor.shape[0])]
+            written = WrittenRows(tensor, valid.to(tensor.device, non_blocking=True))
+            rows[f"rows {name} of may_overwrite {number}"] = written
         wait = self._wait_for(tensors.values())
         return RunState(
             self.options.state, tensors, rows, self._generators, poisons=poisons, wait=wait
@@ -543,7 +544,7 @@ class Executor:
             if unread is None:
                 conclude()
             else:
-                unread.take((), conclude)
+                unread.keep((), conclude)
             if self.options.warmups == 0:
                 # The capture was the first run of all: a third one shows what counts runs, and
                 # inputs other than before show what a first run kept of its own.

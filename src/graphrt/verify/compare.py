@@ -81,8 +81,8 @@ class Measured(NamedTuple):
     differing: torch.Tensor
     """Where they differ by more than the tolerance."""
     numbers: torch.Tensor
-    """[3] float64: how many places differ; where there is a tolerance the largest absolute
-    difference, tolerated ones included; ties."""
+    """[1 to 3]: how many places differ; the largest absolute difference, tolerated ones included,
+    where there is a tolerance; ties."""
 
 
 class Pending(NamedTuple):
@@ -99,7 +99,7 @@ class Pending(NamedTuple):
         differences = [*self.known.differences]
         found = []
         for each in self.measured:
-            num_differing, size, ties = each.numbers.tolist()
+            num_differing, size, ties = _three(each.numbers)
             if num_differing:
                 difference = _difference(each, int(num_differing), size)
                 differences.append(difference)
@@ -130,10 +130,10 @@ class Unread:
     """
 
     def __init__(self) -> None:
-        self._taken: list[tuple[list[Pending], list[list[torch.Tensor]], Callable[..., None]]] = []
+        self._kept: list[tuple[list[Pending], list[list[torch.Tensor]], Callable[..., None]]] = []
         self._events: dict[torch.device, torch.Event] = {}
 
-    def take(self, pending: Sequence[Pending], tell: Callable[..., None]) -> bool:
+    def keep(self, pending: Sequence[Pending], tell: Callable[..., None]) -> bool:
         """Keep the outcomes for later; False if the host sees a difference by itself.
 
         ``tell``: called with the comparisons, in ``is_equal``, if everything is equal.
@@ -147,7 +147,7 @@ class Unread:
             if device.type != "cpu":
                 self._events.setdefault(device, torch.Event(device)).record()
         # Not what was compared: its memory is needed for the next program.
-        self._taken.append(([each._replace(measured=()) for each in pending], numbers, tell))
+        self._kept.append(([each._replace(measured=()) for each in pending], numbers, tell))
         return True
 
     def is_equal(self) -> bool:
@@ -155,11 +155,11 @@ class Unread:
         for event in self._events.values():
             event.synchronize()
         found = [
-            [[one.tolist() for one in each] for each in numbers] for _, numbers, _ in self._taken
+            [[_three(one) for one in each] for each in numbers] for _, numbers, _ in self._kept
         ]
         if any(one[0] for comparisons in found for each in comparisons for one in each):
             return False
-        for (pending, _, tell), comparisons in zip(self._taken, found, strict=True):
+        for (pending, _, tell), comparisons in zip(self._kept, found, strict=True):
             tell(*map(Pending.outcome, pending, comparisons))
         return True
 
@@ -255,31 +255,40 @@ def _measure(
     differing = as_bits(expected) != as_bits(actual)
     # The 8-bit formats have no ``isnan`` of their own.
     left, right = (t if t.dtype.itemsize > 1 else _widened(t) for t in (expected, actual))
-    differing &= ~(left.isnan() & right.isnan())
+    differing &= (left == left) | (right == right)  # NaN is not equal to itself.
     relative = tolerance.get(whole.dtype) if isinstance(tolerance, Mapping) else None
-    size = num_ties = torch.zeros((), dtype=torch.float64, device=expected.device)
+    rest: list[torch.Tensor] = []
     if relative is not None and _is_short(whole):
         differences = _differences(expected, actual, differing)
-        size = differences.max().double()
+        rest = [differences.max().double()]
         differing &= _rows_beyond(_widened(expected), differences, relative)
     elif (limit := _limit(whole, tolerance)) is not None:
         differences = _differences(expected, actual, differing)
-        size = differences.max().double()
+        rest = [differences.max().double()]
         # A pair of infinities is equal bits; NaN against a number fails the comparison.
         differing &= ~(differences <= limit)
     elif scores is not None:
         ties = _ties(expected, actual, scores, tolerance) & differing
-        num_ties = ties.sum().double()
         differing &= ~ties
-    numbers = torch.stack([differing.sum().double(), size, num_ties])
+        num_ties = ties.sum().double()
+        rest = [torch.zeros_like(num_ties), num_ties]
+    numbers = differing.sum().reshape(1)
+    if rest:
+        numbers = torch.stack([numbers[0].double(), *rest])
     return Measured(path, expected, actual, differing, numbers)
+
+
+def _three(numbers: torch.Tensor) -> tuple[float, float, float]:
+    """``Measured.numbers`` on the host, with 0 for what was not taken."""
+    count, size, ties, *_ = [*numbers.tolist(), 0.0, 0.0]
+    return count, size, ties
 
 
 def _differences(
     expected: torch.Tensor, actual: torch.Tensor, differing: torch.Tensor
 ) -> torch.Tensor:
     # Not picked by the mask, because to list the places costs more than the comparison.
-    return (_widened(expected) - _widened(actual)).abs().masked_fill_(~differing, 0.0)
+    return torch.where(differing, (_widened(expected) - _widened(actual)).abs_(), 0.0)
 
 
 def _difference(measured: Measured, num_differing: int, size: float) -> Difference:
@@ -319,15 +328,15 @@ def _rows_beyond(
     model amplifies roundings, in some rows ten times as much as in others.
     """
     rows = (expected.shape[0], -1) if expected.dim() else (1, -1)
-    size_of_row, off_of_row = (
-        # Fewer passes over millions of elements than to square a copy in float64.
-        torch.linalg.vector_norm(x.reshape(rows), dim=1, dtype=torch.float64).square()
-        / (x.numel() // rows[0])
-        for x in (expected.nan_to_num(0.0, 0.0, 0.0), differences)
+    # Norms, of equally many elements each: few passes over millions of elements.
+    off_of_row, size_of_row = (
+        torch.linalg.vector_norm(x.reshape(rows), dim=1, dtype=torch.float64)
+        for x in (differences, expected.nan_to_num(0.0, 0.0, 0.0))
     )
-    limit = (_ROW_SHARE * relative) ** 2 * torch.maximum(size_of_row, size_of_row.mean())
-    beyond = ~(off_of_row <= limit)  # True for NaN.
-    beyond |= ~(off_of_row.mean() <= relative**2 * size_of_row.mean())
+    off, size = map(torch.linalg.vector_norm, (off_of_row, size_of_row))
+    limit = _ROW_SHARE * relative * torch.maximum(size_of_row, size / math.sqrt(rows[0]))
+    # False for NaN.
+    beyond = ~((off_of_row <= limit) & (off <= relative * size))
     shape = (-1, *[1] * (expected.dim() - 1)) if expected.dim() else ()
     result: torch.Tensor = beyond.view(shape)
     return result
@@ -342,10 +351,10 @@ def _limit(
     relative = tolerance.get(expected.dtype)
     if relative is None or expected.numel() == 0:
         return None
-    sizes = (
-        torch.view_as_real(expected).abs() if expected.is_complex() else _widened(expected).abs()
-    )
-    return relative * sizes.where(sizes.isfinite(), 0.0).max().double()
+    whole = torch.view_as_real(expected) if expected.is_complex() else expected
+    whole = whole if whole.dtype.itemsize > 1 else _widened(whole)
+    least, most = whole.nan_to_num(0.0, 0.0, 0.0).aminmax()
+    return relative * torch.maximum(-least, most).double()
 
 
 def _ties(
@@ -359,8 +368,9 @@ def _ties(
     one_each = scores.dim() == expected.dim() + 1
     places = [choice.unsqueeze(-1) if one_each else choice for choice in (expected, actual)]
     valid = [(place >= 0) & (place < scores.shape[-1]) for place in places]
-    wide = _widened(scores)
-    left, right = (wide.gather(-1, place.clamp(0, scores.shape[-1] - 1).long()) for place in places)
+    left, right = (
+        _widened(scores.gather(-1, place.clamp(0, scores.shape[-1] - 1).long())) for place in places
+    )
     ties = ((left - right).abs() <= (0.0 if limit is None else limit)) & valid[0] & valid[1]
     return ties.squeeze(-1) if one_each else ties
 

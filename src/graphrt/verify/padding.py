@@ -175,7 +175,7 @@ def check_padding(
                 if comparisons:  # The outputs of the last proof, before its state.
                     _tell(observer, mode, key, comparisons[-2])
 
-            if unread.take(pending, tell):
+            if unread.keep(pending, tell):
                 return found[0]
         outcome: Comparison | None = None
         if varied is not None:

@@ -114,7 +114,7 @@ def check_replay(
             largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
             observer(Verified(mode, key, all(each.is_equal for each in found), largest))
 
-    if unread is not None and unread.take(pending, tell):
+    if unread is not None and unread.keep(pending, tell):
         known = [*(each.known for each in pending), None]
         return Verification(outputs, pending[0].known, known[1], runnable)
     comparison, *rest = [each.read() for each in pending]
