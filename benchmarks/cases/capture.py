@@ -184,10 +184,21 @@ def measure(
     return samples, num_observed
 
 
+def parts_of(step: DecodeStep, sizes: Sequence[int], device: Device) -> dict[str, dict[str, float]]:
+    """Host milliseconds a graph of each part: by hand, and of a capture under each policy."""
+    from benchmarks import parts  # It imports this module.
+
+    named: dict[str, dict[str, float]] = {}
+    for found in parts.capture_parts(step, sizes, device, blocks=1):
+        named.setdefault(found.arm, {})[found.metric.removeprefix("G6-part-")] = round(found.ms, 3)
+    return named
+
+
 def captures() -> Sequence[Row]:
     with cuda_device() as device, torch.no_grad():
         step = decode_step_of_06b(SIZES, CONTEXT, device)
         samples, num_observed = measure(step, SIZES, device, BLOCKS)
+        named = parts_of(step, SIZES, device)
     rows = []
     for metric, over, under, target in (
         ("G6", "default", "eager", 1.5),
@@ -209,6 +220,7 @@ def captures() -> Sequence[Row]:
                 num_objects=NUM_OBJECTS,
                 num_observed=num_observed,
                 medians_ms=medians(samples),
+                parts_ms=named,
             )
         )
     return rows

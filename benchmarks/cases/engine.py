@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
@@ -419,37 +419,49 @@ def start_by_priority(seed: int, *, captures_all: bool) -> dict[str, float]:
 
 
 def start() -> Sequence[Row]:
-    """From an engine to the first token that a graph computed, at two contexts and by priority."""
+    """From an engine to the first token that a graph computed: with and without the comparison of
+    padded batches in turns, at two contexts, and by priority."""
     samples: Samples = {}
-    # The first round compiles what the attention library and Triton keep for later ones.
+    reports: dict[int, RuntimeReport] = {}
+
+    def every_key(suffix: str, context: int, compares: bool) -> None:
+        with nullcontext() if compares else unpadded():
+            found = start_with_every_key(context, seed=len(samples))
+        reports[context] = found.report
+        for what, figure in (
+            ("start", found.total),
+            ("capture", found.capture),
+            ("engine and weights", found.engine),
+        ):
+            samples.setdefault(what + suffix, []).append(figure)
+
+    def by_priority() -> None:
+        is_first = "first token by priority" not in samples
+        # Once is enough for what is not the target.
+        found = start_by_priority(seed=len(samples), captures_all=is_first)
+        for name, figure in found.items():
+            samples.setdefault(name, []).append(figure)
+
+    arms: dict[str, Callable[[], object]] = {
+        "start": partial(every_key, "", CONTEXT, False),
+        "padded": partial(every_key, ", padded comparison", CONTEXT, True),
+        "long": partial(every_key, f", context {LONG_CONTEXT}", LONG_CONTEXT, False),
+        "priority": by_priority,
+    }
     with cuda_device():
-        for block in range(1 + START_BLOCKS):
-            starts = {}
-            with unpadded():
-                for context in (CONTEXT, LONG_CONTEXT):
-                    starts[context] = start_with_every_key(context, seed=block)
-            padded = start_with_every_key(CONTEXT, seed=block)
-            # Once is enough for what is not the target.
-            priority = start_by_priority(seed=block, captures_all=block == START_BLOCKS)
-            if not block:
-                continue
-            for context, found in starts.items():
-                suffix = "" if context == CONTEXT else f", context {context}"
-                samples.setdefault(f"start{suffix}", []).append(found.total)
-                samples.setdefault(f"capture{suffix}", []).append(found.capture)
-                samples.setdefault(f"engine and weights{suffix}", []).append(found.engine)
-            samples.setdefault("start, padded comparison", []).append(padded.total)
-            samples.setdefault("capture, padded comparison", []).append(padded.capture)
-            num_first = int(priority.pop("keys at first token"))
-            for name, figure in priority.items():
-                samples.setdefault(name, []).append(figure)
+        for arm in arms.values():  # Compiles what the attention library and Triton keep.
+            arm()
+        samples.clear()
+        for _, arm in rounds(arms, START_BLOCKS):
+            arm()
+    num_first = int(samples.pop("keys at first token")[-1])
     config = {
         f"{what}{'' if context == CONTEXT else f'_{context}'}": figure
-        for context, found in starts.items()
+        for context, report in reports.items()
         for what, figure in {
-            "num_keys": len(found.report.graphs),
-            "num_graphs": sum(graph.num_graphs for graph in found.report.graphs),
-            "num_observed": sum(graph.is_observed for graph in found.report.graphs),
+            "num_keys": len(report.graphs),
+            "num_graphs": sum(graph.num_graphs for graph in report.graphs),
+            "num_observed": sum(graph.is_observed for graph in report.graphs),
         }.items()
     }
     timed = "s from the engine to its first graphed token, capture() before; collector on"
@@ -472,6 +484,15 @@ def start() -> Sequence[Row]:
             unit="s",
             samples=samples,
             timed=f"{timed}; as a user has it: first replays are compared with unpadded batches",
+            context=CONTEXT,
+        ),
+        row(
+            "G5-padded-ratio",
+            ratio(samples, "start, padded comparison", "start"),
+            target=max(1.1, 3.0 / statistics.median(samples["start"])),
+            unit="ratio",
+            samples=samples,
+            timed=f"{timed}; with the comparison of padded batches over without, in turns",
             context=CONTEXT,
         ),
         row(

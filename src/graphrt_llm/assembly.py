@@ -252,7 +252,7 @@ def _attention(
             cold = make_cold_attention(cache, limits, waits=waits)
             if cold is not None:
                 first = "its fa2" if waits else "sdpa"
-                reason = f"{attention.reason}, once its kernels are built; until then {first}"
+                reason = f"{attention.reason}, once it is loaded and built; until then {first}"
                 return attention._replace(reason=reason), cold
     backend = make_attention(attention.name, cache, limits)
     if num_ubatches > 1 and not getattr(backend, "serves_micro_batches", False):

@@ -289,7 +289,7 @@ MUTANTS = [
     Mutant(
         "NaNs of different bits differ",
         VERIFY + "compare.py",
-        "    differing &= ~(left.isnan() & right.isnan())\n",
+        "    differing &= (left == left) | (right == right)  # NaN is not equal to itself.\n",
         "",
         "simulated/test_verify_compare.py",
     ),

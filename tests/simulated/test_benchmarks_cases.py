@@ -242,6 +242,8 @@ def test_the_parts_of_a_capture_and_of_a_start_are_all_found(
     device: SimulatedDevice, step: DecodeStep
 ) -> None:
     captured = parts.capture_parts(step, (2, 1), device, blocks=1)
+    named = capture.parts_of(step, (2, 1), device)
+    assert named.keys() == {row.arm for row in captured}
     policies = {"default", "always", "never"}
     measured = {(row.metric.removeprefix("G6-part-"), row.arm) for row in captured}
     wanted = (parts.OF_A_CAPTURE | parts.device_parts(device)).keys() - {"eager segments"}

@@ -6,6 +6,7 @@ The real library runs in the GPU lane only.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import fake_flashinfer
 import numpy as np
@@ -18,6 +19,7 @@ from graphrt import AttentionSupport, BatchDescriptor
 from graphrt_llm.attention import (
     AttentionMetadata,
     attend,
+    building,
     choose_attention,
     flashinfer,
     make_attention,
@@ -245,10 +247,10 @@ def test_flashinfer_needs_a_gpu_and_limits(monkeypatch):
 @pytest.mark.parametrize(
     ("missing", "waits", "first", "built"),
     [
-        (("fa2", "fa3"), False, "SdpaAttention", ["fa2", "fa3"]),
+        (("fa2", "fa3"), False, "SdpaAttention", []),  # It does not ask yet.
         (("fa2", "fa3"), True, "FlashInferAttention", ["fa3"]),
         (("fa2",), True, None, []),
-        ((), False, None, []),
+        ((), False, "SdpaAttention", []),
     ],
 )
 def test_kernels_that_are_not_built_are_built_while_others_serve(
@@ -266,3 +268,37 @@ def test_kernels_that_are_not_built_are_built_while_others_serve(
     assert (backend is None) == (first is None)
     if backend is not None:
         assert type(backend.switching._serving).__name__ == first
+
+
+@pytest.mark.parametrize("modules", [[], ["fa2"]])
+def test_library_is_imported_after_the_first_polls(monkeypatch, modules):
+    asked = []
+    built = mock.Mock(**{"poll.side_effect": [None, ""]})
+    monkeypatch.setattr(building, "missing_modules", lambda cache: asked.append(cache) or modules)
+    monkeypatch.setattr(building, "flashinfer_build", lambda modules: built)
+    build = building.LoadedLater(random_cache())
+    for _ in range(building.POLLS_BEFORE_IMPORT):
+        assert build.poll() is None
+    assert not asked
+    assert build.poll() == ("" if not modules else None)
+    assert build.poll() == ""
+    build.close()
+    assert built.close.called == bool(modules)
+
+
+def test_library_that_cannot_be_imported_is_told(monkeypatch):
+    def fail(cache):
+        raise ImportError("no libcuda")
+
+    monkeypatch.setattr(building, "missing_modules", fail)
+    monkeypatch.setattr(building, "POLLS_BEFORE_IMPORT", 0)
+    build = building.LoadedLater(random_cache())
+    assert build.poll() == build.poll() == "ImportError: no libcuda"
+    build.close()
+
+
+def test_library_is_imported_by_the_first_step(wrappers):
+    backend = make_attention("flashinfer", random_cache(), LIMITS)
+    assert not wrappers
+    backend.prepare(decode_key(2), None)
+    assert len(wrappers) == 3

@@ -43,6 +43,7 @@ from graphrt.runner.keys import (
 )
 from graphrt.verify import (
     RunState,
+    Unread,
     Verification,
     WrittenRows,
     check_padding,
@@ -151,7 +152,7 @@ class Executor:
         """True once an example came with ``step_info``."""
         self._has_constant_info = False
         self._captured_with: dict[BatchDescriptor, Any] = {}
-        """By key: copies of the example that was captured, until its program is checked."""
+        """By key: copies of the example that was captured, until the programs are checked."""
         self._resources = tuple(self.options.prepared)
         # Eager outputs have their real size where it is an axis, and may be views of static buffers
         # as graph outputs are of graph storage. A length of another kind is cut off here too.
@@ -351,7 +352,11 @@ class Executor:
     # -- verification
 
     def compare(
-        self, ready: ReadyGraph, call: Call, before_warmup: HostSnapshot | None = None
+        self,
+        ready: ReadyGraph,
+        call: Call,
+        before_warmup: HostSnapshot | None = None,
+        unread: Unread | None = None,
     ) -> Verification:
         """Run one call eagerly and as a replay from the same state; raise if they differ.
 
@@ -383,10 +388,15 @@ class Executor:
             tolerance=self.tolerance,
             suspects=lambda: _suspects(ready.program),
             observer=self.observer,
+            unread=unread,
         )
 
     def compare_padding(
-        self, ready: ReadyGraph, call: Call, before_warmup: HostSnapshot | None = None
+        self,
+        ready: ReadyGraph,
+        call: Call,
+        before_warmup: HostSnapshot | None = None,
+        unread: Unread | None = None,
     ) -> Any:
         """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
 
@@ -430,6 +440,7 @@ class Executor:
             tolerance=self.tolerance,
             before_warmup=before_warmup,
             observer=self.observer,
+            unread=unread,
         )
 
     def _eager_compared(
@@ -482,29 +493,37 @@ class Executor:
                 slice(call.sizes[size] if isinstance(size, str) else size)
                 for size in bound.specs[name].shape
             ]
-            index = call.values[name][tuple(real)].flatten()
-            index = index.to(device=tensor.device, dtype=torch.int64)
+            # Picked where the values are, because a GPU says by a wait how many are valid.
+            index = call.values[name][tuple(real)].flatten().to(torch.int64)
             valid = index[(index >= 0) & (index < tensor.shape[0])]
-            rows[f"rows {name} of may_overwrite {number}"] = WrittenRows(tensor, valid)
-        device = self.library.device
-        on_host = any(tensor.device.type == "cpu" for tensor in tensors.values())
+            written = WrittenRows(tensor, valid.to(tensor.device, non_blocking=True))
+            rows[f"rows {name} of may_overwrite {number}"] = written
+        wait = self._wait_for(tensors.values())
         return RunState(
             self.options.state,
             tensors,
             rows,
             self._generators,
             poisons=poisons,
-            wait=device.synchronize if on_host and device.torch_device.type != "cpu" else None,
+            wait=wait,
         )
 
-    def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
+    def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
+        """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
+        device, guarded = self.library.device, getattr(self.options.state, "tensors", ())
+        on_host = any(t.device.type == "cpu" for t in [*written, *tensors_of(guarded)])
+        return self.library.synchronize if on_host and device.torch_device.type != "cpu" else None
+
+    def check_first_replay(
+        self, before_warmup: HostSnapshot | None, entry: Entry, unread: Unread | None = None
+    ) -> None:
         """Play a new program once, on inputs other than those it was captured with.
 
         Compares it with eager if a snapshot is given: a batch that fills the key, and batches that
-        are padded to it. State stays as it was.
+        are padded to it. State stays as it was. ``unread`` takes what the comparisons come to.
         """
         ready, call = self.make_ready(entry), self._example(entry.key, 1)
-        captured = self._captured_with.pop(entry.key, None)
+        captured = self._captured_with.get(entry.key)
         with self._state_kept():
             if before_warmup is None:
                 self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
@@ -515,24 +534,33 @@ class Executor:
                 if ready.program.reads_step_info and not self._has_constant_info:
                     _require_other_info(entry, captured[1], call.step_info)
             with _of_example():
-                verification = self.compare(ready, call, before_warmup)
-            if captured is not None:
-                require_varied_for_memos(
-                    subject, captured[0], dict(call.values), before_warmup, is_strict=self.is_strict
+                verification = self.compare(ready, call, before_warmup, unread)
+
+            def conclude() -> None:
+                if captured is not None:
+                    inputs, checked = captured[0], dict(call.values)
+                    require_varied_for_memos(
+                        subject, inputs, checked, before_warmup, is_strict=self.is_strict
+                    )
+                _, left = self._overwritten()
+                ready.program.is_compared = require_compared(
+                    subject, verification, left, is_strict=self.is_strict
                 )
-            _, left = self._overwritten()
-            ready.program.is_compared = require_compared(
-                subject, verification, left, is_strict=self.is_strict
-            )
+
+            # A replay that differs matters more than what its comparison cannot show.
+            if unread is None:
+                conclude()
+            else:
+                unread.keep((), conclude)
             if self.options.warmups == 0:
                 # The capture was the first run of all: a third one shows what counts runs, and
                 # inputs other than before show what a first run kept of its own.
                 for seed in (0, 1):
-                    self.compare(ready, self._example(entry.key, seed))
+                    self.compare(ready, self._example(entry.key, seed), unread=unread)
             compared = []
             for sizes in self._sizes_to_pad(entry):
                 with _of_example():
-                    self.compare_padding(ready, self._call(sizes, 1), before_warmup)
+                    self.compare_padding(ready, self._call(sizes, 1), before_warmup, unread)
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
             entry.padding = self._describe_padding(compared, ready.program)
 

@@ -8,8 +8,8 @@ of a matrix product alone may change its rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -71,6 +71,99 @@ class Comparison:
         return "; ".join(lines)
 
 
+class Measured(NamedTuple):
+    """Two tensors that were compared where they are, without a wait."""
+
+    path: str
+    expected: torch.Tensor
+    actual: torch.Tensor
+    """In the form that is compared: complex numbers as pairs."""
+    differing: torch.Tensor
+    """Where they differ by more than the tolerance."""
+    numbers: torch.Tensor
+    """[1 to 3]: how many places differ; the largest absolute difference, tolerated ones included,
+    where there is a tolerance; ties."""
+
+
+class Pending(NamedTuple):
+    """A comparison whose outcome the device may still be working on."""
+
+    known: Comparison
+    """What the host sees by itself: structure, shapes, dtypes, host values."""
+    measured: tuple[Measured, ...]
+    order: Mapping[str, int]
+    """Of the places in the first result."""
+
+    def read(self) -> Comparison:
+        """The outcome. Waits for the device."""
+        differences = [*self.known.differences]
+        found = []
+        for each in self.measured:
+            num_differing, size, ties = _three(each.numbers)
+            if num_differing:
+                difference = _difference(each, int(num_differing), size)
+                differences.append(difference)
+                size = difference.max_abs_difference
+            found.append((num_differing, size, ties))
+        differences.sort(key=lambda difference: self.order[difference.path])
+        return self.outcome(found, tuple(differences))
+
+    def outcome(
+        self, found: Sequence[Sequence[float]], differences: tuple[Difference, ...] = ()
+    ) -> Comparison:
+        """The comparison whose ``Measured.numbers`` are ``found``."""
+        sizes = [self.known.max_abs_difference, *(size for _, size, _ in found)]
+        return replace(
+            self.known,
+            differences=differences,
+            # Not max alone: what it makes of a NaN depends on the order.
+            max_abs_difference=math.nan if any(map(math.isnan, sizes)) else max(sizes),
+            num_ties=sum(int(ties) for *_, ties in found),
+        )
+
+
+class Unread:
+    """The outcomes of one program's comparisons, to be read when the device had time for them.
+
+    The device copies a few numbers to the host as it computes them, so that the host may queue what
+    does not depend on them first.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[list[Pending], list[list[torch.Tensor]], Callable[..., None]]] = []
+        self._events: dict[torch.device, torch.Event] = {}
+
+    def keep(self, pending: Sequence[Pending], tell: Callable[..., None]) -> bool:
+        """Keep the outcomes for later; False if the host sees a difference by itself.
+
+        ``tell``: called with the comparisons, in ``is_equal``, if everything is equal.
+        """
+        if not all(each.known.is_equal for each in pending):
+            return False
+        numbers = [
+            [one.numbers.to("cpu", non_blocking=True) for one in each.measured] for each in pending
+        ]
+        for device in {one.numbers.device for each in pending for one in each.measured}:
+            if device.type != "cpu":
+                self._events.setdefault(device, torch.Event(device)).record()
+        # Not what was compared: its memory is needed for the next program.
+        self._kept.append(([each._replace(measured=()) for each in pending], numbers, tell))
+        return True
+
+    def is_equal(self) -> bool:
+        """True if nothing differed, which is told then. Waits until the outcomes are there."""
+        for event in self._events.values():
+            event.synchronize()
+        found = [
+            [[_three(one) for one in each] for each in numbers] for _, numbers, _ in self._kept
+        ]
+        if any(one[0] for comparisons in found for each in comparisons for one in each):
+            return False
+        for (pending, _, tell), comparisons in zip(self._kept, found, strict=True):
+            tell(*map(Pending.outcome, pending, comparisons))
+        return True
+
+
 def compare(
     expected: Any,
     actual: Any,
@@ -90,9 +183,20 @@ def compare(
     dimension it indexes (a greedy choice). Indices of elements equal within tolerance are a tie.
     Waits for the device.
     """
+    return begin_compare(expected, actual, tolerance=tolerance, chosen_from=chosen_from).read()
+
+
+def begin_compare(
+    expected: Any,
+    actual: Any,
+    *,
+    tolerance: float | Mapping[torch.dtype, float] | None = None,
+    chosen_from: Mapping[str, str] = MappingProxyType({}),
+) -> Pending:
+    """``compare`` without a wait: ``Pending.read`` is its outcome."""
     differences: list[Difference] = []
-    sizes = [0.0]
-    num_compared = num_ties = 0
+    measured: list[Measured] = []
+    num_compared, size = 0, 0.0
     unchecked = []
     nodes = list(walk(expected))
     left = {format_path(node.path): node for node in nodes}
@@ -104,93 +208,106 @@ def compare(
     }
     right = {format_path(node.path): node for node in walk(actual)}
     of_host = None if isinstance(tolerance, Mapping) else tolerance
-    for path in left.keys() | right.keys():
-        one, other = left.get(path), right.get(path)
-        if one is None or other is None:
-            # Reported at the container, whose type or number of children differs too.
-            continue
+    # A place on one side only is reported at the container, whose type or number of children
+    # differs too.
+    for path in left.keys() & right.keys():
+        one, other = left[path], right[path]
         if one.kind != other.kind or (one.kind == "container" and not _same_container(one, other)):
             differences.append(Difference(path, _describe(one), _describe(other)))
         elif one.kind == "opaque":
             unchecked.append(path)
         elif one.kind == "tensor":
             num_compared += one.value.numel() > 0
-            difference, size, ties = _compare_tensors(
-                path, one.value, other.value, tolerance, scores_of.get(path)
-            )
-            differences += [] if difference is None else [difference]
-            sizes.append(size)
-            num_ties += ties
+            found = _measure(path, one.value, other.value, tolerance, scores_of.get(path))
+            if isinstance(found, Difference):
+                differences.append(found)
+                size = math.nan  # None can be taken of another shape or dtype.
+            elif found is not None:
+                measured.append(found)
         elif one.kind == "host":
             num_compared += one.value is not None
             if not same_host_value(one.value, other.value, of_host):
                 differences.append(Difference(path, repr(one.value), repr(other.value)))
-    # Not max alone: what it makes of a NaN depends on the order.
-    largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
     order = {path: number for number, path in enumerate(left)}
     differences.sort(key=lambda difference: order[difference.path])
-    return Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), largest, num_ties)
+    known = Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), size)
+    return Pending(known, tuple(measured), order)
 
 
-def _compare_tensors(
+def _measure(
     path: str,
     expected: torch.Tensor,
     actual: torch.Tensor,
     tolerance: float | Mapping[torch.dtype, float] | None,
     scores: torch.Tensor | None,
-) -> tuple[Difference | None, float, int]:
-    """Return the difference, if it counts, the largest absolute one, counted or not, and ties."""
+) -> Measured | Difference | None:
+    """Compare two tensors where they are; None if the host knows that their bits are equal."""
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return Difference(path, _describe_tensor(expected), _describe_tensor(actual)), math.nan, 0
+        return Difference(path, _describe_tensor(expected), _describe_tensor(actual))
     expected, actual = expected.detach(), actual.detach().to(expected.device)
     whole = expected
     if expected.is_complex():
         expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
-    # Almost always so, and known after one wait for the device.
-    if torch.equal(as_bits(expected), as_bits(actual)):
-        return None, 0.0, 0
+    # Almost always so, but to ask a GPU means to wait for it.
+    asks = expected.device.type == "cpu"
+    if not whole.numel() or (asks and torch.equal(as_bits(expected), as_bits(actual))):
+        return None
     differing = as_bits(expected) != as_bits(actual)
-    left, right = _widened(expected), _widened(actual)
-    differing &= ~(left.isnan() & right.isnan())
-    if not bool(differing.any()):
-        return None, 0.0, 0
-    # Not picked by the mask, because to list the places costs more than the comparison.
-    differences = (left - right).abs().masked_fill_(~differing, 0.0)
-    size = differences.max().item()
-    num_ties = 0
+    # The 8-bit formats have no ``isnan`` of their own.
+    left, right = (t if t.dtype.itemsize > 1 else _widened(t) for t in (expected, actual))
+    differing &= (left == left) | (right == right)  # NaN is not equal to itself.
     relative = tolerance.get(whole.dtype) if isinstance(tolerance, Mapping) else None
+    rest: list[torch.Tensor] = []
     if relative is not None and _is_short(whole):
-        differing &= _rows_beyond(left, differences, relative)
+        differences = _differences(expected, actual, differing)
+        rest = [differences.max().double()]
+        differing &= _rows_beyond(_widened(expected), differences, relative)
     elif (limit := _limit(whole, tolerance)) is not None:
+        differences = _differences(expected, actual, differing)
+        rest = [differences.max().double()]
         # A pair of infinities is equal bits; NaN against a number fails the comparison.
         differing &= ~(differences <= limit)
     elif scores is not None:
         ties = _ties(expected, actual, scores, tolerance) & differing
-        num_ties = int(ties.sum())
         differing &= ~ties
-    if not bool(differing.any()):
-        return None, 0.0 if num_ties else size, num_ties
+        num_ties = ties.sum().double()
+        rest = [torch.zeros_like(num_ties), num_ties]
+    numbers = differing.sum().reshape(1)
+    if rest:
+        numbers = torch.stack([numbers[0].double(), *rest])
+    return Measured(path, expected, actual, differing, numbers)
+
+
+def _three(numbers: torch.Tensor) -> tuple[float, float, float]:
+    """``Measured.numbers`` on the host, with 0 for what was not taken."""
+    count, size, ties, *_ = [*numbers.tolist(), 0.0, 0.0]
+    return count, size, ties
+
+
+def _differences(
+    expected: torch.Tensor, actual: torch.Tensor, differing: torch.Tensor
+) -> torch.Tensor:
+    # Not picked by the mask, because to list the places costs more than the comparison.
+    return torch.where(differing, (_widened(expected) - _widened(actual)).abs_(), 0.0)
+
+
+def _difference(measured: Measured, num_differing: int, size: float) -> Difference:
+    """The first place where two tensors differ. ``size``: 0 where it was not taken."""
+    path, expected, actual, differing, _ = measured
     # Of an empty index (a 0-d tensor) the first is ().
     first = tuple(int(i) for i in differing.nonzero()[0])
-    return (
-        Difference(
-            path,
-            repr(expected[first].item()),
-            repr(actual[first].item()),
-            size,
-            first,
-            int(differing.sum()),
-        ),
-        size,
-        num_ties,
+    return Difference(
+        path,
+        repr(expected[first].item()),
+        repr(actual[first].item()),
+        size or _differences(expected, actual, differing).max().item(),
+        first,
+        num_differing,
     )
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """In a dtype that has ``isnan`` and holds the difference of two elements.
-
-    The 8-bit formats have none of their own. Very large int64 round in float64.
-    """
+    """In a dtype that holds the difference of two elements. Very large int64 round in float64."""
     return tensor.float() if _is_short(tensor) else tensor.double()
 
 
@@ -211,16 +328,15 @@ def _rows_beyond(
     model amplifies roundings, in some rows ten times as much as in others.
     """
     rows = (expected.shape[0], -1) if expected.dim() else (1, -1)
-    size_of_row, off_of_row = (
-        # Fewer passes over millions of elements than to square a copy in float64.
-        torch.linalg.vector_norm(x.reshape(rows), dim=1, dtype=torch.float64).square()
-        / (x.numel() // rows[0])
-        for x in (expected.nan_to_num(0.0, 0.0, 0.0), differences)
+    # Norms, of equally many elements each: few passes over millions of elements.
+    off_of_row, size_of_row = (
+        torch.linalg.vector_norm(x.reshape(rows), dim=1, dtype=torch.float64)
+        for x in (differences, expected.nan_to_num(0.0, 0.0, 0.0))
     )
-    limit = (_ROW_SHARE * relative) ** 2 * size_of_row.clamp(min=size_of_row.mean().item())
-    beyond = ~(off_of_row <= limit)  # True for NaN.
-    if not bool(off_of_row.mean() <= relative**2 * size_of_row.mean()):
-        beyond = torch.ones_like(beyond)
+    off, size = map(torch.linalg.vector_norm, (off_of_row, size_of_row))
+    limit = _ROW_SHARE * relative * torch.maximum(size_of_row, size / math.sqrt(rows[0]))
+    # False for NaN.
+    beyond = ~((off_of_row <= limit) & (off <= relative * size))
     shape = (-1, *[1] * (expected.dim() - 1)) if expected.dim() else ()
     result: torch.Tensor = beyond.view(shape)
     return result
@@ -228,18 +344,17 @@ def _rows_beyond(
 
 def _limit(
     expected: torch.Tensor, tolerance: float | Mapping[torch.dtype, float] | None
-) -> float | None:
+) -> float | torch.Tensor | None:
     """The largest difference that does not count; None where bits have to be equal."""
     if not isinstance(tolerance, Mapping):
         return tolerance if expected.is_floating_point() else None
     relative = tolerance.get(expected.dtype)
     if relative is None or expected.numel() == 0:
         return None
-    sizes = (
-        torch.view_as_real(expected).abs() if expected.is_complex() else _widened(expected).abs()
-    )
-    finite = sizes[sizes.isfinite()]
-    return relative * finite.max().item() if finite.numel() else 0.0
+    whole = torch.view_as_real(expected) if expected.is_complex() else expected
+    whole = whole if whole.dtype.itemsize > 1 else _widened(whole)
+    least, most = whole.nan_to_num(0.0, 0.0, 0.0).aminmax()
+    return relative * torch.maximum(-least, most).double()
 
 
 def _ties(
@@ -249,13 +364,14 @@ def _ties(
     tolerance: float | Mapping[torch.dtype, float] | None,
 ) -> torch.Tensor:
     """Where two choices differ between elements of ``scores`` that are equal within tolerance."""
-    limit = _limit(scores, tolerance) or 0.0
+    limit = _limit(scores, tolerance)
     one_each = scores.dim() == expected.dim() + 1
     places = [choice.unsqueeze(-1) if one_each else choice for choice in (expected, actual)]
     valid = [(place >= 0) & (place < scores.shape[-1]) for place in places]
-    wide = _widened(scores)
-    left, right = (wide.gather(-1, place.clamp(0, scores.shape[-1] - 1).long()) for place in places)
-    ties = ((left - right).abs() <= limit) & valid[0] & valid[1]
+    left, right = (
+        _widened(scores.gather(-1, place.clamp(0, scores.shape[-1] - 1).long())) for place in places
+    )
+    ties = ((left - right).abs() <= (0.0 if limit is None else limit)) & valid[0] & valid[1]
     return ties.squeeze(-1) if one_each else ties
 
 

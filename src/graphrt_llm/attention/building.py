@@ -1,4 +1,4 @@
-"""Builds FlashInfer's kernels in processes of their own, while another backend serves.
+"""Loads FlashInfer, and builds its kernels in processes of their own, while another one serves.
 
 FlashInfer calls nvcc at the first plan of each of its modules, which takes 16 s (``fa2``) and up to
 73 s (``fa3``) on an H200's host, and keeps what it built on disk. The processes make no CUDA
@@ -20,6 +20,9 @@ import torch
 
 import graphrt_llm.attention.flashinfer as flashinfer
 from graphrt_llm.kv_cache import KVCache
+
+POLLS_BEFORE_IMPORT = 2
+"""One for each step: that of a first prompt, and the one after it, which has a graph captured."""
 
 NICENESS = 10
 """Of the compilers: the engine's host work goes first."""
@@ -61,6 +64,36 @@ def build_module(kernels: str, dtype_name: str, head_dim: int) -> None:
     os.nice(NICENESS)
     # Under the module's own lock and log, as a wrapper builds it: it finds nothing to do then.
     _spec(kernels, dtype_name, head_dim).build(verbose=False)
+
+
+class LoadedLater:
+    """A ``switching.Build`` of FlashInfer, which is imported by a poll.
+
+    Not by the first ones: the import takes a second, which the first tokens need not wait for.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._polls_left = POLLS_BEFORE_IMPORT
+        self._build: ProcessBuild | None = None
+
+    def poll(self) -> str | None:
+        if self._polls_left:
+            self._polls_left -= 1
+            return None
+        if self._build is None:
+            try:
+                modules = missing_modules(self._cache)
+            except ImportError as error:
+                return f"{type(error).__name__}: {error}"
+            if not modules:
+                return ""
+            self._build = flashinfer_build(modules)
+        return self._build.poll()
+
+    def close(self) -> None:
+        if self._build is not None:
+            self._build.close()
 
 
 class ProcessBuild:

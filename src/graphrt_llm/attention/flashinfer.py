@@ -135,6 +135,7 @@ def _split(memory: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 class FlashInferAttention:
     """``limits`` bound the memory that is staged for a batch.
 
+    FlashInfer itself is imported by the first ``prepare``: it takes a second.
     ``chunks``: FlashInfer's name of the kernels for chunks; None: ``chunk_kernels``.
     Errors: ``AttentionBackendError`` where ``obstacle`` finds one.
     """
@@ -152,14 +153,8 @@ class FlashInferAttention:
                 found="None",
                 do="pass limits to make_attention.",
             )
-        # Imported here, because an extra may be absent, and because the import takes a second.
-        from flashinfer import decode, prefill
-
-        self._fast_decode_plan = decode.fast_decode_plan
-        self._make_decode = decode.BatchDecodeWithPagedKVCacheWrapper
-        self._make_prefill = prefill.BatchPrefillWithPagedKVCacheWrapper
-
         self.cache = cache
+        self._chunks = chunks
         self._query_len = limits.query_len
         config = cache.config
         self._shape = (config.num_heads, config.num_kv_heads, config.head_dim, cache.block_size)
@@ -170,10 +165,8 @@ class FlashInferAttention:
         with torch.inference_mode(False):
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             self._staging = _Staging(limits, device)
-        self._prefill: Any = self._make_prefill(
-            self._workspace, backend=chunks or chunk_kernels(cache)
-        )
-        self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=True)
+        self._prefill: Any = None
+        """Of chunks, as ``_decode`` is of decoding requests; None until the first preparation."""
         self._static: dict[int, Any] = {}
         """By number of requests: the wrappers of FULL graphs."""
         self._planned: set[Any] = set()
@@ -192,7 +185,20 @@ class FlashInferAttention:
         # Plans of static wrappers are allocated later; the wrappers keep them.
         return self._workspace, self._staging.memory
 
+    def _load(self) -> None:
+        # Imported here, because an extra may be absent.
+        from flashinfer import decode, prefill
+
+        self._fast_decode_plan = decode.fast_decode_plan
+        self._make_decode = decode.BatchDecodeWithPagedKVCacheWrapper
+        self._make_prefill = prefill.BatchPrefillWithPagedKVCacheWrapper
+        self._decode: Any = self._make_decode(self._workspace, use_tensor_cores=True)
+        chunks = self._chunks or chunk_kernels(self.cache)
+        self._prefill = self._make_prefill(self._workspace, backend=chunks)
+
     def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
+        if self._prefill is None:
+            self._load()
         if step_info is None:
             self._prepare_without_batch(key)
             return

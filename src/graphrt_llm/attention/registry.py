@@ -8,9 +8,9 @@ from typing import NamedTuple
 import graphrt_llm.attention.flashinfer as flashinfer
 import graphrt_llm.attention.paged as paged
 from graphrt_llm.attention.base import AttentionBackend
-from graphrt_llm.attention.building import flashinfer_build, missing_modules
+from graphrt_llm.attention.building import LoadedLater, flashinfer_build, missing_modules
 from graphrt_llm.attention.sdpa import SdpaAttention
-from graphrt_llm.attention.switching import SwitchingAttention
+from graphrt_llm.attention.switching import Build, SwitchingAttention
 from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
@@ -101,22 +101,26 @@ def _for_any_batch(cache: KVCache) -> AttentionChoice:
 
 
 def make_cold_attention(cache: KVCache, limits: Limits, *, waits: bool) -> AttentionBackend | None:
-    """``paged`` over FlashInfer, which serves before all of FlashInfer's kernels are built.
+    """``paged`` over FlashInfer, which serves before FlashInfer is imported and built.
 
     This package's kernel serves decode all the time; other batches sdpa until then, or with
-    ``waits`` the kernels ``fa2``, which take a fraction of the time to build. None where nothing
-    has to be built, or one of the two cannot serve.
+    ``waits`` the kernels ``fa2``, which take a fraction of the time to build. None where one of
+    the two cannot serve, or who ``waits`` has nothing to build.
     """
     if paged.obstacle(cache) is not None or flashinfer.obstacle(cache) is not None:
         return None
-    modules = [module for module in missing_modules(cache) if not waits or module[0] != "fa2"]
-    if not modules:
-        return None
-    first: AttentionBackend = SdpaAttention(cache, limits.query_len)
+    first: AttentionBackend
+    build: Build
     if waits:
+        modules = [module for module in missing_modules(cache) if module[0] != "fa2"]
+        if not modules:
+            return None
         first = flashinfer.FlashInferAttention(cache, limits, "fa2")
+        build = flashinfer_build(modules)
+    else:
+        first, build = SdpaAttention(cache, limits.query_len), LoadedLater(cache)
     later = flashinfer.FlashInferAttention(cache, limits)
-    return _over(SwitchingAttention(first, later, flashinfer_build(modules)), limits)
+    return _over(SwitchingAttention(first, later, build), limits)
 
 
 def _over(fallback: AttentionBackend, limits: Limits | None) -> AttentionBackend:

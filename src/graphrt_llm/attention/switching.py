@@ -26,8 +26,8 @@ class Build(Protocol):
     """Kernels that are being built elsewhere."""
 
     def poll(self) -> str | None:
-        """None while it goes on; then what went wrong, or an empty text, always the same. Never
-        waits."""
+        """None while it goes on; then what went wrong, or an empty text, always the same. It may
+        import what it needs, once, and never waits for a build."""
 
     def close(self) -> None:
         """End it, if it still goes on. Idempotent."""
