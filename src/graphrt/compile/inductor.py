@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from graphrt.compile import torch_api
 from graphrt.compile.backends import Form, Job, check_options, compiling
 from graphrt.compile.cache import CompileCache, key_of
 from graphrt.compile.guards import environment
+from graphrt.compile.partition import partitioned
 from graphrt.config import CompilePlan
 from graphrt.config.environment import environment_variable
 from graphrt.events import CacheMiss
@@ -34,7 +35,9 @@ class Inductor:
 
     def compile(self, job: Job) -> Form:
         missed = self._why_uncached()
-        with compiling(self.name, job.name):
+        is_whole = self._plan.use_inductor_graph_partition
+        partitions = partitioned(job.module) if is_whole else nullcontext()
+        with compiling(self.name, job.name), partitions:
             if missed is not None:
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
             cache, key = self._entry(job)

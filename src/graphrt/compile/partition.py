@@ -1,0 +1,207 @@
+"""Inductor's own cut: the whole graph is compiled at once, as parts called between splitting ops.
+
+Inductor calls these parts *partitions*: functions of the code that it generates, with each splitting
+op called between two of them. Programs are cut there as anywhere: compiled code calls, in place of
+a splitting op, an operator of the same schema that runs what this call of the compiled code is to
+run there. So the code itself belongs to no runtime, and neither does its entry in the cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile import torch_api
+from graphrt.compile.failures import line_of
+from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
+from graphrt.errors import CompileError, SplittingOpError
+
+_NAMESPACE = "graphrt_cut"
+
+
+class _Cuts(threading.local):
+    """Of the compiled code that this thread runs."""
+
+    running: Cuts | None = None
+
+
+_CUTS = _Cuts()
+
+
+class Cuts:
+    """What one runtime runs at the splitting ops of its compiled code, and the pieces it met.
+
+    ``calls``: by name of a splitting op, what to call in place of it.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        ops: SplittingOps,
+        impls: Mapping[str, Callable[..., Any]],
+        wrap: Wrap,
+        unique_id: str,
+    ) -> None:
+        self.infos: list[PieceInfo] = []
+        """In call order; complete after the first call."""
+        self._is_complete = False
+        self._unique_id = unique_id
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self._plain: set[str] = set()
+        for node in graph.graph.nodes:
+            found = ops.find(node)
+            name = operator_of(node)
+            if found is None or name in self._calls:
+                continue
+            impl = impls.get(found)
+            info = self._info(name, "splitting", name)._replace(is_plain=impl is not None)
+            self._plain |= {name} if impl is not None else set()
+            self._calls[name] = wrap(impl or operator_called_by(node), info)
+
+    def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, compiled code, with these ``calls`` in it."""
+
+        def run(*args: Any) -> Any:
+            before, _CUTS.running = _CUTS.running, self
+            try:
+                return call(*args)
+            finally:
+                _CUTS.running = before
+                self._is_complete = True
+
+        return run
+
+    def at(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call in place of a splitting op."""
+        if name not in self._calls:
+            return op
+        if not self._is_complete:
+            info = self._info(name, "splitting", name)
+            self.infos.append(info._replace(is_plain=name in self._plain))
+        return self._calls[name]
+
+    def entered(self, partition: int) -> None:
+        """Inductor's code calls this one of its partitions."""
+        if not self._is_complete:
+            unique_id = f"{self._unique_id[:12]} {partition}"
+            self.infos.append(self._info(f"partition {partition}", "captured", unique_id))
+
+    def _info(self, name: str, kind: Any, unique_id: str) -> PieceInfo:
+        return PieceInfo(len(self.infos), name, kind, False, unique_id)
+
+
+class _Partition:
+    """One partition, as Inductor's code calls it, with a list that it empties."""
+
+    def __init__(self, fn: Callable[[list[Any]], Any], index: int) -> None:
+        self._fn = fn
+        self._index = index
+
+    def __call__(self, args: list[Any]) -> Any:
+        if _CUTS.running is not None:
+            _CUTS.running.entered(self._index)
+        return self._fn(args)
+
+
+def wrapped_partition(fn: Callable[..., Any], about: Any) -> Callable[..., Any]:
+    """What Inductor calls in place of a partition. ``about``: says which of them it is."""
+    # Two runtimes may load one module of generated code, whose partitions the first has wrapped.
+    return fn if isinstance(fn, _Partition) else _Partition(fn, about.partition_index)
+
+
+def operator_called_by(node: fx.Node) -> torch._ops.OpOverload:
+    """Errors: ``SplittingOpError`` for what Inductor cannot cut at: Python functions, and operators
+    that it would leave out or whose overload the graph does not say."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:
+        target = target.default
+    writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    if not isinstance(target, torch._ops.OpOverload):
+        found = "a Python function" if not operator_of(node) else "one of several overloads"
+    elif not node.users and not writes:
+        found = "one whose result nothing uses and whose schema writes nothing: it is left out"
+    else:
+        return target
+    raise SplittingOpError(
+        f"{FIELD}: {node.target} at {line_of(node)}",
+        expected="an operator (ns::op.overload) at which Inductor can cut",
+        found=found,
+        do="declare in its schema what it writes, or cut without use_inductor_graph_partition",
+        source=line_of(node),
+    )
+
+
+class _CutOperators:
+    """The operators that compiled code calls in place of splitting ops. torch keeps them for good,
+    and their names stand in the cache of compiled code."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._library: Any = None
+        self._known: dict[str, torch._ops.OpOverload] = {}
+
+    def of(self, op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+        """An operator of the same schema."""
+        own = str(op).replace("::", ".").replace(".", "_")
+        with self._lock:
+            if own not in self._known:
+                if self._library is None:
+                    self._library = torch.library.Library(_NAMESPACE, "DEF")
+                self._define(own, op)
+            return self._known[own]
+
+    def _define(self, own: str, op: torch._ops.OpOverload) -> None:
+        name, schema = op._schema.name, str(op._schema)
+        self._library.define(own + schema[schema.index("(") :], tags=tuple(op.tags))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            running = _CUTS.running
+            return (op if running is None else running.at(name, op))(*args, **kwargs)
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            return op(*args, **kwargs)
+
+        self._library.impl(own, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{own}", fake, lib=self._library)
+        self._known[own] = getattr(getattr(torch.ops, _NAMESPACE), own).default
+
+
+_OPERATORS = _CutOperators()
+
+
+def cut_operator(node: fx.Node) -> torch._ops.OpOverload:
+    """What Inductor's code calls in place of the splitting op of ``node``."""
+    return _OPERATORS.of(operator_called_by(node))
+
+
+def refuse_other_devices(graph: fx.GraphModule) -> None:
+    """Errors: ``CompileError`` for a value of another device than the first tensor's: what handles
+    it would run between two partitions, in no graph and in no eager segment."""
+    first: torch.device | None = None
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if not isinstance(one, torch.Tensor):
+                continue
+            first = first or one.device
+            if one.device != first:
+                raise CompileError(
+                    f"{node.name} at {line_of(node)}",
+                    expected=f"tensors of one device, {first}, where Inductor cuts the graph",
+                    found=f"one of {one.device}",
+                    do="move it to the device before the compiled part, or cut without "
+                    "use_inductor_graph_partition",
+                    source=line_of(node),
+                )
+
+
+def partitioned(module: fx.GraphModule) -> AbstractContextManager[None]:
+    """While entered, Inductor compiles and loads ``module`` as partitions between its cuts."""
+    called = {operator_of(node) for node in module.graph.nodes}
+    cuts = sorted(name for name in called if name.startswith(f"{_NAMESPACE}::"))
+    return torch_api.partitioned(cuts, wrapped_partition)
