@@ -141,7 +141,8 @@ class CacheMiss(StrEnum):
     DISABLED = "disabled"
     """The cache is switched off."""
     CORRUPT = "corrupt"
-    """The file is cut short, or its checksum is another."""
+    """The file is cut short, or its checksum is another; or a file of Inductor's own caches is bad,
+    which are made anew."""
     FOREIGN_SCHEMA = "foreign_schema"
     """Another version of graphrt wrote it, in another form."""
     FOREIGN_TORCH = "foreign_torch"

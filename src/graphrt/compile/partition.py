@@ -1,9 +1,9 @@
 """Inductor's own cut: the whole graph is compiled at once, as parts called between splitting ops.
 
-Inductor calls these parts *partitions*: functions of the code that it generates, with each splitting
-op called between two of them. Programs are cut there as anywhere: compiled code calls, in place of
-a splitting op, an operator of the same schema that runs what this call of the compiled code is to
-run there. So the code itself belongs to no runtime, and neither does its entry in the cache.
+Inductor calls these parts *partitions*: functions of the code that it generates, with splitting ops
+called between them. Programs are cut there as anywhere: compiled code calls, in place of a
+splitting op, an operator of the same schema that runs what this call of the compiled code is to run
+there. So the code itself belongs to no runtime, and neither does its entry in the cache.
 """
 
 from __future__ import annotations
