@@ -129,7 +129,7 @@ class Storing(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("table", torch.zeros(MAX_TOKENS, WIDTH))
-        self.register_buffer("cache", torch.zeros(1, MAX_TOKENS, WIDTH))
+        self.register_buffer("cache", torch.zeros(1, MAX_TOKENS + 1, WIDTH))
 
     def forward(self, x):
         self.table.index_copy_(0, torch.arange(x.shape[0]), x)
@@ -144,7 +144,7 @@ def silent(x):
 
 
 def on_meta(x):
-    out, cache = torch.empty_like(x), torch.zeros(1, MAX_TOKENS, WIDTH)
+    out, cache = torch.empty_like(x), torch.zeros(1, MAX_TOKENS + 1, WIDTH)
     torch.ops.graphrt_tests.attend(x, cache, out, 0)
     return out, torch.empty(WIDTH, device="meta")
 

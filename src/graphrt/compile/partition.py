@@ -34,10 +34,7 @@ _CUTS = _Cuts()
 
 
 class Cuts:
-    """What one runtime runs at the splitting ops of its compiled code, and the pieces it met.
-
-    ``calls``: by name of a splitting op, what to call in place of it.
-    """
+    """What one runtime runs at the splitting ops of its compiled code, and the pieces it met."""
 
     def __init__(
         self,
@@ -50,21 +47,19 @@ class Cuts:
         self.infos: list[PieceInfo] = []
         """In call order; complete after the first call."""
         self._is_complete = False
-        self._unique_id = unique_id
-        self._calls: dict[str, Callable[..., Any]] = {}
-        self._plain: set[str] = set()
+        self._unique_id = unique_id[:12]
+        self._at: dict[torch._ops.OpOverload, tuple[Callable[..., Any], PieceInfo]] = {}
         for node in graph.graph.nodes:
-            found = ops.find(node)
-            name = operator_of(node)
-            if found is None or name in self._calls:
-                continue
-            impl = impls.get(found)
-            info = self._info(name, "splitting", name)._replace(is_plain=impl is not None)
-            self._plain |= {name} if impl is not None else set()
-            self._calls[name] = wrap(impl or operator_called_by(node), info)
+            name = ops.find(node)
+            op = None if name is None else operator_called_by(node)
+            if op is not None and op not in self._at:
+                impl = impls.get(name or "")
+                title = operator_of(node)
+                info = PieceInfo(0, title, "splitting", impl is not None, title)
+                self._at[op] = wrap(impl or op, info), info
 
     def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, compiled code, with these ``calls`` in it."""
+        """``call``, compiled code, which runs what this runtime does at splitting ops."""
 
         def run(*args: Any) -> Any:
             before, _CUTS.running = _CUTS.running, self
@@ -76,23 +71,20 @@ class Cuts:
 
         return run
 
-    def at(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+    def at(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
         """What to call in place of a splitting op."""
-        if name not in self._calls:
-            return op
-        if not self._is_complete:
-            info = self._info(name, "splitting", name)
-            self.infos.append(info._replace(is_plain=name in self._plain))
-        return self._calls[name]
+        call, info = self._at[op]
+        self._note(info)
+        return call
 
     def entered(self, partition: int) -> None:
         """Inductor's code calls this one of its partitions."""
-        if not self._is_complete:
-            unique_id = f"{self._unique_id[:12]} {partition}"
-            self.infos.append(self._info(f"partition {partition}", "captured", unique_id))
+        unique_id = f"{self._unique_id} {partition}"
+        self._note(PieceInfo(0, f"partition {partition}", "captured", False, unique_id))
 
-    def _info(self, name: str, kind: Any, unique_id: str) -> PieceInfo:
-        return PieceInfo(len(self.infos), name, kind, False, unique_id)
+    def _note(self, info: PieceInfo) -> None:
+        if not self._is_complete:
+            self.infos.append(info._replace(number=len(self.infos)))
 
 
 class _Partition:
@@ -156,12 +148,12 @@ class _CutOperators:
             return self._known[own]
 
     def _define(self, own: str, op: torch._ops.OpOverload) -> None:
-        name, schema = op._schema.name, str(op._schema)
+        schema = str(op._schema)
         self._library.define(own + schema[schema.index("(") :], tags=tuple(op.tags))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             running = _CUTS.running
-            return (op if running is None else running.at(name, op))(*args, **kwargs)
+            return (op if running is None else running.at(op))(*args, **kwargs)
 
         def fake(*args: Any, **kwargs: Any) -> Any:
             return op(*args, **kwargs)
