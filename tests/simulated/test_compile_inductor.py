@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from graphrt.compile import Compiled
 from graphrt.errors import BackendError, UnrecordedCodeError
@@ -149,6 +150,12 @@ def test_piece_that_does_not_compile_leaves_inductors_files(folder, tmp_path, mo
     with pytest.raises(BackendError, match="no such kernel"), lab_of(tmp_path, "NONE"):
         pass
     assert before <= set(tmp_path.glob("v*/**/*"))
+
+
+def test_compiler_of_cpp_that_is_missing_is_asked_for(tmp_path):
+    missing = inductor_config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(BackendError, match=r"install a C\+\+ compiler"):
+        lab_of(tmp_path, "NONE", compile_cache=False)
 
 
 def test_cache_switched_off_is_neither_read_nor_written(tmp_path):
