@@ -41,9 +41,11 @@ class Decoder(torch.nn.Module):
         generator = torch.Generator().manual_seed(seed)
         weights = torch.randn(NUM_LAYERS + 1, WIDTH, WIDTH, generator=generator)
         self.weights = torch.nn.Parameter(weights / WIDTH**0.5)
+        self.register_buffer("live", torch.ones(WIDTH, dtype=torch.bool))
         self.register_buffer("cache", torch.zeros(NUM_LAYERS, MAX_TOKENS + 1, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.where(self.live & (x < 9.0), x, 9.0)
         self.cache[:, MAX_TOKENS] = x[0]
         for layer in range(NUM_LAYERS):
             hidden = torch.tanh(x @ self.weights[layer]) * 1.5

@@ -80,13 +80,15 @@ def test_partitions_compute_what_eager_does_at_every_size(folder):
 
 @needs_compiler
 def test_two_runtimes_of_one_entry_run_each_its_own(folder):
-    """Even though they share one module of Inductor's code."""
+    """Also where one runs inside the other."""
     compiled(Decoder(), folder)
-    models, ran = [Decoder(), Decoder(seed=9)], []
+    models, ran, inside = [Decoder(), Decoder(seed=9)], [], []
 
     def impl_of(number):
         def impl(x, cache, out, layer):
             ran.append(number)
+            while inside:
+                inside.pop()(torch.randn(2, WIDTH))
             partitions.attend(x, cache, out, layer)
 
         return {ATTEND: impl}
@@ -101,6 +103,10 @@ def test_two_runtimes_of_one_entry_run_each_its_own(folder):
             ones[number](torch.randn(4, WIDTH))
         assert ran == [number] * NUM_LAYERS
         assert_computes(ones[number], models[number], 4)
+    ran.clear()
+    inside.append(ones[1])
+    assert_computes(ones[0], models[0], 4)
+    assert ran == [0, 1, 1, 1, 0, 0]
 
 
 @needs_compiler

@@ -234,7 +234,7 @@ def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
                         "backend='eager'",
                         source=line_of(node),
                     )
-        given = {_storage(one) for one in piece.inputs}
+        given = {_storage(one) for one in piece.inputs} - {0}
         for value in written_by(node):
             if _storage(value) in given:
                 written[_storage(value)] = node
@@ -262,7 +262,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
                 found.append(node.kwargs.get(argument.name, given))
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        ends_so = name.endswith("_") and not name.endswith("__")
+        # Not ``operator.and_``, whose name is no keyword for that reason alone.
+        is_operator = getattr(target, "__module__", "") == "_operator"
+        ends_so = name.endswith("_") and not name.endswith("__") and not is_operator
         if ends_so or target in _WRITING_OPERATORS or node.kwargs.get("inplace") is True:
             found += node.args[:1]
         found.append(node.kwargs.get("out"))

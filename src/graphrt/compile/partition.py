@@ -87,23 +87,15 @@ class Cuts:
             self.infos.append(info._replace(number=len(self.infos)))
 
 
-class _Partition:
-    """One partition, as Inductor's code calls it, with a list that it empties."""
+def _noting(partition: Callable[[list[Any]], Any], about: Any) -> Callable[[list[Any]], Any]:
+    """What Inductor's code calls in place of a partition, with a list that this empties."""
 
-    def __init__(self, fn: Callable[[list[Any]], Any], index: int) -> None:
-        self._fn = fn
-        self._index = index
-
-    def __call__(self, args: list[Any]) -> Any:
+    def run(args: list[Any]) -> Any:
         if _CUTS.running is not None:
-            _CUTS.running.entered(self._index)
-        return self._fn(args)
+            _CUTS.running.entered(about.partition_index)
+        return partition(args)
 
-
-def wrapped_partition(fn: Callable[..., Any], about: Any) -> Callable[..., Any]:
-    """What Inductor calls in place of a partition. ``about``: says which of them it is."""
-    # Two runtimes may load one module of generated code, whose partitions the first has wrapped.
-    return fn if isinstance(fn, _Partition) else _Partition(fn, about.partition_index)
+    return run
 
 
 def operator_called_by(node: fx.Node) -> torch._ops.OpOverload:
@@ -196,4 +188,4 @@ def partitioned(module: fx.GraphModule) -> AbstractContextManager[None]:
     """While entered, Inductor compiles and loads ``module`` as partitions between its cuts."""
     called = {operator_of(node) for node in module.graph.nodes}
     cuts = sorted(name for name in called if name.startswith(f"{_NAMESPACE}::"))
-    return torch_api.partitioned(cuts, wrapped_partition)
+    return torch_api.partitioned(cuts, _noting)
