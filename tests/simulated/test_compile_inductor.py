@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from graphrt.compile import Compiled
-from graphrt.errors import UnrecordedCodeError
+from graphrt.errors import BackendError, UnrecordedCodeError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent
 from lab import FULL, PIECEWISE, WIDTH, RuntimeLab, values
 
@@ -115,6 +116,46 @@ def test_bad_entry_is_compiled_again_with_its_reason(folder, spoil, reason):
         with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
             lab.step(3, 2)
             assert set(missed(lab)) == {expected}
+
+
+def test_cut_file_of_inductor_is_made_anew_with_a_reason(folder, tmp_path):
+    """Inductor itself trusts what stands in its folder."""
+    with lab_of(folder, "NONE"):
+        pass  # There is something to spoil, also where this test runs alone.
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob("v*/inductor/**/*"):
+        if path.is_file() and path.suffix in ("", ".py"):
+            data = path.read_bytes()
+            path.write_bytes(data[: len(data) // 2])
+    with lab_of(tmp_path, "NONE") as lab:
+        lab.step(3, 2)
+        assert missed(lab)[0] is CacheMiss.CORRUPT
+        assert lab.runtime.report().compile.misses[CacheMiss.CORRUPT] == 1
+    with lab_of(tmp_path, "NONE") as lab:
+        assert set(missed(lab)) == {None}
+    assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
+
+
+def test_piece_that_does_not_compile_leaves_inductors_files(folder, tmp_path, monkeypatch):
+    with lab_of(folder, "NONE"):
+        pass
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(next(tmp_path.glob("v*/objects")))
+    before = {path for path in tmp_path.glob("v*/inductor/**/*") if path.suffix != ".lock"}
+
+    def broken(*args, **options):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", broken)
+    with pytest.raises(BackendError, match="no such kernel"), lab_of(tmp_path, "NONE"):
+        pass
+    assert before <= set(tmp_path.glob("v*/**/*"))
+
+
+def test_compiler_of_cpp_that_is_missing_is_asked_for(tmp_path):
+    missing = inductor_config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(BackendError, match=r"install a C\+\+ compiler"):
+        lab_of(tmp_path, "NONE", compile_cache=False)
 
 
 def test_cache_switched_off_is_neither_read_nor_written(tmp_path):

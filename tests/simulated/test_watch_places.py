@@ -1098,15 +1098,42 @@ def test_code_of_installed_packages_is_not_entered(tmp_path, monkeypatch, is_ins
         assert (runner.num_watched > 500) is not is_installed
 
 
-def test_hooks_stand_only_while_a_runner_watches() -> None:
-    before = len(registration_hooks())
-    with make(Net()), make(Net()) as second:
-        assert len(registration_hooks()) == before + 3
-        second.close()
-        assert len(registration_hooks()) == before + 3
-    assert len(registration_hooks()) == before
-    with make(Net(), watch="off"), make(Net(), watch="always"):
-        assert len(registration_hooks()) == before
+def test_hooks_stay_as_they_are_whatever_runners_there_are() -> None:
+    before = registration_hooks()
+    with make(Net()), make(Net(), watch="off"), make(Net(), watch="always") as third:
+        assert registration_hooks() == before
+        third.close()
+    assert registration_hooks() == before
+
+
+class Keeps(torch.nn.Module):
+    """Registers a buffer and a module in what Dynamo traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("sums", torch.zeros(4))
+
+    def forward(self, x):
+        self.sums = x.sum(0)
+        return torch.nn.Sequential(self.linear, torch.nn.ReLU())(x)
+
+
+def test_runners_do_not_make_dynamo_compile_other_models_again() -> None:
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    other, x = torch.compile(Keeps(), backend=backend), torch.ones(2, 4)
+    with torch.no_grad():
+        other(x)
+        with make(Net()) as runner:
+            runner.capture()
+            other(x)
+        other(x)
+    assert len(graphs) == 1
 
 
 HOOKED = ("parameter", "assign", "buffer", "submodule", "submodule_without_tensors", "layer")

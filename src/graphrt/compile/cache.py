@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,6 +132,24 @@ class CompileCache:
         if self._is_foreign():
             raise PermissionError(f"{self._folder} belongs to another user")
 
+    @contextmanager
+    def without_inductor_folder(self) -> Iterator[None]:
+        """While entered, Inductor's own caches are empty. What they held is gone afterwards, unless
+        this raises, for then it was good."""
+        place = Path(tempfile.mkdtemp(dir=self._folder, prefix="inductor-"))
+        try:
+            with suppress(FileNotFoundError):  # Another process may have done so.
+                self.inductor_folder.rename(place / "held")
+            try:
+                yield
+            except BaseException:
+                shutil.rmtree(self.inductor_folder, ignore_errors=True)
+                with suppress(OSError):
+                    (place / "held").rename(self.inductor_folder)
+                raise
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
     def entries(self) -> Iterator[CacheEntry]:
         """Every entry, the newest first."""
         found = []
@@ -169,7 +187,7 @@ class CompileCache:
                 removed.append(entry)
         if removed and not any(self.entries()):
             # Nothing needs it any more.
-            for folder in self.root.glob("v*/inductor"):
+            for folder in self.root.glob("v*/inductor*"):
                 shutil.rmtree(folder)
         return removed
 

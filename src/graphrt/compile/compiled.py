@@ -24,10 +24,12 @@ from graphrt.compile.effects import (
     refuse_hidden_reads,
     refuse_shared_writes,
     with_layouts,
+    written_inputs,
 )
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.inductor import Inductor
+from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops
 from graphrt.compile.ranges import (
     Axis,
@@ -307,7 +309,7 @@ class Compiled:
             backend=self._compiler.name,
             seconds={"trace": found.began - started, **found.seconds},
             num_compiles=sum(found.misses.values()),
-            pieces=found.infos,
+            pieces=tuple(found.infos),
             ranges=found.ranges,
             misses=found.misses,
             num_loaded=found.num_loaded,
@@ -368,7 +370,7 @@ class _Compilation:
         self._limits: Mapping[str, int] = owner._limits
         self._plan: CompilePlan = owner._plan
         self._compiler: Compiler = owner._compiler
-        self.infos: tuple[PieceInfo, ...] = ()
+        self.infos: Sequence[PieceInfo] = ()
         self.misses: Counter[CacheMiss] = Counter()
         self.num_loaded = 0
         self.seconds = {"split": 0.0, "compile": 0.0, "load": 0.0}
@@ -382,6 +384,8 @@ class _Compilation:
         most = self._limits.get(self.axis, 1)
         self.ranges = ranges_of(self._plan.ranges, self._plan.sizes, most)
         self._sized: dict[str, SizedForm] = {}
+        self._cuts: Cuts | None = None
+        """Where Inductor cuts the graph."""
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo is to call."""
@@ -402,13 +406,19 @@ class _Compilation:
             self._sized = {name: form for name, form in sized_forms().items() if name in called}
             self.ranges = cut_at(self.ranges, {form.largest_size for form in self._sized.values()})
         impls, is_opaque = owner._impls, self._compiler.is_opaque
-        pieces, self.unmatched = cut(graph, owner._ops, impls, self._names, is_opaque)
+        by_inductor = self._plan.use_inductor_graph_partition
+        marked = cut_operator if by_inductor else None
+        pieces, self.unmatched = cut(graph, owner._ops, impls, self._names, is_opaque, marked)
         owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
         if self._compiler.is_opaque:
             refuse_shared_writes(pieces)
             for piece in captured:
-                refuse_hidden_reads(piece, owner._attention)
+                for readers in (owner._attention, *([owner._ops] if by_inductor else [])):
+                    refuse_hidden_reads(piece, readers)
+        if by_inductor:
+            refuse_other_devices(graph)
+            self._cuts = Cuts(graph, owner._ops, impls, owner._wrap, pieces[0].structure)
         self.seconds["split"] = perf_counter() - self.began
         forms: dict[str, tuple[Forms, Description]] = {}
         for piece in captured:
@@ -422,12 +432,15 @@ class _Compilation:
             if piece.kind == "captured":
                 call, described = forms[piece.structure]
                 call = call.only or call
+                if self._cuts is not None:
+                    calls.append(self._cuts.bound(call))
+                    continue
                 if self._compiler.is_opaque:
                     info = info._replace(is_opaque=True, describe=described)
             calls.append(owner._wrap(call, info))
             # A report is kept for long; what it needs of a piece is a few words.
             infos.append(info._replace(describe=None))
-        self.infos = tuple(infos)
+        self.infos = infos if self._cuts is None else self._cuts.infos
         run, self.source = stitch(graph, pieces, calls)
         owner._dump.write("stitch.py", self.source)
         self._run, self._given = run, _names(graph)
@@ -479,8 +492,10 @@ class _Compilation:
             if mode.shape_env is not None:
                 refuse_shape_guards(mode.shape_env, symbols.made, sizes)
             forms[sizes] = form.call
+            if self._cuts is not None:
+                forms[sizes] = torch_api.aligned(form.call, written_inputs(piece))
             if self._compiler.is_opaque:
-                forms[sizes] = with_layouts(form.call, piece)
+                forms[sizes] = with_layouts(forms[sizes], piece)
             seconds = perf_counter() - began
             self.seconds["compile" if form.missed else "load"] += seconds
             if form.missed is None:

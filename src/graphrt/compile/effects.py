@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from graphrt.compile import torch_api
 from graphrt.compile.failures import line_of
-from graphrt.compile.splitter import Piece, SplittingOps
+from graphrt.compile.splitter import Piece, SplittingOps, operator_of
 from graphrt.errors import CompileError
 
 _WRITING_OPERATORS = frozenset(
@@ -216,27 +216,34 @@ def _expression(value: Any) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
-def refuse_hidden_reads(piece: Piece, attention: SplittingOps) -> None:
-    """Errors: ``CompileError`` where attention inside a compiled piece reads what the piece writes,
-    and does not take it as an argument: a compiler moves the write behind it."""
+def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
+    """Errors: ``CompileError`` where one of ``readers`` inside a compiled piece may read what the
+    piece writes, and does not take it as an argument: a compiler moves the write behind it."""
     written: dict[int, fx.Node] = {}
     for node in piece.nodes:
-        if attention.find(node):
+        if readers.find(node) is not None:
             taken = {_storage(one) for one in node.all_input_nodes}
             for storage, store in written.items():
                 if storage not in taken:
                     raise CompileError(
-                        f"{attention.find(node)} at {line_of(node)}",
+                        f"{operator_of(node)} at {line_of(node)}",
                         expected="attention cut out of what is compiled, or an operator that takes "
                         "each tensor that was written before it and that it reads",
                         found=f"a store at {line_of(store)}, which a compiler moves behind it",
-                        do="name it in splitting_ops, or use backend='eager'",
+                        do="name it in splitting_ops, without use_inductor_graph_partition, or use "
+                        "backend='eager'",
                         source=line_of(node),
                     )
-        given = {_storage(one) for one in piece.inputs}
+        given = {_storage(one) for one in piece.inputs} - {0}
         for value in written_by(node):
             if _storage(value) in given:
                 written[_storage(value)] = node
+
+
+def written_inputs(piece: Piece) -> list[int]:
+    """The positions of the arguments whose memory a piece writes."""
+    written = {_storage(value) for node in piece.nodes for value in written_by(node)} - {0}
+    return [at for at, node in enumerate(piece.inputs) if _storage(node) in written]
 
 
 def written_at(piece: Piece) -> fx.Node:
@@ -255,7 +262,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
                 found.append(node.kwargs.get(argument.name, given))
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        ends_so = name.endswith("_") and not name.endswith("__")
+        # Not ``operator.and_``, whose name is no keyword for that reason alone.
+        is_operator = getattr(target, "__module__", "") == "_operator"
+        ends_so = name.endswith("_") and not name.endswith("__") and not is_operator
         if ends_so or target in _WRITING_OPERATORS or node.kwargs.get("inplace") is True:
             found += node.args[:1]
         found.append(node.kwargs.get("out"))

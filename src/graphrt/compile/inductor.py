@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from graphrt.compile import torch_api
 from graphrt.compile.backends import Form, Job, check_options, compiling
 from graphrt.compile.cache import CompileCache, key_of
 from graphrt.compile.guards import environment
+from graphrt.compile.partition import partitioned
 from graphrt.config import CompilePlan
 from graphrt.config.environment import environment_variable
+from graphrt.errors import GraphrtError
 from graphrt.events import CacheMiss
 
 
@@ -34,24 +36,34 @@ class Inductor:
 
     def compile(self, job: Job) -> Form:
         missed = self._why_uncached()
-        with compiling(self.name, job.name):
+        is_whole = self._plan.use_inductor_graph_partition
+        partitions = partitioned(job.module) if is_whole else nullcontext()
+        with compiling(self.name, job.name), partitions:
             if missed is not None:
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
             cache, key = self._entry(job)
-            with _inductor_folder(cache):
+            try:
                 form = self._loaded_or_compiled(job, cache, key)
+            except Exception as error:
+                if isinstance(error, GraphrtError) or not cache.inductor_folder.exists():
+                    raise
+                # Inductor trusts what stands in its folder: is it that, or the piece?
+                with cache.without_inductor_folder():
+                    form = self._loaded_or_compiled(job, cache, key)
+                form = form._replace(missed=CacheMiss.CORRUPT)
             names = ("piece", "sizes", "key")
             cache.write_index(self._index, [{n: one[n] for n in names} for one in self.keys])
             return form
 
     def _loaded_or_compiled(self, job: Job, cache: CompileCache, key: str) -> Form:
         found = cache.read(key)
-        if isinstance(found, bytes):
-            with suppress(Exception):  # Whatever torch says of it, it is compiled anew.
-                return Form(torch_api.fast_call(torch_api.from_bytes(found)), None)
-            found = CacheMiss.LOAD_FAILED
-        artifact = self._compiled(job)
-        call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact)
+        with _inductor_folder(cache):
+            if isinstance(found, bytes):
+                with suppress(Exception):  # Whatever torch says of it, it is compiled anew.
+                    return Form(torch_api.fast_call(torch_api.from_bytes(found)), None)
+                found = CacheMiss.LOAD_FAILED
+            artifact = self._compiled(job)
+            call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact)
         if payload is None:
             return Form(call, CacheMiss.UNCACHEABLE)
         about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}

@@ -148,10 +148,12 @@ def cut(
     impls: Mapping[str, Callable[..., Any]],
     axes: Mapping[Any, str],
     is_opaque: bool,
+    marked: Callable[[fx.Node], Any] | None = None,
 ) -> tuple[list[Piece], tuple[str, ...]]:
     """Cut ``graph`` at every splitting op; also the ops that it does not have. ``impls``: Python
     functions to call in place of ops, inside a compiled piece too unless that ``is_opaque``;
-    ``axes``: by symbol, what varies.
+    ``axes``: by symbol, what varies; ``marked``: leave it whole for another to cut, and call this
+    in place of each splitting op.
 
     Order is kept; consecutive splitting ops are one piece; ``getitem`` stays with its producer.
     Errors: ``SplittingOpError`` if there are ``ops`` and the graph has none of them.
@@ -166,6 +168,17 @@ def cut(
         )
     pieces = []
     known = SplittingOps(tuple(impls))
+
+    def impl_of(node: fx.Node) -> Any:
+        return impls.get(known.find(node) or "")
+
+    def mark_of(node: fx.Node) -> Any:
+        return None if marked is None or ops.find(node) is None else marked(node)
+
+    if marked is not None:
+        # Not the parts in order: they have each ``getitem`` beside its producer.
+        whole = {node for _, nodes in parts for node in nodes}
+        parts = [("captured", [node for node in graph.graph.nodes if node in whole])]
     for index, (kind, nodes) in enumerate(parts):
         inside = set(nodes)
         # By first use, so that alike pieces have them in one order.
@@ -174,7 +187,7 @@ def cut(
         outputs = [node for node in nodes if any(user not in inside for user in node.users)]
         names = [ops.find(node) for node in nodes]
         is_kept = kind == "captured" and is_opaque
-        module = extract(graph, nodes, inputs, outputs, {} if is_kept else impls, known)
+        module = extract(graph, nodes, inputs, outputs, mark_of if is_kept else impl_of)
         pieces.append(
             Piece(
                 kind,
@@ -271,10 +284,10 @@ def extract(
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
-    impls: Mapping[str, Callable[..., Any]],
-    known: SplittingOps,
+    in_place_of: Callable[[fx.Node], Any],
 ) -> fx.GraphModule:
-    """A module of ``nodes``, which always returns a tuple."""
+    """A module of ``nodes``, which always returns a tuple. ``in_place_of``: what to call instead of
+    what a node calls; None: the same."""
     piece = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -282,9 +295,7 @@ def extract(
         copies[node].meta = node.meta
     for node in nodes:
         copies[node] = piece.node_copy(node, copies.__getitem__)
-        impl = impls.get(known.find(node) or "")
-        if impl is not None:
-            copies[node].target = impl
+        copies[node].target = in_place_of(node) or node.target
     piece.output(tuple(copies[node] for node in outputs))
     return fx.GraphModule(graph, piece)
 

@@ -18,7 +18,7 @@ import torch._dynamo
 import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
-from torch._inductor import config as inductor_config
+from torch._inductor import config as inductor_config, utils as inductor_utils
 from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
@@ -26,10 +26,11 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
 
-from graphrt.errors import UnrecordedCodeError
+from graphrt.errors import ConfigError, UnrecordedCodeError
 from graphrt.source import caller_source
 
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -99,6 +100,55 @@ def compile_by_inductor(
         dynamic_shapes="from_tracing_context",
         options={"config_patches": patches},
     )
+
+
+@contextmanager
+def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """While entered, Inductor compiles, and loads, graphs as partitions between ``ops``.
+
+    ``wrapper``: of a partition and what torch says about it, makes what is called in its place.
+    Inductor asks it when it decides on partitions, and when code is loaded. It is the process's:
+    enter it inside a compilation, of which Dynamo permits one at a time. Errors: ``ConfigError``
+    for a torch without it.
+    """
+    holder: Any = getattr(inductor_utils, "_unstable_customized_partition_wrapper", None)
+    options = {"graph_partition": True, "custom_should_partition_ops": list(ops)}
+    missing = [name for name in options if not hasattr(inductor_config, name)]
+    if holder is None:
+        missing.append("set_customized_partition_wrappers")
+    if missing:
+        raise ConfigError(
+            "compilation.use_inductor_graph_partition",
+            expected="a torch whose Inductor cuts graphs into partitions that others can wrap",
+            found=f"torch {torch.__version__}, which has no {', '.join(missing)}",
+            do="cut at splitting_ops without it, or take torch 2.11 or later",
+        )
+    before = holder.wrapper
+    holder.wrapper = wrapper
+    try:
+        with inductor_config.patch(options):
+            yield
+    finally:
+        holder.wrapper = before
+
+
+def aligned(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
+    """``call``, compiled as partitions, given copies of tensors that do not begin where Inductor's
+    code takes them to; those at the positions ``written`` are copied back.
+
+    Inductor makes such copies itself but for code whose partitions are wrapped.
+    """
+
+    def run(*args: Any) -> Any:
+        tensors = [at for at, one in enumerate(args) if isinstance(one, torch.Tensor)]
+        if all(args[at].data_ptr() % inductor_utils.ALIGNMENT == 0 for at in tensors):
+            return call(*args)
+        boxed = inductor_utils.align_inputs_from_check_idxs(
+            lambda given: call(*given), tensors, OrderedSet(written)
+        )
+        return boxed(list(args))
+
+    return run
 
 
 def to_bytes(artifact: Any) -> bytes | None:

@@ -128,7 +128,8 @@ def _backend(changes: _Changes, level: CompilationLevel, facts: Facts) -> str:
             for name, default in (("dynamic_shapes", "auto"), ("guard_policy", "audit")):
                 if getattr(options, name) != default:
                     changes.set(name, default, f"{at} makes no trace that serves every size")
-    if options.inductor_compile_config and (level, backend) != (3, "inductor"):
+    is_read = level >= CompilationLevel.DYNAMO_ONCE and backend == "inductor"
+    if options.inductor_compile_config and not is_read:
         where = f"backend {backend!r} at {at}" if backend else at
         changes.set("inductor_compile_config", {}, f"{where} compiles no piece with Inductor")
     return backend

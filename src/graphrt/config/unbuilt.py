@@ -14,8 +14,6 @@ from graphrt.errors import ConfigProblem
 
 def unbuilt(plan: CompilePlan) -> Iterator[ConfigProblem]:
     """What of ``plan`` a runtime cannot do yet."""
-    if plan.use_inductor_graph_partition:
-        yield _problem("use_inductor_graph_partition", True, "None or False")
     if plan.inductor_passes:
         yield _problem("inductor_passes", plan.inductor_passes, "none")
     for name in PASS_FLAGS:

@@ -195,33 +195,27 @@ def _group_of(probes: list[Probe]) -> _Group:
 
 
 class _Registrations:
-    """torch's registration hooks, which are the process's: there while a watch listens.
+    """torch's registration hooks, which are the process's.
 
-    They run before the change and only mark what the next step asks about.
+    They run before the change and only mark what the next step asks about. They stay from the
+    import on, also while no watch listens, because code that Dynamo compiled depends on whether
+    there are any: to come and go with a watch would compile the user's other models again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._handles: list[Any] = []
+        torch_module.register_module_parameter_registration_hook(self._on_change)
+        torch_module.register_module_buffer_registration_hook(self._on_change)
+        torch_module.register_module_module_registration_hook(self._on_change)
 
     def add(self, watch: Watch) -> None:
         with self._lock:
             self._watches.add(watch)
-            if not self._handles:
-                self._handles = [
-                    torch_module.register_module_parameter_registration_hook(self._on_change),
-                    torch_module.register_module_buffer_registration_hook(self._on_change),
-                    torch_module.register_module_module_registration_hook(self._on_change),
-                ]
 
     def remove(self, watch: Watch) -> None:
         with self._lock:
             self._watches.discard(watch)
-            if not self._watches:
-                for handle in self._handles:
-                    handle.remove()
-                self._handles.clear()
 
     def _on_change(self, module: torch.nn.Module, name: str, _: object) -> None:
         if torch.compiler.is_compiling():

@@ -1,0 +1,191 @@
+"""Inductor's own cut: the whole graph is compiled at once, as parts called between splitting ops.
+
+Inductor calls these parts *partitions*: functions of the code that it generates, with splitting ops
+called between them. Programs are cut there as anywhere: compiled code calls, in place of a
+splitting op, an operator of the same schema that runs what this call of the compiled code is to run
+there. So the code itself belongs to no runtime, and neither does its entry in the cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile import torch_api
+from graphrt.compile.failures import line_of
+from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
+from graphrt.errors import CompileError, SplittingOpError
+
+_NAMESPACE = "graphrt_cut"
+
+
+class _Cuts(threading.local):
+    """Of the compiled code that this thread runs."""
+
+    running: Cuts | None = None
+
+
+_CUTS = _Cuts()
+
+
+class Cuts:
+    """What one runtime runs at the splitting ops of its compiled code, and the pieces it met."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        ops: SplittingOps,
+        impls: Mapping[str, Callable[..., Any]],
+        wrap: Wrap,
+        unique_id: str,
+    ) -> None:
+        self.infos: list[PieceInfo] = []
+        """In call order; complete after the first call."""
+        self._is_complete = False
+        self._unique_id = unique_id[:12]
+        self._at: dict[torch._ops.OpOverload, tuple[Callable[..., Any], PieceInfo]] = {}
+        for node in graph.graph.nodes:
+            name = ops.find(node)
+            op = None if name is None else operator_called_by(node)
+            if op is not None and op not in self._at:
+                impl = impls.get(name or "")
+                title = operator_of(node)
+                info = PieceInfo(0, title, "splitting", impl is not None, title)
+                self._at[op] = wrap(impl or op, info), info
+
+    def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, compiled code, which runs what this runtime does at splitting ops."""
+
+        def run(*args: Any) -> Any:
+            before, _CUTS.running = _CUTS.running, self
+            try:
+                return call(*args)
+            finally:
+                _CUTS.running = before
+                self._is_complete = True
+
+        return run
+
+    def at(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        """What to call in place of a splitting op."""
+        call, info = self._at[op]
+        self._note(info)
+        return call
+
+    def entered(self, partition: int) -> None:
+        """Inductor's code calls this one of its partitions."""
+        unique_id = f"{self._unique_id} {partition}"
+        self._note(PieceInfo(0, f"partition {partition}", "captured", False, unique_id))
+
+    def _note(self, info: PieceInfo) -> None:
+        if not self._is_complete:
+            self.infos.append(info._replace(number=len(self.infos)))
+
+
+def _noting(partition: Callable[[list[Any]], Any], about: Any) -> Callable[[list[Any]], Any]:
+    """What Inductor's code calls in place of a partition, with a list that this empties."""
+
+    def run(args: list[Any]) -> Any:
+        if _CUTS.running is not None:
+            _CUTS.running.entered(about.partition_index)
+        return partition(args)
+
+    return run
+
+
+def operator_called_by(node: fx.Node) -> torch._ops.OpOverload:
+    """Errors: ``SplittingOpError`` for what Inductor cannot cut at: Python functions, and operators
+    that it would leave out or whose overload the graph does not say."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:
+        target = target.default
+    writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    if not isinstance(target, torch._ops.OpOverload):
+        found = "a Python function" if not operator_of(node) else "one of several overloads"
+    elif not node.users and not writes:
+        found = "one whose result nothing uses and whose schema writes nothing: it is left out"
+    else:
+        return target
+    raise SplittingOpError(
+        f"{FIELD}: {node.target} at {line_of(node)}",
+        expected="an operator (ns::op.overload) at which Inductor can cut",
+        found=found,
+        do="declare in its schema what it writes, or cut without use_inductor_graph_partition",
+        source=line_of(node),
+    )
+
+
+class _CutOperators:
+    """The operators that compiled code calls in place of splitting ops. torch keeps them for good,
+    and their names stand in the cache of compiled code."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._library: Any = None
+        self._known: dict[str, torch._ops.OpOverload] = {}
+
+    def of(self, op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+        """An operator of the same schema."""
+        own = str(op).replace("::", ".").replace(".", "_")
+        with self._lock:
+            if own not in self._known:
+                if self._library is None:
+                    self._library = torch.library.Library(_NAMESPACE, "DEF")
+                self._define(own, op)
+            return self._known[own]
+
+    def _define(self, own: str, op: torch._ops.OpOverload) -> None:
+        schema = str(op._schema)
+        self._library.define(own + schema[schema.index("(") :], tags=tuple(op.tags))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            running = _CUTS.running
+            return (op if running is None else running.at(op))(*args, **kwargs)
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            return op(*args, **kwargs)
+
+        self._library.impl(own, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{own}", fake, lib=self._library)
+        self._known[own] = getattr(getattr(torch.ops, _NAMESPACE), own).default
+
+
+_OPERATORS = _CutOperators()
+
+
+def cut_operator(node: fx.Node) -> torch._ops.OpOverload:
+    """What Inductor's code calls in place of the splitting op of ``node``."""
+    return _OPERATORS.of(operator_called_by(node))
+
+
+def refuse_other_devices(graph: fx.GraphModule) -> None:
+    """Errors: ``CompileError`` for a value of another device than the first tensor's: what handles
+    it would run between two partitions, in no graph and in no eager segment."""
+    first: torch.device | None = None
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if not isinstance(one, torch.Tensor):
+                continue
+            first = first or one.device
+            if one.device != first:
+                raise CompileError(
+                    f"{node.name} at {line_of(node)}",
+                    expected=f"tensors of one device, {first}, where Inductor cuts the graph",
+                    found=f"one of {one.device}",
+                    do="move it to the device before the compiled part, or cut without "
+                    "use_inductor_graph_partition",
+                    source=line_of(node),
+                )
+
+
+def partitioned(module: fx.GraphModule) -> AbstractContextManager[None]:
+    """While entered, Inductor compiles and loads ``module`` as partitions between its cuts."""
+    called = {operator_of(node) for node in module.graph.nodes}
+    cuts = sorted(name for name in called if name.startswith(f"{_NAMESPACE}::"))
+    return torch_api.partitioned(cuts, _noting)
