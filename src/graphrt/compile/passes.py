@@ -79,7 +79,8 @@ def _additive(attention: fx.Node, mask: fx.Node) -> fx.Node | None:
 
     def attend(*values: Any) -> Any:
         known = dict(zip(inputs, values, strict=True))
-        args, kwargs = fx.node.map_arg((attention.args, attention.kwargs), known.__getitem__)
+        given: Any = fx.node.map_arg((attention.args, attention.kwargs), known.__getitem__)
+        args, kwargs = given
         return F.scaled_dot_product_attention(*args, **kwargs)
 
     # Traced, because what stands for minus infinity depends on the kernel that torch chooses.
