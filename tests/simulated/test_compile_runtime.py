@@ -322,14 +322,14 @@ class Masked(torch.nn.Module):
         places = torch.arange(x.shape[0])
         mask = places[None, :] <= places[:, None]
         if self.kind == "sum":
-            mask = torch.where(mask, 0.0, -1.0)
+            mask = torch.where(mask, 0.0, -torch.inf)
         rows = x[None] * 1.0
         for _ in range(2):
             rows = torch.nn.functional.scaled_dot_product_attention(
                 rows * 2.0, rows, rows, attn_mask=mask
             )
             if self.kind == "written":
-                mask.logical_or_(ids[None, :] < 3)
+                mask.logical_and_(places[:, None] < places + 3)
         return {"rows": rows[0], "lens": lens * 1}
 
 
