@@ -59,18 +59,19 @@ def share_masks(graph: fx.GraphModule, ops: SplittingOps) -> None:
         if node.target is not F.scaled_dot_product_attention or ops.find(node) is None:
             continue
         mask = node.kwargs.get("attn_mask", (*node.args[3:4], None)[0])
-        if not isinstance(mask, fx.Node) or mask.meta["example_value"].dtype != torch.bool:
+        told = [_told(one.meta.get("example_value")) for one in node.all_input_nodes]
+        if not isinstance(mask, fx.Node) or None in told or _memory(mask) in written:
             continue
-        if _memory(mask) in written:
+        if mask.meta["example_value"].dtype != torch.bool:
             continue
-        told = [_told(one.meta["example_value"]) for one in node.all_input_nodes]
         # All but the memory, which is another one in each layer.
-        key = (mask, str([one and one[1:] for one in told]), str(node.args[3:]), str(node.kwargs))
+        key = (mask, str([one[1:] for one in told if one]), str(node.args[3:]), str(node.kwargs))
         if key not in made:
             made[key] = _additive(node, mask)
         if (added := made[key]) is not None:
             node.replace_input_with(mask, added)
-    graph.recompile()
+    if made:
+        graph.recompile()
 
 
 def _additive(attention: fx.Node, mask: fx.Node) -> fx.Node | None:
