@@ -576,7 +576,7 @@ def measure_level_3(name: str, shape: ModelConfig, device: Device, folder: Path)
         )
         for suffix, arm, target in (
             ("", "level 3", 1.0),
-            ("-cut", "level 3, cut", None),
+            ("-cut", "level 3, cut", 1.0),
             ("-tuned", "level 3, tuned again", TUNED_TARGETS[name]),
         )
     ]

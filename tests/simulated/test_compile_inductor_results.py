@@ -214,3 +214,15 @@ def test_later_call_outside_no_grad_gives_the_same(tmp_path):
         expected = one(x)
     with torch.enable_grad():
         assert torch.equal(one(x), expected)
+
+
+def test_weight_of_another_layout_is_refused_outside_recordings(tmp_path):
+    weight = torch.nn.Parameter(torch.randn(2, 3))
+    one = compiled(lambda x: x @ weight, plan_of(tmp_path, level=2))
+    x = torch.randn(4, 2)
+    with torch.no_grad():
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+        one(x)
+        weight.data = torch.randn(3, 2).t()
+        with pytest.raises(AssertionError, match="stride"):
+            one(x)

@@ -311,6 +311,43 @@ def test_operations_that_change_nothing_are_removed(is_on):
         assert torch.equal(found[name], value)
 
 
+class Masked(torch.nn.Module):
+    """Attention over one mask, twice; ``kind``: what becomes of the mask."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, *, x, ids, lens):
+        places = torch.arange(x.shape[0])
+        mask = places[None, :] <= places[:, None]
+        if self.kind == "sum":
+            mask = torch.where(mask, 0.0, -torch.inf)
+        rows = x[None] * 1.0
+        for _ in range(2):
+            rows = torch.nn.functional.scaled_dot_product_attention(
+                rows * 2.0, rows, rows, attn_mask=mask
+            )
+            if self.kind == "written":
+                mask.logical_and_(places[:, None] < places + 3)
+        return {"rows": rows[0], "lens": lens * 1}
+
+
+@pytest.mark.parametrize(("kind", "num_made"), [("boolean", 1), ("sum", 0), ("written", 0)])
+def test_mask_of_attention_that_is_cut_out_is_made_once(tmp_path, kind, num_made):
+    asked = {"compilation": {"debug_dump_path": tmp_path}}
+    ops = ["torch.nn.functional.scaled_dot_product_attention"]
+    with compiled("FULL", Masked(kind), asked=asked, ops=ops) as lab:
+        lab.runtime.capture()
+        given = values(8, 2)
+        found = lab.step(8, 2)
+        assert_equal(found, Masked(kind)(**given))
+    pieces = [path.read_text() for path in tmp_path.rglob("piece_*.before.py")]
+    assert sum(text.count("= torch.ops.aten.where") for text in pieces) == num_made
+    taking = [text for text in pieces if re.search(r"_attention\(.*where", text)]
+    assert len(taking) == 2 * num_made
+
+
 def test_code_without_operations_is_refused():
     plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=3, splitting_ops=()))).compile
     one, x = Compiled(lambda x: (x, x), plan, limits={"tokens": 8}), torch.ones(4, 2)

@@ -30,7 +30,7 @@ from graphrt.compile.failures import refuse_side_effects, refuse_values, transla
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.inductor import Inductor
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
-from graphrt.compile.passes import remove_noops
+from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import (
     Axis,
     Forms,
@@ -400,6 +400,8 @@ class _Compilation:
         has_passes = self._plan.level == 3 and self._plan.backend in ("eager", "inductor")
         if has_passes and self._plan.pass_config.enable_noop:
             self.num_noops = remove_noops(graph, owner._ops)
+        if has_passes:
+            share_masks(graph, owner._ops)
         self._names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
         if self._compiler.name == "inductor":
             called = {operator_of(node) for node in graph.graph.nodes}

@@ -7,8 +7,12 @@ import re
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphrt.compile.effects import written_by
 from graphrt.compile.splitter import SplittingOps
 
 # They compute nothing: their result is a view or a copy of the first argument, or that itself.
@@ -41,6 +45,70 @@ def remove_noops(graph: fx.GraphModule, ops: SplittingOps) -> int:
     if num_removed:
         graph.recompile()
     return num_removed
+
+
+def share_masks(graph: fx.GraphModule, ops: SplittingOps) -> None:
+    """Make what torch's attention adds in place of a boolean mask where that mask is made.
+
+    Attention that is cut out would make it at each call, by three kernels.
+    """
+    nodes = list(graph.graph.nodes)
+    written = {_memory(value) for node in nodes for value in written_by(node)}
+    made: dict[tuple[Any, ...], fx.Node | None] = {}
+    for node in nodes:
+        if node.target is not F.scaled_dot_product_attention or ops.find(node) is None:
+            continue
+        mask = node.kwargs.get("attn_mask", (*node.args[3:4], None)[0])
+        told = [_told(one.meta.get("example_value")) for one in node.all_input_nodes]
+        if not isinstance(mask, fx.Node) or None in told or _memory(mask) in written:
+            continue
+        if mask.meta["example_value"].dtype != torch.bool:
+            continue
+        # All but the memory, which is another one in each layer.
+        key = (mask, str([one[1:] for one in told if one]), str(node.args[3:]), str(node.kwargs))
+        if key not in made:
+            made[key] = _additive(node, mask)
+        if (added := made[key]) is not None:
+            node.replace_input_with(mask, added)
+    if made:
+        graph.recompile()
+
+
+def _additive(attention: fx.Node, mask: fx.Node) -> fx.Node | None:
+    """What ``attention`` makes of ``mask``, behind it in the graph; None if it adds nothing."""
+    inputs = attention.all_input_nodes
+
+    def attend(*values: Any) -> Any:
+        known = dict(zip(inputs, values, strict=True))
+        given: Any = fx.node.map_arg((attention.args, attention.kwargs), known.__getitem__)
+        args, kwargs = given
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+    # Traced, because what stands for minus infinity depends on the kernel that torch chooses.
+    values = [one.meta["example_value"] for one in inputs]
+    with values[inputs.index(mask)].fake_mode, enable_python_dispatcher():
+        traced = make_fx(attend)(*values).graph
+    given = list(traced.nodes)[inputs.index(mask)]
+    for where in given.users:
+        if where.target is torch.ops.aten.where.self:
+            break
+    else:
+        return None
+    before = mask.next
+    while before.op == "placeholder":
+        before = before.next
+    copies = {given: mask}
+    with mask.graph.inserting_before(before):
+        for node in (*where.all_input_nodes, where):
+            if node is not given:
+                copies[node] = mask.graph.node_copy(node, copies.__getitem__)
+                copies[node].meta["example_value"] = node.meta["val"]
+    return copies[where]
+
+
+def _memory(node: fx.Node) -> int | None:
+    told = _told(node.meta.get("example_value"))
+    return None if told is None else told[0]
 
 
 def _changes_nothing(node: fx.Node) -> bool:

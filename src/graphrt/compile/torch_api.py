@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from graphrt.errors import ConfigError, UnrecordedCodeError
 from graphrt.source import caller_source
 
+_CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
 
@@ -186,16 +188,20 @@ def _names(instruction_sets: Sequence[Any]) -> str:
 
 def fast_call(artifact: Any) -> Callable[..., Any]:
     """What calling ``artifact`` calls at its bottom, from the second call on: code of Inductor, out
-    of the frames of AOTAutograd. ``artifact`` itself where these change arguments or results."""
+    of the frames of AOTAutograd. ``artifact`` itself where these change arguments or results.
+
+    Its ``recorded`` does not check layouts: for recordings, which keep tensors that were checked.
+    """
     slow = getattr(artifact, "_compiled_fn", artifact)
     if getattr(slow, "_torchdynamo_disable", False):
         # What calls pieces keeps Dynamo off already.
         slow = getattr(slow, "__wrapped__", slow)
     fast: Callable[[list[Any]], Any] | None = None
+    unchecked: Callable[[list[Any]], Any] | None = None
     is_known = False
 
     def other_call(args: tuple[Any, ...]) -> Any:
-        nonlocal fast, is_known
+        nonlocal fast, unchecked, is_known
         seen: list[tuple[Any, list[Any], Any]] = []
 
         def look(graph: Any, inputs: Any, run: Callable[[Any, Any], Any]) -> Any:
@@ -211,6 +217,7 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
         is_known = True
         if len(seen) == 1 and _are_same(seen[0][1], args) and _are_same(seen[0][2], results):
             fast = seen[0][0]
+            unchecked = without_checks(fast)
         return results
 
     watchers = _compiled_code.watchers
@@ -221,7 +228,29 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
             return other_call(args)
         return fast(list(args))
 
+    def recorded(*args: Any) -> Any:
+        if unchecked is None or watchers or torch.is_grad_enabled():
+            return other_call(args)
+        return unchecked(list(args))
+
+    call.recorded = recorded  # type: ignore[attr-defined]
     return call
+
+
+def without_checks(code: Any) -> Any:
+    """Code of Inductor that does not compare sizes and strides with those it was compiled for."""
+    function = getattr(code, "__func__", code)
+    scope = getattr(function, "__globals__", {})
+    if _CHECK not in scope:
+        return code
+    own = FunctionType(
+        function.__code__,
+        scope | {_CHECK: lambda *_: None},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return own if function is code else MethodType(own, code.__self__)
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

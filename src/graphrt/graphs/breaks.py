@@ -92,14 +92,18 @@ def break_call(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
 
 
 def opaque_call(
-    fn: Callable[..., Any], args: Sequence[Any], describe: Callable[[], tuple[Any, Sequence[int]]]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    describe: Callable[[], tuple[Any, Sequence[int]]],
+    recorded: Callable[..., Any],
 ) -> Any:
     """Call ``fn``, whose kernels no recorder sees; a recording takes the call as one node.
 
-    ``describe()``: what it returns (``meta`` tensors do), and the positions of what it writes.
+    ``describe()``: what it returns (``meta`` tensors do), and the positions of what it writes;
+    ``recorded``: the form of ``fn`` for recordings.
     """
     recorder = _open_recorder()
-    return fn(*args) if recorder is None else recorder.opaque(fn, args, describe)
+    return fn(*args) if recorder is None else recorder.opaque(recorded, args, describe)
 
 
 def is_recording_here() -> bool:

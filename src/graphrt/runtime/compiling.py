@@ -134,7 +134,8 @@ def _as_segment(piece: Callable[..., Any], info: PieceInfo) -> Callable[..., Any
     """
     describe = info.describe
     if describe is not None:
-        return lambda *args: opaque_call(piece, args, partial(describe, args))
+        recorded = getattr(piece, "recorded", piece)
+        return lambda *args: opaque_call(piece, args, partial(describe, args), recorded)
     if info.kind == "captured" or info.is_plain:
         return piece
     return break_point(name=info.name)(piece)

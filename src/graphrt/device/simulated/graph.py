@@ -92,10 +92,11 @@ class Call:
             self.store(result)
 
 
-def copy_results(targets: Sequence[torch.Tensor | None], results: Any) -> None:
-    """Copy nested results to ``targets``, by position; None: no new tensor, or none in this run,
+def copy_results(targets: Sequence[torch.Tensor | None], are_nested: bool, results: Any) -> None:
+    """Copy results to ``targets``, by position; None: no new tensor, or none in this run,
     as of what ``mkldnn_rnn_layer`` keeps for training alone."""
-    for target, value in zip(targets, leaves(results), strict=True):
+    values = leaves(results) if are_nested else results
+    for target, value in zip(targets, values, strict=True):
         if target is not None and value is not None:
             target.copy_(value)
 

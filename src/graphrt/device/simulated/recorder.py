@@ -397,7 +397,8 @@ class SimulatedRecording:
                 self._tensors.alias(leaf) if isinstance(leaf, torch.Tensor) else None
                 for leaf in leaves(results)
             ]
-            store = partial(copy_results, targets)
+            are_nested = any(isinstance(one, (list, tuple)) for one in results)
+            store = partial(copy_results, targets, are_nested)
         aliased = self._tensors.aliased
         given = tuple([aliased(one, at in written, name) for at, one in enumerate(args)])
         named = {key: aliased(one, key in written, name) for key, one in kwargs.items()}
