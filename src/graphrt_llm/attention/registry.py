@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import graphrt_llm.attention.flashinfer as flashinfer
 import graphrt_llm.attention.paged as paged
-from graphrt_llm.attention.base import AttentionBackend
+from graphrt_llm.attention.base import AttentionBackend, Decode
 from graphrt_llm.attention.building import flashinfer_build, missing_modules
 from graphrt_llm.attention.sdpa import SdpaAttention
 from graphrt_llm.attention.switching import SwitchingAttention
@@ -25,7 +25,11 @@ def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
     found = paged.obstacle(cache)
     if found is not None:
         raise AttentionBackendError("attention backend 'paged'", **found._asdict())
-    return _over(make_attention(_for_any_batch(cache).name, cache, limits), limits)
+    decode = _decode_of(cache, limits)
+    name = _for_any_batch(cache).name
+    if name == "flashinfer":
+        return _over(flashinfer.FlashInferAttention(cache, limits, decode=decode), decode, limits)
+    return _over(make_attention(name, cache, limits), decode, limits)
 
 
 # State of the process, as names of plug-ins are. Entries are added whole and never change.
@@ -112,22 +116,33 @@ def make_cold_attention(cache: KVCache, limits: Limits, *, waits: bool) -> Atten
     modules = [module for module in missing_modules(cache) if not waits or module[0] != "fa2"]
     if not modules:
         return None
+    decode = _decode_of(cache, limits)
     first: AttentionBackend = SdpaAttention(cache, limits.query_len)
     if waits:
-        first = flashinfer.FlashInferAttention(cache, limits, "fa2")
-    later = flashinfer.FlashInferAttention(cache, limits)
-    return _over(SwitchingAttention(first, later, flashinfer_build(modules)), limits)
+        first = flashinfer.FlashInferAttention(cache, limits, "fa2", decode)
+    later = flashinfer.FlashInferAttention(cache, limits, decode=decode)
+    return _over(SwitchingAttention(first, later, flashinfer_build(modules)), decode, limits)
 
 
-def _over(fallback: AttentionBackend, limits: Limits | None) -> AttentionBackend:
-    """This package's kernel for decoding requests, ``fallback`` for all else."""
-    config = fallback.cache.config
+def _decode_of(cache: KVCache, limits: Limits | None) -> Decode | None:
+    """This package's kernel for decoding requests; None for too many queries a key head."""
+    config = cache.config
     query_len = 1 if limits is None else limits.query_len
     most = paged.MAX_REQUESTS if limits is None else limits.max_num_seqs
     if query_len * config.num_heads > paged.MOST_QUERIES * config.num_kv_heads:
+        return None
+    return paged.triton_decode(cache, query_len, most)
+
+
+def _over(
+    fallback: AttentionBackend, decode: Decode | None, limits: Limits | None
+) -> AttentionBackend:
+    """``decode`` for decoding requests, ``fallback`` for all else."""
+    if decode is None:
         return fallback
-    decode = paged.triton_decode(fallback.cache, query_len, most)
-    return paged.PagedAttention(fallback, decode, query_len, most)
+    if limits is None:
+        return paged.PagedAttention(fallback, decode)
+    return paged.PagedAttention(fallback, decode, limits.query_len, limits.max_num_seqs)
 
 
 _MEMBERS = tuple(name for name in vars(AttentionBackend) if not name.startswith("_"))
