@@ -25,11 +25,14 @@ def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
     found = paged.obstacle(cache)
     if found is not None:
         raise AttentionBackendError("attention backend 'paged'", **found._asdict())
-    decode = _decode_of(cache, limits)
     name = _for_any_batch(cache).name
-    if name == "flashinfer":
-        return _over(flashinfer.FlashInferAttention(cache, limits, decode=decode), decode, limits)
-    return _over(make_attention(name, cache, limits), decode, limits)
+
+    def rest(decode: Decode | None) -> AttentionBackend:
+        if name == "flashinfer":
+            return flashinfer.FlashInferAttention(cache, limits, decode=decode)
+        return make_attention(name, cache, limits)
+
+    return _over(rest, cache, limits)
 
 
 # State of the process, as names of plug-ins are. Entries are added whole and never change.
@@ -116,33 +119,28 @@ def make_cold_attention(cache: KVCache, limits: Limits, *, waits: bool) -> Atten
     modules = [module for module in missing_modules(cache) if not waits or module[0] != "fa2"]
     if not modules:
         return None
-    decode = _decode_of(cache, limits)
-    first: AttentionBackend = SdpaAttention(cache, limits.query_len)
-    if waits:
-        first = flashinfer.FlashInferAttention(cache, limits, "fa2", decode)
-    later = flashinfer.FlashInferAttention(cache, limits, decode=decode)
-    return _over(SwitchingAttention(first, later, flashinfer_build(modules)), decode, limits)
+
+    def rest(decode: Decode | None) -> AttentionBackend:
+        first: AttentionBackend = SdpaAttention(cache, limits.query_len)
+        if waits:
+            first = flashinfer.FlashInferAttention(cache, limits, "fa2", decode)
+        later = flashinfer.FlashInferAttention(cache, limits, decode=decode)
+        return SwitchingAttention(first, later, flashinfer_build(modules))
+
+    return _over(rest, cache, limits)
 
 
-def _decode_of(cache: KVCache, limits: Limits | None) -> Decode | None:
-    """This package's kernel for decoding requests; None for too many queries a key head."""
+def _over(
+    rest: Callable[[Decode | None], AttentionBackend], cache: KVCache, limits: Limits | None
+) -> AttentionBackend:
+    """This package's kernel for decoding requests, and what ``rest`` makes beside it."""
     config = cache.config
     query_len = 1 if limits is None else limits.query_len
     most = paged.MAX_REQUESTS if limits is None else limits.max_num_seqs
     if query_len * config.num_heads > paged.MOST_QUERIES * config.num_kv_heads:
-        return None
-    return paged.triton_decode(cache, query_len, most)
-
-
-def _over(
-    fallback: AttentionBackend, decode: Decode | None, limits: Limits | None
-) -> AttentionBackend:
-    """``decode`` for decoding requests, ``fallback`` for all else."""
-    if decode is None:
-        return fallback
-    if limits is None:
-        return paged.PagedAttention(fallback, decode)
-    return paged.PagedAttention(fallback, decode, limits.query_len, limits.max_num_seqs)
+        return rest(None)
+    decode = paged.triton_decode(cache, query_len, most)
+    return paged.PagedAttention(rest(decode), decode, query_len, most)
 
 
 _MEMBERS = tuple(name for name in vars(AttentionBackend) if not name.startswith("_"))
