@@ -1,7 +1,7 @@
 """G3-serve, G5-cold: whole services, and starts on a machine that has compiled nothing.
 
-A start is measured in a process of its own, with folders of its own for what compilers keep: empty,
-then as an earlier start left them. Run as a module, this is such a process.
+A start is measured in a process of its own: with empty folders for what compilers keep, or with
+those of this machine, which an earlier start has filled. Run as a module, this is such a process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from benchmarks.cases.engine import (
     CONTEXT,
     LONG_CONTEXT,
+    NUM_PROMPT,
     engine_of,
     first_graphed_token,
     serve,
@@ -43,6 +44,7 @@ from benchmarks.harness import (
 from graphrt import StepMetrics
 from graphrt.planner import TraceRequest, read_trace
 from graphrt_llm import LLMEngine, SamplingParams
+from graphrt_llm.config import CaptureWhen
 from graphrt_llm.serving import prompt_tokens
 
 TRACE = REPOSITORY.parent / "shared/traces/azure2023/AzureLLMInferenceTrace_conv.csv"
@@ -62,8 +64,11 @@ DECODE_MS = {
 }
 """To reach on an H200 by a decode step at the default context; by shape, and requests at once."""
 DECODE_BLOCKS = 5
+MODES = ("NONE", "PIECEWISE", "FULL", None)
+NUM_COMPARED = 64
+"""Output tokens of each request that are compared between the modes."""
 
-COLD_BLOCKS = 3
+COLD_BLOCKS = 2
 MOST_SECONDS = 180
 """Of one start: several times what all compilers need."""
 
@@ -99,8 +104,9 @@ def whole_services() -> Sequence[Row]:
     if not TRACE.is_file():
         raise CannotRunError(f"it needs the trace {TRACE}")
     trace = read_trace(TRACE, NUM_REQUESTS)
-    rows = []
+    rows: list[Row] = []
     with cuda_device():
+        rows.append(equal_tokens("qwen3-0.6b"))
         for shape, anchor in ANCHORS_PREFILL.items():
             rows += decode_rows(shape)
             with engine_of(shape, context=LONG_CONTEXT) as engine:
@@ -114,6 +120,33 @@ def whole_services() -> Sequence[Row]:
                 name = f"G3-serve-prefill-{shape.rpartition('-')[2]}"
                 rows.append(service_row(name, engine, requests, 1.0, anchor))
     return rows
+
+
+def equal_tokens(shape: str) -> Row:
+    """Of requests that are served at once in numbers that are captured sizes, so that all modes
+    compute the same batches: how many get the tokens that they get without graphs."""
+    served = {}
+    sizes = sorted({*DECODE_MS[shape], NUM_PROMPT})  # One prompt alone has a graph too.
+    for mode in MODES:
+        with engine_of(shape, mode, sizes=sizes) as engine:
+            engine.capture()
+            outputs = [serve(engine, count, NUM_COMPARED, seed=0) for count in DECODE_MS[shape]]
+            served[mode or "default"] = [tokens for batch in outputs for tokens in batch]
+    shares = {
+        mode: statistics.fmean(map(list.__eq__, tokens, served["NONE"]))
+        for mode, tokens in served.items()
+    }
+    return row(
+        "G3-serve-tokens",
+        [min(shares.values())],
+        target=1.0,
+        unit="share",
+        higher_is_better=True,
+        samples={mode: [share] for mode, share in shares.items()},
+        counted="requests whose tokens are all those of the mode NONE; bfloat16",
+        requests=list(DECODE_MS[shape]),
+        output_tokens=NUM_COMPARED,
+    )
 
 
 def decode_rows(shape: str) -> Sequence[Row]:
@@ -164,15 +197,17 @@ def service_row(
     )
 
 
-def one_start(context: int, capture: Any) -> dict[str, Any]:
+def one_start(context: int, capture: str) -> dict[str, Any]:
     """Seconds of a start, from before the engine is made; imports and the device are there.
 
-    By priority: to the first graphed token, then, idle, until every key is captured with the
-    attention backend that serves in the end. Before serving: until every key is captured.
+    ``first_token``: by priority, to the first graphed token. ``by_priority``: then, idle, until
+    every key is captured with the attention backend that serves in the end. ``before_serving``:
+    until every key is captured.
     """
     torch.cuda.synchronize()
     metrics, started = StepMetrics(), perf_counter()
-    with engine_of("qwen3-0.6b", context=context, capture=capture, observer=metrics) as engine:
+    when: CaptureWhen = "before_serving" if capture == "before_serving" else "by_priority"
+    with engine_of("qwen3-0.6b", context=context, capture=when, observer=metrics) as engine:
         found: dict[str, Any] = {"engine": perf_counter() - started}
         if capture == "before_serving":
             engine.capture()
@@ -180,6 +215,8 @@ def one_start(context: int, capture: Any) -> dict[str, Any]:
             first_graphed_token(engine, seed=0)
             found["first token"] = perf_counter() - started
             found["attention at first token"] = engine.attention.reason
+            if capture == "first_token":
+                return found
             before = serve(engine, 1, 16, seed=1)
             while engine.is_building or engine.runtime.report().missing:
                 engine.step()
@@ -194,17 +231,18 @@ def one_start(context: int, capture: Any) -> dict[str, Any]:
     return found
 
 
-def start_of_its_own(caches: Path, context: int, capture: str) -> Mapping[str, Any]:
-    """``one_start`` in a process that keeps what it compiles in ``caches``."""
-    environment = {
-        **os.environ,
-        "FLASHINFER_WORKSPACE_BASE": str(caches),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "CUDA_CACHE_PATH": str(caches / "cuda"),
-    }
+def start_of_its_own(context: int, capture: str, caches: Path | None = None) -> Mapping[str, Any]:
+    """``one_start`` in a process that keeps what it compiles in ``caches``; None: where all do."""
+    folders = {}
+    if caches is not None:
+        folders = {
+            "FLASHINFER_WORKSPACE_BASE": str(caches),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+            "CUDA_CACHE_PATH": str(caches / "cuda"),
+        }
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(context), capture],
-        env=environment,
+        env=os.environ | folders,
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         timeout=MOST_SECONDS,
@@ -217,16 +255,19 @@ def start_of_its_own(caches: Path, context: int, capture: str) -> Mapping[str, A
 def cold_starts() -> Sequence[Row]:
     with cuda_device():
         pass  # Fails here, with a reason, where there is none; starts have devices of their own.
+    # Not timed: it fills this machine's caches, where they are empty.
+    filling = start_of_its_own(CONTEXT, "by_priority")
     samples: Samples = {}
     last: dict[str, Mapping[str, Any]] = {}
     for _ in range(COLD_BLOCKS):
         with tempfile.TemporaryDirectory() as folder:
-            start = partial(start_of_its_own, Path(folder))
             arms: dict[str, Callable[[], Mapping[str, Any]]] = {
-                "nothing cached": partial(start, CONTEXT, "by_priority"),
-                "caches warm": partial(start, CONTEXT, "by_priority"),
-                "every key": partial(start, CONTEXT, "before_serving"),
-                f"every key, {LONG_CONTEXT}": partial(start, LONG_CONTEXT, "before_serving"),
+                "nothing cached": partial(start_of_its_own, CONTEXT, "first_token", Path(folder)),
+                "caches warm": partial(start_of_its_own, CONTEXT, "first_token"),
+                "every key": partial(start_of_its_own, CONTEXT, "before_serving"),
+                f"every key, {LONG_CONTEXT}": partial(
+                    start_of_its_own, LONG_CONTEXT, "before_serving"
+                ),
             }
             for name, arm in arms.items():
                 last[name] = arm()
@@ -249,6 +290,7 @@ def cold_starts() -> Sequence[Row]:
             timed=f"{timed}: to {'every key' if suffix == '-keys' else 'the first graphed token'}",
             context=CONTEXT,
             parts=told[name],
+            start_before=dict(filling),
         )
         for suffix, (name, target) in bounds.items()
     ]

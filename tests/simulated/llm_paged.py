@@ -91,6 +91,25 @@ def dense(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), values)
 
 
+class DenseDecode:
+    """A kernel for decoding requests of ``query_len`` new tokens; ``rows``: of each call."""
+
+    keep_alive: tuple[Tensor, ...] = ()
+
+    def __init__(self, query_len: int) -> None:
+        self.query_len = query_len
+        self.rows: list[int] = []
+
+    def __call__(
+        self, heads: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor
+    ) -> None:
+        self.rows.append(len(heads) // self.query_len)
+        parts = heads.split(self.query_len), out.split(self.query_len)
+        for row, (q, target) in enumerate(zip(*parts, strict=True)):
+            keys, values = cache[block_tables[row]].flatten(0, 1)[: seq_lens[row]].unbind(1)
+            target.copy_(dense(q[:, : out.shape[1]], keys, values))
+
+
 def attention(
     backend: AttentionBackend,
     layer_index: int,

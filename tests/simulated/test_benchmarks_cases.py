@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -361,17 +361,41 @@ def test_a_service_returns_every_token_of_the_trace() -> None:
 
 
 @contextmanager
-def tiny_of(shape: str, *, context: int, capture: Any, observer: Any) -> Iterator[LLMEngine]:
-    config = replace(TINY_CONFIG, max_model_len=context, capture=capture)
+def tiny_of(
+    shape: str,
+    mode: str | None = None,
+    *,
+    context: int = 256,
+    capture: Any = "before_serving",
+    observer: Any = None,
+    sizes: Sequence[int] | None = None,
+) -> Iterator[LLMEngine]:
+    compilation = CompilationConfig(
+        cudagraph_mode=mode, cudagraph_capture_sizes=None if sizes is None else tuple(sizes)
+    )
+    runtime = replace(TINY_CONFIG.runtime, compilation=compilation, max_num_batched_tokens=256)
+    config = replace(TINY_CONFIG, runtime=runtime, max_model_len=context, capture=capture)
     with LLMEngine.tiny(config, observer=observer) as engine:
         yield engine
 
 
-@pytest.mark.parametrize("capture_when", ["by_priority", "before_serving"])
+@pytest.mark.parametrize("capture_when", ["first_token", "by_priority", "before_serving"])
 def test_a_start_tells_its_parts(capture_when: str) -> None:
     with mock.patch("torch.cuda.synchronize"), mock.patch.object(serving, "engine_of", tiny_of):
         found = serving.one_start(256, capture_when)
-    assert found["every key"] > found["engine"] > 0
-    assert ("first token" in found) is (capture_when == "by_priority")
+    assert ("first token" in found) is (capture_when != "before_serving")
+    assert ("every key" in found) is (capture_when != "first_token")
+    assert found.get("every key", found.get("first token")) > found["engine"] > 0
     assert found.get("tokens before and after are equal", True)
-    assert found["keys"] > 0
+    assert found.get("keys", 1) > 0
+
+
+def test_tokens_of_all_modes_are_compared_with_those_without_graphs() -> None:
+    with (
+        mock.patch.object(serving, "engine_of", tiny_of),
+        mock.patch.dict(serving.DECODE_MS, {"tiny": {1: 1.0, 2: 1.0}}),
+        mock.patch.object(serving, "NUM_COMPARED", 4),
+    ):
+        row = serving.equal_tokens("tiny")
+    assert row.is_reached
+    assert set(row.samples) == {"NONE", "PIECEWISE", "FULL", "default"}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from llm_paged import attention, make_step, shuffled_tables
+from llm_paged import DenseDecode, attention, make_step, shuffled_tables
 
 from graphrt import AttentionSupport, BatchDescriptor
 from graphrt_llm.attention import (
@@ -127,6 +127,30 @@ def test_an_eager_batch_attends_to_its_own_tokens(spans, padding, apart, seed):
             assert sorted(planned) == sorted([num_decodes, len(spans) - num_decodes])
         decodes = [(before, 1) for before, _ in spans]
         compare(backend, cache, decodes, None, seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    spans=spans.filter(lambda spans: sum(new for _, new in spans) <= 24),
+    padding=st.integers(0, 3),
+    query_len=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_a_kernel_of_its_own_decodes_beside_chunks(spans, padding, query_len, seed):
+    """At the front of a batch, with drafts too, and without a plan."""
+    spans = sorted(spans, key=lambda span: span[1] != query_len)
+    with pytest.MonkeyPatch.context() as patch:
+        made = fake_flashinfer.install(patch)
+        patch.setattr(flashinfer, "DECODES_APART", 2)
+        cache, decode = random_cache(), DenseDecode(query_len)
+        limits = replace(LIMITS, query_len=query_len)
+        backend = flashinfer.FlashInferAttention(cache, limits, decode=decode)
+        num_tokens = sum(new for _, new in spans)
+        compare(backend, cache, spans, BatchDescriptor(num_tokens + padding), seed)
+        num_decodes = sum(new == query_len for _, new in spans)
+        apart = num_decodes if 2 <= num_decodes < len(spans) else 0
+        assert decode.rows == [apart] * (apart > 0)
+        assert [len(wrapper.last) for wrapper in made if wrapper.plans] == [len(spans) - apart]
 
 
 def test_a_static_wrapper_serves_growing_and_padded_batches(wrappers):

@@ -32,7 +32,7 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
-from graphrt.graphs.values import own_copy
+from graphrt.graphs.values import own_copy, tensors_of
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
     batch_key,

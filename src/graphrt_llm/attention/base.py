@@ -134,6 +134,18 @@ class AttentionBackend(Protocol):
         """
 
 
+class Decode(Protocol):
+    """A kernel for decoding requests; see ``kernels.paged_decode.PagedDecode``."""
+
+    @property
+    def keep_alive(self) -> Sequence[Tensor]:
+        """As ``AttentionBackend.keep_alive``."""
+
+    def __call__(
+        self, heads: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor, /
+    ) -> None: ...
+
+
 @break_point(name="attention", out="out")
 def attend(
     backend: AttentionBackend,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from graphrt_llm.attention.base import (
     AttentionBackend,
     AttentionInputs,
     AttentionMetadata,
+    Decode,
     Obstacle,
     gpu_obstacle,
 )
@@ -39,18 +39,6 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 MOST_QUERIES = 64
 """Queries of a request that share a key head, its heads times its new tokens, up to which a program
 holds their results in registers."""
-
-
-class Decode(Protocol):
-    """The kernel; see ``kernels.paged_decode.PagedDecode``."""
-
-    @property
-    def keep_alive(self) -> Sequence[Tensor]:
-        """As ``AttentionBackend.keep_alive``."""
-
-    def __call__(
-        self, heads: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor, /
-    ) -> None: ...
 
 
 def obstacle(cache: KVCache) -> Obstacle | None:

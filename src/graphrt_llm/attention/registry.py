@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import graphrt_llm.attention.flashinfer as flashinfer
 import graphrt_llm.attention.paged as paged
-from graphrt_llm.attention.base import AttentionBackend
+from graphrt_llm.attention.base import AttentionBackend, Decode
 from graphrt_llm.attention.building import LoadedLater, flashinfer_build, missing_modules
 from graphrt_llm.attention.sdpa import SdpaAttention
 from graphrt_llm.attention.switching import Build, SwitchingAttention
@@ -25,7 +25,14 @@ def _make_paged(cache: KVCache, limits: Limits | None) -> AttentionBackend:
     found = paged.obstacle(cache)
     if found is not None:
         raise AttentionBackendError("attention backend 'paged'", **found._asdict())
-    return _over(make_attention(_for_any_batch(cache).name, cache, limits), limits)
+    name = _for_any_batch(cache).name
+
+    def rest(decode: Decode | None) -> AttentionBackend:
+        if name == "flashinfer":
+            return flashinfer.FlashInferAttention(cache, limits, decode=decode)
+        return make_attention(name, cache, limits)
+
+    return _over(rest, cache, limits)
 
 
 # State of the process, as names of plug-ins are. Entries are added whole and never change.
@@ -109,29 +116,35 @@ def make_cold_attention(cache: KVCache, limits: Limits, *, waits: bool) -> Atten
     """
     if paged.obstacle(cache) is not None or flashinfer.obstacle(cache) is not None:
         return None
-    first: AttentionBackend
-    build: Build
-    if waits:
-        modules = [module for module in missing_modules(cache) if module[0] != "fa2"]
-        if not modules:
-            return None
-        first = flashinfer.FlashInferAttention(cache, limits, "fa2")
-        build = flashinfer_build(modules)
-    else:
-        first, build = SdpaAttention(cache, limits.query_len), LoadedLater(cache)
-    later = flashinfer.FlashInferAttention(cache, limits)
-    return _over(SwitchingAttention(first, later, build), limits)
+    modules = [module for module in missing_modules(cache) if module[0] != "fa2"] if waits else []
+    if waits and not modules:
+        return None
+
+    def rest(decode: Decode | None) -> AttentionBackend:
+        first: AttentionBackend
+        build: Build
+        if waits:
+            first = flashinfer.FlashInferAttention(cache, limits, "fa2", decode)
+            build = flashinfer_build(modules)
+        else:
+            first, build = SdpaAttention(cache, limits.query_len), LoadedLater(cache)
+        later = flashinfer.FlashInferAttention(cache, limits, decode=decode)
+        return SwitchingAttention(first, later, build)
+
+    return _over(rest, cache, limits)
 
 
-def _over(fallback: AttentionBackend, limits: Limits | None) -> AttentionBackend:
-    """This package's kernel for decoding requests, ``fallback`` for all else."""
-    config = fallback.cache.config
+def _over(
+    rest: Callable[[Decode | None], AttentionBackend], cache: KVCache, limits: Limits | None
+) -> AttentionBackend:
+    """This package's kernel for decoding requests, and what ``rest`` makes beside it."""
+    config = cache.config
     query_len = 1 if limits is None else limits.query_len
     most = paged.MAX_REQUESTS if limits is None else limits.max_num_seqs
     if query_len * config.num_heads > paged.MOST_QUERIES * config.num_kv_heads:
-        return fallback
-    decode = paged.triton_decode(fallback.cache, query_len, most)
-    return paged.PagedAttention(fallback, decode, query_len, most)
+        return rest(None)
+    decode = paged.triton_decode(cache, query_len, most)
+    return paged.PagedAttention(rest(decode), decode, query_len, most)
 
 
 _MEMBERS = tuple(name for name in vars(AttentionBackend) if not name.startswith("_"))

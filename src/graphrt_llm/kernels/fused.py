@@ -42,15 +42,16 @@ def _rms_norm(
     BLOCK: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
 ) -> None:
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    # A weight: it is on its way while the kernel before still runs.
+    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
-    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     normed = values * scale * factors
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
 
@@ -90,11 +91,12 @@ def _rotate_and_store(
     HEADS: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
 ) -> None:
+    # A program is some heads of a token, loaded in halves, because the rotation mixes these.
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # A program is some heads of a token, loaded in halves, because the rotation mixes these.
-    token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     num_all = num_heads + 2 * num_kv_heads
     width = 2 * HALF
@@ -130,7 +132,6 @@ def _rotate_and_store(
         # A slot has the layout of a token: all keys, then all values. Of what is not finite, also
         # once it has the dtype of the cache, nothing is stored: it would stay behind in the slot.
         is_stored = inside & (head >= num_heads)
-        slot = tl.load(slot_mapping + token)
         target = slots + (slot * 2 * num_kv_heads + head - num_heads) * width + element
         first = first.to(slots.dtype.element_ty)
         second = second.to(slots.dtype.element_ty)

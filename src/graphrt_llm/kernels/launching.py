@@ -21,7 +21,8 @@ Grid = tuple[int, int, int]
 
 EARLY = "EARLY"
 """The last parameter of a kernel that may start while the one before it still runs: if it is true,
-the kernel waits (``gdc_wait``) before it reads or writes anything but weights."""
+the kernel waits (``gdc_wait``) before it writes anything, and before it reads what the one before
+may write: it may begin with weights, and with inputs of the step."""
 
 
 def starts_early(device: torch.device) -> bool:
