@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from graphrt import Reason
-from graphrt.errors import ConfigError
+from graphrt.errors import ConfigError, LibraryClosedError, RankLostError
 from graphrt.parallel import NUM_WORDS, InProcessExchange, Lockstep, launch_ranks
 from graphrt.parallel.exchange import _Storage
 from graphrt.runner.executor import Executor
-from lab import FULL, NONE, PIECEWISE, RuntimeLab, assert_equal
+from lab import FULL, NONE, PIECEWISE, BusyDevice, RuntimeLab, assert_equal
 
 
 def alone() -> RuntimeLab:
@@ -81,6 +81,20 @@ def test_comparison_meets_the_others_before_it_reads_results(monkeypatch) -> Non
     with alone() as lab:
         lab.runtime.capture()
     assert "REPLAYED" in done
+
+
+def test_runtime_whose_device_waits_for_a_rank_is_closed() -> None:
+    device, (rank,) = BusyDevice(), InProcessExchange(1).ranks
+    with RuntimeLab(ranks=rank, device=device) as lab:
+        lab.runtime.capture()
+        device.answers = (False,)
+        with pytest.raises(RankLostError, match="still waits for another rank"):
+            lab.runtime.close()
+        lab.runtime.close()
+        with pytest.raises(RankLostError):
+            rank.start([0])
+        with pytest.raises(LibraryClosedError):
+            lab.runtime.dispatcher  # noqa: B018  It raises.
 
 
 def test_rank_alone_without_a_batch_does_not_run() -> None:
