@@ -313,10 +313,6 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
-        self._log: list[tuple[int, Any]] = []
-        """Every place that was seen to change, by id of what holds it and key, in order."""
-        self._of_this_run: list[_Change] | None = None
-        """What the run that is going on has changed, if it was asked."""
         self._walk = Walk(runnable, enters_locals=True)
         self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
@@ -331,23 +327,6 @@ class HostSnapshot:
         ):
             return reach(self.runnable)
         return found
-
-    @property
-    def version(self) -> int:
-        """Rises with each change that is seen."""
-        return len(self._log)
-
-    def changed_since(self, version: int) -> set[tuple[int, Any]]:
-        """What changed since then, by id of what holds it and key, as of the last look."""
-        return {*self._log[version:], *_places_of(self._of_this_run or ())}
-
-    def look(self) -> None:
-        """Look at what the run that is going on has changed. It changes nothing after this."""
-        self._of_this_run = self._pending()
-
-    def holds(self, target: object, name: Any) -> bool:
-        """True if a change of ``name`` in ``target`` is seen."""
-        return (id(target), None) in self._known or (id(target), name) in self._known
 
     # -- what is in it
 
@@ -473,7 +452,6 @@ class HostSnapshot:
         """Take what holders hold now as what they hold."""
         if changes:
             self._reached = None
-            self._log += _places_of(changes)
         for change in changes:
             held = change.held
             self._moved[held] = None
@@ -549,18 +527,15 @@ class HostSnapshot:
         if self._ran is None:
             self._ran = set()
         self._note_between()
-        self._of_this_run = None
         try:
             yield
         except BaseException:
-            self._of_this_run = None
             changes = self._pending()
             self._note_run(changes, is_first)
             for change in changes:
                 change.held.write(change.before)
             raise
-        changes = self._pending() if self._of_this_run is None else self._of_this_run
-        self._of_this_run = None
+        changes = self._pending()
         self._note_run(changes, is_first)
         if refuses is not None:
             for change in changes:
