@@ -26,6 +26,7 @@ from graphrt.graphs.reachable import (
     attributes_of,
     entries_of,
     is_host_scalar,
+    is_tensor,
     part_of,
     reach,
 )
@@ -68,7 +69,7 @@ class HeldTensor:
     def fits(self, value: Any) -> bool:
         """True if ``value`` at its place has the storage and the layout that were captured."""
         current = self.part_of(value)
-        if not _is_tensor(current):
+        if not is_tensor(current):
             return False
         if self.storage is None:
             return current is self.tensor
@@ -136,11 +137,11 @@ class Reads:
         self._found = [
             place._replace(value=place.read()) if place.kind == "contents" else place
             for place in found.places
-            if place.is_named or (_is_tensor(place.value) and _is_module(place.owner))
+            if place.is_named or (is_tensor(place.value) and _is_module(place.owner))
         ]
         for place in self._found:
             value = place.value
-            if _is_tensor(value):
+            if is_tensor(value):
                 _hold(tensors, place, value, (), owns, owned)
             elif id(place.owner) not in of_resources:
                 (links if self._leads_on(place) else values).append(place)
@@ -233,8 +234,8 @@ class Reads:
         if earlier is self:
             pairs = zip(now, before, strict=True)
             return [p for p, was in pairs if p is was or is_same_value(p, was.value)]
-        known = {(id(place.owner), place.name): place.value for place in before}
-        return [p for p in now if is_same_value(p, known.get((id(p.owner), p.name), known))]
+        known = {(id(p.owner), p.name, p.kind): p.value for p in before}
+        return [p for p in now if is_same_value(p, known.get((id(p.owner), p.name, p.kind), known))]
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
@@ -614,11 +615,6 @@ def _boxes(item: Any) -> Iterator[Any]:
         yield from (item._parameters, item._buffers, item._modules, vars(item))
     elif not issubclass(kind, (FunctionType, type)):
         yield attributes_of(item)
-
-
-def _is_tensor(value: object) -> bool:
-    # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
-    return issubclass(type(value), torch.Tensor)
 
 
 def _is_module(item: object) -> bool:

@@ -66,7 +66,7 @@ MAX_ARRAY_BYTES = 1 << 20
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("_since", "first", "get", "kind", "last", "name", "path", "row", "target")
+    __slots__ = ("first", "get", "kind", "last", "name", "path", "row", "target")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
@@ -79,7 +79,6 @@ class _Held:
         """Reads the one under ``name``, or ``MISSING``."""
         self.row: int | None = None
         """Its place in the columns of the snapshot."""
-        self._since: _Change | None = None
         self.first: dict[Any, Any] = {}
         self.last = self.first
         self.first = self.last = self.read()
@@ -186,13 +185,6 @@ class _Held:
             keys = dict.fromkeys([*before, *now])
             differing = [k for k in keys if before.get(k, MISSING) is not now.get(k, MISSING)]
         return _Change(self, before, now, differing)
-
-    def since_first(self) -> _Change:
-        """What differs from the snapshot, as of what was noted last. Made once for each."""
-        known = self._since
-        if known is None or known.before is not self.first or known.now is not self.last:
-            known = self._since = self.change(self.first, self.last)
-        return known
 
 
 def _is_dead(*values: Any) -> bool:
@@ -471,7 +463,11 @@ class HostSnapshot:
 
     def _since_first(self) -> list[_Change]:
         """What differs from the snapshot, as of what was noted last."""
-        return [held.since_first() for held in self._moved if held.first is not held.last]
+        return [
+            held.change(held.first, held.last)
+            for held in self._moved
+            if held.first is not held.last
+        ]
 
     def changed(self, *, only_tensors: bool = False) -> tuple[str, ...]:
         """Name what runs changed since the snapshot; if none was noted, whatever changed.
