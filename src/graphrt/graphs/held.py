@@ -151,16 +151,10 @@ class Reads:
         used = _prefixes([item.name for item in tensors] + [place.path for place in values])
         # An object that has several paths is walked by one of them.
         shared = {id(place.value) for place in links if place.path in used}
-        owners = {id(place.owner) for place in (*values, *links)}
-        owners |= {id(item.place.owner) for item in tensors if item.place is not None}
         self.links = tuple(
             place
             for place in links
-            if (
-                id(place.owner) in owners
-                if place.kind == "type"
-                else id(place.value) in shared or issubclass(type(place.value), _CODE)
-            )
+            if id(place.value) in shared or issubclass(type(place.value), _CODE)
         )
         """What leads to both: objects, containers, functions."""
         self._used = used
@@ -201,7 +195,7 @@ class Reads:
     @staticmethod
     def _leads_on(place: Place) -> bool:
         """True for a tensor, and an object that has not been followed, in place of a None."""
-        is_value = place.kind in _WITHIN or place.value is MISSING
+        is_value = place.kind in ("contents", "keys") or place.value is MISSING
         return not (is_value or is_host_scalar(place.value))
 
     def has_same_links(self) -> bool:
@@ -337,14 +331,10 @@ class Columns:
             for probe in probes_of(item, in_turns=False):
                 if last is None or probe[:4] != last[:4]:
                     columns = self._by_getter.setdefault(probe.get, ([], [], [], []))
-                    for column, value in zip(columns, (*probe[1:4], number), strict=True):
-                        column.append(value)
+                    _append(columns, *probe[1:4], number)
                 if probe.detail_of is not None:
                     details = self._by_detail.setdefault(probe.detail_of, ([], [], []))
-                    for column, value in zip(
-                        details, (probe.value, probe.detail, number), strict=True
-                    ):
-                        column.append(value)
+                    _append(details, probe.value, probe.detail, number)
                 last = probe
 
     def changed(self) -> list[int]:
@@ -355,6 +345,11 @@ class Columns:
         for detail_of, (values, details, numbers) in self._by_detail.items():
             found += compress(numbers, map(ne, map(detail_of, values), details))
         return found
+
+
+def _append(columns: Iterable[list[Any]], *row: Any) -> None:
+    for column, value in zip(columns, row, strict=True):
+        column.append(value)
 
 
 def probes_of(item: HeldTensor | Place, *, in_turns: bool = True) -> list[Probe]:
@@ -589,8 +584,6 @@ def _member(classes: Classes, name: str) -> Any:
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)
 _CODE = (CodeType, FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
 
-_WITHIN = ("contents", "keys")
-"""Places of what an owner holds, rather than of an object that stands in it."""
 _REGISTERS = {"parameter": "_parameters", "buffer": "_buffers", "submodule": "_modules"}
 
 
