@@ -443,8 +443,8 @@ def memo_in_cached_method() -> Callable[..., Tensor]:
     return Model()
 
 
-def memo_in_array(dtype: Any) -> Callable[..., Tensor]:
-    table = SimpleNamespace(memo=np.zeros((2, 3), dtype)[:, ::2])
+def memo_in_array(dtype: Any, length: int = 3) -> Callable[..., Tensor]:
+    table = SimpleNamespace(memo=np.zeros((2, length), dtype)[:, ::2])
 
     def step(x: Tensor) -> Tensor:
         if not table.memo[1, 1]:
@@ -459,6 +459,7 @@ def memo_in_array(dtype: Any) -> Callable[..., Tensor]:
     [
         (partial(memo_in_array, np.float64), "table.memo"),
         (partial(memo_in_array, object), "table.memo"),
+        (partial(memo_in_array, np.float64, 1 << 18), "table.memo"),
         (memo_in_global, "GLOBAL_MEMO"),
         (memo_on_helper, "helper.inner.memo"),
         (memo_in_slots, "slots.memo"),

@@ -27,7 +27,6 @@ from graphrt.events import Captured
 from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_stream
 from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
-from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.library import Generation, GraphLibrary
 from graphrt.graphs.program import GraphMemory, Program
 from graphrt.graphs.reachable import Place, Reach, reach
@@ -103,13 +102,11 @@ def capture_program(
         # No replay assigns anything again, and later captures reuse the memory.
         is_refused = partial(_is_of_recording, library.device, options.allow_escape)
         with host.run(is_first=options.warmups == 0, refuses=is_refused):
-            reads = _reads(library, recorder, options, None, host, host.reach)
+            reads = _reads(library, recorder, options, None, host.reach)
             frozen = reads.now
             with _context(scope, mode, key):
                 recorder.record(weak_outputs=options.weak_outputs)
-            program = _make_program(
-                library, generation, recorder, options, before, reads, frozen, host
-            )
+            program = _make_program(library, generation, recorder, options, before, reads, frozen)
             entry = library.add(scope, generation, program)
     except Exception as error:
         if isinstance(error, CaptureError):
@@ -154,15 +151,13 @@ def _make_program(
     before: tuple[set[Block], MemoryReading],
     reads: Reads,
     frozen: Sequence[Place],
-    host: HostSnapshot,
 ) -> Program:
     """Make the program of what was recorded, in no generation yet. Errors leave no graph."""
     device, fn, (live_before, memory_before) = library.device, recorder.fn, before
     try:
         _refuse_escapes(recorder, live_before, options.allow_escape)
-        host.look()
-        walk = partial(reach, fn)
-        earlier, reads = reads, _reads(library, recorder, options, reads, host, walk)
+        earlier = reads
+        reads = _reads(library, recorder, options, reads, partial(reach, fn))
         names = parameters_of(fn)
         externals = recorder.externals(reads, options.keep_alive, names)
         written = [item for item in externals if item.written]
@@ -202,7 +197,6 @@ def _reads(
     recorder: ProgramRecorder,
     options: CaptureOptions,
     known: Reads | None,
-    host: HostSnapshot,
     walk: Callable[[], Reach],
 ) -> Reads:
     """What the callable reads now: of an earlier walk, where nothing was replaced since."""
@@ -215,7 +209,7 @@ def _reads(
     breaks = recorder.mode is RuntimeMode.FULL
     if (
         known is not None
-        and known.leads_to_the_same(fn, host, breaks=breaks)
+        and known.leads_to_the_same(fn, breaks=breaks)
         and (is_before or known.has_same_tensors())
     ):
         return known
@@ -231,7 +225,7 @@ def _reads(
         # it sets them anew in each run, and others may use the place between two runs.
         return library.device.owns(tensor) or tensor.untyped_storage().data_ptr() in inputs
 
-    return Reads(fn, is_ours, options.prepared, breaks=breaks, reached=walk(), host=host)
+    return Reads(fn, is_ours, options.prepared, breaks=breaks, reached=walk())
 
 
 def _captured(program: Program, seconds: float) -> Captured:

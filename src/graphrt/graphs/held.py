@@ -7,20 +7,18 @@ identity, never an address alone, decides whether something moved.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import compress, cycle
-from operator import contains, is_not, length_hint, ne
+from operator import contains, is_not, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.reachable import (
     MISSING,
     Place,
@@ -28,6 +26,7 @@ from graphrt.graphs.reachable import (
     attributes_of,
     entries_of,
     is_host_scalar,
+    is_tensor,
     part_of,
     reach,
 )
@@ -70,7 +69,7 @@ class HeldTensor:
     def fits(self, value: Any) -> bool:
         """True if ``value`` at its place has the storage and the layout that were captured."""
         current = self.part_of(value)
-        if not _is_tensor(current):
+        if not is_tensor(current):
             return False
         if self.storage is None:
             return current is self.tensor
@@ -111,7 +110,7 @@ class Reads:
 
     It is shared by the programs of the callable. ``prepared``: resources; what they set before
     each run is no change. ``breaks`` False: without what break points alone reach. ``reached``:
-    what a walk has just found; None to walk now. ``host``: has looked just before the walk.
+    what a walk has just found; None to walk now.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class Reads:
         *,
         breaks: bool = True,
         reached: Reach | None = None,
-        host: HostSnapshot | None = None,
     ) -> None:
         self.target = target
         self.breaks = breaks
@@ -139,11 +137,11 @@ class Reads:
         self._found = [
             place._replace(value=place.read()) if place.kind == "contents" else place
             for place in found.places
-            if place.is_named or (_is_tensor(place.value) and _is_module(place.owner))
+            if place.is_named or (is_tensor(place.value) and _is_module(place.owner))
         ]
         for place in self._found:
             value = place.value
-            if _is_tensor(value):
+            if is_tensor(value):
                 _hold(tensors, place, value, (), owns, owned)
             elif id(place.owner) not in of_resources:
                 (links if self._leads_on(place) else values).append(place)
@@ -153,24 +151,15 @@ class Reads:
         used = _prefixes([item.name for item in tensors] + [place.path for place in values])
         # An object that has several paths is walked by one of them.
         shared = {id(place.value) for place in links if place.path in used}
-        owners = {id(place.owner) for place in (*values, *links)}
-        owners |= {id(item.place.owner) for item in tensors if item.place is not None}
         self.links = tuple(
             place
             for place in links
-            if (
-                id(place.owner) in owners
-                if place.kind == "type"
-                else id(place.value) in shared or issubclass(type(place.value), _CODE)
-            )
+            if id(place.value) in shared or issubclass(type(place.value), _CODE)
         )
         """What leads to both: objects, containers, functions."""
         self._used = used
         self.now: Sequence[Place] = self.values
         """The host values, as of the last look for a capture."""
-        self._host: weakref.ref[HostSnapshot] | None = None
-        if host is not None:
-            self._bind(host)
         self.prepared = frozenset(
             place.path for place in self._found if id(place.owner) in of_resources
         )
@@ -190,59 +179,23 @@ class Reads:
             places.setdefault(place.path, []).append(place)
         return places
 
-    def _bind(self, host: HostSnapshot) -> None:
-        """Learn what a snapshot sees of this, so that only the rest is looked at in each capture.
-
-        An attribute that is absent may also appear in a class, which no snapshot looks for.
-        """
-        # A snapshot keeps what was there before the first warm-up, for as long as a capture lasts.
-        self._host, self._version = weakref.ref(host), host.version
-        self._seen = set[tuple[int, Any]]()
-        unseen: list[list[Place]] = []
-        for places in (self.links, self.values):
-            unseen.append([])
-            for place in places:
-                get, box, name = _getter(place)
-                if get is dict.get and host.holds(box, name):
-                    self._seen.add((id(box), name))
-                elif get is not tuple.__getitem__:
-                    unseen[-1].append(place)
-        self._unseen = Columns(unseen[0]), Columns(unseen[1])
-
     # Made when they are first asked: a program that is captured alone needs none of them.
     _link_columns = cached_property(lambda self: Columns(self.links))
     _value_columns = cached_property(lambda self: Columns(self.values))
     _tensor_columns = cached_property(lambda self: Columns(self.tensors))
 
-    def leads_to_the_same(self, target: object, host: HostSnapshot, *, breaks: bool) -> bool:
-        """True if a walk of ``target`` would find the same objects now. Updates ``now``.
-
-        ``host``: has just looked. Where it saw nothing change, only the rest is looked at.
-        """
-        if self.target is not target or self.breaks != breaks:
+    def leads_to_the_same(self, target: object, *, breaks: bool) -> bool:
+        """True if a walk of ``target`` would find the same objects now. Updates ``now``."""
+        if self.target is not target or self.breaks != breaks or not self.has_same_links():
             return False
-        if self._host is None or self._host() is not host:
-            self._bind(host)
-            self._version = -1
-        self.now = self.values
-        is_known = self._version >= 0 and self._seen.isdisjoint(host.changed_since(self._version))
-        links, values = self._unseen
-        if not is_known or links.changed() or values.changed():
-            self._version = -1
-            if not self.has_same_links():
-                return False
-            self.now = self._read_values()
-            changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
-            if any(map(self._leads_on, changed)):
-                return False
-        if self.now is self.values:
-            self._version = host.version
-        return list(map(len, self._boxes)) == self._sizes
+        self.now = self._read_values()
+        changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
+        return not any(map(self._leads_on, changed)) and list(map(len, self._boxes)) == self._sizes
 
     @staticmethod
     def _leads_on(place: Place) -> bool:
         """True for a tensor, and an object that has not been followed, in place of a None."""
-        is_value = place.kind in _WITHIN or place.value is MISSING
+        is_value = place.kind in ("contents", "keys") or place.value is MISSING
         return not (is_value or is_host_scalar(place.value))
 
     def has_same_links(self) -> bool:
@@ -275,8 +228,8 @@ class Reads:
         if earlier is self:
             pairs = zip(now, before, strict=True)
             return [p for p, was in pairs if p is was or is_same_value(p, was.value)]
-        known = {(id(place.owner), place.name): place.value for place in before}
-        return [p for p in now if is_same_value(p, known.get((id(p.owner), p.name), known))]
+        known = {(id(p.owner), p.name, p.kind): p.value for p in before}
+        return [p for p in now if is_same_value(p, known.get((id(p.owner), p.name, p.kind), known))]
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
@@ -353,9 +306,13 @@ class Probe(NamedTuple):
     value: Any
     detail_of: Callable[[Any], Any] | None
     """Of a tensor with a storage: tells its address, which changes with ``.data =`` and ``set_``,
-    or its shape, or its strides."""
+    or its shape, or its strides. Of a container: its length, its keys, or some of its contents."""
     detail: Any
     item: HeldTensor | Place
+
+    def now(self) -> Probe:
+        """The same look, where another object stands that is equal to what stood there."""
+        return self._replace(value=self.get(self.box, self.name))
 
 
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
@@ -367,57 +324,72 @@ class Columns:
     def __init__(self, items: Sequence[HeldTensor | Place]) -> None:
         self._by_getter: dict[Any, tuple[list[Any], list[Any], list[Any], list[int]]] = {}
         """Boxes, names, what stands there, and which item it is."""
-        layouts = []
+        self._by_detail: dict[Any, tuple[list[Any], list[Any], list[int]]] = {}
+        """What stands there, a detail of it, and which item it is."""
         for number, item in enumerate(items):
-            for get, box, name, value in _looks_of(item):
-                columns = self._by_getter.get(get)
-                if columns is None:
-                    columns = self._by_getter[get] = ([], [], [], [])
-                columns[0].append(box)
-                columns[1].append(name)
-                columns[2].append(value)
-                columns[3].append(number)
-            if isinstance(item, HeldTensor) and item.layout:
-                layouts.append((number, item.tensor, item.layout))
-        self._layouts = [
-            (detail_of, [layout[which] for _, _, layout in layouts])
-            for which, detail_of in enumerate(_DETAILS)
-        ]
-        self._tensors = [tensor for _, tensor, _ in layouts]
-        self._numbers = [number for number, _, _ in layouts]
+            last: Probe | None = None
+            for probe in probes_of(item, in_turns=False):
+                if last is None or probe[:4] != last[:4]:
+                    columns = self._by_getter.setdefault(probe.get, ([], [], [], []))
+                    _append(columns, *probe[1:4], number)
+                if probe.detail_of is not None:
+                    details = self._by_detail.setdefault(probe.detail_of, ([], [], []))
+                    _append(details, probe.value, probe.detail, number)
+                last = probe
 
     def changed(self) -> list[int]:
         """Which items are others now: another object, another layout of a tensor."""
         found: list[int] = []
         for get, (boxes, names, values, numbers) in self._by_getter.items():
             found += compress(numbers, map(is_not, map(get, boxes, names), values))
-        for detail_of, details in self._layouts:
-            found += compress(self._numbers, map(ne, map(detail_of, self._tensors), details))
+        for detail_of, (values, details, numbers) in self._by_detail.items():
+            found += compress(numbers, map(ne, map(detail_of, values), details))
         return found
 
 
-def _looks_of(item: HeldTensor | Place) -> list[tuple[Callable[[Any, Any], Any], Any, Any, Any]]:
-    """How what has a place is looked at fast: ``(get, box, name, value)``, the same as when it was
-    walked if ``get(box, name) is value`` for each."""
+def _append(columns: Iterable[list[Any]], *row: Any) -> None:
+    for column, value in zip(columns, row, strict=True):
+        column.append(value)
+
+
+def probes_of(item: HeldTensor | Place, *, in_turns: bool = True) -> list[Probe]:
+    """The fast looks at what has a place, as it was when it was walked; of a tensor at address,
+    shape and strides. ``in_turns``: at some of the contents in each turn."""
     place = item if isinstance(item, Place) else item.place
     assert place is not None, "only what has a place is looked up again"
-    owner, name, kind = place.owner, place.name, place.kind
-    if isinstance(item, HeldTensor) and item.parts:
-        return [(_part, item, place, item.tensor)]
-    if kind == "type":
-        return _looks_of_type(owner, place.value)
+    owner, name, kind, value = place.owner, place.name, place.kind, place.value
+    if kind == "contents":
+        step = min(MAX_TURNS, len(value)) if in_turns else 1
+        turns = [_Turns(value, first, step, in_turns) for first in range(step)]
+        return [_within(item, owner, turn.is_same, True) for turn in turns]
+    if kind == "keys":
+        return [_within(item, owner, tuple, value)]
     if kind == "length":
-        return [(length_hint, entries_of(owner), 0, place.value)]
-    if kind == "member":
+        return [_within(item, entries_of(owner), len, value)]
+    looks: list[tuple[Callable[[Any, Any], Any], Any, Any, Any]]
+    if isinstance(item, HeldTensor) and item.parts:
+        looks = [(_part, item, place, item.tensor)]
+    elif kind == "type":
+        looks = _looks_of_type(owner, value)
+    elif kind == "member":
         hiding = attributes_of(owner)
-        looks: list[Any] = [(_member, _classes_with(owner, name), name, place.value)]
-        return [*looks, (dict.get, hiding, name, None)] if type(hiding) is dict else looks
-    get, box, name = _getter(place)
-    looks = [(get, box, name, place.value)]
-    if get is dict.get and place.value is None and kind not in _REGISTERS:
-        # A None that is gone: a module that is assigned in its place is registered elsewhere.
-        looks.append((contains, box, name, True))
-    return looks
+        looks = [(_member, _classes_with(owner, name), name, value)]
+        if type(hiding) is dict:
+            looks.append((dict.get, hiding, name, None))
+    else:
+        get, box, name = _getter(place)
+        looks = [(get, box, name, value)]
+        if isinstance(item, HeldTensor) and item.layout:
+            details = zip(_DETAILS, item.layout, strict=False)
+            return [Probe(*looks[0], detail_of, detail, item) for detail_of, detail in details]
+        if get is dict.get and value is None and kind not in _REGISTERS:
+            # A None that is gone: a module that is assigned in its place is registered elsewhere.
+            looks.append((contains, box, name, True))
+    return [Probe(*look, None, 0, item) for look in looks]
+
+
+def _within(item: HeldTensor | Place, owner: Any, detail_of: Any, detail: Any) -> Probe:
+    return Probe(tuple.__getitem__, (owner,), 0, owner, detail_of, detail, item)
 
 
 def _looks_of_type(owner: Any, value: object) -> list[Any]:
@@ -439,15 +411,16 @@ _get_own = object.__getattribute__
 
 
 class _Turns:
-    """Looks at the parts of some contents in turns, because all of them may take long."""
+    """Looks at some parts of contents: at all, or one at a time, because all may take long."""
 
-    def __init__(self, expected: tuple[Any, ...], first: int, step: int) -> None:
-        numbers = range(first, len(expected), step)
-        self._next = cycle([(number, expected[number]) for number in numbers]).__next__
+    def __init__(self, contents: Any, first: int, step: int, in_turns: bool) -> None:
+        self._parts = [(number, contents[number]) for number in range(first, len(contents), step)]
+        self._next = cycle(self._parts).__next__
+        self._in_turns = in_turns
 
     def is_same(self, owner: Any) -> bool:
-        number, expected = self._next()
-        return _is_same(expected, part_of(owner, number))
+        parts = (self._next(),) if self._in_turns else self._parts
+        return all(same_host_value(expected, part_of(owner, number)) for number, expected in parts)
 
 
 MAX_TURNS = 64
@@ -455,45 +428,9 @@ MAX_TURNS = 64
 or 16,384 elements."""
 
 
-def probes_of(item: HeldTensor | Place) -> list[Probe]:
-    """The fast looks at what has a place, as it is now; of a tensor at address, shape, strides."""
-    place = item if isinstance(item, Place) else item.place
-    assert place is not None, "only what has a place is looked up again"
-    if place.kind == "contents":
-        box, expected = place.owner, place.value
-        assert isinstance(expected, tuple)
-        step = min(MAX_TURNS, len(expected))
-        turns = [_Turns(expected, first, step) for first in range(step)]
-        return [Probe(tuple.__getitem__, (box,), 0, box, t.is_same, True, item) for t in turns]
-    if place.kind == "keys":
-        return [Probe(tuple.__getitem__, (place.owner,), 0, place.owner, tuple, place.value, item)]
-    if place.kind == "length":
-        box = entries_of(place.owner)
-        return [Probe(tuple.__getitem__, (box,), 0, box, len, place.read(), item)]
-    looks = [(get, box, name, get(box, name)) for get, box, name, _ in _looks_of(item)]
-    if isinstance(item, HeldTensor) and item.layout and type(looks[0][3]) in _PLAIN_TENSORS:
-        return [
-            Probe(*looks[0], detail_of, detail, item)
-            for detail_of, detail in zip(_DETAILS, item.layout, strict=False)
-        ]
-    return [Probe(*look, None, 0, item) for look in looks]
-
-
 def is_same_value(place: Place, current: object) -> bool:
     """True if a program that was captured with a place's value would do the same with this."""
-    return _is_same(place.value, current)
-
-
-def _is_same(expected: object, current: object) -> bool:
-    if expected is current:
-        return True
-    if type(expected) is not type(current):
-        return False
-    if isinstance(expected, frozenset):
-        return expected == current
-    if isinstance(expected, tuple) and isinstance(current, tuple):
-        return len(expected) == len(current) and all(map(_is_same, expected, current))
-    return is_host_scalar(expected) and same_host_value(expected, current)
+    return same_host_value(place.value, current)
 
 
 def modules_of(target: object) -> dict[str, torch.nn.Module]:
@@ -597,8 +534,6 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
     """
     owner, name, kind = place.owner, place.name, place.kind
     boxes: Any = None
-    if kind in _WITHIN:
-        return _contents, place, None
     if kind in _REGISTERS:
         boxes = getattr(owner, _REGISTERS[kind])
     elif kind == "attribute":
@@ -618,12 +553,6 @@ def _part(item: HeldTensor, place: Place) -> Any:
 
 def _read(place: Place, _: object) -> Any:
     return place.read()
-
-
-def _contents(place: Place, _: object) -> Any:
-    """What is held as constant, the same object while it is the same."""
-    now = place.read()
-    return place.value if _is_same(place.value, now) else now
 
 
 class Classes(NamedTuple):
@@ -655,8 +584,6 @@ def _member(classes: Classes, name: str) -> Any:
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)
 _CODE = (CodeType, FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
 
-_WITHIN = ("contents", "keys")
-"""Places of what an owner holds, rather than of an object that stands in it."""
 _REGISTERS = {"parameter": "_parameters", "buffer": "_buffers", "submodule": "_modules"}
 
 
@@ -681,11 +608,6 @@ def _boxes(item: Any) -> Iterator[Any]:
         yield from (item._parameters, item._buffers, item._modules, vars(item))
     elif not issubclass(kind, (FunctionType, type)):
         yield attributes_of(item)
-
-
-def _is_tensor(value: object) -> bool:
-    # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
-    return issubclass(type(value), torch.Tensor)
 
 
 def _is_module(item: object) -> bool:

@@ -66,7 +66,7 @@ MAX_ARRAY_BYTES = 1 << 20
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("_since", "first", "get", "kind", "last", "name", "path", "row", "target")
+    __slots__ = ("first", "get", "kind", "last", "name", "path", "row", "target")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
@@ -79,7 +79,6 @@ class _Held:
         """Reads the one under ``name``, or ``MISSING``."""
         self.row: int | None = None
         """Its place in the columns of the snapshot."""
-        self._since: _Change | None = None
         self.first: dict[Any, Any] = {}
         self.last = self.first
         self.first = self.last = self.read()
@@ -186,13 +185,6 @@ class _Held:
             keys = dict.fromkeys([*before, *now])
             differing = [k for k in keys if before.get(k, MISSING) is not now.get(k, MISSING)]
         return _Change(self, before, now, differing)
-
-    def since_first(self) -> _Change:
-        """What differs from the snapshot, as of what was noted last. Made once for each."""
-        known = self._since
-        if known is None or known.before is not self.first or known.now is not self.last:
-            known = self._since = self.change(self.first, self.last)
-        return known
 
 
 def _is_dead(*values: Any) -> bool:
@@ -313,10 +305,6 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
-        self._log: list[tuple[int, Any]] = []
-        """Every place that was seen to change, by id of what holds it and key, in order."""
-        self._of_this_run: list[_Change] | None = None
-        """What the run that is going on has changed, if it was asked."""
         self._walk = Walk(runnable, enters_locals=True)
         self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
@@ -331,23 +319,6 @@ class HostSnapshot:
         ):
             return reach(self.runnable)
         return found
-
-    @property
-    def version(self) -> int:
-        """Rises with each change that is seen."""
-        return len(self._log)
-
-    def changed_since(self, version: int) -> set[tuple[int, Any]]:
-        """What changed since then, by id of what holds it and key, as of the last look."""
-        return {*self._log[version:], *_places_of(self._of_this_run or ())}
-
-    def look(self) -> None:
-        """Look at what the run that is going on has changed. It changes nothing after this."""
-        self._of_this_run = self._pending()
-
-    def holds(self, target: object, name: Any) -> bool:
-        """True if a change of ``name`` in ``target`` is seen."""
-        return (id(target), None) in self._known or (id(target), name) in self._known
 
     # -- what is in it
 
@@ -473,7 +444,6 @@ class HostSnapshot:
         """Take what holders hold now as what they hold."""
         if changes:
             self._reached = None
-            self._log += _places_of(changes)
         for change in changes:
             held = change.held
             self._moved[held] = None
@@ -493,7 +463,11 @@ class HostSnapshot:
 
     def _since_first(self) -> list[_Change]:
         """What differs from the snapshot, as of what was noted last."""
-        return [held.since_first() for held in self._moved if held.first is not held.last]
+        return [
+            held.change(held.first, held.last)
+            for held in self._moved
+            if held.first is not held.last
+        ]
 
     def changed(self, *, only_tensors: bool = False) -> tuple[str, ...]:
         """Name what runs changed since the snapshot; if none was noted, whatever changed.
@@ -549,18 +523,15 @@ class HostSnapshot:
         if self._ran is None:
             self._ran = set()
         self._note_between()
-        self._of_this_run = None
         try:
             yield
         except BaseException:
-            self._of_this_run = None
             changes = self._pending()
             self._note_run(changes, is_first)
             for change in changes:
                 change.held.write(change.before)
             raise
-        changes = self._pending() if self._of_this_run is None else self._of_this_run
-        self._of_this_run = None
+        changes = self._pending()
         self._note_run(changes, is_first)
         if refuses is not None:
             for change in changes:

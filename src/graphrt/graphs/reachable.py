@@ -164,42 +164,41 @@ def has_contents(value: Any) -> bool:
 def contents_of(value: Any) -> tuple[Any, ...]:
     """What a buffer or a long sequence holds: its form, then its parts, each as its hash or as it
     is. The parts that a program depends on are compared later, and need no copy."""
-    return tuple(part_of(value, number) for number in range(1 + _num_parts(value)))
-
-
-def _num_parts(value: Any) -> int:
-    if issubclass(type(value), (list, tuple)):
-        return -(-len(value) // _ITEMS_OF_A_PART)
-    if is_array(value):
-        return -(-int(value.size) // _items_of_a_part(value))
-    return -(-memoryview(value).nbytes // _BYTES_OF_A_PART)
-
-
-def _items_of_a_part(value: Any) -> int:
-    return max(1, _BYTES_OF_A_PART // int(value.itemsize))
+    parts = [part_of(value, 0)]
+    while (part := part_of(value, len(parts))) is not None:
+        parts.append(part)
+    return tuple(parts)
 
 
 def part_of(value: Any, number: int) -> Any:
-    """One of ``contents_of``. Runs no code of a subclass."""
+    """One of ``contents_of``; None past the end. Runs no code of a subclass."""
     kind = type(value)
     if issubclass(kind, (list, tuple)):
+        if not number:
+            return len(value)
         base: Any = list if issubclass(kind, list) else tuple
-        first = (number - 1) * _ITEMS_OF_A_PART
-        part = base.__getitem__(value, slice(first, first + _ITEMS_OF_A_PART))
-        return tuple(part) if number else len(value)
+        found = base.__getitem__(value, _part_at(number, _ITEMS_OF_A_PART))
+        return tuple(found) or None
     if is_array(value):
         if not number:
             return str(value.dtype), value.shape
-        count = _items_of_a_part(value)
-        found = plain_array(value).flat[(number - 1) * count : number * count]
-        return tuple(found) if value.dtype.hasobject else hash(found.tobytes())
-    with memoryview(value) as view:
-        if not number:
-            return view.format, view.shape
-        first = (number - 1) * _BYTES_OF_A_PART
-        if view.c_contiguous and view.format in ("B", "b", "c"):
-            return hash(view[first : first + _BYTES_OF_A_PART].tobytes())
-        return hash(view.tobytes()[first : first + _BYTES_OF_A_PART])
+        count = max(1, _BYTES_OF_A_PART // int(value.itemsize))
+        found = plain_array(value).flat[_part_at(number, count)]
+        if value.dtype.hasobject:
+            return tuple(found) or None
+        found = found.tobytes()
+    else:
+        with memoryview(value) as view:
+            if not number:
+                return view.format, view.shape
+            is_plain = view.c_contiguous and view.format in ("B", "b", "c")
+            part = _part_at(number, _BYTES_OF_A_PART)
+            found = view[part].tobytes() if is_plain else view.tobytes()[part]
+    return hash(found) if found else None
+
+
+def _part_at(number: int, length: int) -> slice:
+    return slice((number - 1) * length, number * length)
 
 
 def is_host_scalar(value: Any) -> bool:
@@ -415,7 +414,7 @@ def _dict_descriptor(kind: type) -> Any:
     return None
 
 
-def _is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> bool:
     # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
     return issubclass(type(value), torch.Tensor)
 
@@ -572,6 +571,8 @@ def _goes_through(steps: Sequence[dis.Instruction], index: int) -> bool:
 def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[str]:
     """What ``getattr``, loaded here, is asked of; empty if for a constant name."""
     call = list(takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :]))
+    if call and isinstance(call[0].argval, tuple):  # Two variables: later releases.
+        return {str(call[0].argval[0])}
     owner = next((n for n, s in enumerate(call[1:]) if s.opname not in _LOADS), len(call))
     key = [s.opname for s in call[owner + 1 :]]
     is_constant = key[:1] == ["LOAD_CONST"] and _MAKING.isdisjoint(key)
@@ -761,7 +762,7 @@ class Walk:
 
     @staticmethod
     def _stands_alone(value: object) -> bool:
-        return value is MISSING or is_host_scalar(value) or _is_tensor(value)
+        return value is MISSING or is_host_scalar(value) or is_tensor(value)
 
     def _may_enter(self, local: threading.local) -> bool:
         return self._enters_locals or type(local).__init__ is object.__init__
@@ -847,7 +848,7 @@ class Walk:
             return
         if issubclass(kind, Enum):
             value = attributes_of(value).get("_value_")
-        if not (is_host_scalar(value) or (_is_tensor(value) and not attributes_of(value))):
+        if not (is_host_scalar(value) or (is_tensor(value) and not attributes_of(value))):
             self._stack.append((place.path, value))
 
     def _enter_container(self, path: str, value: Any) -> None:

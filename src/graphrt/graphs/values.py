@@ -260,7 +260,7 @@ def same_host_value(expected: Any, found: Any, tolerance: float | None = None) -
         )
     if isinstance(expected, _EXACT_TYPES) or is_equal_only_if_same(expected):
         return bool(expected == found)
-    return repr(expected) == repr(found)
+    return is_host(expected) and repr(expected) == repr(found)
 
 
 def _attributes(value: Any) -> tuple[tuple[str, Any], ...]:

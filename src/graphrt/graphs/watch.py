@@ -135,7 +135,7 @@ class Watch:
                 now = item.read()
                 if now is not value and not is_same_value(item, now):
                     return False
-        later = _group_of([probes_of(item)[number] for item, number in items])
+        later = _group_of([probes_of(item)[number].now() for item, number in items])
         self._items[id(later)] = self._items.pop(id(group))
         # In the same turn: the group after it comes next.
         place = next(n for n, each in enumerate(self._groups) if each is group)
@@ -172,7 +172,7 @@ class Watch:
                     self._modules.add((id(place.owner), place.name))
                 looks = known.get(id(item), ())
                 if not looks or looks[0].item is not item:
-                    looks = [] if self.mode == "hooks" else probes_of(item)
+                    looks = [] if self.mode == "hooks" else [p.now() for p in probes_of(item)]
                 self._known[id(item)] = looks
                 found = by_owner.setdefault(id(place.owner), [])
                 for number, probe in enumerate(looks):
