@@ -38,20 +38,6 @@ def _cache_dir() -> Path | None:
         return None
 
 
-@contextmanager
-def environment_variable(name: str, value: str) -> Iterator[None]:
-    """While entered, ``name`` has ``value``, for a library that asks for it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 class RankVariables(NamedTuple):
     """Which rank a process is, as torchrun tells it.
 
@@ -99,3 +85,17 @@ def environment_of_rank(rank: int, world: int, port: int) -> Mapping[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """While entered, ``name`` has ``value``, for a library that asks for it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
