@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class FailuresAtOnce:
-    """Names each failure when it comes, because a lane that a time limit ends has no summary."""
+    """Prints each failure when it comes, because a lane that a time limit ends has no summary."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -37,6 +37,7 @@ class FailuresAtOnce:
         if report.failed and terminal is not None and not hasattr(self._config, "workerinput"):
             terminal.write_line("")
             terminal.write_line(f"FAILED {report.nodeid} ({report.when})")
+            terminal.write_line(report.longreprtext[-4000:])
             terminal.flush()
 
 
