@@ -32,10 +32,11 @@ NOT_PRODUCTION = ("device/simulated/", "cli/", "report/tables.py")
 REASONS = """\
   not reached, because:
   code lines, files: the aim was counted for the features of b607448. compile, parallel and ubatch
-  came since (4,400 lines); `runner` adds axes, keys of the caller's, sizes read off values,
+  came since (4,500 lines); `runner` adds axes, keys of the caller's, sizes read off values,
   explanations and checks of arguments (2,500 lines where 300 were hoped for); graphs adds host
-  state, values that graphs read and watches (2,000). Of all lines 2,100 are imports, 2,900
-  signatures and 1,600 the parts of errors.
+  state, values that graphs read and watches (2,000). Of all lines 2,100 are imports, 3,000
+  signatures and 1,600 the parts of errors. Some 15 functions have no user but tests, public answers
+  all of them; runs of six equal lines are left in kernels, protocols and signatures only.
   functions of at most 4 lines: most are properties, protocol methods and functions with two users.
 """
 NO_CODE = {

@@ -38,20 +38,6 @@ def _cache_dir() -> Path | None:
         return None
 
 
-@contextmanager
-def environment_variable(name: str, value: str) -> Iterator[None]:
-    """While entered, ``name`` has ``value``, for a library that asks for it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def environment_entries() -> dict[bytes, bytes]:
     """The variables of the process by their encoded names, as they are kept: never a copy."""
     entries: dict[bytes, bytes] = vars(os.environ)["_data"]
@@ -105,3 +91,17 @@ def environment_of_rank(rank: int, world: int, port: int) -> Mapping[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """While entered, ``name`` has ``value``, for a library that asks for it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -171,12 +171,9 @@ class CUDAGraphRunner:
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
         has_keys = bool(sizes or capacity or dispatcher)
-        if inputs is None:
-            inputs = fixed_inputs(examples, _FIXED, has_keys=has_keys)
-        inputs = inputs if callable(inputs) else check_specs(inputs)
-        is_fixed = not (has_keys or callable(inputs) or any(spec.axes for spec in inputs))
-        if is_fixed:
-            sizes = {axis: [size] for axis, size in _FIXED.items()}
+        inputs, self._fixed = _declared(inputs, examples, has_keys=has_keys)
+        if self._fixed:
+            sizes = {axis: [size] for axis, size in self._fixed.items()}
             outputs = outputs or OutputSpec({})
         check_outputs(outputs)
         space = key_space(modes, sizes, capacity, dispatcher, axis_sizes, smaller_sizes)
@@ -204,7 +201,6 @@ class CUDAGraphRunner:
         self.device = self.library.device
         self._owns_library = library is None
         self._space, self._options, self._lockstep = space, options, lockstep
-        self._fixed = _FIXED if is_fixed else {}
         self._has_own_examples = examples is not None
         self._observer = observer
         with ExitStack() as on_error:
@@ -279,7 +275,7 @@ class CUDAGraphRunner:
                 that disagree, and an axis of no given input.
         """
         self._require_open()
-        return self._fixed | self._executor.real_sizes(values)
+        return {**self._fixed, **self._executor.real_sizes(values)}
 
     # -- capture
 
@@ -911,3 +907,16 @@ class CUDAGraphRunner:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _declared(
+    inputs: Inputs | None, examples: Examples | None, *, has_keys: bool
+) -> tuple[Inputs, Sizes]:
+    """The specs of the inputs, and the sizes of all calls where these are always the same."""
+    if inputs is None:
+        inputs = fixed_inputs(examples, _FIXED, has_keys=has_keys)
+    if callable(inputs):
+        return inputs, {}
+    specs = check_specs(inputs)
+    is_fixed = not has_keys and not any(spec.axes for spec in specs)
+    return specs, _FIXED if is_fixed else {}

@@ -196,20 +196,11 @@ class Runtime:
         ranks: Exchange | None = None,
     ) -> None:
         flat = dict(zip(_FIELDS, (mode, sizes, max_num_seqs, max_num_batched_tokens), strict=True))
-        self.config, self.resolved = _resolve(config, flat, facts)
-        config = self.config
-        check_rank_config(config.ranks, ranks is not None)
-        if ranks is not None:
-            config, facts = agree_on_facts(ranks, config, facts)
-            self.config, self.resolved = config, resolve(config, facts)
+        config, self.resolved = _resolve(config, flat, facts, ranks)
         lockstep = None if ranks is None else Lockstep(ranks, config.ranks)
-        plan = self.resolved.plan
-        _check_built(self.resolved, compile_part=compile_part, op_impls=op_impls)
-        if self.resolved.compile.custom_ops or "graphrt.compile.custom_ops" in sys.modules:
-            from graphrt.compile import check_custom_ops  # Here, because few models have any.
-
-            check_custom_ops(self.resolved.compile, model)
-        self.plan = plan
+        self.config, self.plan = config, self.resolved.plan
+        plan = self.plan
+        _check_built(self.resolved, model, compile_part=compile_part, op_impls=op_impls)
         if not callable(inputs):
             inputs = check_specs(inputs)
             _check_axes(inputs)
@@ -613,12 +604,27 @@ class Runtime:
 
 
 def _resolve(
-    config: RuntimeConfig | None, flat: Mapping[str, Any], facts: Facts | None
+    config: RuntimeConfig | None,
+    flat: Mapping[str, Any],
+    facts: Facts | None,
+    ranks: Exchange | None,
 ) -> tuple[RuntimeConfig, Resolved]:
-    """The config of ``config`` or of the ``flat`` options that are not None, and its plan.
+    """The config of ``config`` or of the ``flat`` options that are not None, and its plan; of
+    several ranks, what all of them can have.
 
     Errors: ``ConfigError``, in the words of whoever asked.
     """
+    config, resolved = _resolve_alone(config, flat, facts)
+    check_rank_config(config.ranks, ranks is not None)
+    if ranks is not None:
+        config, facts = agree_on_facts(ranks, config, facts)
+        resolved = resolve(config, facts)
+    return config, resolved
+
+
+def _resolve_alone(
+    config: RuntimeConfig | None, flat: Mapping[str, Any], facts: Facts | None
+) -> tuple[RuntimeConfig, Resolved]:
     for name, given, kind in (("config", config, RuntimeConfig), ("facts", facts, Facts)):
         if not isinstance(given, kind | None):
             found = type(given).__qualname__
@@ -648,9 +654,10 @@ def _resolve(
         raise config_error("Runtime", problems) from error
 
 
-def _check_built(resolved: Resolved, **arguments: object) -> None:
-    """Errors: ``ConfigError`` for what can be planned, and is not built yet; and for ``arguments``
-    that no compiler reads, because the level has none."""
+def _check_built(resolved: Resolved, model: Callable[..., Any], **arguments: object) -> None:
+    """Errors: ``ConfigError`` for what can be planned, and is not built yet; for ``arguments`` that
+    no compiler reads, because the level has none; and for rules of custom operators that ``model``
+    has not."""
     plan = resolved.plan
     problems = [*unbuilt(resolved.compile), *misplaced_attention(resolved.compile)]
     # TORCH_COMPILE_DISABLE switches off what the same code would do without it.
@@ -668,6 +675,10 @@ def _check_built(resolved: Resolved, **arguments: object) -> None:
         problems.append(ConfigProblem("compilation.splitting_ops", "None", accepted))
     if problems:
         raise config_error("Runtime", problems)
+    if resolved.compile.custom_ops or "graphrt.compile.custom_ops" in sys.modules:
+        from graphrt.compile import check_custom_ops  # Here, because few models have any.
+
+        check_custom_ops(resolved.compile, model)
 
 
 def _as_asked(field: str) -> str:
