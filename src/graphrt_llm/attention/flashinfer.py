@@ -135,7 +135,7 @@ def _split(memory: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 class FlashInferAttention:
     """``limits`` bound the memory that is staged for a batch.
 
-    FlashInfer itself is imported by the first ``prepare``: it takes a second.
+    FlashInfer itself is imported by the first ``prepare``: it takes a second or more.
     ``chunks``: FlashInfer's name of the kernels for chunks; None: ``chunk_kernels``.
     Errors: ``AttentionBackendError`` where ``obstacle`` finds one.
     """
