@@ -43,7 +43,6 @@ from graphrt_llm.collectives import RankGroup
 from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
 from graphrt_llm.errors import EngineConfigError
 from graphrt_llm.inputs import Examples, input_specs
-from graphrt_llm.kernels.launching import hashing
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.lora import LoRAWeights
 from graphrt_llm.model_config import ModelConfig
@@ -111,8 +110,6 @@ def assemble(
     with ExitStack() as undo:
         device = make_device(config.device, None if started is None else started.local_rank)
         undo.callback(device.close)
-        if device.name == "cuda":
-            hashing()  # Beside what follows, until the first kernel.
         group = _group(model_config, config, device, ranks)
         if group is not None:
             undo.callback(group.close)

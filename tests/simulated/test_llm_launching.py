@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from threading import Event
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,36 +52,6 @@ class Compiled:
 
 def tensor(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(64, dtype=dtype)
-
-
-def test_first_launch_waits_for_the_hash_of_triton(monkeypatch: pytest.MonkeyPatch):
-    begun, ended, kernel = Event(), [], Kernel()
-
-    def triton_key():
-        begun.wait(10)
-        ended.append(len(kernel.compilations))
-
-    module = SimpleNamespace(triton_key=triton_key)
-    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-    monkeypatch.setitem(sys.modules, "triton.runtime", ModuleType("triton.runtime"))
-    monkeypatch.setitem(sys.modules, "triton.runtime.cache", module)
-    launching.hashing.cache_clear()
-    thread = launching.hashing()
-    assert thread is launching.hashing()
-    begun.set()
-    Launcher(kernel, stream_of)(GRID, (tensor(),), (), (), num_warps=4)
-    launching.hashing.cache_clear()
-    assert ended == [0], "hashed once, before the kernel was compiled"
-
-
-def test_without_triton_nothing_is_hashed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    launching.hashing.cache_clear()
-    assert launching.hashing() is None
-    kernel = Kernel()
-    Launcher(kernel, stream_of)(GRID, (tensor(),), (), (), num_warps=4)
-    launching.hashing.cache_clear()
-    assert len(kernel.compilations) == 1
 
 
 def test_the_second_launch_of_a_variant_compiles_nothing():

@@ -7,9 +7,8 @@ decode step run. A model launches the same few variants again and again: they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -23,23 +22,6 @@ Grid = tuple[int, int, int]
 EARLY = "EARLY"
 """The last parameter of a kernel that may start while the one before it still runs: if it is true,
 the kernel waits (``gdc_wait``) before it reads or writes anything but weights."""
-
-
-@cache
-def hashing() -> Thread | None:
-    """A thread, begun by the first call, in which Triton hashes itself; None without Triton.
-
-    The first launch of a process needs that for the names of cached kernels: it reads a library of
-    400 MB, and other work of a start can go on meanwhile.
-    """
-
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:  # It is not installed, or a release has it elsewhere.
-        return None
-    thread = Thread(target=triton_key, name="hash of Triton", daemon=True)
-    thread.start()
-    return thread
 
 
 def starts_early(device: torch.device) -> bool:
@@ -127,8 +109,6 @@ class Launcher:
         self, variant: Any, grid: Grid, addresses: list[int], tensors: tuple[Tensor, ...]
     ) -> None:
         """Compile if needed, launch, and keep the compiled variant if later launches may use it."""
-        if hashing.cache_info().currsize and (thread := hashing()) is not None:
-            thread.join()  # Triton would begin once more.
         numbers, constants, num_warps, early, *_ = variant
         options: dict[str, Any] = {"num_warps": num_warps}
         if self._may_start_early:
