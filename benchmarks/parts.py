@@ -33,7 +33,7 @@ from graphrt import Device, GraphLibrary, SimulatedDevice
 from graphrt.graphs import HostSnapshot, capture as capturing, gc_pause, recorder
 from graphrt.graphs.held import Reads
 from graphrt.runner import executor, jobs, runner
-from graphrt.verify import RunState, Unread, padding, replay
+from graphrt.verify import RunState, padding, replay
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.models import ModelConfig
@@ -83,8 +83,7 @@ OF_A_START: Parts = {
     "eager, compared": [(executor.Executor, "_eager_compared")],
     "replays": [(executor.Executor, "_replay_compared")],
     "state": [(RunState, name) for name in ("save", "restore", "poison", "settle")],
-    "comparing": [(replay, "begin_compare"), (padding, "begin_compare")],
-    "waiting for outcomes": [(Unread, "is_equal")],
+    "comparing": [(replay, "compare"), (padding, "compare")],
     "examples": [(jobs._Run, "_inputs"), (executor.Executor, "_call")],
     "collector": [(gc_pause._Collector, "pause"), (gc_pause._Collector, "resume")],
     "reads": OF_A_CAPTURE["reads"],

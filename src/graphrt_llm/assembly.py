@@ -140,7 +140,12 @@ def assemble(
             undo.callback(switching.close)
         model.attention = backend
         scheduler = Scheduler(limits)
-        examples = Examples(limits, model_config.vocab_size, scheduler.input_batch.allocator)
+        examples = Examples(
+            limits,
+            model_config.vocab_size,
+            scheduler.input_batch.allocator,
+            pinned=device.name == "cuda",
+        )
         facts = Facts(
             attention_groups={attention.name: backend.support},
             attention_ops=(ATTENTION_OP,),

@@ -41,8 +41,8 @@ class EngineConfig:
       for decoding requests, with FlashInfer for all other batches where it is installed and serves
       dtype, heads and device, else with ``sdpa`` for them; elsewhere ``sdpa``. Of FlashInfer's
       kernels that are not built yet, those that take longest are built by other processes while
-      others serve; ranks wait. With ``by_priority`` FlashInfer is imported, in one step of about a
-      second, after the first tokens, and all of it is built while ``sdpa`` serves. Graphs whose
+      others serve; ranks wait. With ``by_priority`` FlashInfer is imported after the first tokens,
+      in one step of one to two seconds, and all of it is built while ``sdpa`` serves. Graphs whose
       kernels change then are captured anew, one a step (``Withdrawn`` tells the observer). The
       engine's ``attention`` says which was chosen, and why.
     ``overlap``: Prepare a step while the device runs the previous one: a step's tokens are then

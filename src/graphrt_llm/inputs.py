@@ -160,15 +160,24 @@ def expand(starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
     return owners, np.arange(len(owners)) + (starts - first)[owners]
 
 
+MOST_STAGED = 2**16
+"""Bytes of pageable memory that a copy to a GPU takes over at once; with more it waits."""
+
+
 class Examples:
     """Makes examples in free blocks only.
 
     Nothing is scheduled while a graph is captured, so a capture between two steps overwrites
     nothing that a request will read.
+
+    ``pinned``: put large values into pinned memory, so that staging them does not wait for the GPU.
     """
 
-    def __init__(self, limits: Limits, vocab_size: int, allocator: BlockAllocator) -> None:
+    def __init__(
+        self, limits: Limits, vocab_size: int, allocator: BlockAllocator, *, pinned: bool = False
+    ) -> None:
         self._limits = limits
+        self._pinned = pinned
         self._vocab_size = vocab_size
         self._allocator = allocator
         self._most_needed: dict[BatchDescriptor, int] = {}
@@ -198,7 +207,7 @@ class Examples:
         so the result does not depend on their order. Before its new tokens a request reads what
         the cache happens to contain.
 
-        Aliasing: ``values`` and ``step_info`` share the memory of lengths and block tables; no
+        Aliasing: ``values`` and ``step_info`` may share the memory of lengths and block tables; no
                   other example does.
         Errors: ``OutOfBlocksError`` if too few blocks are free.
         """
@@ -265,9 +274,13 @@ class Examples:
             slots[0] = order[0]
             values["lora_slots"] = slots[owners]
         return Example(
-            {name: torch.from_numpy(array) for name, array in values.items()},
+            {name: self._tensor(array) for name, array in values.items()},
             step_info=AttentionMetadata(query_lens, ends, tables),
         )
+
+    def _tensor(self, array: Ints) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._pinned and tensor.nbytes > MOST_STAGED else tensor
 
     def _some_free_blocks(self, count: int, rng: np.random.Generator) -> Ints:
         """``count`` free blocks, or all if there are fewer, spread over the cache.

@@ -1,4 +1,4 @@
-"""Checks look at everything they name: shape, stride and dtype, expiry, edges of recordings."""
+"""Checks look at all they name: shape, stride and dtype, expiry, edges of recordings, keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 import torch
 from simulated_recording import record
 
-from graphrt import CUDAGraphDispatcher, CUDAGraphOptions, Reason
+from graphrt import (
+    BufferSpec,
+    CaptureFailed,
+    CUDAGraphDispatcher,
+    CUDAGraphOptions,
+    CUDAGraphRunner,
+    OutputSpec,
+    PaddingVerified,
+    Reason,
+    Verified,
+)
 from graphrt.config import Facts, RuntimeConfig, resolve
 from graphrt.device.cuda import UseTracker
 from graphrt.device.simulated import SimulatedDevice
@@ -19,6 +29,7 @@ from graphrt.errors import (
     ForbiddenOperationError,
     StaleInputError,
     StaleOutputError,
+    VerificationError,
 )
 from graphrt.verify import compare
 from lab import KEY, PIECEWISE, Lab, RuntimeLab, Toy
@@ -182,3 +193,92 @@ def test_dispatcher_shares_decisions_up_to_the_limit_only() -> None:
     # Sizes beyond it have no bound: to keep each would be a leak.
     assert dispatcher.dispatch(65) == dispatcher.dispatch(65)
     assert dispatcher.dispatch(65) is not dispatcher.dispatch(65)
+
+
+# --- first replays of several keys
+
+SIZES = [2, 4, 8]
+"""The largest is captured and checked first."""
+
+
+def runner_of(fn: Callable[..., Any], **changes: Any) -> CUDAGraphRunner:
+    options: dict[str, Any] = {
+        "inputs": [BufferSpec("x", ("tokens",), torch.float64)],
+        "outputs": OutputSpec({"": "tokens"}),
+        "sizes": {"tokens": SIZES},
+        "examples": lambda sizes, seed: {"x": torch.arange(sizes["tokens"]) + 1.0 + seed},
+        "device": "simulated",
+    }
+    return CUDAGraphRunner(fn, **{**options, **changes})
+
+
+def frozen(size: int | None) -> Callable[..., Any]:
+    """Holds, for one size, what it computed from its first inputs."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        first = memo.setdefault(x.shape[0], x.sum().clone())
+        return x + (first if x.shape[0] == size else 1)
+
+    return fn
+
+
+def padded(size: int) -> Callable[..., Any]:
+    """Depends on the padded size, for one size."""
+    return lambda x: x * (8 if x.shape[0] == size else 1) + 1
+
+
+def sizes_of(runner: CUDAGraphRunner, reason: Reason) -> set[int]:
+    return {key.num_tokens for (_, key), why in runner.missing().items() if why is reason}
+
+
+def served_by(runner: CUDAGraphRunner) -> set[int]:
+    return {key.num_tokens for _, key in runner.keys - runner.missing().keys()}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wrong", [frozen, padded])
+def test_wrong_key_among_others_is_named_and_dropped(
+    wrong: Callable[[int], Callable[..., Any]], size: int, on_error: str
+) -> None:
+    events: list[Any] = []
+    with runner_of(wrong(size), on_capture_error=on_error, observer=events.append) as runner:
+        if on_error == "raise":
+            with pytest.raises(VerificationError, match=f"num_tokens={size}"):
+                runner.capture()
+        else:
+            assert [key.num_tokens for _, key in runner.capture().failures] == [size]
+        assert sizes_of(runner, Reason.CAPTURE_FAILED) == {size}
+        assert served_by(runner) == {*SIZES} - {size}
+        assert [e.key.num_tokens for e in events if isinstance(e, CaptureFailed)] == [size]
+        told = [e.key.num_tokens for e in events if isinstance(e, Verified | PaddingVerified)]
+        assert all(told.count(other) == 2 for other in SIZES if other != size)
+        x = torch.arange(3.0, dtype=torch.float64)
+        assert torch.equal(runner.run({"x": x}), x + 1)
+        served = Reason.CAPTURE_FAILED if size == 4 else Reason.PADDED
+        assert runner.last_decision.reason is served
+
+
+def test_error_of_the_first_wrong_key_is_raised() -> None:
+    def examples(sizes: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
+        if sizes["tokens"] == 4 and seed:
+            raise OSError("no example")
+        return {"x": torch.arange(sizes["tokens"]) + 1.0 + seed}
+
+    with runner_of(frozen(8), examples=examples) as runner:
+        with pytest.raises(VerificationError, match="num_tokens=8"):
+            runner.capture()
+        assert sizes_of(runner, Reason.CAPTURE_FAILED) == {4, 8}
+
+
+def test_interrupt_among_checks_leaves_the_rest_unchecked() -> None:
+    def progress(done: int, total: int, key: object) -> None:
+        if done == 4:  # The first of three checks has ended.
+            raise KeyboardInterrupt
+
+    with runner_of(frozen(None)) as runner:
+        with pytest.raises(KeyboardInterrupt):
+            runner.capture(progress=progress)
+        assert served_by(runner) == {8}
+        assert not runner.capture().missing

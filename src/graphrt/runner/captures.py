@@ -58,7 +58,7 @@ class Captures:
     @contextmanager
     def part(
         self,
-        check: Callable[[HostSnapshot, Entry], Callable[[], None] | None],
+        check: Callable[[HostSnapshot, Entry], None],
         refresh: Callable[[], None],
         emit: Observer,
     ) -> Iterator[Capture]:
@@ -66,7 +66,7 @@ class Captures:
 
         Yields ``_capture``, with what ``fn`` remembered before the first warm-up, of an earlier
         part too. What something else has changed since counts as it is now. ``check(host, entry)``
-        is ``CaptureJob.check``, given what was remembered; ``refresh()`` dispatches to what is
+        compares a first replay, given what was remembered; ``refresh()`` dispatches to what is
         ready now.
         """
         if self._executor.examples is None:
@@ -157,7 +157,7 @@ class Captures:
 
     def _capture(
         self,
-        check: Callable[[Entry], Callable[[], None] | None],
+        check: Callable[[Entry], None],
         emit: Observer,
         host: HostSnapshot,
         check_interrupt: Callable[[], None],

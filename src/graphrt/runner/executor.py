@@ -32,7 +32,7 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
-from graphrt.graphs.values import own_copy, tensors_of
+from graphrt.graphs.values import own_copy
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
     batch_key,
@@ -43,7 +43,6 @@ from graphrt.runner.keys import (
 )
 from graphrt.verify import (
     RunState,
-    Unread,
     Verification,
     WrittenRows,
     check_padding,
@@ -152,7 +151,7 @@ class Executor:
         """True once an example came with ``step_info``."""
         self._has_constant_info = False
         self._captured_with: dict[BatchDescriptor, Any] = {}
-        """By key: copies of the example that was captured, until the programs are checked."""
+        """By key: copies of the example that was captured, until its program is checked."""
         self._resources = tuple(self.options.prepared)
         # Eager outputs have their real size where it is an axis, and may be views of static buffers
         # as graph outputs are of graph storage. A length of another kind is cut off here too.
@@ -352,11 +351,7 @@ class Executor:
     # -- verification
 
     def compare(
-        self,
-        ready: ReadyGraph,
-        call: Call,
-        before_warmup: HostSnapshot | None = None,
-        unread: Unread | None = None,
+        self, ready: ReadyGraph, call: Call, before_warmup: HostSnapshot | None = None
     ) -> Verification:
         """Run one call eagerly and as a replay from the same state; raise if they differ.
 
@@ -388,15 +383,10 @@ class Executor:
             tolerance=self.tolerance,
             suspects=lambda: _suspects(ready.program),
             observer=self.observer,
-            unread=unread,
         )
 
     def compare_padding(
-        self,
-        ready: ReadyGraph,
-        call: Call,
-        before_warmup: HostSnapshot | None = None,
-        unread: Unread | None = None,
+        self, ready: ReadyGraph, call: Call, before_warmup: HostSnapshot | None = None
     ) -> Any:
         """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
 
@@ -440,7 +430,6 @@ class Executor:
             tolerance=self.tolerance,
             before_warmup=before_warmup,
             observer=self.observer,
-            unread=unread,
         )
 
     def _eager_compared(
@@ -498,32 +487,25 @@ class Executor:
             valid = index[(index >= 0) & (index < tensor.shape[0])]
             written = WrittenRows(tensor, valid.to(tensor.device, non_blocking=True))
             rows[f"rows {name} of may_overwrite {number}"] = written
-        wait = self._wait_for(tensors.values())
+        on_host = any(tensor.device.type == "cpu" for tensor in tensors.values())
+        is_gpu = self.library.device.torch_device.type != "cpu"
         return RunState(
             self.options.state,
             tensors,
             rows,
             self._generators,
             poisons=poisons,
-            wait=wait,
+            wait=self.library.synchronize if on_host and is_gpu else None,
         )
 
-    def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-        """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
-        device, guarded = self.library.device, getattr(self.options.state, "tensors", ())
-        on_host = any(t.device.type == "cpu" for t in [*written, *tensors_of(guarded)])
-        return self.library.synchronize if on_host and device.torch_device.type != "cpu" else None
-
-    def check_first_replay(
-        self, before_warmup: HostSnapshot | None, entry: Entry, unread: Unread | None = None
-    ) -> None:
+    def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
         """Play a new program once, on inputs other than those it was captured with.
 
         Compares it with eager if a snapshot is given: a batch that fills the key, and batches that
-        are padded to it. State stays as it was. ``unread`` takes what the comparisons come to.
+        are padded to it. State stays as it was.
         """
         ready, call = self.make_ready(entry), self._example(entry.key, 1)
-        captured = self._captured_with.get(entry.key)
+        captured = self._captured_with.pop(entry.key, None)
         with self._state_kept():
             if before_warmup is None:
                 self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
@@ -534,33 +516,24 @@ class Executor:
                 if ready.program.reads_step_info and not self._has_constant_info:
                     _require_other_info(entry, captured[1], call.step_info)
             with _of_example():
-                verification = self.compare(ready, call, before_warmup, unread)
-
-            def conclude() -> None:
-                if captured is not None:
-                    inputs, checked = captured[0], dict(call.values)
-                    require_varied_for_memos(
-                        subject, inputs, checked, before_warmup, is_strict=self.is_strict
-                    )
-                _, left = self._overwritten()
-                ready.program.is_compared = require_compared(
-                    subject, verification, left, is_strict=self.is_strict
+                verification = self.compare(ready, call, before_warmup)
+            if captured is not None:
+                require_varied_for_memos(
+                    subject, captured[0], dict(call.values), before_warmup, is_strict=self.is_strict
                 )
-
-            # A replay that differs matters more than what its comparison cannot show.
-            if unread is None:
-                conclude()
-            else:
-                unread.keep((), conclude)
+            _, left = self._overwritten()
+            ready.program.is_compared = require_compared(
+                subject, verification, left, is_strict=self.is_strict
+            )
             if self.options.warmups == 0:
                 # The capture was the first run of all: a third one shows what counts runs, and
                 # inputs other than before show what a first run kept of its own.
                 for seed in (0, 1):
-                    self.compare(ready, self._example(entry.key, seed), unread=unread)
+                    self.compare(ready, self._example(entry.key, seed))
             compared = []
             for sizes in self._sizes_to_pad(entry):
                 with _of_example():
-                    self.compare_padding(ready, self._call(sizes, 1), before_warmup, unread)
+                    self.compare_padding(ready, self._call(sizes, 1), before_warmup)
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
             entry.padding = self._describe_padding(compared, ready.program)
 

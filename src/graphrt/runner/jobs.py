@@ -58,8 +58,7 @@ class CaptureJob:
     ``make_inputs`` returns ``(args, kwargs)``; it is called anew for every warm-up and for the
     capture, and its tensors must lie where steps will find them. If it takes an argument, that is
     a seed: 0 for warm-up and capture, 1 for the first replay, which is then compared with eager.
-    ``check``: plays the new program and raises if it is wrong, in place of that comparison; or
-    returns a function that waits for the outcome and raises, called when the next key's is begun.
+    ``check``: plays the new program and raises if it is wrong, in place of that comparison.
     ``checked``: called when the check is over, whatever came of it.
     """
 
@@ -68,7 +67,7 @@ class CaptureJob:
     key: BatchDescriptor
     make_inputs: Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
     owner: str = ""
-    check: Callable[[Entry], Callable[[], None] | None] | None = None
+    check: Callable[[Entry], None] | None = None
     checked: Callable[[Entry], None] | None = None
 
     @property
@@ -377,10 +376,8 @@ class _Run:
         ]
 
     def check(self) -> Exception | None:
-        """Play each new program once; return the first error, when all were tried.
-
-        The host begins with one while the device is busy with the one before.
-        """
+        """Play each new program once; return the first error, when all were tried."""
+        first: Exception | None = None
         unchecked = [
             (job, self._entry(job), check)
             for job in self.jobs
@@ -389,61 +386,30 @@ class _Run:
         ]
         for _, entry, _ in unchecked:
             self._catalog.mark_unchecked(entry)
-        errors: list[Exception] = []
-        begun: Callable[[], None] | None = None
         for job, entry, check in unchecked:
-            rest: Callable[[], None] | None = None
-            started, error = perf_counter(), None
-            if entry.staged is not None or entry.valid_program is not None:
-                try:
+            started = perf_counter()
+            try:
+                if entry.staged is not None or entry.valid_program is not None:
                     # Eager segments run their Python on both sides: both start from one count.
                     self.restore_hosts()
-                    rest = check(entry)
-                except RankError:
-                    raise
-                except Exception as found:  # noqa: BLE001  Told of when the one before has ended.
-                    error = found
+                    check(entry)
+                    self._catalog.mark_ready(entry)
+            except RankError:
+                raise
+            except Exception as error:  # noqa: BLE001  The caller raises the first one.
+                if entry.staged is not None:
+                    entry.staged.invalidate()
+                    self._catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
+                else:
+                    self._catalog.mark_wrong(entry, error)
+                self._failures[job] = entry
+                first = first or error
+                # Raises if the error left the device unusable: there is nothing to go on with.
+                self.library.synchronize()
+            if job.checked is not None:
+                job.checked(entry)
             self._time(job, "check", started)
-            if begun is not None:
-                begun()
-            begun = partial(self._end_check, job, entry, rest, error, errors)
-            if rest is None:
-                begun()
-                begun = None
-        if begun is not None:
-            begun()
-        return errors[0] if errors else None
-
-    def _end_check(
-        self,
-        job: CaptureJob,
-        entry: Entry,
-        rest: Callable[[], None] | None,
-        error: Exception | None,
-        errors: list[Exception],
-    ) -> None:
-        """Let the program of ``job`` serve if its check comes to nothing; else drop it."""
-        started = perf_counter()
-        if rest is not None:
-            try:
-                rest()
-            except Exception as found:  # noqa: BLE001  The caller raises the first one.
-                error = found
-        if error is not None:
-            if entry.staged is not None:
-                entry.staged.invalidate()
-                self._catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
-            else:
-                self._catalog.mark_wrong(entry, error)
-            self._failures[job] = entry
-            errors.append(error)
-            # Raises if the error left the device unusable: there is nothing to go on with.
-            self.library.synchronize()
-        elif entry.staged is not None or entry.valid_program is not None:
-            self._catalog.mark_ready(entry)
-        if job.checked is not None:
-            job.checked(entry)
-        self._time(job, "check", started)
+        return first
 
     def _entry(self, job: CaptureJob) -> Entry:
         return self._catalog.entry(job.name, job.mode, job.key)
@@ -521,7 +487,7 @@ class _Run:
             resource.prepare(job.key, None)
         return args, kwargs
 
-    def _checker(self, job: CaptureJob) -> Callable[[Entry], Callable[[], None] | None] | None:
+    def _checker(self, job: CaptureJob) -> Callable[[Entry], None] | None:
         """How the first replay of a job is checked; None where nothing can tell."""
         if not job.is_direct or job in self._skipped:
             return None

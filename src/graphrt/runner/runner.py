@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from itertools import islice
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -75,7 +74,7 @@ from graphrt.runner.report import (
     largest_sizes,
     replaced,
 )
-from graphrt.verify import Unread, explain
+from graphrt.verify import explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
 _EAGER = RuntimeMode.NONE
@@ -409,42 +408,13 @@ class CUDAGraphRunner:
         if self._observer is not None:
             self._observer(event)
 
-    def _check(self, host: HostSnapshot, entry: Entry) -> Callable[[], None] | None:
-        """Begin to check a first replay; what is left waits for the device, and may raise.
-
-        Ranks wait for each other in a check, which ends where it began; so does one whose
-        tolerance decides between two comparisons.
-        """
+    def _check(self, host: HostSnapshot, entry: Entry) -> None:
+        """Check a first replay: a run, so that nothing may call the runner inside it."""
         before_warmup = None if self._verify == "off" else host
-        check = partial(self._executor.check_first_replay, before_warmup, entry)
-        if before_warmup is None or self._lockstep or self._executor.tolerance is not None:
-            self._check_inside(entry, check)
-            return None
-        unread = Unread()
-        self._check_inside(entry, partial(check, unread))
-
-        def end() -> None:
-            if self._check_inside(entry, unread.is_equal):
-                return
-            # Eager segments run their Python on both sides: both start from one count.
-            host.restore_advanced()
-            self._check_inside(entry, check)  # Says where they differ.
-            raise VerificationError(
-                f"{entry.mode.name}, {entry.key}",
-                expected="a first replay like eager execution of the same inputs",
-                found="a difference in its first comparison, and none when it was repeated",
-                do="look for kernels whose bits differ from run to run (tolerance= accepts a small "
-                "difference), and for memory that is read before it is written",
-            )
-
-        return end
-
-    def _check_inside(self, entry: Entry, check: Callable[[], Any]) -> Any:
-        """A run, so that nothing may call the runner inside it."""
         self._is_running = True
         try:
             with self._comparing(entry):
-                return check()
+                self._executor.check_first_replay(before_warmup, entry)
         finally:
             self._is_running = False
 

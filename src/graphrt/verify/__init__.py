@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.verify.compare import Comparison, Difference, Unread, compare
+from graphrt.verify.compare import Comparison, Difference, compare
 from graphrt.verify.explain import advice, explain
 from graphrt.verify.padding import (
     UNPADDED_TOLERANCE,
@@ -28,7 +28,6 @@ __all__ = [
     "Difference",
     "ForwardHook",
     "RunState",
-    "Unread",
     "Verification",
     "WrittenRows",
     "advice",

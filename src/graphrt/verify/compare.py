@@ -8,8 +8,8 @@ of a matrix product alone may change its rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -71,99 +71,6 @@ class Comparison:
         return "; ".join(lines)
 
 
-class Measured(NamedTuple):
-    """Two tensors that were compared where they are, without a wait."""
-
-    path: str
-    expected: torch.Tensor
-    actual: torch.Tensor
-    """In the form that is compared: complex numbers as pairs."""
-    differing: torch.Tensor
-    """Where they differ by more than the tolerance."""
-    numbers: torch.Tensor
-    """[1 to 3]: how many places differ; the largest absolute difference, tolerated ones included,
-    where there is a tolerance; ties."""
-
-
-class Pending(NamedTuple):
-    """A comparison whose outcome the device may still be working on."""
-
-    known: Comparison
-    """What the host sees by itself: structure, shapes, dtypes, host values."""
-    measured: tuple[Measured, ...]
-    order: Mapping[str, int]
-    """Of the places in the first result."""
-
-    def read(self) -> Comparison:
-        """The outcome. Waits for the device."""
-        differences = [*self.known.differences]
-        found = []
-        for each in self.measured:
-            num_differing, size, ties = _three(each.numbers)
-            if num_differing:
-                difference = _difference(each, int(num_differing), size)
-                differences.append(difference)
-                size = difference.max_abs_difference
-            found.append((num_differing, size, ties))
-        differences.sort(key=lambda difference: self.order[difference.path])
-        return self.outcome(found, tuple(differences))
-
-    def outcome(
-        self, found: Sequence[Sequence[float]], differences: tuple[Difference, ...] = ()
-    ) -> Comparison:
-        """The comparison whose ``Measured.numbers`` are ``found``."""
-        sizes = [self.known.max_abs_difference, *(size for _, size, _ in found)]
-        return replace(
-            self.known,
-            differences=differences,
-            # Not max alone: what it makes of a NaN depends on the order.
-            max_abs_difference=math.nan if any(map(math.isnan, sizes)) else max(sizes),
-            num_ties=sum(int(ties) for *_, ties in found),
-        )
-
-
-class Unread:
-    """The outcomes of one program's comparisons, to be read when the device had time for them.
-
-    The device copies a few numbers to the host as it computes them, so that the host may queue what
-    does not depend on them first.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[list[Pending], list[list[torch.Tensor]], Callable[..., None]]] = []
-        self._events: dict[torch.device, torch.Event] = {}
-
-    def keep(self, pending: Sequence[Pending], tell: Callable[..., None]) -> bool:
-        """Keep the outcomes for later; False if the host sees a difference by itself.
-
-        ``tell``: called with the comparisons, in ``is_equal``, if everything is equal.
-        """
-        if not all(each.known.is_equal for each in pending):
-            return False
-        numbers = [
-            [one.numbers.to("cpu", non_blocking=True) for one in each.measured] for each in pending
-        ]
-        for device in {one.numbers.device for each in pending for one in each.measured}:
-            if device.type != "cpu":
-                self._events.setdefault(device, torch.Event(device)).record()
-        # Not what was compared: its memory is needed for the next program.
-        self._kept.append(([each._replace(measured=()) for each in pending], numbers, tell))
-        return True
-
-    def is_equal(self) -> bool:
-        """True if nothing differed, which is told then. Waits until the outcomes are there."""
-        for event in self._events.values():
-            event.synchronize()
-        found = [
-            [[_three(one) for one in each] for each in numbers] for _, numbers, _ in self._kept
-        ]
-        if any(one[0] for comparisons in found for each in comparisons for one in each):
-            return False
-        for (pending, _, tell), comparisons in zip(self._kept, found, strict=True):
-            tell(*map(Pending.outcome, pending, comparisons))
-        return True
-
-
 def compare(
     expected: Any,
     actual: Any,
@@ -183,20 +90,9 @@ def compare(
     dimension it indexes (a greedy choice). Indices of elements equal within tolerance are a tie.
     Waits for the device.
     """
-    return begin_compare(expected, actual, tolerance=tolerance, chosen_from=chosen_from).read()
-
-
-def begin_compare(
-    expected: Any,
-    actual: Any,
-    *,
-    tolerance: float | Mapping[torch.dtype, float] | None = None,
-    chosen_from: Mapping[str, str] = MappingProxyType({}),
-) -> Pending:
-    """``compare`` without a wait: ``Pending.read`` is its outcome."""
     differences: list[Difference] = []
-    measured: list[Measured] = []
-    num_compared, size = 0, 0.0
+    sizes = [0.0]
+    num_compared = num_ties = 0
     unchecked = []
     nodes = list(walk(expected))
     left = {format_path(node.path): node for node in nodes}
@@ -218,40 +114,44 @@ def begin_compare(
             unchecked.append(path)
         elif one.kind == "tensor":
             num_compared += one.value.numel() > 0
-            found = _measure(path, one.value, other.value, tolerance, scores_of.get(path))
-            if isinstance(found, Difference):
-                differences.append(found)
-                size = math.nan  # None can be taken of another shape or dtype.
-            elif found is not None:
-                measured.append(found)
+            difference, size, ties = _compare_tensors(
+                path, one.value, other.value, tolerance, scores_of.get(path)
+            )
+            differences += [] if difference is None else [difference]
+            sizes.append(size)
+            num_ties += ties
         elif one.kind == "host":
             num_compared += one.value is not None
             if not same_host_value(one.value, other.value, of_host):
                 differences.append(Difference(path, repr(one.value), repr(other.value)))
+    # Not max alone: what it makes of a NaN depends on the order.
+    largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
     order = {path: number for number, path in enumerate(left)}
     differences.sort(key=lambda difference: order[difference.path])
-    known = Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), size)
-    return Pending(known, tuple(measured), order)
+    return Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), largest, num_ties)
 
 
-def _measure(
+def _compare_tensors(
     path: str,
     expected: torch.Tensor,
     actual: torch.Tensor,
     tolerance: float | Mapping[torch.dtype, float] | None,
     scores: torch.Tensor | None,
-) -> Measured | Difference | None:
-    """Compare two tensors where they are; None if the host knows that their bits are equal."""
+) -> tuple[Difference | None, float, int]:
+    """Return the difference, if it counts, the largest absolute one, counted or not, and ties.
+
+    Waits for a GPU once, unless something differs.
+    """
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return Difference(path, _describe_tensor(expected), _describe_tensor(actual))
+        return Difference(path, _describe_tensor(expected), _describe_tensor(actual)), math.nan, 0
     expected, actual = expected.detach(), actual.detach().to(expected.device)
     whole = expected
     if expected.is_complex():
         expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
-    # Almost always so, but to ask a GPU means to wait for it.
-    asks = expected.device.type == "cpu"
+    # Almost always so where bits count. Within a tolerance less often, and a GPU answers by a wait.
+    asks = tolerance is None or expected.device.type == "cpu"
     if not whole.numel() or (asks and torch.equal(as_bits(expected), as_bits(actual))):
-        return None
+        return None, 0.0, 0
     differing = as_bits(expected) != as_bits(actual)
     # The 8-bit formats have no ``isnan`` of their own.
     left, right = (t if t.dtype.itemsize > 1 else _widened(t) for t in (expected, actual))
@@ -270,18 +170,18 @@ def _measure(
     elif scores is not None:
         ties = _ties(expected, actual, scores, tolerance) & differing
         differing &= ~ties
-        num_ties = ties.sum().double()
-        rest = [torch.zeros_like(num_ties), num_ties]
-    numbers = differing.sum().reshape(1)
-    if rest:
-        numbers = torch.stack([numbers[0].double(), *rest])
-    return Measured(path, expected, actual, differing, numbers)
-
-
-def _three(numbers: torch.Tensor) -> tuple[float, float, float]:
-    """``Measured.numbers`` on the host, with 0 for what was not taken."""
-    count, size, ties, *_ = [*numbers.tolist(), 0.0, 0.0]
-    return count, size, ties
+        rest = [ties.new_zeros((), dtype=torch.float64), ties.sum().double()]
+    count = differing.sum()
+    # Stacked, because each number of its own is a wait.
+    numbers = torch.stack([count.double(), *rest]).tolist() if rest else [count.item()]
+    num_differing, size, num_ties = [*numbers, 0.0, 0.0][:3]
+    if not num_differing:
+        return None, size, int(num_ties)
+    # Of an empty index (a 0-d tensor) the first is ().
+    first = tuple(int(i) for i in differing.nonzero()[0])
+    size = size or _differences(expected, actual, differing).max().item()
+    one, other = repr(expected[first].item()), repr(actual[first].item())
+    return Difference(path, one, other, size, first, int(num_differing)), size, int(num_ties)
 
 
 def _differences(
@@ -289,21 +189,6 @@ def _differences(
 ) -> torch.Tensor:
     # Not picked by the mask, because to list the places costs more than the comparison.
     return torch.where(differing, (_widened(expected) - _widened(actual)).abs_(), 0.0)
-
-
-def _difference(measured: Measured, num_differing: int, size: float) -> Difference:
-    """The first place where two tensors differ. ``size``: 0 where it was not taken."""
-    path, expected, actual, differing, _ = measured
-    # Of an empty index (a 0-d tensor) the first is ().
-    first = tuple(int(i) for i in differing.nonzero()[0])
-    return Difference(
-        path,
-        repr(expected[first].item()),
-        repr(actual[first].item()),
-        size or _differences(expected, actual, differing).max().item(),
-        first,
-        num_differing,
-    )
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,8 +220,7 @@ def _rows_beyond(
     )
     off, size = map(torch.linalg.vector_norm, (off_of_row, size_of_row))
     limit = _ROW_SHARE * relative * torch.maximum(size_of_row, size / math.sqrt(rows[0]))
-    # False for NaN.
-    beyond = ~((off_of_row <= limit) & (off <= relative * size))
+    beyond = ~((off_of_row <= limit) & (off <= relative * size))  # True for NaN.
     shape = (-1, *[1] * (expected.dim() - 1)) if expected.dim() else ()
     result: torch.Tensor = beyond.view(shape)
     return result

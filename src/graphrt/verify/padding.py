@@ -19,7 +19,7 @@ from graphrt.graphs.buffers import BoundBuffers, Sizes
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import own_copy
-from graphrt.verify.compare import Comparison, Pending, Unread, begin_compare, compare
+from graphrt.verify.compare import Comparison, compare
 from graphrt.verify.run_state import RunState
 
 
@@ -113,7 +113,6 @@ def check_padding(
     tolerance: float | None = None,
     before_warmup: HostSnapshot | None = None,
     observer: Observer | None = None,
-    unread: Unread | None = None,
 ) -> Any:
     """Prove twice that the padding of a replay matters to no real row; return its outputs.
 
@@ -131,7 +130,6 @@ def check_padding(
     padded batch.
     ``tolerance``: an absolute one that both proofs accept as well, for kernels whose bits differ
     from run to run. ``before_warmup``: each run starts with what the callable remembered then.
-    ``unread``: takes the outcomes, as in ``check_replay``; not together with ``tolerance``.
 
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
             padded size, with the first rows that differ.
@@ -166,17 +164,6 @@ def check_padding(
             state.settle(saved, *earlier, found[1])
         if is_random:
             unpadded = None
-        if unread is not None:
-            pending = [] if varied is None else _begin_runs(varied, found, tolerance)
-            if unpadded is not None:
-                pending += _begin_runs(unpadded, found, UNPADDED_TOLERANCE, chosen_from)
-
-            def tell(*comparisons: Comparison) -> None:
-                if comparisons:  # The outputs of the last proof, before its state.
-                    _tell(observer, mode, key, comparisons[-2])
-
-            if unread.keep(pending, tell):
-                return found[0]
         outcome: Comparison | None = None
         if varied is not None:
             outcome = _compare_runs(varied, found, tolerance)
@@ -223,22 +210,9 @@ def _compare_runs(
     chosen_from: Mapping[str, str] = MappingProxyType({}),
 ) -> Comparison:
     """Compare the outputs of two runs, and where they are equal the state they left."""
-    pending = _begin_runs(expected, found, tolerance, chosen_from)
-    outputs, state = [each.read() for each in pending]
+    outputs = compare(expected[0], found[0], tolerance=tolerance, chosen_from=chosen_from)
+    state = compare(expected[1], found[1], tolerance=tolerance)
     return outputs if state.is_equal or not outputs.is_equal else state
-
-
-def _begin_runs(
-    expected: tuple[Any, Any],
-    found: tuple[Any, Any],
-    tolerance: float | Mapping[torch.dtype, float] | None,
-    chosen_from: Mapping[str, str] = MappingProxyType({}),
-) -> list[Pending]:
-    """The outputs of two runs, and the state they left, on their way to be compared."""
-    return [
-        begin_compare(expected[0], found[0], tolerance=tolerance, chosen_from=chosen_from),
-        begin_compare(expected[1], found[1], tolerance=tolerance),
-    ]
 
 
 def _tell(

@@ -22,7 +22,7 @@ from graphrt.graphs.held import modules_of
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import dotted, own_copy, walk
-from graphrt.verify.compare import Comparison, Unread, begin_compare, compare
+from graphrt.verify.compare import Comparison, compare
 from graphrt.verify.run_state import RunState
 
 
@@ -65,7 +65,6 @@ def check_replay(
     tolerance: float | None = None,
     suspects: Callable[[], Iterable[str]] | None = None,
     observer: Observer | None = None,
-    unread: Unread | None = None,
 ) -> Verification:
     """Run one step eagerly and as a replay, from the same state, and compare.
 
@@ -81,9 +80,6 @@ def check_replay(
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
     ``tolerance``: as for ``compare``; None asks for equal bits.
     ``suspects``: called after a difference; says in words what is known to be amiss.
-    ``unread``: takes the outcome, without a wait, and tells ``observer`` when it is read. What is
-    returned then knows what the host saw by itself; a difference that only the device has seen
-    raises nothing, and leaves the state that the replay left: check again without, for its place.
 
     Errors: ``VerificationError`` with key, mode and the first places that differ; errors of the
             two callables pass unchanged.
@@ -104,23 +100,16 @@ def check_replay(
         guarded.restore(saved)
         raise
 
-    pending = [begin_compare(expected, outputs, tolerance=tolerance)]
+    comparison = compare(expected, outputs, tolerance=tolerance)
+    states = None
     if expected_state:
-        pending.append(begin_compare(expected_state, found_state, tolerance=tolerance))
-
-    def tell(*found: Comparison) -> None:
-        if observer is not None:
-            sizes = [each.max_abs_difference for each in found]
-            largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
-            observer(Verified(mode, key, all(each.is_equal for each in found), largest))
-
-    if unread is not None and unread.keep(pending, tell):
-        known = [*(each.known for each in pending), None]
-        return Verification(outputs, pending[0].known, known[1], runnable)
-    comparison, *rest = [each.read() for each in pending]
-    tell(comparison, *rest)
-    states = rest[0] if rest else None
+        states = compare(expected_state, found_state, tolerance=tolerance)
     is_equal = comparison.is_equal and (states is None or states.is_equal)
+    if observer is not None:
+        sizes = [comparison.max_abs_difference]
+        sizes += [] if states is None else [states.max_abs_difference]
+        largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
+        observer(Verified(mode, key, is_equal, largest))
     verification = Verification(outputs, comparison, states, runnable)
     if is_equal:
         return verification

@@ -69,7 +69,8 @@ def build_module(kernels: str, dtype_name: str, head_dim: int) -> None:
 class LoadedLater:
     """A ``switching.Build`` of FlashInfer, which is imported by a poll.
 
-    Not by the first ones: the import takes a second, which the first tokens need not wait for.
+    Not by the first ones: the import takes a second or more, which the first tokens need not wait
+    for.
     """
 
     def __init__(self, cache: KVCache) -> None:

@@ -136,7 +136,7 @@ def _split(memory: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 class FlashInferAttention:
     """``limits`` bound the memory that is staged for a batch.
 
-    FlashInfer itself is imported by the first ``prepare``: it takes a second.
+    FlashInfer itself is imported by the first ``prepare``: it takes a second or more.
     ``chunks``: FlashInfer's name of the kernels for chunks; None: ``chunk_kernels``. ``decode``:
     computes the requests that decode at the front of an eager batch, in place of FlashInfer, whose
     kernel needs a plan, and at the Azure trace's lengths 168 us a layer instead of 154 (H200).
