@@ -119,7 +119,7 @@ def test_bad_entry_is_compiled_again_with_its_reason(folder, spoil, reason):
 
 
 def test_cut_file_of_inductor_is_made_anew_with_a_reason(folder, tmp_path):
-    """Inductor itself trusts what stands in its folder."""
+    """Inductor itself trusts what is in its folder."""
     with lab_of(folder, "NONE"):
         pass  # There is something to spoil, also where this test runs alone.
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

@@ -47,7 +47,7 @@ class Inductor:
             except Exception as error:
                 if isinstance(error, GraphrtError) or not cache.inductor_folder.exists():
                     raise
-                # Inductor trusts what stands in its folder: is it that, or the piece?
+                # Inductor trusts what is in its folder: is that bad, or the piece?
                 with cache.without_inductor_folder():
                     form = self._loaded_or_compiled(job, cache, key)
                 form = form._replace(missed=CacheMiss.CORRUPT)

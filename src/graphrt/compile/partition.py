@@ -134,7 +134,7 @@ def _library() -> torch.library.Library:
 # Once for each operator: Dynamo permits one compilation at a time, and torch keeps these for good.
 @cache
 def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """An operator of the same schema, whose name stands in the cache of compiled code."""
+    """An operator of the same schema, whose name is in the cache of compiled code."""
     name = str(op).replace(".", "_")
     schema = str(op._schema)
     _library().define(name + schema[schema.index("(") :], tags=tuple(op.tags))

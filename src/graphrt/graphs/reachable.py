@@ -162,7 +162,7 @@ def has_contents(value: Any) -> bool:
 
 
 def contents_of(value: Any) -> tuple[Any, ...]:
-    """What a buffer or a long sequence holds: its form, then its parts, each as its hash or as it
+    """What a buffer or a long sequence has: its form, then its parts, each as its hash or as it
     is. The parts that a program depends on are compared later, and need no copy."""
     parts = [part_of(value, 0)]
     while (part := part_of(value, len(parts))) is not None:
