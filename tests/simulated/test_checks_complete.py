@@ -12,14 +12,11 @@ from simulated_recording import record
 
 from graphrt import (
     BufferSpec,
-    CaptureFailed,
     CUDAGraphDispatcher,
     CUDAGraphOptions,
     CUDAGraphRunner,
     OutputSpec,
-    PaddingVerified,
     Reason,
-    Verified,
 )
 from graphrt.config import Facts, RuntimeConfig, resolve
 from graphrt.device.cuda import UseTracker
@@ -31,6 +28,7 @@ from graphrt.errors import (
     StaleOutputError,
     VerificationError,
 )
+from graphrt.events import CaptureFailed, PaddingVerified, Verified
 from graphrt.verify import compare
 from lab import KEY, PIECEWISE, Lab, RuntimeLab, Toy
 
