@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import itertools
@@ -667,6 +668,59 @@ def variable_of_the_environment():
     )
 
 
+def static_method_without_arguments():
+    class Own(torch.nn.Module):
+        @staticmethod
+        def factor():
+            return 2.0
+
+        def forward(self, x):
+            return x * self.factor()
+
+    return Own(), replaced(Own, "factor", staticmethod(lambda: 3.0))
+
+
+def import_that_no_package_has():
+    box = SimpleNamespace(scale=2.0)
+
+    def fn(x):
+        try:
+            from . import late_settings  # noqa: F401
+        except ImportError:
+            return x * box.scale
+
+    return fn, replaced(box, "scale", 3.0)
+
+
+def library_beside_a_value():
+    library, number = ctypes.CDLL(None), ctypes.c_int(2)
+    return (lambda x: x * float(library.abs(number))), replaced(number, "value", 3)
+
+
+def structure_of_c():
+    class Settings(ctypes.Structure):
+        _fields_ = [("scale", ctypes.c_double)]
+
+    item = Settings(2.0)
+    return (lambda x: x * item.scale), replaced(item, "scale", 3.0)
+
+
+def view_that_is_released():
+    view, released = memoryview(bytearray(b"\2")), memoryview(b"")
+    released.release()
+    return (lambda x: x * view[0] * (released is not None)), lambda: set_first(view)
+
+
+def list_called_like_a_local():
+    def copied(values):
+        factors = []
+        factors.extend(values)
+        return factors
+
+    owner = SimpleNamespace(factors=[2.0, 3.0])
+    return (lambda x: x * math.prod(copied(owner.factors))), lambda: owner.factors.append(4.0)
+
+
 def set_first(value):
     memoryview(value)[0] = 3
 
@@ -691,6 +745,12 @@ DEEP_CASES = {
         default_dtype,
         hook_of_all_modules,
         variable_of_the_environment,
+        static_method_without_arguments,
+        import_that_no_package_has,
+        library_beside_a_value,
+        structure_of_c,
+        view_that_is_released,
+        list_called_like_a_local,
     )
 } | {
     "bytearray": within(bytearray(b"\2"), lambda value: value[0], set_first),
@@ -707,6 +767,11 @@ DEEP_CASES = {
     ),
     "numpy_objects": within(
         np.array([2.0, None]), lambda value: value[0], lambda value: value.put(0, 3.0)
+    ),
+    "numpy_strings": within(
+        np.array(["2", "x" * 50], dtype=np.dtypes.StringDType()),
+        lambda value: float(value[0]),
+        lambda value: value.__setitem__(0, "3"),
     ),
     "numpy_subclass": within(
         np.full(4, 2.0).view(Counted),

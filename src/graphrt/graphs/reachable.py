@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import array
 import builtins
+import ctypes
 import dis
 import functools
 import gc
@@ -77,6 +78,8 @@ MAX_ITEMS = 4096
 MAX_OBJECTS = 200_000
 """A walk ends after so many objects."""
 _BYTES_OF_A_PART, _ITEMS_OF_A_PART = 4096, 256
+_CDATA = ctypes.c_int.__mro__[-2]
+"""Of every ctypes value: numbers, arrays, structures, pointers; of no library."""
 
 
 class _Missing(Enum):
@@ -151,6 +154,11 @@ def plain_array(value: Any) -> Any:
     return ndarray.view(value, ndarray)
 
 
+def holds_objects(value: Any) -> bool:
+    """True for an array whose bytes are references: to objects, or to strings of any length."""
+    return bool(value.dtype.hasobject or value.dtype.kind == "T")
+
+
 def has_contents(value: Any) -> bool:
     """True for what may be changed in place without any name: a buffer, or a long sequence."""
     kind = type(value)
@@ -158,7 +166,7 @@ def has_contents(value: Any) -> bool:
         return len(value) > MAX_ITEMS
     if is_array(value):
         return bool(value.nbytes)
-    return kind.__module__ == "ctypes" or issubclass(kind, (bytearray, array.array, memoryview))
+    return issubclass(kind, (bytearray, array.array, memoryview, _CDATA))
 
 
 def contents_of(value: Any) -> tuple[Any, ...]:
@@ -172,7 +180,10 @@ def _num_parts(value: Any) -> int:
         return -(-len(value) // _ITEMS_OF_A_PART)
     if is_array(value):
         return -(-int(value.size) // _items_of_a_part(value))
-    return -(-memoryview(value).nbytes // _BYTES_OF_A_PART)
+    try:
+        return -(-memoryview(value).nbytes // _BYTES_OF_A_PART)
+    except ValueError:  # One that was released holds nothing.
+        return 0
 
 
 def _items_of_a_part(value: Any) -> int:
@@ -190,10 +201,16 @@ def part_of(value: Any, number: int) -> Any:
     if is_array(value):
         if not number:
             return str(value.dtype), value.shape
-        count = _items_of_a_part(value)
-        found = plain_array(value).flat[(number - 1) * count : number * count]
-        return tuple(found) if value.dtype.hasobject else hash(found.tobytes())
-    with memoryview(value) as view:
+        count, flat = _items_of_a_part(value), plain_array(value).flat
+        first, end = (number - 1) * count, number * count
+        if holds_objects(value):  # One by one: NumPy copies no slice of strings without harm.
+            return tuple(flat[place] for place in range(first, min(end, value.size)))
+        return hash(flat[first:end].tobytes())
+    try:
+        view = memoryview(value)
+    except ValueError:  # One that was released.
+        return None
+    with view:
         if not number:
             return view.format, view.shape
         first = (number - 1) * _BYTES_OF_A_PART
@@ -539,6 +556,10 @@ def _names_in(code: CodeType) -> _Names:
     for told in (found.iterated, found.computed, found.stored, found.guessed):
         told.update([aliases[name] for name in told if name in aliases])
     found.computed.difference_update(found.stored)
+    # What a function makes, fills and calls like something else is not that.
+    num_arguments = code.co_argcount + code.co_kwonlyargcount
+    made = set(code.co_varnames[num_arguments:]).difference(aliases, found.own, found.attributes)
+    found.stored.difference_update(made.difference(found.globals))
     if {"getattr", "hasattr", "vars"} & found.globals.keys() or (
         "__dict__" in found.own | found.attributes
     ):
@@ -1055,7 +1076,8 @@ class Walk:
         self._iterated |= names.iterated
         self._stored |= names.stored
         self._guessed |= names.guessed
-        if known is not None and function.__code__.co_varnames[0] in names.guessed:
+        first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
+        if known is not None and not names.guessed.isdisjoint(first):
             known.is_guessed = True
         if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
             self._computed |= names.computed
@@ -1074,8 +1096,11 @@ class Walk:
 
     def _add_import(self, name: str, level: int, scope: Mapping[str, Any]) -> None:
         """What code imports when it runs, as far as it has been imported."""
-        package = scope.get("__package__") or ""
-        path = importlib.util.resolve_name("." * level + name, package) if level else name
+        try:
+            package = scope.get("__package__") or ""
+            path = importlib.util.resolve_name("." * level + name, package) if level else name
+        except ImportError:  # It stands outside of every package: to run it raises the same.
+            return
         module = sys.modules.get(path)
         if module is not None:
             self._add(Place(path, sys.modules, path, "item", module))
