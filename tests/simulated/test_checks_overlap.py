@@ -9,15 +9,14 @@ import torch
 
 from graphrt import (
     BufferSpec,
-    CaptureFailed,
     CUDAGraphRunner,
     OutputSpec,
-    PaddingVerified,
     Reason,
     RuntimeMode,
-    Verified,
 )
 from graphrt.errors import VerificationError
+from graphrt.events import CaptureFailed, PaddingVerified, Verified
+from graphrt.runner.executor import Executor
 
 FULL = RuntimeMode.FULL
 SIZES = [2, 4, 8]
@@ -152,3 +151,23 @@ def test_interrupt_leaves_what_was_begun_unchecked():
             runner.capture(progress=progress)
         assert sizes_of(runner, Reason.HIT) == {8}
         assert not runner.capture().missing
+
+
+def test_state_of_any_guard_is_put_back_when_the_device_is_done(monkeypatch):
+    class Guard:
+        def __init__(self):
+            self.tensors = [torch.zeros(1)]
+
+        def save(self):
+            story.append("saved")
+            return [each.clone() for each in self.tensors]
+
+        def restore(self, token):
+            story.append("restored")
+
+    story = []
+    # As on a GPU, where tensors of the host may still be written.
+    monkeypatch.setattr(Executor, "_wait_for", lambda *_: lambda: story.append("waited"))
+    with make(frozen(None), state=Guard(), sizes={"tokens": [2]}) as runner:
+        runner.capture()
+    assert story[-2:] == ["waited", "restored"]

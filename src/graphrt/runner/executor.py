@@ -566,7 +566,8 @@ class Executor:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        state = RunState(self.options.state, generators=self._generators)
+        wait = self._wait_for(())
+        state = RunState(self.options.state, generators=self._generators, wait=wait)
         saved = state.save()
         try:
             yield
