@@ -612,6 +612,14 @@ def computed_attribute():
     return (lambda x: x * getattr(holder, f"scale{number}")), replaced(holder, "scale0", 3.0)
 
 
+def asked_by(get):
+    def case():
+        holder, number = SimpleNamespace(scale0=2.0), 0
+        return (lambda x: x * get(holder, number)), replaced(holder, "scale0", 3.0)
+
+    return case
+
+
 def attribute_getter():
     holder, get = SimpleNamespace(scale0=2.0), operator.attrgetter("scale0")
     return (lambda x: x * get(holder)), replaced(holder, "scale0", 3.0)
@@ -768,6 +776,11 @@ DEEP_CASES = {
     "numpy_objects": within(
         np.array([2.0, None]), lambda value: value[0], lambda value: value.put(0, 3.0)
     ),
+    "joined_name": asked_by(lambda holder, number: getattr(holder, "scale" + str(number))),
+    "joined_or_default": asked_by(lambda holder, n: getattr(holder, "scale" + str(n), max(1, n))),
+    "made_name": asked_by(lambda holder, number: getattr(holder, "_scale0"[1 + number :])),
+    "name_in_a_list": asked_by(lambda holder, n: getattr(holder, ("scale0", "scale1")[n])),
+    "one_of_two_names": asked_by(lambda holder, n: getattr(holder, "scale" + ("1" if n else "0"))),
     "numpy_strings": within(
         np.array(["2", "x" * 50], dtype=np.dtypes.StringDType()),
         lambda value: float(value[0]),
@@ -880,6 +893,16 @@ def equal_dict():
     return bag.forward, lambda: replaced(bag, "__dict__", dict(vars(bag)))()
 
 
+def beside_computed_names():
+    model = Net()
+    model.scale0, model.count, number = 2.0, 0, 0
+
+    def fn(x):
+        return x * getattr(model, f"scale{number}") * getattr(model, "scale" + str(number))
+
+    return fn, replaced(model, "count", 7)
+
+
 def other_variable():
     return (lambda x: x * len(os.getenv("HOME", ""))), lambda: os.environ.update(
         SCALE_OF_A_TEST="3"
@@ -902,7 +925,14 @@ def context_of_another_thread():
     return (lambda x: x * own.scale * scale.get()), elsewhere
 
 
-QUIET = (own_scratch, equal_array, equal_dict, other_variable, context_of_another_thread)
+QUIET = (
+    own_scratch,
+    equal_array,
+    equal_dict,
+    beside_computed_names,
+    other_variable,
+    context_of_another_thread,
+)
 
 
 @pytest.mark.usefixtures("process_as_it_was")

@@ -476,8 +476,8 @@ class _Names(NamedTuple):
     """Those that are asked for a key which is no constant, and that get no entries."""
     stored: set[str]
     """Those that get entries, or lose them."""
-    guessed: set[str]
-    """Those of which an attribute is read whose name is no constant."""
+    guessed: set[tuple[str, str]]
+    """Those of which an attribute is read whose name is no constant, and how it begins."""
     imports: dict[tuple[str, int], None]
     """What is imported when it runs, and by how many levels above its package."""
 
@@ -553,8 +553,9 @@ def _names_in(code: CodeType) -> _Names:
             continue  # What follows is asked of the dict.
         previous = step
 
-    for told in (found.iterated, found.computed, found.stored, found.guessed):
+    for told in (found.iterated, found.computed, found.stored):
         told.update([aliases[name] for name in told if name in aliases])
+    found.guessed.update([(aliases[of], name) for of, name in found.guessed if of in aliases])
     found.computed.difference_update(found.stored)
     # What a function makes, fills and calls like something else is not that.
     num_arguments = code.co_argcount + code.co_kwonlyargcount
@@ -590,13 +591,39 @@ def _goes_through(steps: Sequence[dis.Instruction], index: int) -> bool:
     return is_test or step.opname in ("GET_ITER", "UNARY_NOT")
 
 
-def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[str]:
-    """What ``getattr``, loaded here, is asked of; empty if for a constant name."""
-    call = list(takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :]))
-    owner = next((n for n, s in enumerate(call[1:]) if s.opname not in _LOADS), len(call))
-    key = [s.opname for s in call[owner + 1 :]]
-    is_constant = key[:1] == ["LOAD_CONST"] and _MAKING.isdisjoint(key)
-    return set() if is_constant or not key else {str(call[owner].argval)}
+def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[tuple[str, str]]:
+    """What ``getattr``, loaded here, is asked of, and how the names begin; empty for a constant."""
+    pushed, owner, end, is_plain = 0, "", 0, True
+    key: list[dis.Instruction] = []
+    for step in steps[index + 1 :]:
+        pushed += dis.stack_effect(step.opcode, step.arg, jump=False)
+        if "JUMP" in step.opname:
+            is_plain = False
+        if pushed < 1 or not is_plain:
+            break
+        if pushed == 1:  # So far it loads the owner.
+            owner, key, end = str(step.argval), [], 0
+        else:
+            key.append(step)
+            end = len(key) if pushed == 2 else end
+    name = key[:end]
+    if not name or (is_plain and len(name) == 1 and name[0].opname == "LOAD_CONST"):
+        return set()
+    return {(owner, _beginning_of(name))}
+
+
+def _beginning_of(name: Sequence[dis.Instruction]) -> str:
+    """What every computed name begins with, as far as that is plain: ``f"layer{number}"``."""
+    first, rest = name[0], name[1:]
+    is_joined = all(
+        step.opname.startswith(("LOAD_", "FORMAT_"))
+        or step.opname in ("BUILD_STRING", "PRECALL", "CALL")
+        or step.argrepr in ("+", "%")
+        for step in rest
+    )
+    if first.opname != "LOAD_CONST" or not rest or not is_joined or rest[0].opname in _LOADS:
+        return ""
+    return "".join(takewhile(lambda c: c.isalnum() or c == "_", str(first.argval)))
 
 
 def _begin(steps: Sequence[dis.Instruction], index: int) -> int:
@@ -645,8 +672,8 @@ class _Class:
     def __init__(self, kind: type, is_foreign: bool) -> None:
         self.is_module = issubclass(kind, torch.nn.Module)
         self.is_foreign = is_foreign
-        self.is_guessed = False
-        """True: its methods ask their object for computed names."""
+        self.guessed: set[str] = set()
+        """How the computed names begin that its methods ask their object for."""
         self.own = {"forward"}
         """Attributes that methods of the class read of their object; and the one that hides the
         method of a module that every call runs."""
@@ -715,7 +742,7 @@ class Walk:
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
         self._stored: set[str] = set()
-        self._guessed: set[str] = set()
+        self._guessed: set[tuple[str, str]] = set()
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
@@ -1077,8 +1104,8 @@ class Walk:
         self._stored |= names.stored
         self._guessed |= names.guessed
         first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
-        if known is not None and not names.guessed.isdisjoint(first):
-            known.is_guessed = True
+        if known is not None:
+            known.guessed.update(name for owner, name in names.guessed if owner in first)
         if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
             self._computed |= names.computed
         self._name(names.attributes if known is not None else names.attributes | names.own)
@@ -1134,13 +1161,14 @@ class Walk:
 
     def _name_guessed(self) -> None:
         """Follow every attribute of what is asked for computed names. After the code is known."""
-        if not (self._guessed or any(known.is_guessed for known in self._classes.values())):
+        if not (self._guessed or any(known.guessed for known in self._classes.values())):
             return
         for name, places in list(self._unnamed.items()):
             kept = []
             for place in places:
                 owner = place.path.removesuffix(f".{name}").rpartition(".")[2]
-                if owner in self._guessed or self._class_of(place.owner).is_guessed:
+                begins = {begin for asked, begin in self._guessed if asked == owner}
+                if name.startswith((*begins, *self._class_of(place.owner).guessed)):
                     self._add(place._replace(is_named=True))
                 else:
                     kept.append(place)
