@@ -873,14 +873,15 @@ def test_long_contents_are_looked_at_in_turns(num_parts, where, kind) -> None:
 
 
 def own_scratch():
-    scratch, sizes = np.zeros(8), set()
+    scratch, table, number, sizes = np.zeros(8), np.zeros((2, 2)), np.zeros(()), set()
 
     def fn(x):
         scratch[0] += 1
+        table[0, 1] = number[()] = len(x)
         sizes.add(len(x))
         return x * 2
 
-    return fn, lambda: (scratch.fill(7), sizes.add(99))
+    return fn, lambda: (scratch.fill(7), table.fill(7), number.fill(7), sizes.add(99))
 
 
 def equal_array():

@@ -640,7 +640,9 @@ def _container_of(steps: Sequence[dis.Instruction], index: int) -> str:
     """The variable or attribute whose entry an instruction reads or stores, the key before it."""
     first = _begin(steps, index - 1)
     loaded = steps[first].argval
-    return str(loaded[0] if type(loaded) is tuple else steps[first - 1].argval)
+    # Later releases load both variables at once; a constant tuple is a key.
+    are_both = type(loaded) is tuple and steps[first].opname != "LOAD_CONST"
+    return str(loaded[0] if are_both else steps[first - 1].argval)
 
 
 def _is_foreign(module: object) -> bool:
