@@ -604,6 +604,8 @@ def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[tuple[str, 
         if pushed == 1:  # So far it loads the owner.
             owner, key, end = str(step.argval), [], 0
         else:
+            if not key and type(step.argval) is tuple and step.opname != "LOAD_CONST":
+                owner = str(step.argval[0])  # Later releases load both variables at once.
             key.append(step)
             end = len(key) if pushed == 2 else end
     name = key[:end]
