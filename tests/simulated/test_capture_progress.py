@@ -34,6 +34,17 @@ def test_capture_unasked_draws_nothing(capfd, progress) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+def test_empty_list_that_can_be_called_is_told_of_progress() -> None:
+    class Told(list):
+        def __call__(self, *args) -> None:
+            self.append(args)
+
+    told = Told()
+    with RuntimeLab() as lab:
+        lab.runtime.capture(progress=told)
+    assert [done for done, _, _ in told] == list(range(1, 11))
+
+
 def test_capture_is_told_where_it_begins_and_ends() -> None:
     with RuntimeLab() as lab:
         lab.runtime.capture()

@@ -29,6 +29,7 @@ from graphrt.errors import (
     VerificationError,
 )
 from graphrt.events import CaptureFailed, PaddingVerified, Verified
+from graphrt.runner.executor import Executor
 from graphrt.verify import compare
 from lab import KEY, PIECEWISE, Lab, RuntimeLab, Toy
 
@@ -280,3 +281,25 @@ def test_interrupt_among_checks_leaves_the_rest_unchecked() -> None:
             runner.capture(progress=progress)
         assert served_by(runner) == {8}
         assert not runner.capture().missing
+
+
+def test_state_of_any_guard_is_put_back_when_the_device_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Guard:
+        def __init__(self) -> None:
+            self.tensors = [torch.zeros(1)]
+
+        def save(self) -> list[torch.Tensor]:
+            story.append("saved")
+            return [each.clone() for each in self.tensors]
+
+        def restore(self, token: object) -> None:
+            story.append("restored")
+
+    story: list[str] = []
+    # As on a GPU, where tensors of the host may still be written.
+    monkeypatch.setattr(Executor, "_wait_for", lambda *_: lambda: story.append("waited"))
+    with runner_of(frozen(None), state=Guard(), sizes={"tokens": [2]}) as runner:
+        runner.capture()
+    assert story[-2:] == ["waited", "restored"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import itertools
@@ -612,6 +613,14 @@ def computed_attribute():
     return (lambda x: x * getattr(holder, f"scale{number}")), replaced(holder, "scale0", 3.0)
 
 
+def asked_by(get):
+    def case():
+        holder, number = SimpleNamespace(scale0=2.0), 0
+        return (lambda x: x * get(holder, number)), replaced(holder, "scale0", 3.0)
+
+    return case
+
+
 def attribute_getter():
     holder, get = SimpleNamespace(scale0=2.0), operator.attrgetter("scale0")
     return (lambda x: x * get(holder)), replaced(holder, "scale0", 3.0)
@@ -668,6 +677,59 @@ def variable_of_the_environment():
     )
 
 
+def static_method_without_arguments():
+    class Own(torch.nn.Module):
+        @staticmethod
+        def factor():
+            return 2.0
+
+        def forward(self, x):
+            return x * self.factor()
+
+    return Own(), replaced(Own, "factor", staticmethod(lambda: 3.0))
+
+
+def import_that_no_package_has():
+    box = SimpleNamespace(scale=2.0)
+
+    def fn(x):
+        try:
+            from . import late_settings  # noqa: F401
+        except ImportError:
+            return x * box.scale
+
+    return fn, replaced(box, "scale", 3.0)
+
+
+def library_beside_a_value():
+    library, number = ctypes.CDLL(None), ctypes.c_int(2)
+    return (lambda x: x * float(library.abs(number))), replaced(number, "value", 3)
+
+
+def structure_of_c():
+    class Settings(ctypes.Structure):
+        _fields_ = [("scale", ctypes.c_double)]
+
+    item = Settings(2.0)
+    return (lambda x: x * item.scale), replaced(item, "scale", 3.0)
+
+
+def view_that_is_released():
+    view, released = memoryview(bytearray(b"\2")), memoryview(b"")
+    released.release()
+    return (lambda x: x * view[0] * (released is not None)), lambda: set_first(view)
+
+
+def list_called_like_a_local():
+    def copied(values):
+        factors = []
+        factors.extend(values)
+        return factors
+
+    owner = SimpleNamespace(factors=[2.0, 3.0])
+    return (lambda x: x * math.prod(copied(owner.factors))), lambda: owner.factors.append(4.0)
+
+
 def set_first(value):
     memoryview(value)[0] = 3
 
@@ -692,6 +754,12 @@ DEEP_CASES = {
         default_dtype,
         hook_of_all_modules,
         variable_of_the_environment,
+        static_method_without_arguments,
+        import_that_no_package_has,
+        library_beside_a_value,
+        structure_of_c,
+        view_that_is_released,
+        list_called_like_a_local,
     )
 } | {
     "bytearray": within(bytearray(b"\2"), lambda value: value[0], set_first),
@@ -708,6 +776,16 @@ DEEP_CASES = {
     ),
     "numpy_objects": within(
         np.array([2.0, None]), lambda value: value[0], lambda value: value.put(0, 3.0)
+    ),
+    "joined_name": asked_by(lambda holder, number: getattr(holder, "scale" + str(number))),
+    "joined_or_default": asked_by(lambda holder, n: getattr(holder, "scale" + str(n), max(1, n))),
+    "made_name": asked_by(lambda holder, number: getattr(holder, "_scale0"[1 + number :])),
+    "name_in_a_list": asked_by(lambda holder, n: getattr(holder, ("scale0", "scale1")[n])),
+    "one_of_two_names": asked_by(lambda holder, n: getattr(holder, "scale" + ("1" if n else "0"))),
+    "numpy_strings": within(
+        np.array(["2", "x" * 50], dtype=np.dtypes.StringDType()),
+        lambda value: float(value[0]),
+        lambda value: value.__setitem__(0, "3"),
     ),
     "numpy_subclass": within(
         np.full(4, 2.0).view(Counted),
@@ -796,15 +874,16 @@ def test_long_contents_are_looked_at_in_turns(num_parts, where, kind) -> None:
 
 
 def own_scratch():
-    scratch, sizes = np.zeros(8), set()
+    scratch, table, number, sizes = np.zeros(8), np.zeros((2, 2)), np.zeros(()), set()
 
     def fn(x):
         if len(x) > 4:
             scratch[0] += 1
             sizes.add(len(x))
+        table[0, 1] = number[()] = len(x)
         return x * 2
 
-    return fn, lambda: (scratch.fill(7), sizes.add(99))
+    return fn, lambda: (scratch.fill(7), table.fill(7), number.fill(7), sizes.add(99))
 
 
 def equal_array():
@@ -815,6 +894,16 @@ def equal_array():
 def equal_dict():
     bag = Bag()
     return bag.forward, lambda: replaced(bag, "__dict__", dict(vars(bag)))()
+
+
+def beside_computed_names():
+    model = Net()
+    model.scale0, model.count, number = 2.0, 0, 0
+
+    def fn(x):
+        return x * getattr(model, f"scale{number}") * getattr(model, "scale" + str(number))
+
+    return fn, replaced(model, "count", 7)
 
 
 def other_variable():
@@ -839,7 +928,14 @@ def context_of_another_thread():
     return (lambda x: x * own.scale * scale.get()), elsewhere
 
 
-QUIET = (own_scratch, equal_array, equal_dict, other_variable, context_of_another_thread)
+QUIET = (
+    own_scratch,
+    equal_array,
+    equal_dict,
+    beside_computed_names,
+    other_variable,
+    context_of_another_thread,
+)
 
 
 @pytest.mark.usefixtures("process_as_it_was")

@@ -31,6 +31,7 @@ from graphrt.graphs.reachable import (
     Reach,
     Walk,
     attributes_of,
+    holds_objects,
     is_array,
     is_host_scalar,
     plain_array,
@@ -354,7 +355,7 @@ class HostSnapshot:
         elif is_array(value):
             is_seen = is_named or value.nbytes <= MAX_ARRAY_BYTES
             if value.flags.writeable and value.nbytes and is_seen:
-                self._add(path, value, "container" if value.dtype.hasobject else "array")
+                self._add(path, value, "container" if holds_objects(value) else "array")
             self._add_own(path, kind, value)  # A subclass may add attributes.
         elif kind is FunctionType:
             for name in _stored_globals(value.__code__):

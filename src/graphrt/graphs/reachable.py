@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import array
 import builtins
+import ctypes
 import dis
 import functools
 import gc
@@ -77,6 +78,8 @@ MAX_ITEMS = 4096
 MAX_OBJECTS = 200_000
 """A walk ends after so many objects."""
 _BYTES_OF_A_PART, _ITEMS_OF_A_PART = 4096, 256
+_CDATA = ctypes.c_int.__mro__[-2]
+"""Of every ctypes value: numbers, arrays, structures, pointers; of no library."""
 
 
 class _Missing(Enum):
@@ -151,6 +154,11 @@ def plain_array(value: Any) -> Any:
     return ndarray.view(value, ndarray)
 
 
+def holds_objects(value: Any) -> bool:
+    """True for an array whose bytes are references: to objects, or to strings of any length."""
+    return bool(value.dtype.hasobject or value.dtype.kind == "T")
+
+
 def has_contents(value: Any) -> bool:
     """True for what may be changed in place without any name: a buffer, or a long sequence."""
     kind = type(value)
@@ -158,16 +166,28 @@ def has_contents(value: Any) -> bool:
         return len(value) > MAX_ITEMS
     if is_array(value):
         return bool(value.nbytes)
-    return kind.__module__ == "ctypes" or issubclass(kind, (bytearray, array.array, memoryview))
+    return issubclass(kind, (bytearray, array.array, memoryview, _CDATA))
 
 
 def contents_of(value: Any) -> tuple[Any, ...]:
     """What a buffer or a long sequence has: its form, then its parts, each as its hash or as it
     is. The parts that a program depends on are compared later, and need no copy."""
-    parts = [part_of(value, 0)]
-    while (part := part_of(value, len(parts))) is not None:
-        parts.append(part)
-    return tuple(parts)
+    return tuple(part_of(value, number) for number in range(1 + _num_parts(value)))
+
+
+def _num_parts(value: Any) -> int:
+    if issubclass(type(value), (list, tuple)):
+        return -(-len(value) // _ITEMS_OF_A_PART)
+    if is_array(value):
+        return -(-int(value.size) // _items_of_a_part(value))
+    try:
+        return -(-memoryview(value).nbytes // _BYTES_OF_A_PART)
+    except ValueError:  # One that was released holds nothing.
+        return 0
+
+
+def _items_of_a_part(value: Any) -> int:
+    return max(1, _BYTES_OF_A_PART // int(value.itemsize))
 
 
 def part_of(value: Any, number: int) -> Any:
@@ -182,23 +202,22 @@ def part_of(value: Any, number: int) -> Any:
     if is_array(value):
         if not number:
             return str(value.dtype), value.shape
-        count = max(1, _BYTES_OF_A_PART // int(value.itemsize))
-        found = plain_array(value).flat[_part_at(number, count)]
-        if value.dtype.hasobject:
-            return tuple(found) or None
-        found = found.tobytes()
-    else:
-        with memoryview(value) as view:
-            if not number:
-                return view.format, view.shape
-            is_plain = view.c_contiguous and view.format in ("B", "b", "c")
-            part = _part_at(number, _BYTES_OF_A_PART)
-            found = view[part].tobytes() if is_plain else view.tobytes()[part]
-    return hash(found) if found else None
-
-
-def _part_at(number: int, length: int) -> slice:
-    return slice((number - 1) * length, number * length)
+        count, flat = _items_of_a_part(value), plain_array(value).flat
+        first, end = (number - 1) * count, number * count
+        if holds_objects(value):  # One by one: NumPy copies no slice of strings without harm.
+            return tuple(flat[place] for place in range(first, min(end, value.size)))
+        return hash(flat[first:end].tobytes())
+    try:
+        view = memoryview(value)
+    except ValueError:  # One that was released.
+        return None
+    with view:
+        if not number:
+            return view.format, view.shape
+        first = (number - 1) * _BYTES_OF_A_PART
+        if view.c_contiguous and view.format in ("B", "b", "c"):
+            return hash(view[first : first + _BYTES_OF_A_PART].tobytes())
+        return hash(view.tobytes()[first : first + _BYTES_OF_A_PART])
 
 
 def is_host_scalar(value: Any) -> bool:
@@ -458,8 +477,8 @@ class _Names(NamedTuple):
     """Those that are asked for a key which is no constant, and that get no entries."""
     stored: set[str]
     """Those that get entries, or lose them."""
-    guessed: set[str]
-    """Those of which an attribute is read whose name is no constant."""
+    guessed: set[tuple[str, str]]
+    """Those of which an attribute is read whose name is no constant, and how it begins."""
     imports: dict[tuple[str, int], None]
     """What is imported when it runs, and by how many levels above its package."""
 
@@ -535,9 +554,14 @@ def _names_in(code: CodeType) -> _Names:
             continue  # What follows is asked of the dict.
         previous = step
 
-    for told in (found.iterated, found.computed, found.stored, found.guessed):
+    for told in (found.iterated, found.computed, found.stored):
         told.update([aliases[name] for name in told if name in aliases])
+    found.guessed.update([(aliases[of], name) for of, name in found.guessed if of in aliases])
     found.computed.difference_update(found.stored)
+    # What a function makes, fills and calls like something else is not that.
+    num_arguments = code.co_argcount + code.co_kwonlyargcount
+    made = set(code.co_varnames[num_arguments:]).difference(aliases, found.own, found.attributes)
+    found.stored.difference_update(made.difference(found.globals))
     if {"getattr", "hasattr", "vars"} & found.globals.keys() or (
         "__dict__" in found.own | found.attributes
     ):
@@ -568,15 +592,41 @@ def _goes_through(steps: Sequence[dis.Instruction], index: int) -> bool:
     return is_test or step.opname in ("GET_ITER", "UNARY_NOT")
 
 
-def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[str]:
-    """What ``getattr``, loaded here, is asked of; empty if for a constant name."""
-    call = list(takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :]))
-    if call and isinstance(call[0].argval, tuple):  # Two variables: later releases.
-        return {str(call[0].argval[0])}
-    owner = next((n for n, s in enumerate(call[1:]) if s.opname not in _LOADS), len(call))
-    key = [s.opname for s in call[owner + 1 :]]
-    is_constant = key[:1] == ["LOAD_CONST"] and _MAKING.isdisjoint(key)
-    return set() if is_constant or not key else {str(call[owner].argval)}
+def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[tuple[str, str]]:
+    """What ``getattr``, loaded here, is asked of, and how the names begin; empty for a constant."""
+    pushed, owner, end, is_plain = 0, "", 0, True
+    key: list[dis.Instruction] = []
+    for step in steps[index + 1 :]:
+        pushed += dis.stack_effect(step.opcode, step.arg, jump=False)
+        if "JUMP" in step.opname:
+            is_plain = False
+        if pushed < 1 or not is_plain:
+            break
+        if pushed == 1:  # So far it loads the owner.
+            owner, key, end = str(step.argval), [], 0
+        else:
+            if not key and type(step.argval) is tuple and step.opname != "LOAD_CONST":
+                owner = str(step.argval[0])  # Later releases load both variables at once.
+            key.append(step)
+            end = len(key) if pushed == 2 else end
+    name = key[:end]
+    if not name or (is_plain and len(name) == 1 and name[0].opname == "LOAD_CONST"):
+        return set()
+    return {(owner, _beginning_of(name))}
+
+
+def _beginning_of(name: Sequence[dis.Instruction]) -> str:
+    """What every computed name begins with, as far as that is plain: ``f"layer{number}"``."""
+    first, rest = name[0], name[1:]
+    is_joined = all(
+        step.opname.startswith(("LOAD_", "FORMAT_"))
+        or step.opname in ("BUILD_STRING", "PRECALL", "CALL")
+        or step.argrepr in ("+", "%")
+        for step in rest
+    )
+    if first.opname != "LOAD_CONST" or not rest or not is_joined or rest[0].opname in _LOADS:
+        return ""
+    return "".join(takewhile(lambda c: c.isalnum() or c == "_", str(first.argval)))
 
 
 def _begin(steps: Sequence[dis.Instruction], index: int) -> int:
@@ -593,7 +643,9 @@ def _container_of(steps: Sequence[dis.Instruction], index: int) -> str:
     """The variable or attribute whose entry an instruction reads or stores, the key before it."""
     first = _begin(steps, index - 1)
     loaded = steps[first].argval
-    return str(loaded[0] if type(loaded) is tuple else steps[first - 1].argval)
+    # Later releases load both variables at once; a constant tuple is a key.
+    are_both = type(loaded) is tuple and steps[first].opname != "LOAD_CONST"
+    return str(loaded[0] if are_both else steps[first - 1].argval)
 
 
 def _is_foreign(module: object) -> bool:
@@ -625,8 +677,8 @@ class _Class:
     def __init__(self, kind: type, is_foreign: bool) -> None:
         self.is_module = issubclass(kind, torch.nn.Module)
         self.is_foreign = is_foreign
-        self.is_guessed = False
-        """True: its methods ask their object for computed names."""
+        self.guessed: set[str] = set()
+        """How the computed names begin that its methods ask their object for."""
         self.own = {"forward"}
         """Attributes that methods of the class read of their object; and the one that hides the
         method of a module that every call runs."""
@@ -695,7 +747,7 @@ class Walk:
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
         self._stored: set[str] = set()
-        self._guessed: set[str] = set()
+        self._guessed: set[tuple[str, str]] = set()
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
@@ -1056,8 +1108,9 @@ class Walk:
         self._iterated |= names.iterated
         self._stored |= names.stored
         self._guessed |= names.guessed
-        if known is not None and function.__code__.co_varnames[0] in names.guessed:
-            known.is_guessed = True
+        first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
+        if known is not None:
+            known.guessed.update(name for owner, name in names.guessed if owner in first)
         if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
             self._computed |= names.computed
         self._name(names.attributes if known is not None else names.attributes | names.own)
@@ -1075,8 +1128,11 @@ class Walk:
 
     def _add_import(self, name: str, level: int, scope: Mapping[str, Any]) -> None:
         """What code imports when it runs, as far as it has been imported."""
-        package = scope.get("__package__") or ""
-        path = importlib.util.resolve_name("." * level + name, package) if level else name
+        try:
+            package = scope.get("__package__") or ""
+            path = importlib.util.resolve_name("." * level + name, package) if level else name
+        except ImportError:  # It stands outside of every package: to run it raises the same.
+            return
         module = sys.modules.get(path)
         if module is not None:
             self._add(Place(path, sys.modules, path, "item", module))
@@ -1110,13 +1166,14 @@ class Walk:
 
     def _name_guessed(self) -> None:
         """Follow every attribute of what is asked for computed names. After the code is known."""
-        if not (self._guessed or any(known.is_guessed for known in self._classes.values())):
+        if not (self._guessed or any(known.guessed for known in self._classes.values())):
             return
         for name, places in list(self._unnamed.items()):
             kept = []
             for place in places:
                 owner = place.path.removesuffix(f".{name}").rpartition(".")[2]
-                if owner in self._guessed or self._class_of(place.owner).is_guessed:
+                begins = {begin for asked, begin in self._guessed if asked == owner}
+                if name.startswith((*begins, *self._class_of(place.owner).guessed)):
                     self._add(place._replace(is_named=True))
                 else:
                     kept.append(place)

@@ -56,7 +56,7 @@ class ProgressBars:
 def shown(progress: Progress | bool | None, name: str) -> Iterator[Progress | None]:
     """The callable to tell; for True one that draws a bar on stderr, while this is entered."""
     if progress is not True:
-        yield progress or None
+        yield None if progress is False else progress
         return
     with ProgressBars() as bars:
         bars.show(f"{name}: capture", 0, None)  # Warm-ups come first, and are not counted.

@@ -32,7 +32,7 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
-from graphrt.graphs.values import own_copy
+from graphrt.graphs.values import own_copy, tensors_of
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
     batch_key,
@@ -487,16 +487,20 @@ class Executor:
             valid = index[(index >= 0) & (index < tensor.shape[0])]
             written = WrittenRows(tensor, valid.to(tensor.device, non_blocking=True))
             rows[f"rows {name} of may_overwrite {number}"] = written
-        on_host = any(tensor.device.type == "cpu" for tensor in tensors.values())
-        is_gpu = self.library.device.torch_device.type != "cpu"
         return RunState(
             self.options.state,
             tensors,
             rows,
             self._generators,
             poisons=poisons,
-            wait=self.library.synchronize if on_host and is_gpu else None,
+            wait=self._wait_for(tensors.values()),
         )
+
+    def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
+        """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
+        device, guarded = self.library.device, getattr(self.options.state, "tensors", ())
+        on_host = any(t.device.type == "cpu" for t in [*written, *tensors_of(guarded)])
+        return self.library.synchronize if on_host and device.torch_device.type != "cpu" else None
 
     def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
         """Play a new program once, on inputs other than those it was captured with.
@@ -539,7 +543,7 @@ class Executor:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        state = RunState(self.options.state, generators=self._generators)
+        state = RunState(self.options.state, generators=self._generators, wait=self._wait_for(()))
         saved = state.save()
         try:
             yield
