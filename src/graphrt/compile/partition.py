@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -120,47 +121,35 @@ def operator_called_by(node: fx.Node) -> torch._ops.OpOverload:
     )
 
 
-class _CutOperators:
-    """The operators that compiled code calls in place of splitting ops. torch keeps them for good,
-    and their names stand in the cache of compiled code."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._library: Any = None
-        self._known: dict[str, torch._ops.OpOverload] = {}
-
-    def of(self, op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-        """An operator of the same schema."""
-        own = str(op).replace("::", ".").replace(".", "_")
-        with self._lock:
-            if own not in self._known:
-                if self._library is None:
-                    self._library = torch.library.Library(_NAMESPACE, "DEF")
-                self._define(own, op)
-            return self._known[own]
-
-    def _define(self, own: str, op: torch._ops.OpOverload) -> None:
-        schema = str(op._schema)
-        self._library.define(own + schema[schema.index("(") :], tags=tuple(op.tags))
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            running = _CUTS.running
-            return (op if running is None else running.at(op))(*args, **kwargs)
-
-        def fake(*args: Any, **kwargs: Any) -> Any:
-            return op(*args, **kwargs)
-
-        self._library.impl(own, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{own}", fake, lib=self._library)
-        self._known[own] = getattr(getattr(torch.ops, _NAMESPACE), own).default
-
-
-_OPERATORS = _CutOperators()
-
-
 def cut_operator(node: fx.Node) -> torch._ops.OpOverload:
     """What Inductor's code calls in place of the splitting op of ``node``."""
-    return _OPERATORS.of(operator_called_by(node))
+    return _operator_like(operator_called_by(node))
+
+
+@cache
+def _library() -> torch.library.Library:
+    return torch.library.Library(_NAMESPACE, "DEF")
+
+
+# Once for each operator: Dynamo permits one compilation at a time, and torch keeps these for good.
+@cache
+def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """An operator of the same schema, whose name stands in the cache of compiled code."""
+    name = str(op).replace(".", "_")
+    schema = str(op._schema)
+    _library().define(name + schema[schema.index("(") :], tags=tuple(op.tags))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        running = _CUTS.running
+        return (op if running is None else running.at(op))(*args, **kwargs)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    _library().impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library())
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return found
 
 
 def refuse_other_devices(graph: fx.GraphModule) -> None:
