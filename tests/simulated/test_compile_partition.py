@@ -127,6 +127,43 @@ def test_tensor_that_begins_between_words_is_copied_and_written(folder):
     assert begins[:NUM_LAYERS] == [0] * NUM_LAYERS
 
 
+class Listing(Decoder):
+    """Gives what is written as a list, and returns a view of it."""
+
+    def forward(self, x):
+        torch.ops.graphrt_tests.count([self.cache], x)
+        return x * 2, self.cache[1, 3:]
+
+
+def add_1(ones, x):
+    ones[0].add_(1.0)
+
+
+@needs_compiler
+def test_copied_list_is_written_back_and_viewed(folder):
+    model, x = Listing(), torch.randn(6, WIDTH)
+    shape = model.cache.shape
+    model.cache = torch.zeros(shape.numel() + 1)[1:].view(shape)
+    with torch.library._scoped_library("graphrt_tests", "FRAGMENT") as library:
+        library.define("count(Tensor(a!)[] ones, Tensor x) -> ()")
+        library.impl("count", add_1, "CompositeExplicitAutograd")
+        torch.library.register_fake("graphrt_tests::count", lambda ones, x: None, lib=library)
+        one = compiled(model, folder, splitting_ops=["graphrt_tests::count"])
+        model.cache.zero_()
+        with torch.no_grad():
+            _, view = one(x)
+    assert torch.equal(model.cache, torch.ones(shape))
+    model.cache.fill_(7.0)
+    assert torch.equal(view, model.cache[1, 3:])
+
+
+@pytest.mark.parametrize("name", ["graph_partition", "custom_should_partition_ops"])
+def test_option_of_inductor_that_undoes_partitions_is_refused(folder, name):
+    asked = {"inductor_compile_config": {name: []}}
+    with pytest.raises(ConfigError, match=name):
+        compiled(Decoder(), folder, **asked)
+
+
 class Storing(torch.nn.Module):
     """Writes a table, then calls an operator that does not take it."""
 

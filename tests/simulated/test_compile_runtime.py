@@ -311,6 +311,11 @@ def test_operations_that_change_nothing_are_removed(is_on):
         assert torch.equal(found[name], value)
 
 
+@torch.compiler.allow_in_graph
+def _narrow(mask, near):
+    return mask.logical_and_(near)
+
+
 class Masked(torch.nn.Module):
     """Attention over one mask, twice; ``kind``: what becomes of the mask."""
 
@@ -328,12 +333,26 @@ class Masked(torch.nn.Module):
             rows = torch.nn.functional.scaled_dot_product_attention(
                 rows * 2.0, rows, rows, attn_mask=mask
             )
+            near = places[:, None] < places + 3
             if self.kind == "written":
-                mask.logical_and_(places[:, None] < places + 3)
+                mask.logical_and_(near)
+            if self.kind == "written in a list":
+                torch._foreach_copy_([mask], [mask & near])
+            if self.kind == "written by a function":
+                _narrow(mask, near)
         return {"rows": rows[0], "lens": lens * 1}
 
 
-@pytest.mark.parametrize(("kind", "num_made"), [("boolean", 1), ("sum", 0), ("written", 0)])
+@pytest.mark.parametrize(
+    ("kind", "num_made"),
+    [
+        ("boolean", 1),
+        ("sum", 0),
+        ("written", 0),
+        ("written in a list", 0),
+        ("written by a function", 0),
+    ],
+)
 def test_mask_of_attention_that_is_cut_out_is_made_once(tmp_path, kind, num_made):
     asked = {"compilation": {"debug_dump_path": tmp_path}}
     ops = ["torch.nn.functional.scaled_dot_product_attention"]
@@ -346,6 +365,20 @@ def test_mask_of_attention_that_is_cut_out_is_made_once(tmp_path, kind, num_made
     assert sum(text.count("= torch.ops.aten.where") for text in pieces) == num_made
     taking = [text for text in pieces if re.search(r"_attention\(.*where", text)]
     assert len(taking) == 2 * num_made
+
+
+def test_function_given_for_attention_gets_the_mask_itself():
+    given = []
+
+    def attend(query, key, value, attn_mask=None):
+        given.append(attn_mask.dtype)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask)
+
+    name = "torch.nn.functional.scaled_dot_product_attention"
+    ops = [name]
+    with compiled("NONE", Masked("boolean"), ops=ops, op_impls={name: attend}) as lab:
+        assert_equal(lab.step(8, 2), Masked("boolean")(**values(8, 2)))
+    assert set(given) == {torch.bool}
 
 
 def test_code_without_operations_is_refused():

@@ -401,7 +401,7 @@ class _Compilation:
         if has_passes and self._plan.pass_config.enable_noop:
             self.num_noops = remove_noops(graph, owner._ops)
         if has_passes:
-            share_masks(graph, owner._ops)
+            share_masks(graph, owner._ops, owner._impls)
         self._names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
         if self._compiler.name == "inductor":
             called = {operator_of(node) for node in graph.graph.nodes}

@@ -252,7 +252,8 @@ def written_at(piece: Piece) -> fx.Node:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """What a node writes in place: as the operator's schema says, else by the names of torch."""
-    target, found = node.target, []
+    target: Any = node.target
+    found: list[Any] = []
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
@@ -268,7 +269,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         if ends_so or target in _WRITING_OPERATORS or node.kwargs.get("inplace") is True:
             found += node.args[:1]
         found.append(node.kwargs.get("out"))
-    return [value for value in found if isinstance(value, fx.Node)]
+    written: list[fx.Node] = []
+    # Lists of tensors too, which some operators write.
+    fx.node.map_arg(found, written.append)
+    return written
 
 
 def _storage(node: fx.Node) -> int:

@@ -14,7 +14,7 @@ from graphrt.compile import torch_api
 from graphrt.compile.backends import Form, Job, check_options, compiling
 from graphrt.compile.cache import CompileCache, key_of
 from graphrt.compile.guards import environment
-from graphrt.compile.partition import partitioned
+from graphrt.compile.partition import partitioned, refuse_own_cuts
 from graphrt.config import CompilePlan
 from graphrt.config.environment import environment_variable
 from graphrt.errors import GraphrtError
@@ -29,6 +29,8 @@ class Inductor:
 
     def __init__(self, plan: CompilePlan, rank: int) -> None:
         check_options(plan.inductor_compile_config)
+        if plan.use_inductor_graph_partition:
+            refuse_own_cuts(plan.inductor_compile_config)
         self._plan = plan
         self._index = f"{plan.compute_hash()}/rank_{rank}"
         self._cache: CompileCache | None = None

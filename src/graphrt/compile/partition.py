@@ -20,7 +20,7 @@ from torch import fx
 from graphrt.compile import torch_api
 from graphrt.compile.failures import line_of
 from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
-from graphrt.errors import CompileError, SplittingOpError
+from graphrt.errors import CompileError, ConfigError, SplittingOpError
 
 _NAMESPACE = "graphrt_cut"
 
@@ -50,11 +50,11 @@ class Cuts:
         self._is_complete = False
         self._unique_id = unique_id[:12]
         self._at: dict[torch._ops.OpOverload, tuple[Callable[..., Any], PieceInfo]] = {}
+        known = SplittingOps(tuple(impls))
         for node in graph.graph.nodes:
-            name = ops.find(node)
-            op = None if name is None else operator_called_by(node)
+            op = None if ops.find(node) is None else operator_called_by(node)
             if op is not None and op not in self._at:
-                impl = impls.get(name or "")
+                impl = impls.get(known.find(node) or "")
                 title = operator_of(node)
                 info = PieceInfo(0, title, "splitting", impl is not None, title)
                 self._at[op] = wrap(impl or op, info), info
@@ -135,7 +135,8 @@ def _library() -> torch.library.Library:
 @cache
 def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """An operator of the same schema, whose name is in the cache of compiled code."""
-    name = str(op).replace(".", "_")
+    # Not alike for ``a_b::c`` and ``a::b_c``.
+    name = str(op).replace("_", "__").replace(".", "_1_")
     schema = str(op._schema)
     _library().define(name + schema[schema.index("(") :], tags=tuple(op.tags))
 
@@ -150,6 +151,18 @@ def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library())
     found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return found
+
+
+def refuse_own_cuts(options: Mapping[str, Any]) -> None:
+    """Errors: ``ConfigError`` for options of Inductor that say where it cuts."""
+    for name in ("graph_partition", "custom_should_partition_ops"):
+        if name in options:
+            raise ConfigError(
+                f"compilation.inductor_compile_config.{name}",
+                expected="nothing beside use_inductor_graph_partition, which sets it",
+                found=repr(options[name]),
+                do="name in splitting_ops where to cut",
+            )
 
 
 def refuse_other_devices(graph: fx.GraphModule) -> None:

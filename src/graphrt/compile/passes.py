@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrt.compile.effects import written_by
-from graphrt.compile.splitter import SplittingOps
+from graphrt.compile.splitter import MODULES_OF_TORCH, SplittingOps
 
 # They compute nothing: their result is a view or a copy of the first argument, or that itself.
 _MAY_CHANGE_NOTHING = re.compile(
@@ -47,16 +48,22 @@ def remove_noops(graph: fx.GraphModule, ops: SplittingOps) -> int:
     return num_removed
 
 
-def share_masks(graph: fx.GraphModule, ops: SplittingOps) -> None:
+def share_masks(
+    graph: fx.GraphModule, ops: SplittingOps, impls: Mapping[str, Callable[..., Any]]
+) -> None:
     """Make what torch's attention adds in place of a boolean mask where that mask is made.
 
-    Attention that is cut out would make it at each call, by three kernels.
+    Attention that is cut out would make it at each call, by three kernels. One of ``impls``, called
+    in place of it, is given the mask itself.
     """
     nodes = list(graph.graph.nodes)
-    written = {_memory(value) for node in nodes for value in written_by(node)}
+    replaced = SplittingOps(tuple(impls))
+    written = {_memory(value) for node in nodes for value in _may_write(node)}
     made: dict[tuple[Any, ...], fx.Node | None] = {}
     for node in nodes:
         if node.target is not F.scaled_dot_product_attention or ops.find(node) is None:
+            continue
+        if replaced.find(node) is not None:
             continue
         mask = node.kwargs.get("attn_mask", (*node.args[3:4], None)[0])
         told = [_told(one.meta.get("example_value")) for one in node.all_input_nodes]
@@ -104,6 +111,19 @@ def _additive(attention: fx.Node, mask: fx.Node) -> fx.Node | None:
                 copies[node] = mask.graph.node_copy(node, copies.__getitem__)
                 copies[node].meta["example_value"] = node.meta["val"]
     return copies[where]
+
+
+def _may_write(node: fx.Node) -> list[fx.Node]:
+    """What a node writes in place; of a function that is not torch's, all that it takes."""
+    target = node.target
+    is_told = node.op != "call_function" or isinstance(
+        target, torch._ops.OpOverload | torch._ops.OpOverloadPacket
+    )
+    module = str(getattr(target, "__module__", None) or "torch").partition(".")[0]
+    is_kernel = isinstance(target, torch._ops.HigherOrderOperator)  # Of Triton, for one.
+    if is_told or (module in MODULES_OF_TORCH and not is_kernel):
+        return written_by(node)
+    return node.all_input_nodes
 
 
 def _memory(node: fx.Node) -> int | None:

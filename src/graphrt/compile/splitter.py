@@ -24,7 +24,7 @@ _TRIVIAL = re.compile(
     r"|narrow|chunk|split|unbind|getitem"
 )
 
-_MODULES_OF_TORCH = ("torch", "operator", "_operator", "math", "builtins")
+MODULES_OF_TORCH = ("torch", "operator", "_operator", "math", "builtins")
 _NAMESPACES_OF_TORCH = ("aten", "prim", "prims")
 _PROCESS = uuid4().hex
 
@@ -410,7 +410,7 @@ def _named(target: Any) -> str:
     name = f"{module}.{getattr(target, '__qualname__', target)}"
     # Kernels of Triton are numbers in the arguments.
     is_kernel = "triton_kernel" in str(target)
-    if is_kernel or module.partition(".")[0] not in _MODULES_OF_TORCH:
+    if is_kernel or module.partition(".")[0] not in MODULES_OF_TORCH:
         return f"{name} {_PROCESS} {id(target)}"
     return name
 

@@ -27,7 +27,6 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -136,7 +135,8 @@ def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Itera
 
 def aligned(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
     """``call``, compiled as partitions, given copies of tensors that do not begin where Inductor's
-    code takes them to; those at the positions ``written`` are copied back.
+    code takes them to; those at the positions ``written`` are copied back. Views of arguments among
+    results stay views of them.
 
     Inductor makes such copies itself but for code whose partitions are wrapped.
     """
@@ -145,10 +145,23 @@ def aligned(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., A
         tensors = [at for at, one in enumerate(args) if isinstance(one, torch.Tensor)]
         if all(args[at].data_ptr() % inductor_utils.ALIGNMENT == 0 for at in tensors):
             return call(*args)
-        boxed = inductor_utils.align_inputs_from_check_idxs(
-            lambda given: call(*given), tensors, OrderedSet(written)
-        )
-        return boxed(list(args))
+        given, copied = list(args), {}
+        for at in tensors:
+            if args[at].data_ptr() % inductor_utils.ALIGNMENT:
+                given[at] = inductor_utils.clone_preserve_strides(args[at])
+                copied[given[at].untyped_storage()._cdata] = args[at]
+        results = list(call(*given))
+        for at in written:
+            if given[at] is not args[at]:
+                args[at].copy_(given[at])
+        for place, result in enumerate(results):
+            if isinstance(result, torch.Tensor):
+                base = copied.get(result.untyped_storage()._cdata)
+                if base is not None:  # A view of an argument, not of its copy.
+                    base = base.view(result.dtype)
+                    begin = base.storage_offset() + result.storage_offset()
+                    results[place] = base.as_strided(result.shape, result.stride(), begin)
+        return tuple(results)
 
     return run
 

@@ -191,14 +191,13 @@ def _items_of_a_part(value: Any) -> int:
 
 
 def part_of(value: Any, number: int) -> Any:
-    """One of ``contents_of``; None past the end. Runs no code of a subclass."""
+    """One of ``contents_of``. Runs no code of a subclass."""
     kind = type(value)
     if issubclass(kind, (list, tuple)):
-        if not number:
-            return len(value)
         base: Any = list if issubclass(kind, list) else tuple
-        found = base.__getitem__(value, _part_at(number, _ITEMS_OF_A_PART))
-        return tuple(found) or None
+        first = (number - 1) * _ITEMS_OF_A_PART
+        part = base.__getitem__(value, slice(first, first + _ITEMS_OF_A_PART))
+        return tuple(part) if number else len(value)
     if is_array(value):
         if not number:
             return str(value.dtype), value.shape
