@@ -257,6 +257,16 @@ def config(mode: str = "FULL_AND_PIECEWISE", **asked: Any) -> RuntimeConfig:
     return RuntimeConfig(compilation=compilation, **{**limits, **asked})
 
 
+class BusyDevice(SimulatedDevice):
+    """A device that says whether it ends in time as a test lets it."""
+
+    answers: tuple[bool, ...] = ()
+
+    def ends_within(self, seconds: float) -> bool:
+        answer, *self.answers = self.answers or (True,)
+        return answer
+
+
 class RuntimeLab:
     """A runtime of ``model`` on a simulated device, and every event it emitted.
 

@@ -36,7 +36,7 @@ from graphrt.errors import (
     SuspendedError,
 )
 from graphrt.events import Retired
-from lab import FULL, KEY, PIECEWISE, Lab, in_a_child
+from lab import FULL, KEY, PIECEWISE, BusyDevice, Lab, in_a_child
 
 
 def plus_one(x: Tensor) -> Tensor:
@@ -213,16 +213,6 @@ def test_close_drops_everything_and_later_use_raises(lab: Lab) -> None:
     with pytest.raises(LibraryClosedError):
         buffers.bind(KEY)
     assert torch.equal(wrapper(x), x + 1)
-
-
-class BusyDevice(SimulatedDevice):
-    """A device that says whether it ends in time as a test lets it."""
-
-    answers: tuple[bool, ...] = ()
-
-    def ends_within(self, seconds: float) -> bool:
-        answer, *self.answers = self.answers or (True,)
-        return answer
 
 
 @pytest.mark.parametrize("is_freed", [True, False])

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from graphrt import Reason
-from graphrt.errors import ConfigError
+from graphrt.errors import ConfigError, LibraryClosedError, RankLostError
 from graphrt.parallel import NUM_WORDS, InProcessExchange, Lockstep, launch_ranks
 from graphrt.parallel.exchange import _Storage
-from lab import FULL, NONE, PIECEWISE, RuntimeLab, assert_equal
+from graphrt.runner.executor import Executor
+from lab import FULL, NONE, PIECEWISE, BusyDevice, RuntimeLab, assert_equal
 
 
 def alone() -> RuntimeLab:
@@ -58,6 +59,42 @@ def test_rank_with_other_graphs_never_decides_by_itself() -> None:
             before = rank.num_rounds
             lab.step(3, 3)
             assert rank.num_rounds == before + 1
+
+
+def test_comparison_meets_the_others_before_it_reads_results(monkeypatch) -> None:
+    done, meet, replay = [], Lockstep._capture_round, Executor._replay_compared
+
+    def met(self, phase, *more, **also):
+        done.append(phase.name)
+        return meet(self, phase, *more, **also)
+
+    def replayed(*args):
+        start = len(done)
+        outputs = replay(*args)
+        # What is read behind a replay never comes where another rank did not run it.
+        assert done[start:] == ["COMPARE", "COMPARE"]
+        done.append("REPLAYED")
+        return outputs
+
+    monkeypatch.setattr(Lockstep, "_capture_round", met)
+    monkeypatch.setattr(Executor, "_replay_compared", replayed)
+    with alone() as lab:
+        lab.runtime.capture()
+    assert "REPLAYED" in done
+
+
+def test_runtime_whose_device_waits_for_a_rank_is_closed() -> None:
+    device, (rank,) = BusyDevice(), InProcessExchange(1).ranks
+    with RuntimeLab(ranks=rank, device=device) as lab:
+        lab.runtime.capture()
+        device.answers = (False,)
+        with pytest.raises(RankLostError, match="still waits for another rank"):
+            lab.runtime.close()
+        lab.runtime.close()
+        with pytest.raises(RankLostError):
+            rank.start([0])
+        with pytest.raises(LibraryClosedError):
+            lab.runtime.dispatcher  # noqa: B018  It raises.
 
 
 def test_rank_alone_without_a_batch_does_not_run() -> None:

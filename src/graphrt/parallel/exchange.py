@@ -181,11 +181,15 @@ class _InProcessRound:
 
 
 class _InProcessRank:
+    """One rank's exchange, and its message under way: there is one at a time."""
+
     def __init__(self, shared: InProcessExchange, rank: int, world: int) -> None:
         self.rank, self.world, self.num_rounds = rank, world, 0
         self.tells_sizes = True
         self._shared = shared
         self._is_waiting = False
+        self._round = _InProcessRound(0)
+        self._told = TIMEOUT_S, ""
         self._error: RankError | None = None
 
     def start(
@@ -205,7 +209,26 @@ class _InProcessRank:
         found.num_left -= 1
         if not found.num_left:
             del rounds[number]
-        return _InProcessPending(self, found, timeout_s, about)
+        self._round, self._told = found, (timeout_s, about)
+        return self
+
+    def result(self) -> Sequence[int]:
+        found = self._round
+        if self._error is not None:
+            raise self._error
+        if found.merged is None:
+            missing = tuple(rank for rank, words in enumerate(found.messages) if words is None)
+            if missing:
+                timeout_s, about = self._told
+                self._error = _timeout(missing, self.rank, about, timeout_s)
+                raise self._error
+            found.merged = merge([m for m in found.messages if m is not None])
+        self._is_waiting = False
+        return found.merged
+
+    @property
+    def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
+        return tuple(tokens_of(words) for words in self._round.messages if words is not None)
 
     def post(self, name: str, text: str) -> None:
         self._shared.texts[name] = text
@@ -217,34 +240,7 @@ class _InProcessRank:
         self._error = self._error or error
 
     def close(self) -> None:
-        self._error = self._error or _lost((), self.rank, "a round", "a closed exchange")
-
-
-class _InProcessPending:
-    def __init__(
-        self, of: _InProcessRank, found: _InProcessRound, timeout_s: float, about: str
-    ) -> None:
-        self._of, self._round = of, found
-        self._told = timeout_s, about
-
-    def result(self) -> Sequence[int]:
-        of, merged = self._of, self._round.merged
-        if of._error is not None:
-            raise of._error
-        if merged is None:
-            messages = self._round.messages
-            missing = tuple(rank for rank, words in enumerate(messages) if words is None)
-            if missing:
-                timeout_s, about = self._told
-                of._error = _timeout(missing, of.rank, about, timeout_s)
-                raise of._error
-            merged = self._round.merged = merge([m for m in messages if m is not None])
-        of._is_waiting = False
-        return merged
-
-    @property
-    def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
-        return tuple(tokens_of(words) for words in self._round.messages if words is not None)
+        self.give_up(_lost((), self.rank, "a round", "a closed exchange"))
 
 
 # -- over torch.distributed

@@ -230,20 +230,19 @@ class Lockstep:
 
     def served_by_all(self, serves: Sequence[bool]) -> list[bool]:
         """Which of the plan's keys have a graph on every rank."""
-        missing: list[int] = []
-        for start in range(0, len(serves), _ROOM):
-            own = [not each for each in serves[start : start + _ROOM]]
-            timeout_s, about = self._config.capture_timeout_s, "what is captured"
-            missing += _send(self.exchange, Round.CAPTURE, own, timeout_s, about)
-        return [not each for each in missing]
+        missing = [not each for each in serves]
+        return [not each for each in self._largest(Round.CAPTURE, missing, "what is captured")]
 
     def slowest(self, times: Sequence[int]) -> list[int]:
         """The longest of each time over all ranks, which have measured equally many."""
-        found: list[int] = []
-        for start in range(0, len(times), _ROOM):
-            part, timeout_s = times[start : start + _ROOM], self._config.capture_timeout_s
-            found += _send(self.exchange, Round.TIMING, part, timeout_s, "times of replays")
-        return found
+        return self._largest(Round.TIMING, times, "times of replays")
+
+    def _largest(self, kind: Round, numbers: Sequence[int], about: str) -> list[int]:
+        """The largest of each number over all ranks, in as many rounds as it takes."""
+        timeout_s = self._config.capture_timeout_s
+        parts = [numbers[start : start + _ROOM] for start in range(0, len(numbers), _ROOM)]
+        found = [_send(self.exchange, kind, part, timeout_s, about) for part in parts]
+        return [number for part in found for number in part]
 
     def _capture_round(self, phase: Phase, about: str, *, failed: bool = False) -> None:
         exchange = self.exchange
