@@ -123,15 +123,20 @@ def whole_services() -> Sequence[Row]:
 
 
 def equal_tokens(shape: str) -> Row:
-    """Of requests that are served at once in numbers that are captured sizes, so that all modes
-    compute the same batches: how many get the tokens that they get without graphs."""
-    served = {}
+    """Of requests that are served at once in numbers that are captured sizes, their prompts in one
+    step, so that all modes compute the same batches: how many get the tokens of no graphs."""
+    served: dict[str, list[list[int]]] = {}
     sizes = sorted({*DECODE_MS[shape], NUM_PROMPT})  # One prompt alone has a graph too.
     for mode in MODES:
         with engine_of(shape, mode, sizes=sizes) as engine:
             engine.capture()
-            outputs = [serve(engine, count, NUM_COMPARED, seed=0) for count in DECODE_MS[shape]]
-            served[mode or "default"] = [tokens for batch in outputs for tokens in batch]
+            tokens = served[mode or "default"] = []
+            for count in DECODE_MS[shape]:
+                length = min(NUM_PROMPT, engine.limits.max_num_batched_tokens // count)
+                rng = np.random.default_rng(count)
+                prompts = rng.integers(engine.vocab_size, size=(count, length)).tolist()
+                params = SamplingParams(max_tokens=NUM_COMPARED, ignore_eos=True)
+                tokens += engine.generate(prompts, params)
     shares = {
         mode: statistics.fmean(map(list.__eq__, tokens, served["NONE"]))
         for mode, tokens in served.items()

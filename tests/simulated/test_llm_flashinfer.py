@@ -282,7 +282,8 @@ def test_kernels_that_are_not_built_are_built_while_others_serve(
 ):
     building: list[str] = []
     monkeypatch.setattr(paged, "obstacle", lambda cache: None)
-    monkeypatch.setattr(paged, "triton_decode", lambda *args: None)
+    decode = DenseDecode(1)
+    monkeypatch.setattr(paged, "triton_decode", lambda *args: decode)
     monkeypatch.setattr(registry, "missing_modules", lambda cache: [(name,) for name in missing])
     monkeypatch.setattr(
         registry, "flashinfer_build", lambda modules: building.extend(name for (name,) in modules)
@@ -292,6 +293,12 @@ def test_kernels_that_are_not_built_are_built_while_others_serve(
     assert (backend is None) == (first is None)
     if backend is not None:
         assert type(backend.switching._serving).__name__ == first
+        assert backend.switching._later._own_decode is decode
+        assert getattr(backend.switching._serving, "_own_decode", decode) is decode
+    assert make_attention("paged", random_cache(), LIMITS)._fallback._own_decode is decode
+    # Of too many queries a key head neither has one.
+    monkeypatch.setattr(paged, "MOST_QUERIES", 1)
+    assert make_attention("paged", random_cache(), LIMITS)._own_decode is None
 
 
 @pytest.mark.parametrize("modules", [[], ["fa2"]])

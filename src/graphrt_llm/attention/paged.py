@@ -9,6 +9,9 @@ heads of 128; requests x tokens, and the first 138 requests of the Azure trace:
     heads  1 x 200      16 x 200     64 x 200    200 x 200   200 x 1024     Azure
     16     5.3  9.4 10  10  12   13  21  26  29  50  49  69  212  232  216  154  231  168
     32     5.3 17   10  11  30   13  20  35  30  50  64  70  218  301  218  155  433  171
+
+This kernel takes 5 to 10 % less since, at 1,000 tokens and more: its programs begin in another
+order.
 """
 
 from __future__ import annotations

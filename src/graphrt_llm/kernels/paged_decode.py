@@ -38,7 +38,9 @@ class Split(NamedTuple):
 FEW_REQUESTS, SOME_REQUESTS = 4, 16
 FEW, SOME, MANY = Split(8, 128), Split(4, 128), Split(2, 256)
 """For up to ``FEW_REQUESTS``, up to ``SOME_REQUESTS``, and more, which fill the GPU without a fine
-split. The fastest of 27 shapes over lengths of 200 to 4,000 tokens on an H200."""
+split. The fastest of 27 shapes over lengths of 200 to 4,000 tokens on an H200. Us a layer, with
+rotation, of 256 and of 139 requests of the Azure trace, of 24 of 3,000 tokens and of 64 of 200:
+with 4 splits 234, 175, 77, 22.4; with 2 229, 172, 73, 22.1; with none 224, 167, 79, 22.6."""
 NUM_WARPS, NUM_STAGES = 4, 2
 """One tile at a time: with little memory each, more programs are there to read at once."""
 TILE = 128
@@ -80,7 +82,8 @@ def _decode(
     EARLY: tl.constexpr,  # noqa: N803
 ) -> None:
     # Heads of a request side by side, then its splits: programs that run together read neighbouring
-    # memory, and those of a long request that comes first all begin first.
+    # memory, and all those of a long request that comes first begin first. With all first splits
+    # before all second ones it took 254 us where it takes 234 (256 requests of the Azure trace).
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
