@@ -22,7 +22,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -333,11 +333,20 @@ def dies() -> None:
         exchange.start([0] * 10).result()
     except GraphrtError as error:
         say(error=type(error).__name__, missing=error.missing, s=time.monotonic() - started)  # type: ignore[attr-defined]
-    try:
+
+    def again(held: object) -> None:
         exchange.start([0] * 10)
+
+    held = SimulatedDevice()
+    held_by = ref(held)
+    try:
+        again(held)
     except GraphrtError as error:
         say(again=type(error).__name__)
+    del held
     exchange.close()
+    gc.collect()
+    say(kept=held_by() is not None, again=error_of(lambda: exchange.start([0] * 10)))
 
 
 def stopped() -> None:

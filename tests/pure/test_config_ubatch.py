@@ -110,6 +110,7 @@ def test_split_twins_count_among_the_most_keys() -> None:
         (UBatchConfig, {"ubatches": 2}),
         (RankConfig, {"step_timeout_s": 0}),
         (RankConfig, {"capture_timeout_s": float("inf")}),
+        (RankConfig, {"step_timeout_s": 1e10}),
         (RankConfig, {"check_every": 0}),
         (RuntimeConfig, {"ubatch": {"num_ubatches": 0}}),
         (RuntimeConfig, {"ranks": 2}),

@@ -317,14 +317,14 @@ def test_library_is_imported_after_the_first_polls(monkeypatch, modules):
     assert built.close.called == bool(modules)
 
 
-def test_library_that_cannot_be_imported_is_told(monkeypatch):
-    def fail(cache):
-        raise ImportError("no libcuda")
-
-    monkeypatch.setattr(building, "missing_modules", fail)
+@pytest.mark.parametrize("failing", ["missing_modules", "flashinfer_build"])
+@pytest.mark.parametrize("error", [ImportError("no libcuda"), PermissionError("its cache")])
+def test_library_that_cannot_be_loaded_is_told(monkeypatch, failing, error):
+    monkeypatch.setattr(building, "missing_modules", lambda cache: ["fa2"])
+    monkeypatch.setattr(building, failing, mock.Mock(side_effect=error))
     monkeypatch.setattr(building, "POLLS_BEFORE_IMPORT", 0)
     build = building.LoadedLater(random_cache())
-    assert build.poll() == build.poll() == "ImportError: no libcuda"
+    assert build.poll() == build.poll() == f"{type(error).__name__}: {error}"
     build.close()
 
 

@@ -27,6 +27,8 @@ from graphrt.config.compilation import CompilationConfig
 
 MOST_ADAPTERS = 2**10
 MOST_UBATCHES = 64
+MOST_TIMEOUT_S = 10.0**6
+"""Of a wait: eleven days. Threads and sockets refuse some times that are much longer."""
 
 
 @config_class
@@ -64,7 +66,7 @@ class RankConfig:
 
     Raises ``ConfigError``.
 
-    ``step_timeout_s``: Most seconds that a rank waits for the others in a step.
+    ``step_timeout_s``: Most seconds that a rank waits for the others in a step; at most 10**6.
     ``capture_timeout_s``: The same in a capture.
     ``same_batch``: The ranks share a model and see one batch, as with tensor parallelism: another
       batch than that of the other ranks is an error.
@@ -73,8 +75,8 @@ class RankConfig:
       something else may give wrong tokens until the next comparison.
     """
 
-    step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    capture_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    step_timeout_s: Annotated[float, Field(gt=0, le=MOST_TIMEOUT_S)] = 30.0
+    capture_timeout_s: Annotated[float, Field(gt=0, le=MOST_TIMEOUT_S)] = 600.0
     same_batch: bool = False
     check_every: Positive = 1
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, cast
 
+from graphrt.config.options import MOST_TIMEOUT_S
 from graphrt.errors import (
     AgreementInFlightError,
     ConfigError,
@@ -266,6 +268,13 @@ class TorchExchange:
             raise ConfigError(
                 "wire", expected="auto, reduce or gather", found=repr(wire), do="pass one of them"
             )
+        if not 0 < most_s <= MOST_TIMEOUT_S:
+            raise ConfigError(
+                "most_s",
+                expected=f"seconds above 0, at most {MOST_TIMEOUT_S:g}",
+                found=repr(most_s),
+                do="pass a time after which a rank that does not come is given up",
+            )
         # Here, because deciding alone needs no torch.
         import torch
         import torch.distributed as dist
@@ -403,7 +412,8 @@ class TorchExchange:
                 rest = [0] * (NUM_WORDS - 2)
                 check_round(self.start([tag, -tag, *rest], about="closing").result())
         finally:
-            self._error = self._error or _lost((), self.rank, "a round", "a closed exchange")
+            # A copy has no traceback, whose frames hold the engine that the error has ended.
+            self._error = copy(self._error or _lost((), self.rank, "a round", "a closed exchange"))
             made, self._made, self._group, self._store = self._made, None, None, None
             self._storages.clear()
             if made is not None:

@@ -85,11 +85,11 @@ class LoadedLater:
         if self._build is None:
             try:
                 modules = missing_modules(self._cache)
-            except ImportError as error:
+                if not modules:
+                    return ""
+                self._build = flashinfer_build(modules)
+            except Exception as error:  # noqa: BLE001  Told; what serves already goes on.
                 return f"{type(error).__name__}: {error}"
-            if not modules:
-                return ""
-            self._build = flashinfer_build(modules)
         return self._build.poll()
 
     def close(self) -> None:
