@@ -326,6 +326,8 @@ def late() -> None:
 def dies() -> None:
     exchange = TorchExchange()
     exchange.start([0] * 10).result()
+    for wrong in (0, float("inf")):
+        say(timeout=error_of(lambda wrong=wrong: exchange.start([0] * 10, timeout_s=wrong)))
     if RANK == 1:
         os._exit(3)
     started = time.monotonic()
@@ -347,6 +349,7 @@ def dies() -> None:
     exchange.close()
     gc.collect()
     say(kept=held_by() is not None, again=error_of(lambda: exchange.start([0] * 10)))
+    say(post=error_of(lambda: exchange.post("a", "b")), read=error_of(lambda: exchange.read("a")))
 
 
 def stopped() -> None:

@@ -233,12 +233,14 @@ def test_rank_that_comes_too_late_is_named() -> None:
 def test_rank_that_dies_is_named_within_five_seconds() -> None:
     first, second = launch(SCRIPT, "dies")
     assert second.status == 3
-    told, again, closed = said_at_the_end(first)
+    *refused, told, again, closed, store = said_at_the_end(first)
+    assert refused == [{"timeout": "ConfigError"}] * 2
     assert (told["error"], told["missing"]) == ("RankLostError", [1])
     assert told["s"] < 5
     assert again == {"again": "RankLostError"}
     # Closed, it still says so, and keeps nothing of what the error has ended.
     assert closed == {"kept": False, "again": "RankLostError"}
+    assert store == {"post": "RankLostError", "read": "RankLostError"}
 
 
 def test_rank_with_the_store_that_is_stopped_is_named() -> None:

@@ -268,13 +268,7 @@ class TorchExchange:
             raise ConfigError(
                 "wire", expected="auto, reduce or gather", found=repr(wire), do="pass one of them"
             )
-        if not 0 < most_s <= MOST_TIMEOUT_S:
-            raise ConfigError(
-                "most_s",
-                expected=f"seconds above 0, at most {MOST_TIMEOUT_S:g}",
-                found=repr(most_s),
-                do="pass a time after which a rank that does not come is given up",
-            )
+        _check_time("most_s", most_s)
         # Here, because deciding alone needs no torch.
         import torch
         import torch.distributed as dist
@@ -355,6 +349,7 @@ class TorchExchange:
     def _limit(self, timeout_s: float) -> None:
         """Let operations of gloo end by themselves, if later than this side gives up: a group
         cannot be destroyed before they do."""
+        _check_time("timeout_s", timeout_s)
         self._timeout_s = timeout_s
         if self._made is not None:
             backend = self._made._get_backend(self._host_device)
@@ -447,9 +442,11 @@ class TorchExchange:
 
     def _ask(self, names: list[str], seconds: float = 0.0) -> bool:
         """Whether the store has them. Errors: ``RuntimeError``."""
+        self._require_open()
         return bool(_within(max(seconds, STORE_S), self._store.check, names))
 
     def _tell(self, name: str, text: str) -> None:
+        self._require_open()
         # It waits for a call that was left behind.
         _within(STORE_S, self._store.set, name, text)
 
@@ -477,6 +474,10 @@ class TorchExchange:
                 self._error = _timeout(missing, self.rank, about, timeout_s)
         raise self._error from broken
 
+    def _require_open(self) -> None:
+        if self._store is None:
+            raise self._error or RuntimeError("a closed exchange")
+
     def _not_waiting(self) -> tuple[int, ...]:
         ranks = range(self.world)
         return tuple(rank for rank in ranks if not self._ask([f"rank {rank} waits"]))
@@ -493,6 +494,16 @@ def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
     if not found:
         raise RuntimeError(f"no answer within {seconds:g} s")
     return found[0]
+
+
+def _check_time(name: str, seconds: object) -> None:
+    if not isinstance(seconds, int | float) or not 0 < seconds <= MOST_TIMEOUT_S:
+        raise ConfigError(
+            name,
+            expected=f"seconds above 0, at most {MOST_TIMEOUT_S:g}",
+            found=repr(seconds),
+            do="pass a time after which a rank that does not come is given up",
+        )
 
 
 def _end_collectives() -> None:
