@@ -14,7 +14,7 @@ from hypothesis import given
 
 from graphrt import CUDAGraphMode
 from graphrt.config import CompilationConfig, CompilePlan, Facts, Resolved, RuntimeConfig, resolve
-from graphrt.config.unbuilt import misplaced_attention, unbuilt
+from graphrt.config.unbuilt import misplaced_attention
 from graphrt.errors import ConfigError, ConfigWarning
 
 Case = tuple[RuntimeConfig, Facts, Resolved]
@@ -430,12 +430,6 @@ def test_pass_without_text_of_its_own_is_not_hashable() -> None:
 
 
 # --- What a runtime refuses
-
-
-def test_partition_is_refused_by_its_name() -> None:
-    for asked, fields in ((True, ["compilation.use_inductor_graph_partition"]), (None, [])):
-        found = unbuilt(plan(CUDA, level=3, use_inductor_graph_partition=asked))
-        assert [problem.field for problem in found] == fields
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,6 @@ from graphrt.errors import ConfigProblem
 
 def unbuilt(plan: CompilePlan) -> Iterator[ConfigProblem]:
     """What of ``plan`` a runtime cannot do yet."""
-    if plan.use_inductor_graph_partition:
-        found = "True, which is compiled, but of which no capture on a GPU was seen right yet"
-        yield _problem("use_inductor_graph_partition", found, "None or False")
     if plan.inductor_passes:
         yield _problem("inductor_passes", plan.inductor_passes, "none")
     for name in PASS_FLAGS:
