@@ -7,9 +7,10 @@ attributes of other objects that some reached code names. Code is read, never ru
 capture. Code and objects of torch, NumPy, the standard library and graphrt are not entered, except
 that the methods of a ``torch.nn`` module name attributes of that module.
 
-Context variables, ``threading.local`` and weak dictionaries and sets are followed last: who
-notices replaced weights sees only tensors and host values that stand in the first two themselves,
-as the thread of the walk has them, because other threads and later steps find other objects there.
+Context variables, ``threading.local`` and weak dictionaries and sets are followed last. Of context
+variables and ``threading.local``, the watch compares the tensors and host values that they hold
+directly, as the capturing thread sees them; it compares nothing behind other objects in them, and
+nothing in weak containers, because other threads and later steps find other objects there.
 
 Not found is what no code names: entries that installed packages find under computed keys, what a
 ``functools`` cache returned before it was emptied, what a descriptor finds under a computed name,

@@ -23,12 +23,7 @@ from graphrt.parallel.agreement import (
     plan_text,
     settle,
 )
-from graphrt.parallel.exchange import (
-    Exchange,
-    InProcessExchange,
-    Pending,
-    TorchExchange,
-)
+from graphrt.parallel.exchange import Exchange, InProcessExchange, Pending, TorchExchange
 from graphrt.parallel.launch import launch_ranks
 from graphrt.parallel.lockstep import Lockstep, agree_least
 
