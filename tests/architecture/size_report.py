@@ -34,8 +34,8 @@ REASONS = """\
   not reached, because:
   code lines, files: the aims were counted for the features of b607448. Rooms and files that came
   since have {new:,}: compile, parallel, ubatch, steps of ranks and of micro-batches. `runner`, of
-  which 300 were expected, has {runner:,}: axes, keys of the caller's, sizes read off values, checks of
-  arguments and of padding, reports. {state:,} find what graphs read besides their inputs and what a
+  which 300 were expected, has {runner:,}: axes, keys of the caller's, sizes read off values, checks
+  of arguments and of padding, reports. {state:,} find what graphs read besides inputs and what a
   model remembers on the host. Of all lines {imports:,} are imports, {signatures:,} signatures,
   {parts:,} parts of errors. {once} functions have no user but tests, public answers all of them.
   files below 60 lines: {faces} are faces of rooms; all others but one have two users or a door.
@@ -245,7 +245,8 @@ def print_words() -> None:
     counts = count_words(REPOSITORY)
     print_row("dropped words, said", counts.total(), "2,370", "0")
     told = ", ".join(f"{word} {count}" for word, count in counts.most_common())
-    print(textwrap.fill(told, 98, initial_indent="  ", subsequent_indent="  "))
+    if told:
+        print(textwrap.fill(told, 98, initial_indent="  ", subsequent_indent="  "))
 
 
 def print_largest() -> None:
