@@ -21,6 +21,7 @@ from graphrt.errors import BatchError, ConfigError
 NOTHING: frozenset[RuntimeMode] = frozenset()
 EVERY_MODE = frozenset(RuntimeMode)
 _SETS = (frozenset, set)
+_NO_ADAPTERS = 0
 
 Unavailable = Mapping[tuple[RuntimeMode, BatchDescriptor], Reason]
 """Keys without a graph, and why: NOT_CAPTURED_YET, CAPTURE_FAILED, INVALIDATED."""
@@ -31,10 +32,9 @@ class _Row(NamedTuple):
 
     decisions: list[Decision | None]
     """For 0, 1, 2, ... tokens, up to the largest size of any graph for this kind of batch. None
-    where it runs eager, until the first one of its size: such a decision contains the size. Then
-    as many None, which negative indices find."""
+    where it runs eager, until the first one of its size: such a decision contains the size."""
     reasons: list[Reason]
-    """For each of these sizes: why a batch runs eager, where it does."""
+    """For as many tokens: why a batch runs eager, where it does."""
     beyond: Reason
     """Why a larger batch runs eager."""
 
@@ -59,9 +59,11 @@ class CUDAGraphDispatcher:
     """
 
     __slots__ = (
+        "_decode_row",
         "_decode_rows",
         "_eager",
         "_families",
+        "_mixed_row",
         "_mixed_rows",
         "_plan",
         "_rows",
@@ -93,11 +95,9 @@ class CUDAGraphDispatcher:
         self._eager: dict[tuple[int, int, int, Reason], Decision] = {}
         self._rows: dict[tuple[bool, int, frozenset[RuntimeMode], int], _Row] = {}
         counts = range(plan.max_loras + 1)
-        # As many empty ones behind them, for negative numbers.
         self._mixed_rows = [self._row(False, count, NOTHING, 1).decisions for count in counts]
-        self._mixed_rows += [[] for _ in counts]
         self._decode_rows = [self._row(True, count, NOTHING, 1).decisions for count in counts]
-        self._decode_rows += [[] for _ in counts]
+        self._mixed_row, self._decode_row = self._mixed_rows[0], self._decode_rows[0]
 
     def dispatch(
         self,
@@ -116,15 +116,23 @@ class CUDAGraphDispatcher:
         other. Accepts any integer type. Raises ``BatchError`` for a number below its
         minimum, too many adapters, or an ``exclude`` that holds no modes.
         """
-        # Two list look-ups for an ordinary batch. Everything else, errors included, is left to
-        # _decide; negative numbers find nothing at the ends of the lists. A caller's own empty
-        # frozenset is another object than the default, and `not exclude` alone would accept None.
+        # One list look-up for an ordinary batch, two with adapters. Everything else, errors
+        # included, is left to _decide; only negative numbers would index silently. A caller's own
+        # empty frozenset is another object than the default, and `not exclude` alone would accept
+        # None. Zero is one object; where it is not, it takes the longer way.
         try:
-            if num_ubatches == 1 and (
-                exclude is NOTHING or (not exclude and type(exclude) in _SETS)
+            if (
+                num_tokens >= 0
+                and num_ubatches == 1
+                and (exclude is NOTHING or (not exclude and type(exclude) in _SETS))
             ):
-                rows = self._decode_rows if uniform else self._mixed_rows
-                found = rows[num_active_loras][num_tokens]
+                if num_active_loras is _NO_ADAPTERS:
+                    found = (self._decode_row if uniform else self._mixed_row)[num_tokens]
+                elif num_active_loras > 0:
+                    rows = self._decode_rows if uniform else self._mixed_rows
+                    found = rows[num_active_loras][num_tokens]
+                else:
+                    found = None
                 if found is not None:
                     return found
         except (IndexError, TypeError, ValueError):
@@ -150,7 +158,7 @@ class CUDAGraphDispatcher:
                 do="split the batch, or resolve a plan with a larger max_loras",
             )
         decisions, reasons, beyond = self._row(uniform, count, check_modes(exclude), ubatches)
-        if tokens >= len(reasons):
+        if tokens >= len(decisions):
             return self._none(tokens, count, ubatches, beyond)
         found = decisions[tokens]
         if found is None:
@@ -191,7 +199,6 @@ class CUDAGraphDispatcher:
             reasons += [Reason.PADDED] * (size - below)
             if key.num_tokens == size and key.num_active_loras == count:
                 decisions[-1] = Decision(mode, key, Reason.HIT)
-        decisions += [None] * len(decisions)
         return self._rows.setdefault(name, _Row(decisions, reasons, beyond))
 
     def _family(
