@@ -323,6 +323,27 @@ MUTANTS = [
         "pure/test_dispatch_decisions.py",
     ),
     Mutant(
+        "negative number of tokens finds a graph",
+        "graphrt/dispatch/dispatcher.py",
+        "                num_tokens >= 0\n                and num_ubatches == 1",
+        "                num_ubatches == 1",
+        "pure/test_dispatch_errors.py",
+    ),
+    Mutant(
+        "negative number of adapters finds a graph",
+        "graphrt/dispatch/dispatcher.py",
+        "elif num_active_loras > 0:",
+        "elif num_active_loras:",
+        "pure/test_dispatch_errors.py",
+    ),
+    Mutant(
+        "difference of two kernels counts as that of a replay",
+        "graphrt/report/metrics.py",
+        "VerificationTotals(int(equal), int(not equal)))",
+        "VerificationTotals(int(equal), int(not equal), math.inf))",
+        "pure/test_report_metrics.py",
+    ),
+    Mutant(
         "batch padded in adapters alone is a hit",
         "graphrt/dispatch/dispatcher.py",
         "if key.num_tokens == size and key.num_active_loras == count:",

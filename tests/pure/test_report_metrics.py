@@ -15,6 +15,7 @@ from graphrt.events import (
     Captured,
     CaptureFailed,
     Invalidated,
+    PaddingVerified,
     RanEager,
     Replayed,
     Retired,
@@ -143,6 +144,11 @@ def test_captures_failures_and_retirements_are_counted(events: list[Event]) -> N
 def test_nan_difference_counts_as_infinite() -> None:
     unequal = [Verified(RuntimeMode.FULL, KEY, False, d) for d in (1.0, math.nan, 2.0)]
     assert metrics_of(unequal).verifications == (0, 3, math.inf)
+
+
+def test_padded_comparison_is_counted_without_its_difference() -> None:
+    padded = [PaddingVerified(RuntimeMode.FULL, KEY, equal, 0.5, 0) for equal in (True, False)]
+    assert metrics_of(padded).verifications == (1, 1, 0.0)
 
 
 @given(streams, streams, streams)

@@ -21,6 +21,7 @@ from graphrt.errors import BatchError, ConfigError
 NOTHING: frozenset[RuntimeMode] = frozenset()
 EVERY_MODE = frozenset(RuntimeMode)
 _SETS = (frozenset, set)
+_NO_ADAPTERS = 0
 
 Unavailable = Mapping[tuple[RuntimeMode, BatchDescriptor], Reason]
 """Keys without a graph, and why: NOT_CAPTURED_YET, CAPTURE_FAILED, INVALIDATED."""
@@ -58,9 +59,11 @@ class CUDAGraphDispatcher:
     """
 
     __slots__ = (
+        "_decode_row",
         "_decode_rows",
         "_eager",
         "_families",
+        "_mixed_row",
         "_mixed_rows",
         "_plan",
         "_rows",
@@ -94,6 +97,7 @@ class CUDAGraphDispatcher:
         counts = range(plan.max_loras + 1)
         self._mixed_rows = [self._row(False, count, NOTHING, 1).decisions for count in counts]
         self._decode_rows = [self._row(True, count, NOTHING, 1).decisions for count in counts]
+        self._mixed_row, self._decode_row = self._mixed_rows[0], self._decode_rows[0]
 
     def dispatch(
         self,
@@ -112,18 +116,23 @@ class CUDAGraphDispatcher:
         other. Accepts any integer type. Raises ``BatchError`` for a number below its
         minimum, too many adapters, or an ``exclude`` that holds no modes.
         """
-        # Two list look-ups for an ordinary batch. Everything else, errors included, is left to
-        # _decide; only negative numbers would index silently. A caller's own empty frozenset is
-        # another object than the default, and `not exclude` alone would accept None.
+        # One list look-up for an ordinary batch, two with adapters. Everything else, errors
+        # included, is left to _decide; only negative numbers would index silently. A caller's own
+        # empty frozenset is another object than the default, and `not exclude` alone would accept
+        # None. Zero is one object; where it is not, it takes the longer way.
         try:
             if (
-                (exclude is NOTHING or (not exclude and type(exclude) in _SETS))
+                num_tokens >= 0
                 and num_ubatches == 1
-                and num_tokens >= 0
-                and num_active_loras >= 0
+                and (exclude is NOTHING or (not exclude and type(exclude) in _SETS))
             ):
-                row = (self._decode_rows if uniform else self._mixed_rows)[num_active_loras]
-                found = row[num_tokens]
+                if num_active_loras is _NO_ADAPTERS:
+                    found = (self._decode_row if uniform else self._mixed_row)[num_tokens]
+                elif num_active_loras > 0:
+                    rows = self._decode_rows if uniform else self._mixed_rows
+                    found = rows[num_active_loras][num_tokens]
+                else:
+                    found = None
                 if found is not None:
                     return found
         except (IndexError, TypeError, ValueError):
