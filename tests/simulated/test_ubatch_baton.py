@@ -208,6 +208,9 @@ def test_interrupt_in_the_caller_releases_all(crew: WorkerCrew) -> None:
                 if worker.index == 1 and not ended:
                     ended.append("asked")
                     signal.pthread_kill(main, signal.SIGINT)
+                    # Handing over at once would keep the caller waiting for the interpreter lock.
+                    assert worker.run is not None
+                    assert any(worker.run.is_aborting for _ in range(10**9))
                 worker.hand_over("round")
         finally:
             ended.append(worker.index)

@@ -504,7 +504,9 @@ class TorchExchange(_Member):
             self._end(lost, lost.__cause__)
         if not is_broken:
             self._end(_timeout(missing, self.rank, about, timeout_s))
-        found = str(broken) if broken is not None else "another rank lost its connection"
+        found = (
+            str(broken) if broken is not None else "another rank has ended, or lost its connection"
+        )
         self._end(_lost(missing, self.rank, about, found), broken)
 
 
