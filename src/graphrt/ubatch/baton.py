@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from graphrt.device.torch_modes import (
     reports_capturing,
 )
 from graphrt.errors import UBatchBusyError, UBatchDeadlockError
+
+LOOK_S = 0.5
+"""How often the caller looks for a stall, and for an interrupt."""
 
 
 class UBatchAborted(BaseException):
@@ -188,18 +192,21 @@ class WorkerCrew:
 
     def _wait(self, run: _Run, first: Worker) -> None:
         """Give ``first`` the baton, wait for the end; an interrupt ends it at the next yields."""
-        seen, is_begun = -1, False
+        seen, since, is_begun = -1, 0.0, False
+        # An interrupt right before the wait for a lock does not end that wait.
+        look_s = min(LOOK_S, self.stall_timeout_s)
         while not run.is_done:
             try:
                 if not is_begun:
                     # In here, because an interrupt must not leave workers running by themselves.
                     is_begun = True
                     first.lock.release()
-                while not run.is_done and not run.done.acquire(timeout=self.stall_timeout_s):
-                    if run.num_hand_overs == seen:
+                while not run.is_done and not run.done.acquire(timeout=look_s):
+                    if run.num_hand_overs != seen:
+                        seen, since = run.num_hand_overs, monotonic()
+                    elif monotonic() - since >= self.stall_timeout_s:
                         self._give_up(run)
                         return
-                    seen = run.num_hand_overs
             except BaseException as error:  # noqa: BLE001  Raised by the caller, when all ended.
                 run.error = run.error or error
                 run.is_aborting = True
