@@ -117,6 +117,16 @@ def test_error_in_a_capture_is_told_to_the_others() -> None:
     assert exchange.texts["left 0 by 0"] == "ValueError: mine"
 
 
+def test_captures_of_two_runtimes_keep_their_errors_apart() -> None:
+    exchange = Told()
+    for text in ("one", "other"):
+        lockstep = Lockstep(exchange, RankConfig())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=text), lockstep.capturing(lambda: ""):
+            raise ValueError(text)
+    left = [said for name, said in exchange.texts.items() if name.startswith("left ")]
+    assert left == ["ValueError: one", "ValueError: other"]
+
+
 def test_comparison_fails_on_all_ranks_or_none() -> None:
     exchange, lockstep = opened()
 
