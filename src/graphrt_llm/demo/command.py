@@ -238,8 +238,7 @@ def run(inputs: Inputs, *, as_json: bool, ranks: Exchange | None = None) -> bool
     Of several ranks the first one writes and prints, and has what the others found.
     """
     from graphrt.report import write_report
-    from graphrt_llm.demo.compare import compare_policies
-    from graphrt_llm.demo.progress import Bars
+    from graphrt_llm.demo.compare import Bars, compare_policies
     from graphrt_llm.demo.ranks import all_identical, are_identical, gather, of_rank
     from graphrt_llm.demo.report import as_json as as_object, as_page
     from graphrt_llm.demo.setup import prepare

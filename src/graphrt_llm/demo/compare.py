@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from graphrt import CUDAGraphMode, Observer, RuntimeReport, StepMetrics
+from graphrt import CUDAGraphMode, Observer, ProgressBars, RuntimeReport, StepMetrics
 from graphrt.planner import TraceRequest
 from graphrt.report import PolicyRun, RunningHistogram
 from graphrt_llm.comparison import TokenComparison, compare_tokens
@@ -45,6 +45,18 @@ class Phases(Protocol):
     def capturing(self, mode: CUDAGraphMode, done: int, total: int) -> None: ...
 
     def serving(self, mode: CUDAGraphMode, done: int, total: int) -> None: ...
+
+
+class Bars(ProgressBars):
+    """Draws them on ``console`` while it is entered: one bar for the captures of each policy, one
+    for what it serves."""
+
+    def capturing(self, mode: CUDAGraphMode, done: int, total: int) -> None:
+        if total:
+            self.show(f"{mode.name:<18} capture", done, total)
+
+    def serving(self, mode: CUDAGraphMode, done: int, total: int) -> None:
+        self.show(f"{mode.name:<18} serve  ", done, total)
 
 
 class Load(NamedTuple):
