@@ -145,6 +145,7 @@ def fake(request, monkeypatch):
     fake = FakeTorch(request.param)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_type(fake))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(private, "is_current_stream", lambda handle, index: False)
     monkeypatch.setattr(torch.cuda, "default_generators", (None,))
     monkeypatch.setattr(private, "is_stream_capturing", lambda: fake.is_capturing)
     monkeypatch.setattr(private, "clear_blas_workspaces", lambda: None)

@@ -68,6 +68,12 @@ def is_stream_capturing() -> bool:
     return bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
+def is_current_stream(handle: int, device_index: int) -> bool:
+    """Whether the stream of this handle, and its device, are current."""
+    is_device = torch.cuda.current_device() == device_index
+    return is_device and torch._C._cuda_getCurrentRawStream(device_index) == handle
+
+
 def clear_blas_workspaces() -> None:
     """Drop the scratch memory that torch keeps for cuBLAS per handle and stream.
 

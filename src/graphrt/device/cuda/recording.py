@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass
 from typing import Any
@@ -385,4 +385,6 @@ class CUDARecording:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # A recording may end where a side stream is current; torch ends it on its own stream only.
-        return torch.cuda.stream(self._stream)
+        # To enter a stream takes longer than to ask, and a PIECEWISE program has many recordings.
+        is_current = private.is_current_stream(self._stream.cuda_stream, self._state.index)
+        return nullcontext() if is_current else torch.cuda.stream(self._stream)
