@@ -429,8 +429,9 @@ class HostSnapshot:
                 if len(now[row]) != length:
                     touched.append(self._dicts[row])
                     now[row] = self._dicts[row].last.values()
-        places = list(compress(count(), map(is_not, chain.from_iterable(now), self._values)))
-        if places:
+        # Mostly nothing is: to ask that alone takes two thirds of the time.
+        if any(map(is_not, chain.from_iterable(now), self._values)):
+            places = compress(count(), map(is_not, chain.from_iterable(now), self._values))
             # Few are: to ask each dict would cost more than to find those that hold them.
             ends = list(accumulate(self._lengths))
             rows = dict.fromkeys(bisect_right(ends, place) for place in places)
