@@ -84,6 +84,13 @@ def clear_blas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def bytes_ever_reserved(device_index: int) -> int:
+    """Bytes that the allocator has taken from the driver so far. It counts what it gave back too,
+    so that no pool has grown while this stays."""
+    held = torch.cuda.memory_stats_as_nested_dict(device_index)["reserved_bytes"]["all"]
+    return int(held["allocated"])
+
+
 def segments_of(pool: PoolId, device_index: int) -> list[dict[str, Any]]:
     """The allocator's segments that belong to ``pool``."""
     if snapshot_drops_references():
