@@ -192,8 +192,10 @@ class ProgramRecorder:
             if self.state is not None and not self._saved:
                 self._saved.append(self.state.save())
             given = tensors_of((args, kwargs))
-            # The kernels before it have not run: zero keeps index-like values in range.
-            _zero([tensor for tensor in given if not self._is_outside(tensor)])
+            for tensor in given:
+                if not self._is_outside(tensor):
+                    # The kernels before it have not run: zero keeps index-like values in range.
+                    _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
             watch: AbstractContextManager[list[Write]] = (
                 observed_writes() if self.observe else nullcontext([])
@@ -485,19 +487,13 @@ def _module_path(trace: TracebackType | None, runnable: Callable[..., Any]) -> s
     return found
 
 
-def _zero(tensors: Sequence[torch.Tensor]) -> None:
+def _zero(tensor: torch.Tensor) -> None:
     """Zero every element; of a broadcast tensor, each byte once."""
-    if tensors:
-        torch._foreach_zero_([_once(tensor) for tensor in tensors])
-
-
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without the repetitions of a broadcast one."""
     steps = tensor.stride()
-    if 0 not in steps:
-        return tensor
-    shape = [1 if step == 0 else size for size, step in zip(tensor.shape, steps, strict=True)]
-    return tensor.as_strided(shape, steps, tensor.storage_offset())
+    if 0 in steps:
+        shape = [1 if step == 0 else size for size, step in zip(tensor.shape, steps, strict=True)]
+        tensor = tensor.as_strided(shape, steps, tensor.storage_offset())
+    tensor.zero_()
 
 
 def _require_strided(returned: Sequence[torch.Tensor], site: str) -> None:
