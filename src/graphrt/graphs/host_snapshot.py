@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import sys
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -338,6 +339,8 @@ class HostSnapshot:
                 base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
                 if base is not None:
                     self._add(path, base, "class", name)
+            elif owner is sys.modules:
+                pass  # An import is the process's: to undo one would run the module once more.
             elif kind not in _OF_THE_WHOLE and id(owner) not in entered:
                 # What is in a container says its length.
                 if issubclass(type(owner), ModuleType):
