@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
-from itertools import accumulate, chain, compress, count
+from itertools import accumulate, chain, compress, count, repeat
 from operator import is_, is_not
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
@@ -37,7 +37,6 @@ from graphrt.graphs.reachable import (
     is_host_scalar,
     plain_array,
     reach,
-    read_attribute,
     read_cell,
     read_context,
     read_global,
@@ -194,6 +193,13 @@ def _is_dead(*values: Any) -> bool:
     return any(issubclass(type(value), ReferenceType) and value() is None for value in values)
 
 
+def _read_slot(owner: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(owner, name)  # A member of its class: no code of the user's.
+    except AttributeError:
+        return MISSING
+
+
 def _unset(variable: ContextVar[Any], _: object) -> None:
     """Set a context variable to its default: nothing can unset it. Without one it stays."""
     with suppress(LookupError):
@@ -211,7 +217,7 @@ def _has_default(variable: ContextVar[Any]) -> bool:
 _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "cell": read_cell,
     "global": read_global,
-    "slot": read_attribute,
+    "slot": _read_slot,
     "context": read_context,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
@@ -291,8 +297,13 @@ class HostSnapshot:
         self._targets: list[dict[Any, Any]] = []
         self._lengths: list[int] = []
         self._values: list[Any] = []
+        self._globals: list[_Held] = []
+        self._spaces: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._settings: list[Any] = []
+        """Global variables in the same way: spaces, names and values."""
         self._others: list[_Held] = []
-        """Single variables and attributes, and other containers."""
+        """Other single variables and attributes, and other containers."""
         self._empty: list[tuple[str, Any, Kind]] = []
         """Containers that have held nothing so far: most of a module's."""
         self._empty_targets: list[Any] = []
@@ -403,6 +414,12 @@ class HostSnapshot:
             self._targets.append(held.target)
             self._lengths.append(len(held.last))
             self._values += held.last.values()
+        elif held.kind == "global" and type(held.target) is dict:
+            held.row = len(self._globals)
+            self._globals.append(held)
+            self._spaces.append(held.target)
+            self._names.append(held.name)
+            self._settings.append(held.last.get(held.name, MISSING))
         else:
             self._others.append(held)
         if _CACHE not in map(type, held.last.values()):
@@ -439,6 +456,8 @@ class HostSnapshot:
             ends = list(accumulate(self._lengths))
             rows = dict.fromkeys(bisect_right(ends, place) for place in places)
             touched += [self._dicts[row] for row in rows]
+        settings = map(dict.get, self._spaces, self._names, repeat(MISSING))
+        touched += compress(self._globals, map(is_not, settings, self._settings))
         return touched + [held for held in self._others if not held.is_untouched()]
 
     def _pending(self) -> list[_Change]:
@@ -453,7 +472,9 @@ class HostSnapshot:
             held = change.held
             self._moved[held] = None
             held.last = change.now
-            if held.row is not None:
+            if held.row is not None and held.kind == "global":
+                self._settings[held.row] = held.last.get(held.name, MISSING)
+            elif held.row is not None:
                 if len(held.last) == self._lengths[held.row]:
                     start = sum(self._lengths[: held.row])
                     self._values[start : start + len(held.last)] = held.last.values()
