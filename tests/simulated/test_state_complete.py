@@ -889,8 +889,7 @@ def test_modules_that_runs_import_stay_imported(tmp_path, monkeypatch):
     with host.restored():
         assert step() == first
     assert not host.changed()
-    with pytest.raises(ZeroDivisionError), host.run(is_first=False):
-        monkeypatch.delitem(sys.modules, "imported_late")
-        late = step()[1]
-        raise ZeroDivisionError
-    assert sys.modules["imported_late"] is late
+    monkeypatch.delitem(sys.modules, "imported_late")
+    with suppress(ZeroDivisionError), host.run(is_first=False):
+        1 / sum(module is None for module in step())
+    assert sys.modules["imported_late"] is not first[1]
