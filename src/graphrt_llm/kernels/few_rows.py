@@ -276,8 +276,9 @@ def product(
 
 def adds(x: Tensor, weight: Tensor) -> bool:
     """Whether ``add_product`` is faster for ``x`` [rows, width] than ``serves`` and cuBLAS."""
-    is_stored_so = weight.stride() == (1, weight.shape[0])
-    return is_stored_so and weight.shape[1] <= NARROW and MAX_ROWS < x.shape[0] <= MAX_ADDED_ROWS
+    if not MAX_ROWS < x.shape[0] <= MAX_ADDED_ROWS or weight.shape[1] > NARROW:
+        return False
+    return weight.stride() == (1, weight.shape[0])
 
 
 def add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

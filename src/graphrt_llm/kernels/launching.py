@@ -7,7 +7,7 @@ decode step run. A model launches the same few variants again and again: they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -25,9 +25,9 @@ the kernel waits (``gdc_wait``) before it writes anything, and before it reads w
 may write: it may begin with weights, and with inputs of the step."""
 
 
+@cache
 def power_of_2(length: int) -> int:
-    """The next one. Triton's own function costs as much host time as a launch: it is for kernels
-    too."""
+    """The next one. Triton's own function is for kernels too, and takes longer than a launch."""
     return 1 << (length - 1).bit_length()
 
 
