@@ -893,3 +893,16 @@ def test_modules_that_runs_import_stay_imported(tmp_path, monkeypatch):
     with suppress(ZeroDivisionError), host.run(is_first=False):
         1 / sum(module is None for module in step())
     assert sys.modules["imported_late"] is not first[1]
+
+
+def test_global_that_goes_back_to_what_it_was_is_unchanged() -> None:
+    def step(value: int) -> None:
+        global LAST
+        LAST = value
+
+    step(0)
+    host = HostSnapshot(step)
+    for value, expected in ((1, ("LAST",)), (0, ())):
+        with host.run(is_first=True):
+            step(value)
+        assert host.changed() == expected
