@@ -67,6 +67,30 @@ def test_break_point_cuts_graph_eager_graph(lab: Lab) -> None:
         assert x.item() == end
 
 
+def test_argument_reshaped_between_two_segments_is_bound_anew(lab: Lab) -> None:
+    shapes = []
+
+    @break_point(name="sum", out="out")
+    def rows(h: Tensor, out: Tensor | None = None) -> Tensor:
+        shapes.append(tuple(h.shape))
+        out = torch.empty(6) if out is None else out
+        return out.fill_(0).index_copy_(0, torch.arange(h.shape[0]), h.sum(1))
+
+    def model(x: Tensor) -> Tensor:
+        h = x * 2
+        first = rows(h) * 1
+        h.t_()
+        return torch.cat((first, rows(h) * 1))
+
+    wrapper, x = lab.wrap(model, PIECEWISE), torch.zeros(2, 3)
+    lab.capture(wrapper, x)
+    shapes.clear()
+    x.copy_(torch.arange(6.0).view(2, 3))
+    found = lab.step(wrapper, x)
+    assert shapes == [(2, 3), (3, 2)]
+    assert found.tolist() == [6, 24, 0, 0, 0, 0, 6, 10, 14, 0, 0, 0]
+
+
 def test_break_point_inside_another_is_part_of_it(lab: Lab) -> None:
     @break_point
     def inner(x: Tensor) -> None:

@@ -15,7 +15,13 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.errors import VerificationError
 from graphrt.events import Event, Verified
 from graphrt.graphs import HostSnapshot
-from graphrt.verify import RunState, Verification, check_replay, forward_hooks
+from graphrt.verify import (
+    RunState,
+    Verification,
+    check_replay,
+    forward_hooks,
+    require_other_example,
+)
 
 KEY = BatchDescriptor(4)
 
@@ -361,3 +367,24 @@ def test_forward_hooks_are_reported() -> None:
     with pytest.raises(VerificationError) as raised:
         check(lambda: 1, lambda: 2, runnable=model)
     assert "hooks" in raised.value.do
+
+
+@pytest.mark.parametrize(
+    ("values", "others"),
+    [
+        ({"x": 0.0, "ids": 3}, {"x": 0.0, "ids": 3}),
+        ({"x": math.nan}, {"x": torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)}),
+    ],
+    ids=["numbers", "bits of NaN"],
+)
+def test_examples_of_equal_values_are_refused(
+    values: dict[str, Any], others: dict[str, Any]
+) -> None:
+    examples = [{name: torch.as_tensor(x) for name, x in each.items()} for each in (values, others)]
+    with pytest.raises(VerificationError, match="equal contents"):
+        require_other_example("case", *examples)
+
+
+def test_examples_that_differ_in_one_integer_pass() -> None:
+    examples = [({"x": torch.zeros(2), "ids": torch.tensor([1, last])}, None) for last in (2, 3)]
+    require_other_example("case", *examples)

@@ -7,7 +7,7 @@ decode step run. A model launches the same few variants again and again: they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -23,6 +23,12 @@ EARLY = "EARLY"
 """The last parameter of a kernel that may start while the one before it still runs: if it is true,
 the kernel waits (``gdc_wait``) before it writes anything, and before it reads what the one before
 may write: it may begin with weights, and with inputs of the step."""
+
+
+@cache
+def power_of_2(length: int) -> int:
+    """The next one. Triton's own function is for kernels too, and takes longer than a launch."""
+    return 1 << (length - 1).bit_length()
 
 
 def starts_early(device: torch.device) -> bool:
