@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from types import CodeType, FunctionType, MappingProxyType, MethodType
@@ -155,6 +155,8 @@ class Compiled:
         self._ones = _NO_AXES
         """Of the trace that is made."""
         self._is_audit_due = False
+        self._misses: deque[str] = deque(maxlen=1)
+        """Why torch's guards took the last call for another one."""
 
     @property
     def is_opaque(self) -> bool:
@@ -236,10 +238,11 @@ class Compiled:
         if trace.guarded is None or torch_api.has_modes():
             return trace.entry(*args, **kwargs)
         try:
-            with torch_api.no_recompile():
-                return trace.guarded(*args, **kwargs)
-        except exc.RecompileError as error:
-            raise _again(" ".join(str(error).split())) from error
+            return trace.guarded(*args, **kwargs)
+        except exc.TorchDynamoException as error:
+            if not self._misses:  # Of code that a piece calls.
+                raise
+            raise _again(" ".join(self._misses.pop().split())) from error
 
     def audit(self, *, again: bool = False) -> None:
         """Compare everything that the trace read with what stands there now.
@@ -332,7 +335,9 @@ class Compiled:
         entry.
         """
         root, _ = own_root(self.runnable)
-        entry = torch.compile(root, backend=found.rerun, fullgraph=True, dynamic=False)
+        entry = torch_api.stock_compile(
+            root, found.rerun, self._misses.append, nopython=True, dynamic=False
+        )
         entry(*args, **kwargs)
         found.forget()
         return entry

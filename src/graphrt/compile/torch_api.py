@@ -65,17 +65,16 @@ def has_modes() -> bool:
     return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
 
 
-def no_recompile() -> AbstractContextManager[object]:
-    """While entered, code that would be compiled again raises ``exc.RecompileError``."""
-    patch: AbstractContextManager[object] = torch._dynamo.config.patch(error_on_recompile=True)
-    return patch
-
-
 def stock_compile(
-    target: Callable[..., Any], backend: Callable[..., Any], tell: Callable[[str], None]
+    target: Callable[..., Any],
+    backend: Callable[..., Any],
+    tell: Callable[[str], None],
+    **options: Any,
 ) -> Callable[..., Any]:
-    """torch.compile with nothing asked. ``tell``: hears why something is compiled again."""
-    decorate = torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))
+    """torch.compile with its guards. ``tell``: hears why something is compiled again."""
+    decorate = torch._dynamo.optimize(
+        backend, guard_fail_fn=lambda found: tell(found.reason), **options
+    )
     return decorate(target)
 
 
