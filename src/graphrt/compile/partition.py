@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from graphrt.compile import torch_api
 from graphrt.compile.failures import line_of
@@ -34,6 +35,14 @@ class _Cuts(threading.local):
 _CUTS = _Cuts()
 
 
+class _At(NamedTuple):
+    """What is called in place of a splitting op, and where the model calls that."""
+
+    call: Callable[..., Any]
+    info: PieceInfo
+    line: str
+
+
 class Cuts:
     """What one runtime runs at the splitting ops of its compiled code, and the pieces it met."""
 
@@ -49,7 +58,9 @@ class Cuts:
         """In call order; complete after the first call."""
         self._is_complete = False
         self._unique_id = unique_id[:12]
-        self._at: dict[torch._ops.OpOverload, tuple[Callable[..., Any], PieceInfo]] = {}
+        self._at: dict[torch._ops.OpOverload, _At] = {}
+        self._given: tuple[Any, ...] = ()
+        """To the compiled code, in its first call."""
         known = SplittingOps(tuple(impls))
         for node in graph.graph.nodes:
             op = None if ops.find(node) is None else operator_called_by(node)
@@ -57,26 +68,60 @@ class Cuts:
                 impl = impls.get(known.find(node) or "")
                 title = operator_of(node)
                 info = PieceInfo(0, title, "splitting", impl is not None, title)
-                self._at[op] = wrap(impl or op, info), info
+                call = wrap(impl or torch_api.python_of(title) or op, info)
+                self._at[op] = _At(call, info, line_of(node))
 
     def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, compiled code, which runs what this runtime does at splitting ops."""
 
         def run(*args: Any) -> Any:
             before, _CUTS.running = _CUTS.running, self
+            if not self._is_complete:
+                self._given = args
             try:
                 return call(*args)
             finally:
                 _CUTS.running = before
-                self._is_complete = True
+                self._is_complete, self._given = True, ()
 
         return run
 
     def at(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
         """What to call in place of a splitting op."""
-        call, info = self._at[op]
-        self._note(info)
-        return call
+        found = self._at[op]
+        if self._is_complete:
+            return found.call
+        self._note(found.info)
+        return partial(self._watched, op, found)
+
+    def _watched(self, op: torch._ops.OpOverload, found: _At, *args: Any, **kwargs: Any) -> Any:
+        """Errors: ``CompileError`` for a write that the schema does not name: Inductor may then run
+        what reads it before the operator."""
+        named = dict(zip((one.name for one in op._schema.arguments), args, strict=False)) | kwargs
+        declared = {
+            tensor.untyped_storage()._cdata
+            for argument in op._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(named.get(argument.name))
+        }
+        watched = [
+            (tensor, tensor._version)
+            for tensor in _tensors((self._given, args, kwargs))
+            if tensor.untyped_storage()._cdata not in declared and not tensor.is_inference()
+        ]
+        with torch_api.counting_writes():
+            result = found.call(*args, **kwargs)
+        for tensor, version in watched:
+            if tensor._version != version:
+                raise CompileError(
+                    f"{op} at {found.line}",
+                    expected="a splitting op whose schema names all that it writes",
+                    found=f"a write to another tensor, {tuple(tensor.shape)} {tensor.dtype}",
+                    do="declare it in the schema (mutates_args), or cut without "
+                    "use_inductor_graph_partition",
+                    source=found.line,
+                )
+        return result
 
     def entered(self, partition: int) -> None:
         """Inductor's code calls this one of its partitions."""
@@ -86,6 +131,10 @@ class Cuts:
     def _note(self, info: PieceInfo) -> None:
         if not self._is_complete:
             self.infos.append(info._replace(number=len(self.infos)))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
 
 
 def _noting(partition: Callable[[list[Any]], Any], about: Any) -> Callable[[list[Any]], Any]:

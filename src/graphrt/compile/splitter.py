@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from graphrt.compile import torch_api
 from graphrt.errors import SplittingOpError
 
 FIELD = "compilation.splitting_ops"
@@ -170,7 +171,11 @@ def cut(
     known = SplittingOps(tuple(impls))
 
     def impl_of(node: fx.Node) -> Any:
-        return impls.get(known.find(node) or "")
+        given = impls.get(known.find(node) or "")
+        if given is None and ops.find(node) is not None:
+            # Recorders see what it calls, not one operator whose Python would run at each replay.
+            return torch_api.python_of(operator_of(node))
+        return given
 
     def mark_of(node: fx.Node) -> Any:
         return None if marked is None or ops.find(node) is None else marked(node)

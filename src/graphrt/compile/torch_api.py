@@ -26,6 +26,7 @@ from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
+from torch._library.custom_ops import OPDEFS
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
@@ -76,6 +77,22 @@ def stock_compile(
         backend, guard_fail_fn=lambda found: tell(found.reason), **options
     )
     return decorate(target)
+
+
+def python_of(operator: str) -> Callable[..., Any] | None:
+    """The function that is ``ns::op`` on every device; None where torch alone calls it."""
+    known: Any = OPDEFS.get(operator)
+    if known is None or set(known._backend_fns) != {None} or known._disabled_kernel:
+        return None
+    function: Callable[..., Any] = known._init_fn
+    return function
+
+
+def counting_writes() -> AbstractContextManager[object]:
+    """While entered, tensors count what is written to them, as inside Inductor's code they do not."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
+    return guard
 
 
 # -- Inductor
