@@ -2,9 +2,9 @@
 
 One process, one set of weights: the HF module with a static cache is compiled, and captured by a
 ``Runtime``: with break points at its attention (``G10-SHAPE``), and at level 3 by Inductor's pieces
-(``G10-SHAPE-level3``): whole, and cut at attention; then with Inductor's tuning (``-tuned``). Greedy
-decoding; every step ends in an argmax that feeds the next. Starts are cold where nothing else is said: kernels are
-loaded before, no compiler finds anything in a cache.
+(``G10-SHAPE-level3``): whole, and cut at attention; with Inductor's tuning in ``G10-SHAPE-tuned``.
+Greedy decoding; every step ends in an argmax that feeds the next. Starts are cold where nothing
+else is said: kernels are loaded before, no compiler finds anything in a cache.
 """
 
 from __future__ import annotations

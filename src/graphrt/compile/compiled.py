@@ -431,7 +431,7 @@ class _Compilation:
         for piece in captured:
             if piece.structure not in forms:
                 compiled = self._compile(piece, symbols)
-                forms[piece.structure] = compiled, Description(piece.module)
+                forms[piece.structure] = compiled, Description(piece)
         calls, infos = [], []
         for index, piece in enumerate(pieces):
             info = PieceInfo(index, piece.name, piece.kind, piece.is_plain, piece.structure[:16])

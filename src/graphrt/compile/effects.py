@@ -35,8 +35,10 @@ class _Known(NamedTuple):
 class Description:
     """Says of calls of a piece what they return and write, without making them."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
+    def __init__(self, piece: Piece) -> None:
+        self._module = piece.module
+        # By their schemas too, because fake kernels of operators need not write.
+        self._written = written_inputs(piece)
         self._known: dict[Any, _Known] = {}
 
     def __call__(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -61,6 +63,7 @@ class Description:
             versions = [_version(fake) for fake in fakes]
             outputs = fx.Interpreter(self._module).run(*fakes)
             written = [at for at, fake in enumerate(fakes) if _version(fake) != versions[at]]
+            written = sorted({*written, *self._written})
         given = {
             fake.untyped_storage()._cdata: at
             for at, fake in enumerate(fakes)

@@ -89,7 +89,7 @@ def python_of(operator: str) -> Callable[..., Any] | None:
 
 
 def counting_writes() -> AbstractContextManager[object]:
-    """While entered, tensors count what is written to them, as inside Inductor's code they do not."""
+    """While entered, tensors count what is written to them: inside Inductor's code they do not."""
     key = torch._C.DispatchKey.ADInplaceOrView
     guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
     return guard
