@@ -41,6 +41,7 @@ from graphrt.compile.ranges import (
     refuse_shape_guards,
 )
 from graphrt.compile.splitter import (
+    Impls,
     Piece,
     PieceInfo,
     SplittingOps,
@@ -146,7 +147,7 @@ class Compiled:
         )
         self._dump = Dump(plan.debug_dump_path, rank)
         self._plan = plan
-        self._impls = dict(impls or {})
+        self._impls = Impls(dict(impls or {}))
         self._wrap = wrap
         self._limits = dict(limits)
         self._observer = observer

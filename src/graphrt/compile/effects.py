@@ -256,10 +256,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
-        for index, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[index] if index < len(node.args) else None
-                found.append(node.kwargs.get(argument.name, given))
+        found += written_among(target, node.args, node.kwargs)
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         # Not ``operator.and_``, whose name is no keyword for that reason alone.
@@ -272,6 +269,16 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     # Lists of tensors too, which some operators write.
     fx.node.map_arg(found, written.append)
     return written
+
+
+def written_among(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What of the arguments an operator writes in place, as its schema says."""
+    found = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else None
+            found.append(kwargs.get(argument.name, given))
+    return found
 
 
 def storage_of(node: fx.Node) -> int:

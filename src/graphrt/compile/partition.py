@@ -12,15 +12,16 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphrt.compile import torch_api
+from graphrt.compile.effects import written_among
 from graphrt.compile.failures import line_of
-from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
+from graphrt.compile.splitter import FIELD, Impls, PieceInfo, SplittingOps, Wrap, operator_of
 from graphrt.errors import CompileError, ConfigError, SplittingOpError
 
 _NAMESPACE = "graphrt_cut"
@@ -35,14 +36,6 @@ class _Cuts(threading.local):
 _CUTS = _Cuts()
 
 
-class _At(NamedTuple):
-    """What is called in place of a splitting op, and where the model calls that."""
-
-    call: Callable[..., Any]
-    info: PieceInfo
-    line: str
-
-
 class Cuts:
     """What one runtime runs at the splitting ops of its compiled code, and the pieces it met."""
 
@@ -50,7 +43,7 @@ class Cuts:
         self,
         graph: fx.GraphModule,
         ops: SplittingOps,
-        impls: Mapping[str, Callable[..., Any]],
+        impls: Impls,
         wrap: Wrap,
         unique_id: str,
     ) -> None:
@@ -58,18 +51,18 @@ class Cuts:
         """In call order; complete after the first call."""
         self._is_complete = False
         self._unique_id = unique_id[:12]
-        self._at: dict[torch._ops.OpOverload, _At] = {}
+        self._at: dict[torch._ops.OpOverload, tuple[Callable[..., Any], PieceInfo, str]] = {}
+        """What is called, and the line that calls the operator."""
         self._given: tuple[Any, ...] = ()
         """To the compiled code, in its first call."""
-        known = SplittingOps(tuple(impls))
         for node in graph.graph.nodes:
             op = None if ops.find(node) is None else operator_called_by(node)
             if op is not None and op not in self._at:
-                impl = impls.get(known.find(node) or "")
+                impl = impls.of(node)
                 title = operator_of(node)
                 info = PieceInfo(0, title, "splitting", impl is not None, title)
                 call = wrap(impl or torch_api.python_of(title) or op, info)
-                self._at[op] = _At(call, info, line_of(node))
+                self._at[op] = call, info, line_of(node)
 
     def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, compiled code, which runs what this runtime does at splitting ops."""
@@ -88,38 +81,34 @@ class Cuts:
 
     def at(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
         """What to call in place of a splitting op."""
-        found = self._at[op]
+        call, info, _ = self._at[op]
         if self._is_complete:
-            return found.call
-        self._note(found.info)
-        return partial(self._watched, op, found)
+            return call
+        self._note(info)
+        return partial(self._watched, op)
 
-    def _watched(self, op: torch._ops.OpOverload, found: _At, *args: Any, **kwargs: Any) -> Any:
+    def _watched(self, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Errors: ``CompileError`` for a write that the schema does not name: Inductor may then run
         what reads it before the operator."""
-        named = dict(zip((one.name for one in op._schema.arguments), args, strict=False)) | kwargs
-        declared = {
-            tensor.untyped_storage()._cdata
-            for argument in op._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(named.get(argument.name))
-        }
+        call, _, line = self._at[op]
+        declared = _tensors(written_among(op, args, kwargs))
+        named = {tensor.untyped_storage()._cdata for tensor in declared}
         watched = [
             (tensor, tensor._version)
             for tensor in _tensors((self._given, args, kwargs))
-            if tensor.untyped_storage()._cdata not in declared and not tensor.is_inference()
+            if tensor.untyped_storage()._cdata not in named and not tensor.is_inference()
         ]
         with torch_api.counting_writes():
-            result = found.call(*args, **kwargs)
+            result = call(*args, **kwargs)
         for tensor, version in watched:
             if tensor._version != version:
                 raise CompileError(
-                    f"{op} at {found.line}",
+                    f"{op} at {line}",
                     expected="a splitting op whose schema names all that it writes",
                     found=f"a write to another tensor, {tuple(tensor.shape)} {tensor.dtype}",
                     do="declare it in the schema (mutates_args), or cut without "
                     "use_inductor_graph_partition",
-                    source=found.line,
+                    source=line,
                 )
         return result
 
