@@ -15,7 +15,10 @@ from graphrt.graphs.program import EagerSegment, GraphSegment
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.attention import ATTENTION_OP
+from graphrt_llm.kernels import EAGER
+from graphrt_llm.kernels.operators import Operators
 from graphrt_llm.model_config import ModelConfig
+from graphrt_llm.models import CausalLM
 from lab import FULL, PIECEWISE
 
 QWEN = replace(ModelConfig.tiny(), architecture="Qwen3ForCausalLM")
@@ -113,6 +116,40 @@ def test_engines_of_one_process_share_no_trace(pair):
             assert compiled.generate(PROMPTS) == expected
             assert compiled.runtime.report().compile.num_compiles == 3
     assert pair[0].generate(PROMPTS) == pair[1].generate(PROMPTS)
+
+
+def test_operators_are_all_kernels_where_rules_leave_them():
+    triton = EAGER._replace(name="triton")
+    for rules, device, expected in (
+        ("", "cuda", True),
+        ("all", "cuda", True),
+        ("all,-norm_gate", "cuda", False),
+        ("none", "cuda", False),
+        ("", "cpu", False),
+    ):
+        compilation = CompilationConfig(level=3, custom_ops=rules, backend="inductor")
+        plan = resolve(RuntimeConfig(compilation=compilation)).compile
+        assert Operators(triton, plan, torch.device(device)).are_all_kernels is expected
+        assert not Operators(EAGER, plan, torch.device(device)).are_all_kernels
+
+
+def test_steps_above_the_largest_graph_run_the_model_as_it_is(pair, monkeypatch):
+    monkeypatch.setattr(Operators, "are_all_kernels", True)
+    sizes = []
+    forward = CausalLM.forward
+
+    def noted(self, input_ids, *args):
+        sizes.append(input_ids.shape[0])
+        return forward(self, input_ids, *args)
+
+    prompts = [*PROMPTS, [3] * 40]
+    expected = pair[0].generate(prompts)
+    monkeypatch.setattr(CausalLM, "forward", noted)
+    with engine(3) as compiled:
+        compiled.capture()
+        assert compiled.generate(prompts) == expected
+        assert compiled.runtime.report().compile.num_compiles == 3
+    assert min(sizes) > 32
 
 
 @pytest.mark.parametrize("marking", ["unbacked", "backed"])
