@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo import exc
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled
@@ -139,6 +140,11 @@ def test_kept_guards_leave_foreign_code_free_to_compile():
     for rows in (3, 7, 9):  # Another compilation of ``foreign`` each.
         x = torch.randn(rows, WIDTH)
         assert torch.equal(one(x), model(x))
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        pytest.raises(exc.RecompileError, match="foreign"),  # The caller's own, as torch says it.
+    ):
+        one(torch.randn(11, WIDTH))
     for _ in range(10):
         model.scale = 4.0
         with pytest.raises(RecompileError, match="scale"):
