@@ -275,7 +275,8 @@ def _split(model: CausalLM, config: EngineConfig, facts: Facts) -> SplitLM | Non
 
     Errors: ``EngineConfigError`` for a level that cannot serve it; those of ``resolve``.
     """
-    compiling = resolve(config.runtime, facts).compile
+    resolved = resolve(config.runtime, facts)
+    compiling = resolved.compile
     if compiling.level == 1:
         raise EngineConfigError(
             "RuntimeConfig.compilation.level",
@@ -293,7 +294,7 @@ def _split(model: CausalLM, config: EngineConfig, facts: Facts) -> SplitLM | Non
             do="use level 0, which cuts at break points.",
         )
     assert model.attention is not None, "it is set before"
-    return SplitLM(model, model.attention, compiling)
+    return SplitLM(model, model.attention, compiling, resolved.plan.max_capture_size)
 
 
 def _check_alike(

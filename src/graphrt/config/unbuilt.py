@@ -28,12 +28,16 @@ def _problem(name: str, found: object, accepted: str) -> ConfigProblem:
 def misplaced_attention(plan: CompilePlan) -> Iterator[ConfigProblem]:
     """Attention inside compiled code that may read its cache before this step has written it."""
     # A partition is Inductor's own graph, whatever it is cut at.
-    is_inside = not plan.attention_is_split or plan.use_inductor_graph_partition
+    by_inductor = plan.attention_is_split and plan.use_inductor_graph_partition
+    is_inside = by_inductor or not plan.attention_is_split
     if plan.attention_ops and plan.moves_writes and is_inside and not plan.attention_writes_cache:
+        name, value = "splitting_ops", str(list(plan.splitting_ops))
+        accepted = "level 3, cut at these operators"
+        if by_inductor:
+            name, value, accepted = "use_inductor_graph_partition", "True", "None or False"
         found = (
-            f"{list(plan.splitting_ops)} at level {int(plan.level)}, so that backend"
+            f"{value} at level {int(plan.level)}, so that backend"
             f" {plan.backend!r} compiles {', '.join(plan.attention_ops)}, which may then read the"
             " cache before this step has written it"
         )
-        accepted = "level 3, cut at these operators; or facts with attention_writes_cache=True"
-        yield _problem("splitting_ops", found, accepted)
+        yield _problem(name, found, f"{accepted}; or facts with attention_writes_cache=True")

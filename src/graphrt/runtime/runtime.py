@@ -147,9 +147,9 @@ class Runtime:
     ``compile_part``: the module inside ``model`` that is compiled; None: ``model``. Its
     ``forward`` is replaced until ``close()``; what the model does around it stays plain Python.
     ``op_impls``: Python functions to call in place of splitting ops, where the graph is cut: they
-    may be break points themselves. Both are for a compiler, and refused where the level asked for
-    has none. The model is traced here, or by ``capture(like=...)`` without ``examples``, in an
-    eager run of the largest key's example.
+    may be break points themselves; of ``torch.library.custom_op`` its own is called. Both are for a
+    compiler, and refused where the level asked for has none. The model is traced here, or by
+    ``capture(like=...)`` without ``examples``, in an eager run of the largest key's example.
     ``sm_control``: divides the multiprocessors while a step in micro-batches is issued. With these
     (``config.ubatch``) ``inputs`` are one list for all keys, and those whose values are places in
     the batch say so (``BufferSpec.rebase``).

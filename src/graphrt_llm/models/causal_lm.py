@@ -357,19 +357,34 @@ class SplitLM(nn.Module):
 
     ``attention.begin`` reads the step's key and returns another structure for each kind of it, so
     that it runs before ``traced``, in plain Python. ``plan``: how that is compiled.
+
+    Steps of more than ``largest_graph`` tokens, which no graph serves, run the model as it is where
+    compiled code would call the same kernels: through operators, each costs the host more. 0: none
+    do.
     """
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend, plan: CompilePlan) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        plan: CompilePlan,
+        largest_graph: int = 0,
+    ) -> None:
         super().__init__()
         self.attention = AttentionStep(backend)
         self.traced = FunctionalLM(model, backend.cache.slots, plan)
+        self.most_traced = largest_graph if self.traced.operators.are_all_kernels else 0
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn: AttentionInputs, logits_indices: Tensor
     ) -> Tensor:
         """As ``CausalLM.forward``. The forward context's ``layers`` have ``attention``."""
+        logits: Tensor
+        if 0 < self.most_traced < input_ids.shape[0]:
+            logits = self.traced.model(input_ids, positions, attn, logits_indices)
+            return logits
         with self.attention.begun(positions, attn):
-            logits: Tensor = self.traced(input_ids, positions, attn, logits_indices)
+            logits = self.traced(input_ids, positions, attn, logits_indices)
         return logits
 
 
