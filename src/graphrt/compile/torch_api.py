@@ -362,33 +362,32 @@ class _CompiledCode:
     @property
     def is_watched(self) -> bool:
         """On this thread."""
-        return bool(self.watchers.get(threading.get_ident()))
+        return threading.get_ident() in self.watchers
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
         thread = threading.get_ident()
         with self._lock:
             if not self.watchers:
-                self._original = original = CompiledFxGraph.__call__
-
-                def call(graph: Any, inputs: Any) -> Any:
-                    watchers = self.watchers.get(threading.get_ident())
-                    if not watchers:
-                        return original(graph, inputs)
-                    return watchers[-1](graph, inputs, original)
-
-                CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
+                self._replace_call(CompiledFxGraph.__call__)
             self.watchers.setdefault(thread, []).append(watcher)
         try:
             yield
         finally:
             with self._lock:
-                self.watchers[thread].remove(watcher)
+                self.watchers[thread].pop()
                 if not self.watchers[thread]:
                     del self.watchers[thread]
                 if not self.watchers:
                     CompiledFxGraph.__call__ = self._original  # type: ignore[method-assign]
-                    self._original = None
+
+    def _replace_call(self, original: Any) -> None:
+        def call(graph: Any, inputs: Any) -> Any:
+            watchers = self.watchers.get(threading.get_ident())
+            return watchers[-1](graph, inputs, original) if watchers else original(graph, inputs)
+
+        self._original = original
+        CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
 
 
 _compiled_code = _CompiledCode()
