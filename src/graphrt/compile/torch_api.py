@@ -19,7 +19,7 @@ import torch._dynamo
 import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
-from torch._inductor import config as inductor_config, utils as inductor_utils
+from torch._inductor import codecache, config as inductor_config, utils as inductor_utils
 from torch._inductor.codecache import PyCodeCache, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
@@ -206,10 +206,23 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
                 valid_vec_isa_list.cache_clear()
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
-    with tempfile.TemporaryDirectory() as folder, in_process:
+    with tempfile.TemporaryDirectory() as folder, in_process, _no_headers():
         path = Path(folder, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")
+
+
+@contextmanager
+def _no_headers() -> Iterator[None]:
+    """While entered, Inductor compiles no C++ header beforehand. It would run the C++ compiler to
+    see whether the one that it has is stale, also where nothing is to be compiled with it."""
+    module: Any = codecache
+    before = getattr(module, "_precompile_header", None)
+    module._precompile_header = lambda *args, **options: ""
+    try:
+        yield
+    finally:
+        module._precompile_header = before
 
 
 def _names(instruction_sets: Sequence[Any]) -> str:
