@@ -33,7 +33,6 @@ from torch.utils._sympy.printers import PythonPrinter
 from graphrt.errors import ConfigError, UnrecordedCodeError
 from graphrt.source import caller_source
 
-_CACHE_STATE = "autotune_cache_state"
 _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
@@ -115,7 +114,8 @@ def _mark_tuned() -> None:
     """
     for module in PyCodeCache.modules:
         for kernel in vars(module).values():
-            if (getattr(kernel, "autotune_cache_info", None) or {}).get(_CACHE_STATE) == "hit":
+            about = getattr(kernel, "__dict__", {}).get("autotune_cache_info") or {}
+            if about.get("autotune_cache_state") == "hit":
                 for result in kernel.compile_results:
                     result.config.found_by_coordesc = True
 
