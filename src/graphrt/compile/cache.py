@@ -105,17 +105,10 @@ class CompileCache:
         try:
             self.prepare()
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(unfinished, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(unfinished)
-                raise
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                unfinished = Path(folder, path.name)
+                unfinished.write_bytes(data)
+                unfinished.replace(path)
         except OSError as error:
             self._is_read_only = True
             warnings.warn(
@@ -136,19 +129,19 @@ class CompileCache:
     def without_inductor_folder(self) -> Iterator[None]:
         """While entered, Inductor's own caches are empty. What they held is gone afterwards, unless
         this raises, for then it was good."""
-        place = Path(tempfile.mkdtemp(dir=self._folder, prefix="inductor-"))
-        try:
+        with tempfile.TemporaryDirectory(
+            dir=self._folder, prefix="inductor-", ignore_cleanup_errors=True
+        ) as place:
+            held = Path(place, "held")
             with suppress(FileNotFoundError):  # Another process may have done so.
-                self.inductor_folder.rename(place / "held")
+                self.inductor_folder.rename(held)
             try:
                 yield
             except BaseException:
                 shutil.rmtree(self.inductor_folder, ignore_errors=True)
                 with suppress(OSError):
-                    (place / "held").rename(self.inductor_folder)
+                    held.rename(self.inductor_folder)
                 raise
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
 
     def entries(self) -> Iterator[CacheEntry]:
         """Every entry, the newest first."""
