@@ -19,6 +19,7 @@ import torch._dynamo
 import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
+from torch._dynamo.device_interface import get_interface_for_device
 from torch._inductor import codecache, config as inductor_config, utils as inductor_utils
 from torch._inductor.codecache import PyCodeCache, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
@@ -353,7 +354,8 @@ def device_name(device: torch.device) -> str:
         capability = torch.backends.cpu.get_cpu_capability()
         return f"{capability} {compiler} {get_compiler_version_info(compiler)}"
     # Not Inductor's own question, which hashes the source of Triton to say its version too.
-    return f"{torch.cuda.get_device_name(device)} {DeviceProperties.create(device)}"
+    about = get_interface_for_device(device).get_device_properties(device)
+    return f"{about.name} {DeviceProperties.create(device)}"
 
 
 # -- calls of compiled code
