@@ -79,7 +79,7 @@ class CompileCache:
         ):
             if header.get(name) != expected:
                 return reason
-        return payload if _is_whole(header, payload) else CacheMiss.CORRUPT
+        return payload
 
     def write(self, key: str, payload: bytes, about: Mapping[str, Any]) -> bool:
         """Put an entry in place at once. False, with one warning, where the folder takes none."""
@@ -105,17 +105,10 @@ class CompileCache:
         try:
             self.prepare()
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(unfinished, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(unfinished)
-                raise
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                unfinished = Path(folder, path.name)
+                unfinished.write_bytes(data)
+                unfinished.replace(path)
         except OSError as error:
             self._is_read_only = True
             warnings.warn(
@@ -136,19 +129,19 @@ class CompileCache:
     def without_inductor_folder(self) -> Iterator[None]:
         """While entered, Inductor's own caches are empty. What they held is gone afterwards, unless
         this raises, for then it was good."""
-        place = Path(tempfile.mkdtemp(dir=self._folder, prefix="inductor-"))
-        try:
+        with tempfile.TemporaryDirectory(
+            dir=self._folder, prefix="inductor-", ignore_cleanup_errors=True
+        ) as place:
+            held = Path(place, "held")
             with suppress(FileNotFoundError):  # Another process may have done so.
-                self.inductor_folder.rename(place / "held")
+                self.inductor_folder.rename(held)
             try:
                 yield
             except BaseException:
                 shutil.rmtree(self.inductor_folder, ignore_errors=True)
                 with suppress(OSError):
-                    (place / "held").rename(self.inductor_folder)
+                    held.rename(self.inductor_folder)
                 raise
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
 
     def entries(self) -> Iterator[CacheEntry]:
         """Every entry, the newest first."""
@@ -167,10 +160,10 @@ class CompileCache:
     def is_good(entry: CacheEntry) -> bool:
         """Whether it is all there, as it was written."""
         try:
-            header, payload = _parts(entry.path.read_bytes())
+            _parts(entry.path.read_bytes())
         except (OSError, ValueError):
             return False
-        return _is_whole(header, payload)
+        return True
 
     def prune(
         self, *, older_than: float | None = None, max_bytes: int | None = None
@@ -209,23 +202,16 @@ def key_of(factors: Mapping[str, object]) -> str:
 
 
 def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
-    line, found, payload = data.partition(b"\n")
-    if not found:
-        raise ValueError("no header")
-    return _header(line), payload
+    """Header and payload. Errors: ``ValueError`` for a file that is not as it was written."""
+    line, _, payload = data.partition(b"\n")
+    header = _header(line)
+    if header.get("length") != len(payload) or header.get("sha256") != sha256(payload).hexdigest():
+        raise ValueError("another payload")
+    return header, payload
 
 
 def _header(line: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(line)
-    except RecursionError as error:
+        return dict(json.loads(line))
+    except (RecursionError, TypeError) as error:
         raise ValueError("no header") from error
-    if not isinstance(header, dict):
-        raise ValueError("no header")
-    return header
-
-
-def _is_whole(header: Mapping[str, Any], payload: bytes) -> bool:
-    return (
-        header.get("length") == len(payload) and header.get("sha256") == sha256(payload).hexdigest()
-    )
