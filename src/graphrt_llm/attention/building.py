@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from threading import Event, get_ident
 from time import perf_counter
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 import graphrt_llm.attention.flashinfer as flashinfer
+from graphrt_llm.background import Future, in_thread
 from graphrt_llm.kv_cache import KVCache
 
 POLLS_BEFORE_IMPORT = 2
@@ -124,9 +124,7 @@ class LoadedLater:
             self._polls_left -= 1
             return None
         if self._loaded is None:
-            thread = ThreadPoolExecutor(1, "graphrt_llm imports")
-            self._loaded = thread.submit(self._load)
-            thread.shutdown(wait=False)
+            self._loaded = in_thread(self._load)
         if not self._loaded.done():
             return None
         error = self._loaded.exception()
