@@ -369,6 +369,7 @@ def tiny_of(
     capture: Any = "before_serving",
     observer: Any = None,
     sizes: Sequence[int] | None = None,
+    is_first: bool = False,
 ) -> Iterator[LLMEngine]:
     compilation = CompilationConfig(
         cudagraph_mode=mode, cudagraph_capture_sizes=None if sizes is None else tuple(sizes)
