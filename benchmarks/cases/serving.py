@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from benchmarks.cases.engine import (
     NUM_PROMPT,
     engine_of,
     first_graphed_token,
-    serve,
     step_ms,
 )
 from benchmarks.harness import (
@@ -40,7 +39,6 @@ from benchmarks.harness import (
     ratio,
     row,
 )
-from graphrt import StepMetrics
 from graphrt.planner import TraceRequest, read_trace
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.config import CaptureWhen
@@ -204,43 +202,29 @@ def service_row(
     )
 
 
-def one_start(context: int, capture: str) -> dict[str, Any]:
+def one_start(context: int, capture: CaptureWhen) -> dict[str, Any]:
     """Seconds of a start, from before the engine is made; imports and the device are there.
 
-    ``first_token``: by priority, to the first graphed token. ``by_priority``: then, idle, until
-    every key is captured with the attention backend that serves in the end. ``before_serving``:
-    until every key is captured.
+    ``by_priority``: to the first graphed token. ``before_serving``: until every key is captured.
     """
     torch.cuda.synchronize()
-    metrics, started = StepMetrics(), perf_counter()
-    when: CaptureWhen = "before_serving" if capture == "before_serving" else "by_priority"
-    with engine_of(
-        "qwen3-0.6b", context=context, capture=when, observer=metrics, is_first=True
-    ) as engine:
+    started = perf_counter()
+    with engine_of("qwen3-0.6b", context=context, capture=capture, is_first=True) as engine:
         found: dict[str, Any] = {"engine": perf_counter() - started}
         if capture == "before_serving":
             engine.capture()
+            found["every key"] = perf_counter() - started
         else:
             first_graphed_token(engine, seed=0)
             found["first token"] = perf_counter() - started
-            found["attention at first token"] = engine.attention.reason
-            if capture == "first_token":
-                return found
-            before = serve(engine, 1, 16, seed=1)
-            while engine.is_building or engine.runtime.report().missing:
-                engine.step()
-                # Compilers use the same processors, and an idle step may do nothing.
-                sleep(0.001)
-            after = serve(engine, 1, 16, seed=1)
-            found["tokens before and after are equal"] = before == after
-        found["every key"] = perf_counter() - started
         found["attention"] = engine.attention.reason
-        found["switches"] = metrics.snapshot().lifetimes.withdrawals
         found["keys"] = len(engine.runtime.report().graphs)
     return found
 
 
-def start_of_its_own(context: int, capture: str, caches: Path | None = None) -> Mapping[str, Any]:
+def start_of_its_own(
+    context: int, capture: CaptureWhen, caches: Path | None = None
+) -> Mapping[str, Any]:
     """``one_start`` in a process that keeps what it compiles in ``caches``; None: where all do."""
     folders = {}
     if caches is not None:
@@ -265,7 +249,9 @@ def start_of_its_own(context: int, capture: str, caches: Path | None = None) -> 
         process.kill()
 
 
-def _send_start(pipe: Connection, folders: Mapping[str, str], context: int, capture: str) -> None:
+def _send_start(
+    pipe: Connection, folders: Mapping[str, str], context: int, capture: CaptureWhen
+) -> None:
     os.environ.update(folders)
     torch.cuda.init()
     pipe.send(one_start(context, capture))
@@ -281,7 +267,6 @@ def cold_starts() -> Iterator[Row]:
         target: float,
         what: str,
         starts: Sequence[Mapping[str, Any]],
-        **config: object,
     ) -> Row:
         figures = [start[what] for start in starts]
         return row(
@@ -293,16 +278,15 @@ def cold_starts() -> Iterator[Row]:
             timed=timed + what,
             context=CONTEXT,
             parts=dict(starts[-1]),
-            **config,
         )
 
     with tempfile.TemporaryDirectory() as folder:
-        cold = start_of_its_own(CONTEXT, "first_token", Path(folder))
-    yield starts_row("", 10.0, "first token", [cold])
+        cold = start_of_its_own(CONTEXT, "by_priority", Path(folder))
+        yield starts_row("", 10.0, "first token", [cold])
+        warm = [start_of_its_own(CONTEXT, "by_priority", Path(folder)) for _ in range(WARM_STARTS)]
+    yield starts_row("-warm", 1.0, "first token", warm)
     # Not timed: it fills this machine's caches, where they are empty.
-    filling = start_of_its_own(CONTEXT, "by_priority")
-    warm = [start_of_its_own(CONTEXT, "first_token") for _ in range(WARM_STARTS)]
-    yield starts_row("-warm", 1.0, "first token", warm, start_before=dict(filling))
+    start_of_its_own(CONTEXT, "before_serving")
     keys: dict[int, list[Mapping[str, Any]]] = {CONTEXT: [], LONG_CONTEXT: []}
     for _ in range(KEYS_BLOCKS):
         for context, starts in keys.items():

@@ -7,7 +7,9 @@ decode step run. A model launches the same few variants again and again: they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import cache, reduce
+from importlib import import_module
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -36,7 +38,10 @@ def hash_triton() -> Future[object]:
     from triton.runtime import cache as of_triton
 
     # A release that has the function elsewhere hashes in the first launch.
-    return in_thread(getattr(of_triton, "triton_key", lambda: None))
+    hashed = in_thread(getattr(of_triton, "triton_key", lambda: None))
+    with suppress(ImportError):  # What a first launch imports too, in releases that have it.
+        import_module("triton.experimental.gluon.nvidia.hopper")
+    return hashed
 
 
 def starts_early(device: torch.device) -> bool:

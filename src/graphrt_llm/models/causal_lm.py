@@ -250,8 +250,9 @@ class CausalLM(nn.Module):
     Weights are undefined until ``load_safetensors`` or ``random_weights`` has filled them, and
     ``attention`` has to be set to a backend over a cache of ``config``. ``group``: the ranks that
     share its experts, or without experts the heads and the MLP of each layer; ``config`` then
-    describes this rank's part. ``num_drafts``: positions behind the context that a step computes
-    too, because a request at its end has drafts, or padding in their place, like any other.
+    describes this rank's part. ``num_positions``: those of a
+    context, and behind it one for each draft, which a step computes too, because a request at its
+    end has drafts, or padding in their place, like any other; None: as many as the model has.
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: Device = "cpu",
         group: RankGroup | None = None,
-        num_drafts: int = 0,
+        num_positions: int | None = None,
     ) -> None:
         super().__init__()
         world = 1 if group is None or config.num_experts else group.world
@@ -285,7 +286,7 @@ class CausalLM(nn.Module):
                 else parameter((config.vocab_size, config.hidden_size), dtype, device)
             )
             self.rotary: Tensor
-            rotary = rotary_table(config, num_drafts).to(device, dtype)
+            rotary = rotary_table(config, num_positions).to(device, dtype)
             self.register_buffer("rotary", rotary, persistent=False)
 
     def forward(
@@ -392,10 +393,10 @@ class SplitLM(nn.Module):
         return logits
 
 
-def rotary_table(config: ModelConfig, num_more: int = 0) -> Tensor:
-    """[max_position_embeddings + num_more, 2, 1, head_dim]: cosines, and signed sines.
+def rotary_table(config: ModelConfig, num_positions: int | None = None) -> Tensor:
+    """[num_positions, 2, 1, head_dim]: cosines, and signed sines, in float32, on the CPU.
 
-    In float32, on the CPU.
+    ``num_positions`` None: ``max_position_embeddings``.
 
     The first half of the sines is negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
     The axis of 1 is for heads. Always float32, because checkpoints were trained with its roundings:
@@ -413,7 +414,8 @@ def rotary_table(config: ModelConfig, num_more: int = 0) -> Tensor:
         span = scaling.high_freq_factor - scaling.low_freq_factor
         kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    positions = torch.arange(config.max_position_embeddings + num_more, dtype=torch.float32)
+    count = config.max_position_embeddings if num_positions is None else num_positions
+    positions = torch.arange(count, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
