@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, get_args
 from zlib import crc32
@@ -24,6 +25,7 @@ from graphrt import (
     Runtime,
     RuntimeConfig,
     agree_least,
+    compare,
     make_device,
     rank_variables,
     resolve,
@@ -38,6 +40,8 @@ from graphrt_llm.attention import (
     make_attention,
     make_cold_attention,
 )
+from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.background import in_thread
 from graphrt_llm.blocks import blocks_for
 from graphrt_llm.collectives import RankGroup
 from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
@@ -103,6 +107,7 @@ def assemble(
     weight reader and of ``Runtime``.
     """
     _check(model_config, config, ranks)
+    dtype = _dtype(model_config, config)
     if ranks is not None:
         is_random = model_dir is None or config.load_format == "dummy"
         _check_alike(model_config, config, ranks, is_random=is_random)
@@ -113,7 +118,11 @@ def assemble(
         group = _group(model_config, config, device, ranks)
         if group is not None:
             undo.callback(group.close)
-        model = _load(model_config, config, model_dir, device, group)
+        # By priority the first step is soon.
+        loads = device.name == "cuda" and config.capture == "by_priority"
+        load = partial(_load_kernels, model_config, dtype, device.torch_device)
+        loaded = in_thread(load) if loads else None
+        model = _load(model_config, config, dtype, model_dir, device, group)
         # Of this rank's part, where ranks share each layer.
         model_config = model.config
         if config.runtime.max_loras:
@@ -179,6 +188,8 @@ def assemble(
             observer=observer,
             ranks=ranks,
         )
+        if loaded is not None:
+            loaded.result()
         undo.pop_all()  # From here on the engine closes them.
     is_cuda = device.torch_device.type == "cuda"
     return EngineParts(
@@ -197,6 +208,19 @@ def assemble(
         serves_alike=config.tensor_parallel,
         lora=model.lora,
     )
+
+
+def _load_kernels(model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Run PyTorch's kernels of a prompt, and of the check of its graph: the driver loads a kernel
+    at its first launch, these in 0.2 s, outside of the interpreter's lock."""
+    cache = KVCache(model_config, num_blocks=2, block_size=1, dtype=dtype, device=device)
+    SdpaAttention(cache).load_kernels()
+    logits = cache.tensor.new_zeros(2, 8)
+    results = [
+        {"logits": logits + number, "tokens": logits.argmax(-1) + number} for number in range(2)
+    ]
+    for tolerance in (None, {logits.dtype: 2.0}):
+        compare(*results, tolerance=tolerance, chosen_from={"tokens": "logits"})
 
 
 def _check(model_config: ModelConfig, config: EngineConfig, ranks: Exchange | None) -> None:
@@ -359,13 +383,8 @@ def _group(
     return RankGroup(ranks.rank, world, device.torch_device, timeout_s, ranks)
 
 
-def _load(
-    model_config: ModelConfig,
-    config: EngineConfig,
-    model_dir: Path | None,
-    device: Device,
-    group: RankGroup | None,
-) -> CausalLM:
+def _dtype(model_config: ModelConfig, config: EngineConfig) -> torch.dtype:
+    """Errors: ``EngineConfigError`` for that of a checkpoint that is none to compute in."""
     name = config.dtype or model_config.checkpoint_dtype or "float32"
     if name not in get_args(DType):
         raise EngineConfigError(
@@ -375,8 +394,20 @@ def _load(
             do="name the dtype to compute in.",
         )
     dtype: torch.dtype = getattr(torch, name)
-    num_drafts = config.runtime.num_speculative_tokens
-    model = CausalLM(model_config, dtype, device.torch_device, group, num_drafts)
+    return dtype
+
+
+def _load(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    model_dir: Path | None,
+    device: Device,
+    group: RankGroup | None,
+) -> CausalLM:
+    context = config.max_model_len or model_config.max_position_embeddings
+    num_positions = context + config.runtime.num_speculative_tokens
+    model = CausalLM(model_config, dtype, device.torch_device, group, num_positions)
     if model_dir is None or config.load_format == "dummy":
         random_weights(model, seed=config.seed)
     else:
