@@ -26,21 +26,19 @@ from weakref import ReferenceType
 import torch
 
 from graphrt.errors import VerificationError
-from graphrt.graphs.reachable import (
+from graphrt.graphs.places import (
     MISSING,
-    Reach,
-    Walk,
     attributes_of,
     holds_objects,
     is_array,
     is_host_scalar,
     plain_array,
-    reach,
     read_attribute,
     read_cell,
     read_context,
     read_global,
 )
+from graphrt.graphs.reachable import Reach, Walk, reach
 from graphrt.graphs.values import tensors_of
 
 # The containers of a module that hold its parts; those of hooks are the caller's business.

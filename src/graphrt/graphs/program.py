@@ -29,7 +29,7 @@ from graphrt.errors import (
 from graphrt.graphs.generated import make_function
 from graphrt.graphs.held import HeldTensor, Lookup, Reads
 from graphrt.graphs.nesting import ReplayInProgress
-from graphrt.graphs.reachable import Place
+from graphrt.graphs.places import Place
 from graphrt.graphs.signature import Checker, InputLeaf, Signature, StaleCheck, generate_checker
 from graphrt.graphs.values import Path, bytes_of, format_path, same_host_value, storage_start, walk
 
