@@ -37,6 +37,7 @@ from graphrt.graphs.places import (
     read_cell,
     read_context,
     read_global,
+    read_script,
 )
 from graphrt.graphs.reachable import Reach, Walk, reach
 from graphrt.graphs.values import tensors_of
@@ -56,7 +57,9 @@ _OF_THE_WHOLE = ("length", "keys", "contents", "type", "call")
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
-Kind = Literal["object", "container", "array", "cell", "global", "class", "slot", "context"]
+Kind = Literal[
+    "object", "container", "array", "cell", "global", "class", "slot", "context", "script"
+]
 
 MAX_ARRAY_BYTES = 1 << 20
 """What runs change in a larger array is seen only if code names the array."""
@@ -210,6 +213,7 @@ _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "global": read_global,
     "slot": read_attribute,
     "context": read_context,
+    "script": read_script,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
 _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
@@ -220,6 +224,10 @@ _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
     "class": (type.__setattr__, type.__delattr__),
     "slot": (object.__setattr__, object.__delattr__),
     "context": (lambda variable, _, value: variable.set(value), _unset),
+    "script": (
+        lambda kept, name, value: kept.setattr(name, value),
+        lambda kept, name: kept.setattr(name, None),
+    ),
 }
 
 
@@ -330,7 +338,7 @@ class HostSnapshot:
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
             path, owner, name, kind = place.path, place.owner, place.name, place.kind
-            if kind == "cell" or kind == "global" or kind == "context":
+            if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)
             elif kind == "member":
                 base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
@@ -368,7 +376,7 @@ class HostSnapshot:
             self._add(path, own, "object")
             registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
             for name in registers:
-                if name in own:  # A scripted module keeps them elsewhere.
+                if isinstance(own.get(name), _CONTAINERS):  # TorchScript keeps them elsewhere.
                     self._add(path, own[name], "object")
             for name, item in own.items():
                 if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:

@@ -40,6 +40,7 @@ PlaceKind = Literal[
     "keys",
     "type",
     "call",
+    "script",
 ]
 
 MAX_ITEMS = 4096
@@ -288,6 +289,11 @@ def read_context(owner: ContextVar[Any] | OfThread, _: object) -> Any:
     return owner.get(MISSING)
 
 
+def read_script(owner: Any, name: str) -> Any:
+    """An attribute of a TorchScript module, which C++ keeps."""
+    return owner.getattr(name) if owner.hasattr(name) else MISSING
+
+
 def _read_default(owner: FunctionType, name: str) -> Any:
     return dict(defaults_of(owner)).get(name, MISSING)
 
@@ -309,6 +315,7 @@ _READ = {
     "keys": lambda owner, _: tuple(owner),
     "type": lambda owner, _: code_of(owner),
     "call": lambda owner, _: owner(),
+    "script": read_script,
 }
 
 

@@ -65,6 +65,7 @@ from graphrt.graphs.places import (
     read_attribute,
     read_cell,
     read_context,
+    read_script,
 )
 from graphrt.graphs.values import parameters_of
 
@@ -457,11 +458,11 @@ class Walk:
         prefix = f"{path}." if path else ""
         places = self._places
         own = vars(module)
+        if issubclass(type(module), torch.jit.ScriptModule):
+            self._enter_script(prefix, module)
+            return
         for kind, register in tuple(REGISTERS.items())[:2]:
-            values = own.get(register)
-            if values is None:  # A scripted module keeps them elsewhere.
-                values = dict(getattr(module, register).items())
-            for name, value in values.items():
+            for name, value in own[register].items():
                 places.append(Place(prefix + name, module, name, kind, value))
         self._enter_attributes(path, module, own)
         if issubclass(type(module), _CONTAINERS):
@@ -472,6 +473,19 @@ class Walk:
                 self._add(Place(f"{prefix}{name}[{key}]", own[name], key, "item", hook))
         for name, child in module._modules.items():
             self._add(Place(prefix + name, module, name, "submodule", child))
+
+    def _enter_script(self, prefix: str, module: Any) -> None:
+        """A module of TorchScript: of its attributes, those that its code names."""
+        kept = module._c
+        graphs = (kept._get_method(name).graph for name in kept._method_names())
+        named = [node.s("name") for graph in graphs for node in graph.findAllNodes("prim::GetAttr")]
+        children = vars(module._modules)["_python_modules"]
+        for name in dict.fromkeys(named):
+            value = read_script(kept, name)
+            if is_tensor(value) or is_host_scalar(value):
+                self._places.append(Place(prefix + name, kept, name, "script", value))
+        for name, child in children.items():
+            self._add(Place(prefix + name, children, name, "item", child))
 
     def _enter_object(self, path: str, value: Any) -> None:
         known = self._class_of(value)
