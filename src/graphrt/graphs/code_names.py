@@ -32,6 +32,11 @@ class Names(NamedTuple):
     """Those of which an attribute is read whose name is no constant, and how it begins."""
     imports: dict[tuple[str, int], None]
     """What is imported when it runs, and by how many levels above its package."""
+    asked_by: set[tuple[str, str]]
+    """What is asked for a key that is no constant, and the variable or attribute that is the key;
+    empty if it is computed."""
+    lines: dict[str, int]
+    """The first line that reads a global variable or an attribute."""
 
 
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD"))
@@ -40,6 +45,7 @@ _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_M
 _THROUGH = "len list tuple set dict sorted sum min max any all iter enumerate"
 _GOES_THROUGH = frozenset(_THROUGH.split())
 """Built-in functions of which one argument is gone through or counted."""
+_WRITES_ALL = frozenset(("update", "copy", "clear", "pop", "setdefault"))
 _MAKING = frozenset(("BUILD_STRING", "BINARY_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"))
 _STORES = "setdefault update pop popitem clear append appendleft extend add"
 _STORING = frozenset(_STORES.split())
@@ -48,19 +54,29 @@ _STORING = frozenset(_STORES.split())
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Names:
     steps = list(dis.get_instructions(code))
+    line = code.co_firstlineno
     first = code.co_varnames[0] if code.co_argcount else None
     strings: set[str | int] = {item for item in code.co_consts if type(item) in (str, int)}
-    found = Names(set(), set(), {}, strings, set(), set(), set(), set(), set(), {})
+    found = Names(set(), set(), {}, strings, set(), set(), set(), set(), set(), {}, set(), {})
     aliases: dict[str, str] = {}
     previous: Any = None
     for index, step in enumerate(steps):
         name, value, last = step.opname, step.argval, steps[index - 1]
+        line = getattr(step.positions, "lineno", None) or line
+        if name in _LOADS or name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            found.lines.setdefault(value, line)
         if name in _LOADS:
             is_own = previous is not None and previous.opname.startswith("LOAD_FAST")
             loaded = previous.argval if is_own else None
             if isinstance(loaded, tuple):  # Later releases load two variables at once.
                 loaded = loaded[-1]
             (found.own if is_own and loaded == first else found.attributes).add(value)
+            following = steps[index + 1]
+            if value == "__dict__" and following.opname != "LOAD_CONST":
+                if following.argval not in _WRITES_ALL:
+                    found.guessed.add((str(last.argval), ""))
+            elif value == "getenv":
+                found.asked_by.add((value, _argument_of(steps, index)))
             if value in _STORING:
                 found.stored.add(str(last.argval))
             elif value == "get":
@@ -70,8 +86,13 @@ def names_in(code: CodeType) -> Names:
                 ]
                 if of_call[:1] != ["LOAD_CONST"] or not _MAKING.isdisjoint(of_call):
                     found.computed.add(str(last.argval))
+                    found.asked_by.add((str(last.argval), _argument_of(steps, index)))
         elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
             found.globals[value] = None
+            if value == "getenv":
+                found.asked_by.add((value, _argument_of(steps, index)))
+            elif value == "vars":
+                found.guessed.update(_owner_of_vars(steps, index))
             if value == "getattr":
                 found.guessed.update(_guessed_of(steps, index))
         elif name == "LOAD_CONST" and type(value) is str and previous is not None:
@@ -90,7 +111,10 @@ def names_in(code: CodeType) -> Names:
             if last.opname == "COPY":  # ``owner[key] += 1``
                 found.stored.add(_container_of(steps, index - 2))
             else:
-                found.computed.add(_container_of(steps, index))
+                container = _container_of(steps, index)
+                found.computed.add(container)
+                is_plain = last.opname.startswith("LOAD_") and type(last.argval) is str
+                found.asked_by.add((container, last.argval if is_plain else ""))
         elif name == "IMPORT_NAME":
             found.imports[value, steps[index - 2].argval] = None
         elif name == "IMPORT_FROM":
@@ -126,6 +150,33 @@ def names_in(code: CodeType) -> Names:
                 merged.update(more)
             found.attributes.update(nested.own)
     return found
+
+
+def _argument_of(steps: Sequence[dis.Instruction], index: int) -> str:
+    """The variable or attribute that a call takes first, of a function that is loaded here; empty
+    where that is computed."""
+    loads: list[dis.Instruction] = []
+    for step in steps[index + 1 :]:
+        if step.opname.startswith("LOAD_"):
+            loads.append(step)
+        elif step.opname not in ("PUSH_NULL", "PRECALL"):
+            is_plain = "CALL" in step.opname and loads and loads[0].opname != "LOAD_CONST"
+            return str(loads[-1 if step.arg == 1 else 0].argval) if is_plain else ""
+    return ""
+
+
+def _owner_of_vars(steps: Sequence[dis.Instruction], index: int) -> set[tuple[str, str]]:
+    """Whose attributes ``vars``, loaded here, gives under names that are no constants."""
+    for number, step in enumerate(steps[index + 1 :], index + 1):
+        if step.opname == "CALL":
+            following = steps[number + 1]
+            is_read = following.opname != "LOAD_CONST" and following.argval not in _WRITES_ALL
+            return (
+                {(str(steps[number - 1 - (steps[number - 1].opname == "PRECALL")].argval), "")}
+                if is_read
+                else set()
+            )
+    return set()
 
 
 def _goes_through(steps: Sequence[dis.Instruction], index: int) -> bool:

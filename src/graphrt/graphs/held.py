@@ -160,6 +160,8 @@ class Reads:
         self._used = used
         self.now: Sequence[Place] = self.values
         """The host values, as of the last look for a capture."""
+        self.unwatched = found.unwatched
+        """What it reads and nothing compares."""
         self.prepared = frozenset(
             place.path for place in self._found if id(place.owner) in of_resources
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
+import gc
+import io
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,7 @@ from types import (
     MemberDescriptorType,
 )
 from typing import Any, Literal, NamedTuple
+from weakref import ReferenceType
 
 import torch
 
@@ -41,10 +44,14 @@ PlaceKind = Literal[
     "type",
     "call",
     "script",
+    "memo",
+    "target",
 ]
 
 MAX_ITEMS = 4096
 """Of a container with more items, only those under a string that the code names are followed."""
+MAX_TEXT = 1 << 20
+"""A longer text in memory is not compared, because each look would copy all of it."""
 _BYTES_OF_A_PART, _ITEMS_OF_A_PART = 4096, 256
 _CDATA = ctypes.c_int.__mro__[-2]
 """Of every ctypes value: numbers, arrays, structures, pointers; of no library."""
@@ -112,7 +119,22 @@ def has_contents(value: Any) -> bool:
         return len(value) > MAX_ITEMS
     if is_array(value):
         return bool(value.nbytes)
-    return issubclass(kind, (bytearray, array.array, memoryview, _CDATA))
+    if issubclass(kind, io.StringIO):
+        return len(_text_of(value)) <= MAX_TEXT
+    return issubclass(kind, (bytearray, array.array, memoryview, _CDATA, io.BytesIO))
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return io.StringIO.getvalue(value)
+    except ValueError:  # One that was closed holds nothing.
+        return ""
+
+
+def _view_of(value: Any) -> memoryview:
+    """Its bytes. Errors: ``ValueError`` where it was released or closed."""
+    is_file = issubclass(type(value), io.BytesIO)
+    return io.BytesIO.getbuffer(value) if is_file else memoryview(value)
 
 
 def contents_of(value: Any) -> tuple[Any, ...]:
@@ -126,8 +148,11 @@ def _num_parts(value: Any) -> int:
         return -(-len(value) // _ITEMS_OF_A_PART)
     if is_array(value):
         return -(-int(value.size) // _items_of_a_part(value))
+    if issubclass(type(value), io.StringIO):
+        return -(-len(_text_of(value)) // _BYTES_OF_A_PART)
     try:
-        return -(-memoryview(value).nbytes // _BYTES_OF_A_PART)
+        with _view_of(value) as view:
+            return -(-view.nbytes // _BYTES_OF_A_PART)
     except ValueError:  # One that was released holds nothing.
         return 0
 
@@ -152,8 +177,12 @@ def part_of(value: Any, number: int) -> Any:
         if holds_objects(value):  # One by one: NumPy copies no slice of strings without harm.
             return tuple(flat[place] for place in range(first, min(end, value.size)))
         return hash(flat[first:end].tobytes())
+    if issubclass(kind, io.StringIO):
+        text = _text_of(value)
+        first = (number - 1) * _BYTES_OF_A_PART
+        return text[first : first + _BYTES_OF_A_PART] if number else len(text)
     try:
-        view = memoryview(value)
+        view = _view_of(value)
     except ValueError:  # One that was released.
         return None
     with view:
@@ -294,6 +323,25 @@ def read_script(owner: Any, name: str) -> Any:
     return owner.getattr(name) if owner.hasattr(name) else MISSING
 
 
+def read_memo(owner: dict[Any, Any], name: Any) -> Any:
+    """What a ``functools`` cache remembers for arguments."""
+    found = dict.get(owner, name, MISSING)
+    return gc.get_referents(found)[1] if type(found) in _LINKS else found
+
+
+def memos_of(cache: Any) -> dict[Any, Any]:
+    """The dict in which a ``functools`` cache keeps its results, by arguments."""
+    own = attributes_of(cache)
+    found = (each for each in gc.get_referents(cache) if type(each) is dict and each is not own)
+    return next(found, {})
+
+
+def _link_type() -> type:
+    cache = functools.lru_cache(maxsize=1)(lambda: None)
+    cache()
+    return next(type(link) for link in memos_of(cache).values())
+
+
 def _read_default(owner: FunctionType, name: str) -> Any:
     return dict(defaults_of(owner)).get(name, MISSING)
 
@@ -316,6 +364,8 @@ _READ = {
     "type": lambda owner, _: code_of(owner),
     "call": lambda owner, _: owner(),
     "script": read_script,
+    "memo": read_memo,
+    "target": lambda owner, _: id(ReferenceType.__call__(owner)),
 }
 
 
@@ -387,3 +437,7 @@ def defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def is_foreign(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in _FOREIGN
+
+
+_LINKS = (_link_type(),)
+"""What stands in a ``functools`` cache of limited size in place of a result."""

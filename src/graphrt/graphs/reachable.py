@@ -28,12 +28,13 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
 from threading import get_ident
 from types import (
+    BuiltinMethodType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -41,12 +42,12 @@ from types import (
     ModuleType,
 )
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
 from graphrt.config.environment import environment_entries
-from graphrt.graphs.code_names import names_in
+from graphrt.graphs.code_names import Names, names_in
 from graphrt.graphs.places import (
     MAX_ITEMS,
     MISSING,
@@ -62,12 +63,23 @@ from graphrt.graphs.places import (
     is_foreign,
     is_host_scalar,
     is_tensor,
+    memos_of,
     read_attribute,
     read_cell,
     read_context,
+    read_memo,
     read_script,
 )
+from graphrt.graphs.unwatched import (
+    ASKED_OF_LOGGERS,
+    ELSEWHERE,
+    READS_ELSEWHERE,
+    Unwatched,
+    held_by,
+    why_unread,
+)
 from graphrt.graphs.values import parameters_of
+from graphrt.source import Source
 
 MAX_OBJECTS = 200_000
 """A walk ends after so many objects."""
@@ -85,6 +97,8 @@ class Reach(NamedTuple):
     lasting: Reach | None
     """Without what context variables, thread-local and weak containers alone lead to; None if that
     is all."""
+    unwatched: tuple[Unwatched, ...] = ()
+    """What it reads and what no place says."""
 
 
 def reach(target: object) -> Reach:
@@ -95,8 +109,6 @@ def reach(target: object) -> Reach:
     return Walk(target).follow(target)
 
 
-_BAGS = {"types": (), "argparse": (), "collections": ("data", "maps")}
-"""Of the standard library, where an object holds what the user put into it, and where."""
 # What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
 _MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -110,7 +122,9 @@ _NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
 _SEQUENCES = (dict, list, tuple, set, frozenset, deque)
 _GETTERS_BY_NAME = (operator.attrgetter, operator.methodcaller)
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
-_FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
+_WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
+_FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
+_CACHE = type(functools.lru_cache(lambda: None))
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
 
@@ -225,6 +239,12 @@ class Walk:
         """What break points run."""
         self._fleeting: list[tuple[str, Any]] = []
         self._large: list[tuple[str, dict[Any, Any]]] = []
+        self._loggers: list[tuple[str, Any]] = []
+        self._asked_by: set[tuple[str, str]] = set()
+        self._told: dict[Any, Unwatched] = {}
+        """What code calls and cannot be compared, by name and code."""
+        self._unread: dict[int, tuple[str, Any, str]] = {}
+        """By id, what was met and cannot be compared: its path, it, and why."""
         self._methods: list[tuple[FunctionType, _Class]] = []
         """Named, and not read yet."""
 
@@ -242,14 +262,15 @@ class Walk:
         return found
 
     def _run(self, path: str, target: object) -> Reach:
-        self._places, self._objects, self._unnamed = [], {}, {}
+        self._places, self._objects, self._unnamed, self._unread = [], {}, {}, {}
         self._skipped.clear()
         self._enter_all([(path, target)])
         outside = self._found() if self._broken else None
         self._enter_broken()
         lasting = None
         if self._fleeting:
-            found, own = self._found(outside), list(self._places_of_thread())
+            own = list(self._places_of_thread())
+            found = self._found(outside)
             lasting = found._replace(places=(*found.places, *own))
         while self._fleeting:
             fleeting, self._fleeting, self._stack = self._fleeting, [], []
@@ -272,13 +293,35 @@ class Walk:
                 value = here.get(None)
                 if self._stands_alone(value):
                     yield Place(path, here._replace(value=value), None, "context", value)
-            elif isinstance(owner, threading.local) and self._may_enter(owner):
+                self._note_elsewhere(path, value)
+            elif issubclass(type(owner), ReferenceType):
+                target = ReferenceType.__call__(owner)
+                if target is not None and id(target) not in self._seen:
+                    yield Place(f"{path}()", owner, None, "target", id(target))
+                    yield from self._alone_in(f"{path}()", target, attributes_of(target))
+            elif not issubclass(type(owner), threading.local):
+                self._note_elsewhere(path, owner)
+            elif self._may_enter(owner):
                 own = threading.local.__getattribute__(owner, "__dict__")
                 asked = self._asked.get(path.rpartition(".")[2], ())
-                for name in {**own, **dict.fromkeys(asked)}:
-                    value = own.get(name, MISSING)
-                    if self._stands_alone(value):
-                        yield Place(f"{path}.{name}", own, name, "item", value)
+                yield from self._alone_in(path, owner, own, {**own, **dict.fromkeys(asked)})
+
+    def _alone_in(
+        self, path: str, owner: Any, own: Mapping[str, Any], names: Iterable[str] = ()
+    ) -> Iterator[Place]:
+        """What stands in an object itself; the object may go, so that nothing keeps it."""
+        if type(own) is not dict or is_tensor(owner):
+            self._note_elsewhere(path, owner)
+            return
+        for name in names or self._names.intersection(own):
+            value = own.get(name, MISSING)
+            if self._stands_alone(value):
+                yield Place(f"{path}.{name}", own, name, "item", value)
+            self._note_elsewhere(f"{path}.{name}", value)
+
+    def _note_elsewhere(self, path: str, value: object) -> None:
+        if not (self._stands_alone(value) or id(value) in self._seen):
+            self._unread.setdefault(id(value), (path, value, ELSEWHERE))
 
     @staticmethod
     def _stands_alone(value: object) -> bool:
@@ -290,6 +333,8 @@ class Walk:
     def _enter_fleeting(self, path: str, value: Any) -> None:
         if isinstance(value, ContextVar):
             self._add(Place(path, value, None, "context", read_context(value, None)))
+        elif issubclass(type(value), ReferenceType):
+            self._stack.append((f"{path}()", ReferenceType.__call__(value)))
         elif not isinstance(value, threading.local):
             self._stack.append((path, value.data))
         elif self._may_enter(value):
@@ -307,15 +352,18 @@ class Walk:
                 # What was found first is entered first.
                 stack[first:] = reversed(stack[first:])
             if not stack:
-                self._enter_large()
+                self._enter_late()
                 self._name_guessed()
+        for path, value in stack[:1]:
+            self._unread[id(value)] = path, value, f"a walk ends after {MAX_OBJECTS} objects"
 
     def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
         unnamed = (place for places in self._unnamed.values() for place in places)
         places = [*self._places, *(place for place in unnamed if place.kind != "member")]
         places += [*self._methods_of_classes(), *self._of_the_process()]
         places += self._not_there()
-        return Reach(tuple(places), dict(self._objects), outside_breaks, lasting)
+        unwatched = tuple(self._told_unwatched())
+        return Reach(tuple(places), dict(self._objects), outside_breaks, lasting, unwatched)
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -357,7 +405,22 @@ class Walk:
             self._enter_object(path, value)
             if not has_contents(value):
                 return
+        else:
+            self._enter_builtin(path, value)
         self._objects.setdefault(path, value)
+
+    def _enter_builtin(self, path: str, value: Any) -> None:
+        """Views of a dict, iterators, methods of built-in types: what they refer to."""
+        if type(value) is BuiltinMethodType:
+            self._stack.append((path, value.__self__))
+        elif issubclass(type(value), (KeysView, ValuesView, ItemsView, Iterator)):
+            self._stack += [(path, found) for found in gc.get_referents(value)]
+        self._note_unread(path, value)
+
+    def _note_unread(self, path: str, value: Any) -> None:
+        because = "" if has_contents(value) else why_unread(value)
+        if because:
+            self._unread.setdefault(id(value), (path, value, because))
 
     def _add(self, place: Place) -> None:
         """List a place; follow what stands there."""
@@ -380,6 +443,9 @@ class Walk:
             for key, item in dict.items(value):
                 self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
         elif len(value) > MAX_ITEMS:
+            if not (has_contents(value) and all(map(is_host_scalar, value))):
+                because = f"of more than {MAX_ITEMS} elements, none is followed"
+                self._unread.setdefault(id(value), (path, value, because))
             return
         elif issubclass(kind, (set, frozenset)):
             for item in value:
@@ -392,9 +458,16 @@ class Walk:
         if kind.__module__ not in ("builtins", "collections"):
             self._enter_object(path, value)
 
-    def _enter_large(self) -> None:
-        """Of containers that are too large, what the code names. After the code is known."""
+    def _enter_late(self) -> None:
+        """Of containers that are too large, what the code names, and loggers that it asks. After
+        the code is known."""
+        if not ASKED_OF_LOGGERS.isdisjoint(self._names):
+            loggers, self._loggers = self._loggers, []
+            for path, value in loggers:
+                self._enter_held(path, value)
         for path, value in self._large:
+            because = f"of more than {MAX_ITEMS} entries, only those that code names are followed"
+            self._unread.setdefault(id(value), (path, value, because))
             for name in self._strings:
                 item = dict.get(value, name, MISSING)
                 if item is not MISSING:
@@ -414,7 +487,12 @@ class Walk:
             hooks = getattr(torch.nn.modules.module, f"_global{name}")
             yield _length(f"torch.nn.modules.module._global{name}", hooks, len(hooks))
         own = environment_entries()
-        for name in (*self._asked.get("environ", ()), *self._asked.get("getenv", ())):
+        names = [*self._asked.get("environ", ()), *self._asked.get("getenv", ())]
+        keys = {key for owner, key in self._asked_by if owner in ("environ", "getenv")}
+        for place in self._places if keys else ():
+            if type(place.value) is str and place.path.rpartition(".")[2] in keys:
+                names.append(place.value)
+        for name in dict.fromkeys(names):
             key = os.fsencode(name)
             yield Place(f"os.environ[{name!r}]", own, key, "item", own.get(key, MISSING))
 
@@ -492,13 +570,40 @@ class Walk:
         runnable = attributes_of(value).get("runnable") if known.is_foreign else None
         if runnable is not None:  # A wrapper of graphrt.
             self._stack.append((path, runnable))
-        elif not is_foreign(type(value).__module__) or type(value).__module__ in _BAGS:
-            known.own.update(_BAGS.get(type(value).__module__, ()))
+        elif not is_foreign(type(value).__module__):
             self._objects.setdefault(path, value)
             self._enter_attributes(path, value, attributes_of(value))
+        elif type(value).__module__ == "logging":
+            self._loggers.append((path, value))
+        else:
+            self._enter_held(path, value)
+        if type(value) is _CACHE:
+            self._enter_memos(path, value)
         wrapped = attributes_of(value).get("__wrapped__")
         if wrapped is not None:  # functools.lru_cache and its like
             self._stack.append((path, wrapped))
+
+    def _enter_held(self, path: str, value: Any) -> None:
+        """An object of torch's, NumPy's or the standard library's: what it is known to hold."""
+        names = held_by(type(value))
+        if names is None:
+            self._note_unread(path, value)
+            return
+        attributes = attributes_of(value)
+        self._class_of(value).own.update(attributes if "*" in names else names)
+        self._objects.setdefault(path, value)
+        self._enter_attributes(path, value, attributes)
+
+    def _enter_memos(self, path: str, cache: Any) -> None:
+        """What a ``functools`` cache remembers. A limited one forgets by itself."""
+        is_limited = cache.cache_parameters()["maxsize"] is not None
+        memos = memos_of(cache)
+        for key in list(memos):
+            value = read_memo(memos, key)
+            if is_tensor(value) or not is_limited:
+                self._add(Place(f"{path}()", memos, key, "memo", value))
+            else:
+                self._stack.append((f"{path}()", value))
 
     def _enter_attributes(self, path: str, owner: Any, attributes: Mapping[str, Any]) -> None:
         """The attributes of any object: named ones are followed, others only listed."""
@@ -541,6 +646,10 @@ class Walk:
             prefix = f"{path}." if path else ""
             for name, value in known.data.items():
                 self._add_attribute(known, prefix + name, kind, name, "member", value)
+            meta = type(kind)
+            if meta is not type and not is_foreign(meta.__module__):
+                for name, value in self._know(meta).data.items():
+                    self._add_attribute(known, prefix + name, meta, name, "member", value)
 
     def _enter_method(self, path: str, method: MethodType) -> None:
         owner, function = method.__self__, method.__func__
@@ -551,6 +660,9 @@ class Walk:
         self._stack.append((path, owner))
 
     def _enter_partial(self, path: str, call: Any) -> None:
+        for name in ("func", "args", "keywords"):  # Another state may be set.
+            where = f"{path}.{name}" if path else name
+            self._places.append(Place(where, call, name, "attribute", getattr(call, name)))
         self._stack.append((path, call.func))
         prefix, names = f"{path}." if path else "", parameters_of(call.func)
         for index, value in enumerate(call.args):
@@ -569,7 +681,10 @@ class Walk:
             return
         if function.__closure__:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
-                self._add(Place(name, cell, name, "cell", read_cell(cell, name)))
+                value = read_cell(cell, name)
+                self._add(Place(name, cell, name, "cell", value))
+                if name == "registry" and home == "functools":  # Of ``singledispatch``.
+                    self._places.append(_length(f"{function.__name__}.registry", value, len(value)))
         if function.__defaults__ or function.__kwdefaults__:
             for name, value in defaults_of(function):
                 self._add(Place(name, function, name, "default", value))
@@ -586,6 +701,8 @@ class Walk:
         self._strings |= names.strings
         for name, string in names.asked:
             self._asked.setdefault(name, []).append(string)
+        self._asked_by |= names.asked_by
+        self._note_code(function, names)
         self._iterated |= names.iterated
         self._stored |= names.stored
         self._guessed |= names.guessed
@@ -604,8 +721,48 @@ class Walk:
                 self._places.append(Place(name, scope, name, "global", MISSING))
         for name, level in names.imports:
             self._add_import(name, level, scope)
+        for of, name in names.asked:
+            if of == "modules" and name in sys.modules:
+                place = Place(
+                    f"sys.modules[{name!r}]", sys.modules, name, "item", sys.modules[name]
+                )
+                self._add(place)
         if vars(function):
             self._enter_attributes(function.__name__, function, vars(function))
+
+    def _note_code(self, function: FunctionType, names: Names) -> None:
+        """What it calls whose results are no places."""
+        code, scope = function.__code__, function.__globals__
+        called = [
+            (name, because)
+            for name, because in READS_ELSEWHERE.items()
+            if (name in names.globals and scope.get(name, MISSING) is MISSING)
+            or (name in names.attributes and not hasattr(builtins, name))
+        ]
+        for name, because in called:
+            source = Source(code.co_filename, names.lines.get(name, 0), code.co_qualname)
+            self._told[f"{name}()", code] = Unwatched(f"{name}()", "function", because, source)
+        for of, key in names.asked_by:
+            if of in ("environ", "getenv") and not key:
+                source = Source(code.co_filename, names.lines.get(of, 0), code.co_qualname)
+                because = "the name of the variable is computed"
+                self._told[of, code] = Unwatched(f"os.{of}", "variable", because, source)
+
+    def _told_unwatched(self) -> Iterator[Unwatched]:
+        """Everything that was met and cannot be compared, with the line that names it."""
+        yield from self._told.values()
+        for path, value, because in self._unread.values():
+            name = path.removesuffix("()").rpartition(".")[2].partition("[")[0]
+            yield Unwatched(path, type(value).__name__, because, self._line_of(name))
+
+    def _line_of(self, name: str) -> Source:
+        for function in self._objects.values():
+            if type(function) is FunctionType:
+                line = names_in(function.__code__).lines.get(name)
+                if line is not None:
+                    code = function.__code__
+                    return Source(code.co_filename, line, code.co_qualname)
+        return Source()
 
     def _add_import(self, name: str, level: int, scope: Mapping[str, Any]) -> None:
         """What code imports when it runs, as far as it has been imported."""
