@@ -26,6 +26,7 @@ from graphrt.graphs.resources import (
 )
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
 from graphrt.graphs.signature import StaleCheck
+from graphrt.graphs.unwatched import Unwatched
 from graphrt.graphs.watch import Watch, WatchMode
 from graphrt.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
@@ -56,6 +57,7 @@ __all__ = [
     "StateGuard",
     "TensorStateGuard",
     "TimedPhase",
+    "Unwatched",
     "Watch",
     "WatchMode",
     "Workspace",

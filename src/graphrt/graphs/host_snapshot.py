@@ -320,9 +320,15 @@ class HostSnapshot:
         """What the callable reaches, if no run is going on: of the walk that was made already,
         where nothing has changed since."""
         found = self._reached
-        if found is None or any(
-            place.kind in _NOT_LOOKED_AT and place.read() is not place.value
-            for place in found.places
+        # A cache that was filled meanwhile holds what a graph may read.
+        is_filled = any(cache.cache_info().misses > misses for *_, cache, misses in self._caches)
+        if (
+            is_filled
+            or found is None
+            or any(
+                place.kind in _NOT_LOOKED_AT and place.read() is not place.value
+                for place in found.places
+            )
         ):
             return reach(self.runnable)
         return found

@@ -323,23 +323,9 @@ def read_script(owner: Any, name: str) -> Any:
     return owner.getattr(name) if owner.hasattr(name) else MISSING
 
 
-def read_memo(owner: dict[Any, Any], name: Any) -> Any:
-    """What a ``functools`` cache remembers for arguments."""
-    found = dict.get(owner, name, MISSING)
-    return gc.get_referents(found)[1] if type(found) in _LINKS else found
-
-
-def memos_of(cache: Any) -> dict[Any, Any]:
-    """The dict in which a ``functools`` cache keeps its results, by arguments."""
-    own = attributes_of(cache)
-    found = (each for each in gc.get_referents(cache) if type(each) is dict and each is not own)
-    return next(found, {})
-
-
-def _link_type() -> type:
-    cache = functools.lru_cache(maxsize=1)(lambda: None)
-    cache()
-    return next(type(link) for link in memos_of(cache).values())
+def read_memo(owner: Any, name: int) -> Any:
+    """A result that a ``functools`` cache of limited size remembers, by its id."""
+    return next((found for found in gc.get_referents(owner) if id(found) == name), MISSING)
 
 
 def _read_default(owner: FunctionType, name: str) -> Any:
@@ -437,7 +423,3 @@ def defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def is_foreign(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in _FOREIGN
-
-
-_LINKS = (_link_type(),)
-"""What stands in a ``functools`` cache of limited size in place of a result."""

@@ -63,11 +63,9 @@ from graphrt.graphs.places import (
     is_foreign,
     is_host_scalar,
     is_tensor,
-    memos_of,
     read_attribute,
     read_cell,
     read_context,
-    read_memo,
     read_script,
 )
 from graphrt.graphs.unwatched import (
@@ -125,6 +123,8 @@ _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
 _CACHE = type(functools.lru_cache(lambda: None))
+_MODULE_OF = type.__dict__["__module__"].__get__
+"""Also of types written in C, which have no entry for it."""
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
 
@@ -170,7 +170,7 @@ class _Class:
         for base in kind.__mro__:
             if base is torch.nn.Module or base is object or (is_others and not self.is_module):
                 break
-            if not self.is_module and is_foreign(base.__dict__.get("__module__")):
+            if not self.is_module and is_foreign(_MODULE_OF(base)):
                 continue
             for name, value in base.__dict__.items():
                 if type(value) is MemberDescriptorType:
@@ -595,15 +595,16 @@ class Walk:
         self._enter_attributes(path, value, attributes)
 
     def _enter_memos(self, path: str, cache: Any) -> None:
-        """What a ``functools`` cache remembers. A limited one forgets by itself."""
-        is_limited = cache.cache_parameters()["maxsize"] is not None
-        memos = memos_of(cache)
-        for key in list(memos):
-            value = read_memo(memos, key)
-            if is_tensor(value) or not is_limited:
-                self._add(Place(f"{path}()", memos, key, "memo", value))
-            else:
-                self._stack.append((f"{path}()", value))
+        """What a ``functools`` cache remembers. One of limited size forgets by itself, and does not
+        tell results from arguments: of these, no host values are listed."""
+        own = attributes_of(cache)
+        for found in gc.get_referents(cache):
+            if type(found) is dict and found is not own:
+                if cache.cache_parameters()["maxsize"] is None:
+                    for key, result in found.items():
+                        self._add(Place(f"{path}()", found, key, "item", result))
+            elif not (is_host_scalar(found) or found is cache.__wrapped__ or found is own):
+                self._add(Place(f"{path}()", cache, id(found), "memo", found))
 
     def _enter_attributes(self, path: str, owner: Any, attributes: Mapping[str, Any]) -> None:
         """The attributes of any object: named ones are followed, others only listed."""
@@ -702,7 +703,6 @@ class Walk:
         for name, string in names.asked:
             self._asked.setdefault(name, []).append(string)
         self._asked_by |= names.asked_by
-        self._note_code(function, names)
         self._iterated |= names.iterated
         self._stored |= names.stored
         self._guessed |= names.guessed
@@ -711,6 +711,7 @@ class Walk:
             known.guessed.update(name for owner, name in names.guessed if owner in first)
         if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
             self._computed |= names.computed
+            self._note_code(function, names)
         self._name(names.attributes if known is not None else names.attributes | names.own)
         scope = function.__globals__
         for name in names.globals:
@@ -783,7 +784,8 @@ class Walk:
     def _know(self, kind: type) -> _Class:
         known = self._classes.get(kind)
         if known is None:
-            is_others = self._is_foreign(kind.__dict__.get("__module__"))
+            # A lazy module is a module: what its own code keeps is how it imports.
+            is_others = issubclass(kind, ModuleType) or self._is_foreign(_MODULE_OF(kind))
             known = self._classes[kind] = _Class(kind, is_others)
             for name, values in known.members.items():
                 if name in self._names or name.startswith("__"):
