@@ -35,6 +35,7 @@ from pathlib import Path
 from threading import get_ident
 from types import (
     BuiltinMethodType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -77,7 +78,7 @@ from graphrt.graphs.unwatched import (
     why_unread,
 )
 from graphrt.graphs.values import parameters_of
-from graphrt.source import Source
+from graphrt.source import Source, is_user_file
 
 MAX_OBJECTS = 200_000
 """A walk ends after so many objects."""
@@ -143,6 +144,10 @@ def _is_installed(package: str) -> bool:
     if not places and spec is not None and spec.origin:
         places = [spec.origin]
     return any(next(Path(place).parent.glob("*.dist-info"), None) for place in places)
+
+
+def _is_installed_file(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file or not is_user_file(file)
 
 
 def _package_of(value: object) -> str:
@@ -229,7 +234,7 @@ class Walk:
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
         self._stored: set[str] = set()
-        self._guessed: set[tuple[str, str]] = set()
+        self._guessed: dict[tuple[str, str], CodeType] = {}
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
@@ -300,11 +305,23 @@ class Walk:
                     yield Place(f"{path}()", owner, None, "target", id(target))
                     yield from self._alone_in(f"{path}()", target, attributes_of(target))
             elif not issubclass(type(owner), threading.local):
-                self._note_elsewhere(path, owner)
+                yield from self._lasting_in(path, owner)
             elif self._may_enter(owner):
                 own = threading.local.__getattribute__(owner, "__dict__")
                 asked = self._asked.get(path.rpartition(".")[2], ())
                 yield from self._alone_in(path, owner, own, {**own, **dict.fromkeys(asked)})
+
+    def _lasting_in(self, path: str, owner: Any) -> Iterator[Place]:
+        """Entries of a weak container that last, because something else holds their keys."""
+        of_keys = owner.data if issubclass(type(owner), WeakKeyDictionary) else {}
+        for ref, value in of_keys.items():
+            if id(ref()) not in self._seen or not self._stands_alone(value):
+                break
+            yield Place(f"{path}[{type(ref()).__name__}]", of_keys, ref, "item", value)
+        else:
+            if of_keys:
+                return
+        self._unread.setdefault(id(owner), (path, owner, ELSEWHERE))
 
     def _alone_in(
         self, path: str, owner: Any, own: Mapping[str, Any], names: Iterable[str] = ()
@@ -705,10 +722,11 @@ class Walk:
         self._asked_by |= names.asked_by
         self._iterated |= names.iterated
         self._stored |= names.stored
-        self._guessed |= names.guessed
         first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
+        own = {asked for asked in names.guessed if known is not None and asked[0] in first}
         if known is not None:
-            known.guessed.update(name for owner, name in names.guessed if owner in first)
+            known.guessed.update(begin for _, begin in own)
+        self._guessed.update(dict.fromkeys(names.guessed - own, function.__code__))
         if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
             self._computed |= names.computed
             self._note_code(function, names)
@@ -808,11 +826,19 @@ class Walk:
         """Follow every attribute of what is asked for computed names. After the code is known."""
         if not (self._guessed or any(known.guessed for known in self._classes.values())):
             return
+        owners = {path.rpartition(".")[2] for path in self._objects}
+        of_any = {begin for asked, begin in self._guessed if begin and asked not in owners}
+        for (asked, begin), code in self._guessed.items():
+            if not begin and asked not in owners and not _is_installed_file(code.co_filename):
+                source = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
+                because = "the name is computed, and not known of what it is asked"
+                path = f"getattr({asked}, ...)"
+                self._told[path, code] = Unwatched(path, "attribute", because, source)
         for name, places in list(self._unnamed.items()):
             kept = []
             for place in places:
                 owner = place.path.removesuffix(f".{name}").rpartition(".")[2]
-                begins = {begin for asked, begin in self._guessed if asked == owner}
+                begins = of_any | {begin for asked, begin in self._guessed if asked == owner}
                 if name.startswith((*begins, *self._class_of(place.owner).guessed)):
                     self._add(place._replace(is_named=True))
                 else:
@@ -855,7 +881,8 @@ class Walk:
             elif type(value) in (functools.cached_property, functools.partialmethod):
                 value = value.func
             elif not self._is_foreign(type(value).__module__) and not _is_data(value):
-                self._stack.append((type(value).__name__, value))  # A descriptor.
+                known.guessed |= _guessed_by_descriptor(type(value))
+                self._stack.append((type(value).__name__, value))
             if type(value) is FunctionType and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._methods.append((value, known))
@@ -864,6 +891,15 @@ class Walk:
         """Read the code of the methods that were named. A loop, because they name one another."""
         while self._methods:
             self._enter_function(*self._methods.pop())
+
+
+def _guessed_by_descriptor(kind: type) -> set[str]:
+    """How the computed names begin that a descriptor asks the objects for that have it."""
+    get = next((base.__dict__["__get__"] for base in kind.__mro__ if "__get__" in base.__dict__), 0)
+    if type(get) is not FunctionType:
+        return set()
+    asked = get.__code__.co_varnames[1:2]
+    return {begin for owner, begin in names_in(get.__code__).guessed if owner in asked}
 
 
 def _is_data(member: Any) -> bool:
