@@ -71,10 +71,8 @@ def names_in(code: CodeType) -> Names:
             if isinstance(loaded, tuple):  # Later releases load two variables at once.
                 loaded = loaded[-1]
             (found.own if is_own and loaded == first else found.attributes).add(value)
-            following = steps[index + 1]
-            if value == "__dict__" and following.opname != "LOAD_CONST":
-                if following.argval not in _WRITES_ALL:
-                    found.guessed.add((str(last.argval), ""))
+            if value == "__dict__":
+                found.guessed.update(_guessed_after(steps, index, str(last.argval)))
             elif value == "getenv":
                 found.asked_by.add((value, _argument_of(steps, index)))
             if value in _STORING:
@@ -167,16 +165,20 @@ def _argument_of(steps: Sequence[dis.Instruction], index: int) -> str:
 
 def _owner_of_vars(steps: Sequence[dis.Instruction], index: int) -> set[tuple[str, str]]:
     """Whose attributes ``vars``, loaded here, gives under names that are no constants."""
-    for number, step in enumerate(steps[index + 1 :], index + 1):
-        if step.opname == "CALL":
-            following = steps[number + 1]
-            is_read = following.opname != "LOAD_CONST" and following.argval not in _WRITES_ALL
-            return (
-                {(str(steps[number - 1 - (steps[number - 1].opname == "PRECALL")].argval), "")}
-                if is_read
-                else set()
-            )
-    return set()
+    call = next((n for n in range(index, len(steps)) if steps[n].opname == "CALL"), 0)
+    last = steps[call - 1 - (steps[call - 1].opname == "PRECALL")]
+    return _guessed_after(steps, call, str(last.argval)) if call else set()
+
+
+def _guessed_after(
+    steps: Sequence[dis.Instruction], index: int, owner: str
+) -> set[tuple[str, str]]:
+    """What is asked of the ``__dict__`` of an owner that was just loaded."""
+    key, after = steps[index + 1], steps[index + 2 : index + 3]
+    is_plain = after and (after[0].opname == "BINARY_SUBSCR" or after[0].argrepr == "[]")
+    if key.argval in _WRITES_ALL or (key.opname == "LOAD_CONST" and is_plain):
+        return set()
+    return {(owner, "")}
 
 
 def _goes_through(steps: Sequence[dis.Instruction], index: int) -> bool:
