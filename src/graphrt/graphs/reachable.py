@@ -75,6 +75,7 @@ from graphrt.graphs.unwatched import (
     READS_ELSEWHERE,
     Unwatched,
     held_by,
+    points_elsewhere,
     why_unread,
 )
 from graphrt.graphs.values import parameters_of
@@ -431,12 +432,13 @@ class Walk:
         if type(value) is BuiltinMethodType:
             self._stack.append((path, value.__self__))
         elif issubclass(type(value), (KeysView, ValuesView, ItemsView, Iterator)):
-            self._stack += [(path, found) for found in gc.get_referents(value)]
+            of = gc.get_referents(value)
+            self._stack += [(path, found) for found in of if not issubclass(type(found), Iterator)]
         self._note_unread(path, value)
 
     def _note_unread(self, path: str, value: Any) -> None:
-        because = "" if has_contents(value) else why_unread(value)
-        if because:
+        because = why_unread(value)
+        if because and (points_elsewhere(value) or not has_contents(value)):
             self._unread.setdefault(id(value), (path, value, because))
 
     def _add(self, place: Place) -> None:
@@ -589,6 +591,8 @@ class Walk:
             self._stack.append((path, runnable))
         elif not is_foreign(type(value).__module__):
             self._objects.setdefault(path, value)
+            known.own.update(*(held_by(base) or () for base in type(value).__mro__))
+            self._note_unread(path, value)
             self._enter_attributes(path, value, attributes_of(value))
         elif type(value).__module__ == "logging":
             self._loggers.append((path, value))
@@ -700,6 +704,8 @@ class Walk:
         if function.__closure__:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
                 value = read_cell(cell, name)
+                if name == "dispatch_cache" and home == "functools":  # It follows ``registry``.
+                    continue
                 self._add(Place(name, cell, name, "cell", value))
                 if name == "registry" and home == "functools":  # Of ``singledispatch``.
                     self._places.append(_length(f"{function.__name__}.registry", value, len(value)))
@@ -723,6 +729,8 @@ class Walk:
         self._iterated |= names.iterated
         self._stored |= names.stored
         first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
+        if function.__name__ == "__get__":  # What it asks is asked of the objects that have it.
+            first = function.__code__.co_varnames[:2]
         own = {asked for asked in names.guessed if known is not None and asked[0] in first}
         if known is not None:
             known.guessed.update(begin for _, begin in own)

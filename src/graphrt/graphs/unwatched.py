@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
+from graphrt.graphs.places import is_foreign
 from graphrt.source import Source
 
 
@@ -95,15 +97,28 @@ _BECAUSE = {
 }
 _NOT_READABLE = "its contents cannot be read"
 _OF_NO_CONTENTS = (BaseException, BuiltinMethodType, CodeType, FrameType, ModuleType)
-_POINTERS = (ctypes._Pointer, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p)
+_POINTERS = (
+    ctypes.POINTER(ctypes.c_int).__mro__[1],
+    ctypes.c_void_p,
+    ctypes.c_char_p,
+    ctypes.c_wchar_p,
+)
+_OF_C = ("method_descriptor", "getset_descriptor", "instancemethod")
+_OF_PYTHON = ("__dict__", "__weakref__")
+_CONTAINERS = (object, dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
 
 def held_by(kind: type) -> tuple[str, ...] | None:
-    """Attributes in which objects of a class hold data, empty for those alone that code names;
-    see ``HELD_BY``. None if its module is not known."""
+    """Attributes in which objects of a class hold data besides those that code names; "*": all.
+    None if its module is not known."""
     module = kind.__module__
     return HELD_BY.get(module if module in HELD_BY else ".".join(module.split(".")[:2]))
+
+
+def points_elsewhere(value: Any) -> bool:
+    """True for what has bytes of its own that are an address."""
+    return issubclass(type(value), _POINTERS)
 
 
 def why_unread(value: Any) -> str:
@@ -123,9 +138,21 @@ def _why_unread(kind: type) -> str:
         return ADVANCES if is_advanced else ""
     if issubclass(kind, (type, *_OF_NO_CONTENTS)):
         return ""
+    if not is_foreign(module):  # Its attributes are read, not what a base in C keeps.
+        in_c = [base for base in kind.__mro__ if base not in _CONTAINERS and _is_in_c(base)]
+        found = (
+            _why_unread(base) if is_foreign(base.__module__) else _NOT_READABLE for base in in_c
+        )
+        return next(filter(None, found), "")
     if module.partition(".")[0] in _NO_DATA_IN and not module.startswith(_DATA_IN):
         return ""
     top = module.partition(".")[0]
     if hasattr(kind, "__next__"):
         return ADVANCES
     return next((_BECAUSE[name] for name in (module, top) if name in _BECAUSE), _NOT_READABLE)
+
+
+def _is_in_c(kind: type) -> bool:
+    """True for a class that no statement of Python made: what it keeps is in no ``__dict__``."""
+    members = (member for name, member in kind.__dict__.items() if name not in _OF_PYTHON)
+    return any(type(member).__name__ in _OF_C for member in members)
