@@ -55,7 +55,7 @@ def test_second_engine_of_a_warm_cache_compiles_nothing(expected, cache):
     assert (found.num_compiles, found.num_loaded) == (0, found.num_unique)
 
 
-def test_exact_sizes_and_ranges_give_the_tokens_of_the_uncompiled(expected, cache):
+def test_exact_sizes_and_ranges_give_the_uncompiled_tokens(expected, cache):
     sizes = {"compile_sizes": [1, 8], "compile_ranges_endpoints": [4]}
     with tiny("FULL_AND_PIECEWISE", 3, backend="inductor", cache_dir=cache, **sizes) as engine:
         engine.capture()

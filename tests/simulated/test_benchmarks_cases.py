@@ -149,7 +149,7 @@ SDPA = "torch.nn.functional.scaled_dot_product_attention"
 # transformers changes a global of its own in each forward.
 @pytest.mark.filterwarnings("ignore:transformers:graphrt.errors.SideEffectWarning")
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_an_hf_module_is_captured_equals_eager_and_the_engine_s_model(
+def test_hf_module_captured_equals_eager_and_the_engines_model(
     device: SimulatedDevice, architecture: Any
 ) -> None:
     shape, place = replace(TINY, architecture=architecture), device.torch_device
@@ -191,7 +191,7 @@ def test_a_program_is_replayed_as_its_last_step_left_it(mode: str) -> None:
         assert not served.has_unfinished()
 
 
-def test_the_first_graphed_token_comes_before_all_but_a_few_captures() -> None:
+def test_first_graphed_token_comes_before_most_captures() -> None:
     config = replace(TINY_CONFIG, device="simulated", capture="by_priority")
     with LLMEngine.tiny(config) as served:
         engine.first_graphed_token(served, seed=0)
@@ -390,7 +390,7 @@ def test_a_start_tells_its_parts(capture_when: str) -> None:
     assert found.get("keys", 1) > 0
 
 
-def test_tokens_of_all_modes_are_compared_with_those_without_graphs() -> None:
+def test_tokens_of_all_modes_are_compared_with_eager_ones() -> None:
     with (
         mock.patch.object(serving, "engine_of", tiny_of),
         mock.patch.dict(serving.DECODE_MS, {"tiny": {1: 1.0, 2: 1.0}}),

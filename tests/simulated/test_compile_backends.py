@@ -326,7 +326,7 @@ def test_functions_of_one_name_do_not_share_compiled_code():
     assert torch.equal(one(x), model(x))
 
 
-def test_default_overload_cuts_where_the_operator_is_called_by_name():
+def test_default_overload_cuts_where_it_is_called_by_name():
     asked = {"splitting_ops": ["graphrt_tests::hides.default"], "backend": "eager"}
     one, _ = compile_alone(lambda x: hides(x * 2.0) * 2.0, **asked)
     assert [piece.kind for piece in one.report.pieces] == ["captured", "splitting", "captured"]
