@@ -66,7 +66,7 @@ from graphrt.ubatch import (
     SMControl,
     wants_split,
 )
-from graphrt.ubatch.sm_budget import sm_pair
+from graphrt.ubatch.split import sm_pair
 
 if TYPE_CHECKING:
     from graphrt.compile import CompileReport
