@@ -26,21 +26,20 @@ from weakref import ReferenceType
 import torch
 
 from graphrt.errors import VerificationError
-from graphrt.graphs.reachable import (
+from graphrt.graphs.places import (
     MISSING,
-    Reach,
-    Walk,
     attributes_of,
     holds_objects,
     is_array,
     is_host_scalar,
     plain_array,
-    reach,
     read_attribute,
     read_cell,
     read_context,
     read_global,
+    read_script,
 )
+from graphrt.graphs.reachable import Reach, Walk, reach
 from graphrt.graphs.values import tensors_of
 
 # The containers of a module that hold its parts; those of hooks are the caller's business.
@@ -58,7 +57,9 @@ _OF_THE_WHOLE = ("length", "keys", "contents", "type", "call")
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
-Kind = Literal["object", "container", "array", "cell", "global", "class", "slot", "context"]
+Kind = Literal[
+    "object", "container", "array", "cell", "global", "class", "slot", "context", "script"
+]
 
 MAX_ARRAY_BYTES = 1 << 20
 """What runs change in a larger array is seen only if code names the array."""
@@ -212,6 +213,7 @@ _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "global": read_global,
     "slot": read_attribute,
     "context": read_context,
+    "script": read_script,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
 _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
@@ -222,6 +224,10 @@ _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
     "class": (type.__setattr__, type.__delattr__),
     "slot": (object.__setattr__, object.__delattr__),
     "context": (lambda variable, _, value: variable.set(value), _unset),
+    "script": (
+        lambda kept, name, value: kept.setattr(name, value),
+        lambda kept, name: kept.setattr(name, None),
+    ),
 }
 
 
@@ -314,9 +320,15 @@ class HostSnapshot:
         """What the callable reaches, if no run is going on: of the walk that was made already,
         where nothing has changed since."""
         found = self._reached
-        if found is None or any(
-            place.kind in _NOT_LOOKED_AT and place.read() is not place.value
-            for place in found.places
+        # A cache that was filled meanwhile holds what a graph may read.
+        is_filled = any(cache.cache_info().misses > misses for *_, cache, misses in self._caches)
+        if (
+            is_filled
+            or found is None
+            or any(
+                place.kind in _NOT_LOOKED_AT and place.read() is not place.value
+                for place in found.places
+            )
         ):
             return reach(self.runnable)
         return found
@@ -332,7 +344,7 @@ class HostSnapshot:
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
             path, owner, name, kind = place.path, place.owner, place.name, place.kind
-            if kind == "cell" or kind == "global" or kind == "context":
+            if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)
             elif kind == "member":
                 base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
@@ -370,7 +382,7 @@ class HostSnapshot:
             self._add(path, own, "object")
             registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
             for name in registers:
-                if name in own:  # A scripted module keeps them elsewhere.
+                if isinstance(own.get(name), _CONTAINERS):  # TorchScript keeps them elsewhere.
                     self._add(path, own[name], "object")
             for name, item in own.items():
                 if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:
