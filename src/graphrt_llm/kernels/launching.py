@@ -25,6 +25,12 @@ the kernel waits (``gdc_wait``) before it writes anything, and before it reads w
 may write: it may begin with weights, and with inputs of the step."""
 
 
+def power_of_2(length: int) -> int:
+    """The next one. Triton's own function costs as much host time as a launch: it is for kernels
+    too."""
+    return 1 << (length - 1).bit_length()
+
+
 def starts_early(device: torch.device) -> bool:
     """Whether kernels can start so on ``device``, the current one: NVIDIA, capability 9 or more."""
     if device.type != "cuda":
