@@ -75,10 +75,12 @@ def engine_of(
     capture: CaptureWhen = "before_serving",
     level: Any = None,
     observer: Observer | None = None,
+    is_first: bool = False,
 ) -> Iterator[LLMEngine]:
     """An engine of the named shape in bfloat16 whose graphs are not captured yet.
 
     All else is what a user gets who says nothing: sizes, requests, tokens of a step, the cache.
+    ``is_first``: of its process.
     """
     config = EngineConfig(
         runtime=RuntimeConfig(
@@ -95,9 +97,10 @@ def engine_of(
         device="cuda",
         capture=capture,
     )
-    # The cache takes a share of the free memory: what an earlier engine left must be given back.
-    gc.collect()
-    torch.cuda.empty_cache()
+    if not is_first:
+        # The cache takes a share of the free memory: what an earlier engine left is given back.
+        gc.collect()
+        torch.cuda.empty_cache()
     model = ModelConfig.named(shape)
     with LLMEngine.with_random_weights(model, config, observer=observer) as engine:
         while engine.is_building and capture == "before_serving":

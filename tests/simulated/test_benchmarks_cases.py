@@ -369,6 +369,7 @@ def tiny_of(
     capture: Any = "before_serving",
     observer: Any = None,
     sizes: Sequence[int] | None = None,
+    is_first: bool = False,
 ) -> Iterator[LLMEngine]:
     compilation = CompilationConfig(
         cudagraph_mode=mode, cudagraph_capture_sizes=None if sizes is None else tuple(sizes)
@@ -388,6 +389,31 @@ def test_a_start_tells_its_parts(capture_when: str) -> None:
     assert found.get("every key", found.get("first token")) > found["engine"] > 0
     assert found.get("tokens before and after are equal", True)
     assert found.get("keys", 1) > 0
+
+
+def test_rows_of_cold_starts_come_as_they_are_measured() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def start(*what: Any) -> dict[str, Any]:
+        asked.append(what)
+        return {"engine": 0.25, "first token": 0.5, "every key": float(len(asked))}
+
+    with (
+        mock.patch.object(serving, "cuda_device", nullcontext),
+        mock.patch.object(serving, "start_of_its_own", start),
+    ):
+        rows = serving.cold_starts()
+        assert next(rows).value == 0.5
+        [(_, _, empty)] = asked
+        assert not empty.exists()
+        others = list(rows)
+    assert [row.metric for row in others] == [
+        "G5-cold-warm",
+        "G5-cold-keys",
+        "G5-cold-keys-4352",
+    ]
+    assert {capture for _, capture, *_ in asked[2:-4]} == {"first_token"}
+    assert asked[-4:] == [(context, "before_serving") for _ in range(2) for context in (2048, 4352)]
 
 
 def test_tokens_of_all_modes_are_compared_with_eager_ones() -> None:
