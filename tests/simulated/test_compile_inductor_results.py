@@ -11,10 +11,12 @@ import os
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from torch._inductor import codecache
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled, CustomOp, torch_api
@@ -187,6 +189,26 @@ def test_failure_over_a_read_only_folder_stays_what_it_is(tmp_path, monkeypatch)
     with pytest.raises(BackendError, match="no such luck"):
         one.trace(partial(one, x), [(x, 0, "tokens")])
     assert fails.call_count == 1
+
+
+def test_kernels_that_were_found_tuned_are_marked(monkeypatch):
+    """Triton forgets the mark where Inductor's workers pickle a kernel."""
+
+    def kernel(state):
+        result = SimpleNamespace(config=SimpleNamespace())
+        info = {"autotune_cache_state": state}
+        return SimpleNamespace(autotune_cache_info=info, compile_results=[result])
+
+    found, searched = kernel("hit"), kernel("miss")
+    modules = [SimpleNamespace(found=found, searched=searched, code="text")]
+    monkeypatch.setattr(codecache.PyCodeCache, "modules", modules)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda *args, **options: "made")
+    tuned = {"coordinate_descent_tuning": True}
+    assert torch_api.compile_by_inductor(None, [], {}, "1") == "made"
+    assert not vars(found.compile_results[0].config)
+    assert torch_api.compile_by_inductor(None, [], tuned, "1") == "made"
+    assert vars(found.compile_results[0].config) == {"found_by_coordesc": True}
+    assert not vars(searched.compile_results[0].config)
 
 
 def test_cache_folder_with_a_space_is_read_again(tmp_path):

@@ -444,7 +444,7 @@ class _Compilation:
             infos.append(info._replace(describe=None))
         self.infos = infos if self._cuts is None else self._cuts.infos
         run, self.source = stitch(graph, pieces, calls)
-        owner._dump.write("stitch.py", self.source)
+        owner._dump.write("stitch.py", lambda: self.source)
         self._run, self._given = run, _names(graph)
         return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from errno import EACCES, EPERM, EROFS
 from pathlib import Path
 from typing import Any
@@ -139,23 +139,19 @@ def _folders(root: Path | None) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _inductor_folder(cache: CompileCache) -> Iterator[None]:
-    """Inductor's own caches are kept beside the entries, which need them to load quickly."""
-    try:
+def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
+    """Inductor's own caches are kept beside the entries, which need them to load quickly.
+
+    What cannot be written is told with an entry. Inductor uses its own folder then.
+    """
+    folder = cache.inductor_folder
+    with suppress(OSError):
         cache.prepare()
-        cache.inductor_folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         # torch splits the command of the C++ compiler at spaces.
-        is_ours = os.access(cache.inductor_folder, os.W_OK) and " " not in str(
-            cache.inductor_folder
-        )
-    except OSError:
-        is_ours = False
-    if not is_ours:  # What cannot be written is told with an entry. Inductor uses its own folder.
-        yield
-        return
-    with environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(cache.inductor_folder)):
-        yield
+        if os.access(folder, os.W_OK) and " " not in str(folder):
+            return environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(folder))
+    return nullcontext()
 
 
 def _device_of(devices: set[torch.device]) -> str:
