@@ -26,6 +26,7 @@ from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
+from torch._library.custom_ops import OPDEFS
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
@@ -66,18 +67,33 @@ def has_modes() -> bool:
     return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
 
 
-def no_recompile() -> AbstractContextManager[object]:
-    """While entered, code that would be compiled again raises ``exc.RecompileError``."""
-    patch: AbstractContextManager[object] = torch._dynamo.config.patch(error_on_recompile=True)
-    return patch
-
-
 def stock_compile(
-    target: Callable[..., Any], backend: Callable[..., Any], tell: Callable[[str], None]
+    target: Callable[..., Any],
+    backend: Callable[..., Any],
+    tell: Callable[[str], None],
+    **options: Any,
 ) -> Callable[..., Any]:
-    """torch.compile with nothing asked. ``tell``: hears why something is compiled again."""
-    decorate = torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))
+    """torch.compile with its guards. ``tell``: hears why something is compiled again."""
+    decorate = torch._dynamo.optimize(
+        backend, guard_fail_fn=lambda found: tell(found.reason), **options
+    )
     return decorate(target)
+
+
+def python_of(operator: str) -> Callable[..., Any] | None:
+    """The function that is ``ns::op`` on every device; None where torch alone calls it."""
+    known: Any = OPDEFS.get(operator)
+    if known is None or set(known._backend_fns) != {None} or known._disabled_kernel:
+        return None
+    function: Callable[..., Any] = known._init_fn
+    return function
+
+
+def counting_writes() -> AbstractContextManager[object]:
+    """While entered, tensors count what is written to them: inside Inductor's code they do not."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
+    return guard
 
 
 # -- Inductor
