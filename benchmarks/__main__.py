@@ -41,29 +41,26 @@ def describe(item: Row) -> str:
 
 
 def run(cases: Sequence[Case], files: Sequence[Path], commit: str | None) -> bool:
-    """Run ``cases`` and write the rows to ``files`` after each of them; False if one failed.
+    """Run ``cases`` and write the rows to ``files`` as they come; False if one failed.
 
-    Written after each: whoever stops a long run keeps what it has measured.
+    As they come: whoever stops a long run keeps what it has measured.
     """
     rows: list[Row] = []
     where = machine(commit)
     succeeded = True
     for case in cases:
         try:
-            new = case.run()
+            for item in case.run():
+                rows.append(item)
+                print(describe(item), flush=True)
+                for path in files:
+                    path.write_text(as_json(rows, where), encoding="utf-8")
         except CannotRunError as why:
             print(f"{case.number}: cannot run here: {why}", file=sys.stderr)
-            continue
         except Exception:  # noqa: BLE001 - one failing case must not take the others' results along
             succeeded = False
             print(f"{case.number}: FAILED", file=sys.stderr)
             traceback.print_exc()
-            continue
-        rows += new
-        for item in new:
-            print(describe(item), flush=True)
-        for path in files:
-            path.write_text(as_json(rows, where), encoding="utf-8")
     for path in files:
         if rows:
             print(f"wrote {path}", file=sys.stderr)

@@ -15,7 +15,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,11 +65,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A numbered case. ``run`` returns one row a figure, or raises ``CannotRunError``."""
+    """A numbered case. ``run`` gives one row a figure, perhaps one by one, or raises
+    ``CannotRunError``."""
 
     number: str
     title: str
-    run: Callable[[], Sequence[Row]]
+    run: Callable[[], Iterable[Row]]
 
 
 @contextmanager

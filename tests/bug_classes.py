@@ -1006,6 +1006,7 @@ class BugClasses:
             x.fill_(value)
             assert lab.step(wrapper, x).tolist() == [value * 2 + 1] * 8
 
+    @pytest.mark.usefixtures("usual_heap")
     @pytest.mark.parametrize("enabled", [True, False])
     @pytest.mark.parametrize("frozen", [True, False])
     @pytest.mark.parametrize("fails", [True, False])

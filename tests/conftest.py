@@ -27,6 +27,11 @@ def shared() -> Path:
     return folder
 
 
+@pytest.fixture
+def usual_heap() -> None:
+    """For tests of the collector: no lane has frozen what it never collects."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interrupts_arrive() -> Iterator[None]:
     """A shell without job control starts what runs in the background with Ctrl-C ignored.

@@ -2,9 +2,9 @@
 
 One process, one set of weights: the HF module with a static cache is compiled, and captured by a
 ``Runtime``: with break points at its attention (``G10-SHAPE``), and at level 3 by Inductor's pieces
-(``G10-SHAPE-level3``): whole, and cut at attention with Inductor's tuning. Greedy decoding; every
-step ends in an argmax that feeds the next. Starts are cold where nothing else is said: kernels are
-loaded before, no compiler finds anything in a cache.
+(``G10-SHAPE-level3``): whole, and cut at attention; with Inductor's tuning in ``G10-SHAPE-tuned``.
+Greedy decoding; every step ends in an argmax that feeds the next. Starts are cold where nothing
+else is said: kernels are loaded before, no compiler finds anything in a cache.
 """
 
 from __future__ import annotations
@@ -500,7 +500,9 @@ def require_tokens(
     return len(found)
 
 
-def measure_level_3(name: str, shape: ModelConfig, device: Device, folder: Path) -> list[Row]:
+def measure_level_3(
+    name: str, shape: ModelConfig, device: Device, folder: Path, *, is_tuned: bool
+) -> list[Row]:
     place, dtype = device.torch_device, torch.bfloat16
     decoder = Decoder(shape, (1,), dtype, place)
     greedy(decoder, 1, place)()
@@ -508,20 +510,19 @@ def measure_level_3(name: str, shape: ModelConfig, device: Device, folder: Path)
     decoder.rewind()
     expected = decoder(ids).clone()
     eager = tokens_of(decoder, decoder)
-    tuned = {"splitting_ops": (ATTENTION,), "inductor_compile_config": TUNED}
+    cut = {"splitting_ops": (ATTENTION,)}
+    forms: dict[str, dict[str, Any]] = {"level 3": {}, "level 3, cut": cut}
+    if is_tuned:
+        tuned = {**cut, "inductor_compile_config": TUNED}
+        forms = {"level 3, tuned": tuned, "level 3, tuned again": tuned}
     starts: Samples = {}
     reports, num_equal, arms = {}, {}, {}
     with ExitStack() as stack:
-        for label, options in (
-            ("level 3", {}),
-            ("level 3, cut", {"splitting_ops": (ATTENTION,)}),
-            ("level 3, tuned", tuned),
-            ("level 3, tuned again", tuned),
-        ):
+        for label, options in forms.items():
             decoder.rewind()
             device.synchronize()
             started = perf_counter()
-            cache = folder / ("tuned" if "tuned" in label else str(len(starts)))
+            cache = folder / ("tuned" if is_tuned else str(len(starts)))
             pieces = level_3(decoder, shape.vocab_size, device, cache_dir=cache, **options)
             runtime = stack.enter_context(pieces)
             found = through(runtime)(ids)
@@ -539,9 +540,8 @@ def measure_level_3(name: str, shape: ModelConfig, device: Device, folder: Path)
         started = perf_counter()
         with no_compiler_cache():
             forward = compiled_forward(decoder)
-            for _ in range(
-                3
-            ):  # The third call is the first that replays: compile, warm up, record.
+            # The third call is the first that replays: compile, warm up, record.
+            for _ in range(3):
                 decoder.rewind()
                 compiled = forward(ids).clone()
             device.synchronize()
@@ -579,6 +579,7 @@ def measure_level_3(name: str, shape: ModelConfig, device: Device, folder: Path)
             ("-cut", "level 3, cut", 1.0),
             ("-tuned", "level 3, tuned again", TUNED_TARGETS[name]),
         )
+        if arm in forms
     ]
 
 
@@ -593,11 +594,12 @@ def against_compile(name: str) -> Callable[[], Sequence[Row]]:
     return run
 
 
-def level_3_against_compile(name: str) -> Callable[[], Sequence[Row]]:
+def level_3_against_compile(name: str, *, is_tuned: bool) -> Callable[[], Sequence[Row]]:
     def run() -> Sequence[Row]:
         with cuda_device() as device, torch.no_grad(), tempfile.TemporaryDirectory() as folder:
             try:
-                return measure_level_3(name, SHAPES[name], device, Path(folder))
+                place = Path(folder)
+                return measure_level_3(name, SHAPES[name], device, place, is_tuned=is_tuned)
             finally:
                 torch.compiler.reset()
 
@@ -616,7 +618,12 @@ CASES = [
         Case(
             f"G10-{name}-level3",
             f"HF {name} decode compiled at level 3 over torch.compile reduce-overhead",
-            level_3_against_compile(name),
+            level_3_against_compile(name, is_tuned=False),
+        ),
+        Case(
+            f"G10-{name}-tuned",
+            f"HF {name} decode tuned at level 3 over torch.compile reduce-overhead",
+            level_3_against_compile(name, is_tuned=True),
         ),
     )
 ]

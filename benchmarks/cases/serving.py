@@ -1,19 +1,18 @@
 """G3-serve, G5-cold: whole services, and starts on a machine that has compiled nothing.
 
 A start is measured in a process of its own: with empty folders for what compilers keep, or with
-those of this machine, which an earlier start has filled. Run as a module, this is such a process.
+those of this machine, which an earlier start has filled. Such processes are forked from one that
+has imported all that this module does, which is not timed.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -68,7 +67,10 @@ MODES = ("NONE", "PIECEWISE", "FULL", None)
 NUM_COMPARED = 64
 """Output tokens of each request that are compared between the modes."""
 
-COLD_BLOCKS = 2
+WARM_STARTS = 5
+"""To the first token, by which they end."""
+KEYS_BLOCKS = 2
+"""Of starts that capture every key, at two contexts in turns."""
 MOST_SECONDS = 180
 """Of one start: several times what all compilers need."""
 
@@ -212,7 +214,9 @@ def one_start(context: int, capture: str) -> dict[str, Any]:
     torch.cuda.synchronize()
     metrics, started = StepMetrics(), perf_counter()
     when: CaptureWhen = "before_serving" if capture == "before_serving" else "by_priority"
-    with engine_of("qwen3-0.6b", context=context, capture=when, observer=metrics) as engine:
+    with engine_of(
+        "qwen3-0.6b", context=context, capture=when, observer=metrics, is_first=True
+    ) as engine:
         found: dict[str, Any] = {"engine": perf_counter() - started}
         if capture == "before_serving":
             engine.capture()
@@ -245,78 +249,81 @@ def start_of_its_own(context: int, capture: str, caches: Path | None = None) -> 
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "CUDA_CACHE_PATH": str(caches / "cuda"),
         }
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, str(context), capture],
-        env=os.environ | folders,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        timeout=MOST_SECONDS,
-        check=True,
-    )
-    found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload([__name__])
+    ours, theirs = forked.Pipe(duplex=False)
+    process = forked.Process(target=_send_start, args=(theirs, folders, context, capture))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(MOST_SECONDS):
+            raise TimeoutError(f"a start took more than {MOST_SECONDS} s")
+        found: Mapping[str, Any] = ours.recv()  # An ``EOFError`` if it failed: it has said why.
+        return found
+    finally:
+        process.join(10)
+        process.kill()
 
 
-def cold_starts() -> Sequence[Row]:
+def _send_start(pipe: Connection, folders: Mapping[str, str], context: int, capture: str) -> None:
+    os.environ.update(folders)
+    torch.cuda.init()
+    pipe.send(one_start(context, capture))
+
+
+def cold_starts() -> Iterator[Row]:
     with cuda_device():
         pass  # Fails here, with a reason, where there is none; starts have devices of their own.
-    # Not timed: it fills this machine's caches, where they are empty.
-    filling = start_of_its_own(CONTEXT, "by_priority")
-    samples: Samples = {}
-    last: dict[str, Mapping[str, Any]] = {}
-    for _ in range(COLD_BLOCKS):
-        with tempfile.TemporaryDirectory() as folder:
-            arms: dict[str, Callable[[], Mapping[str, Any]]] = {
-                "nothing cached": partial(start_of_its_own, CONTEXT, "first_token", Path(folder)),
-                "caches warm": partial(start_of_its_own, CONTEXT, "first_token"),
-                "every key": partial(start_of_its_own, CONTEXT, "before_serving"),
-                f"every key, {LONG_CONTEXT}": partial(
-                    start_of_its_own, LONG_CONTEXT, "before_serving"
-                ),
-            }
-            for name, arm in arms.items():
-                last[name] = arm()
-                what = "every key" if name.startswith("every key") else "first token"
-                samples.setdefault(name, []).append(last[name][what])
-    told = {name: dict(found) for name, found in last.items()}
-    timed = "s from before the engine is made, weights drawn; one process each"
-    bounds = {
-        "": ("nothing cached", 10.0),
-        "-warm": ("caches warm", 1.0),
-        "-keys": ("every key", 3),
-    }
-    rows = [
-        row(
+    timed = "s from before the engine is made, weights drawn; one process each: to "
+
+    def starts_row(
+        suffix: str,
+        target: float,
+        what: str,
+        starts: Sequence[Mapping[str, Any]],
+        **config: object,
+    ) -> Row:
+        figures = [start[what] for start in starts]
+        return row(
             f"G5-cold{suffix}",
-            samples[name],
+            figures,
             target=target,
             unit="s",
-            samples={name: samples[name]},
-            timed=f"{timed}: to {'every key' if suffix == '-keys' else 'the first graphed token'}",
+            samples={what: figures},
+            timed=timed + what,
             context=CONTEXT,
-            parts=told[name],
-            start_before=dict(filling),
+            parts=dict(starts[-1]),
+            **config,
         )
-        for suffix, (name, target) in bounds.items()
-    ]
-    rows.append(
-        row(
-            f"G5-cold-keys-{LONG_CONTEXT}",
-            ratio(samples, f"every key, {LONG_CONTEXT}", "every key"),
-            target=1.1,
-            unit="ratio",
-            samples=samples,
-            timed=f"{timed}: to every key, context {LONG_CONTEXT} over {CONTEXT}",
-            parts=told[f"every key, {LONG_CONTEXT}"],
-        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        cold = start_of_its_own(CONTEXT, "first_token", Path(folder))
+    yield starts_row("", 10.0, "first token", [cold])
+    # Not timed: it fills this machine's caches, where they are empty.
+    filling = start_of_its_own(CONTEXT, "by_priority")
+    warm = [start_of_its_own(CONTEXT, "first_token") for _ in range(WARM_STARTS)]
+    yield starts_row("-warm", 1.0, "first token", warm, start_before=dict(filling))
+    keys: dict[int, list[Mapping[str, Any]]] = {CONTEXT: [], LONG_CONTEXT: []}
+    for _ in range(KEYS_BLOCKS):
+        for context, starts in keys.items():
+            starts.append(start_of_its_own(context, "before_serving"))
+    yield starts_row("-keys", 3.0, "every key", keys[CONTEXT])
+    samples: Samples = {
+        f"context {context}": [start["every key"] for start in starts]
+        for context, starts in keys.items()
+    }
+    yield row(
+        f"G5-cold-keys-{LONG_CONTEXT}",
+        ratio(samples, f"context {LONG_CONTEXT}", f"context {CONTEXT}"),
+        target=1.1,
+        unit="ratio",
+        samples=samples,
+        timed=f"{timed}every key, context {LONG_CONTEXT} over {CONTEXT}",
+        parts=dict(keys[LONG_CONTEXT][-1]),
     )
-    return rows
 
 
 CASES = [
     Case("G3-serve", "the Azure trace at once, prefill, decode steps; 0.6B and 8B", whole_services),
     Case("G5-cold", "starts with nothing cached, and with warm caches", cold_starts),
 ]
-
-if __name__ == "__main__":
-    print(json.dumps(one_start(int(sys.argv[1]), sys.argv[2])))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, get_args
 from zlib import crc32
@@ -24,6 +25,7 @@ from graphrt import (
     Runtime,
     RuntimeConfig,
     agree_least,
+    compare,
     make_device,
     rank_variables,
     resolve,
@@ -38,6 +40,8 @@ from graphrt_llm.attention import (
     make_attention,
     make_cold_attention,
 )
+from graphrt_llm.attention.sdpa import SdpaAttention
+from graphrt_llm.background import in_thread
 from graphrt_llm.blocks import blocks_for
 from graphrt_llm.collectives import RankGroup
 from graphrt_llm.config import MOST_BLOCKS, DType, EngineConfig, Limits
@@ -139,6 +143,9 @@ def assemble(
         if (switching := getattr(backend, "switching", None)) is not None:
             undo.callback(switching.close)
         model.attention = backend
+        # Whose first step is soon.
+        loads = device.name == "cuda" and config.capture == "by_priority"
+        loaded = in_thread(partial(_load_kernels, cache)) if loads else None
         scheduler = Scheduler(limits)
         examples = Examples(
             limits,
@@ -179,6 +186,8 @@ def assemble(
             observer=observer,
             ranks=ranks,
         )
+        if loaded is not None:
+            loaded.result()
         undo.pop_all()  # From here on the engine closes them.
     is_cuda = device.torch_device.type == "cuda"
     return EngineParts(
@@ -197,6 +206,18 @@ def assemble(
         serves_alike=config.tensor_parallel,
         lora=model.lora,
     )
+
+
+def _load_kernels(cache: KVCache) -> None:
+    """Run PyTorch's kernels of a prompt, and of the check of its graph: the driver loads a kernel
+    at its first launch, these in 0.2 s, outside of the interpreter's lock."""
+    SdpaAttention(cache).load_kernels()
+    logits = cache.tensor.new_zeros(2, 8)
+    results = [
+        {"logits": logits + number, "tokens": logits.argmax(-1) + number} for number in range(2)
+    ]
+    for tolerance in (None, {logits.dtype: 2.0}):
+        compare(*results, tolerance=tolerance, chosen_from={"tokens": "logits"})
 
 
 def _check(model_config: ModelConfig, config: EngineConfig, ranks: Exchange | None) -> None:

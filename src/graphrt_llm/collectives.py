@@ -44,6 +44,8 @@ class RankGroup:
         self._limit(timeout_s)
         self.number = max(_groups, default=0) + 1
         _groups[self.number] = self
+        if ranks is not None:
+            ranks.model_groups.append(self.group)
         # Communicators are built by the first call, which may not be inside a capture.
         row = torch.zeros((world, 1), device=device)
         self.all_to_all(torch.empty_like(row), row, [1] * world, [1] * world)
@@ -108,6 +110,8 @@ class RankGroup:
         """Destroy the group. Idempotent."""
         if _groups.pop(self.number, None) is not None:
             group, self.group = self.group, None
+            if self._ranks is not None and group in self._ranks.model_groups:
+                self._ranks.model_groups.remove(group)
             dist.destroy_process_group(group)
 
 

@@ -44,7 +44,7 @@ PROCESS_STATE = {
     "torch.nn.modules.module.register_module_buffer_registration_hook": ("graphs/watch.py",),
     "torch.nn.modules.module.register_module_module_registration_hook": ("graphs/watch.py",),
     "torch.nn.modules.module.register_module_parameter_registration_hook": ("graphs/watch.py",),
-    "os.register_at_fork": ("graphs/library.py",),
+    "os.register_at_fork": ("graphs/library.py", "parallel/exchange.py"),
     # Python keeps the filters of warnings for all threads together.
     "warnings.catch_warnings": ("device/cuda/",),
     "warnings.filterwarnings": ("device/cuda/",),

@@ -40,7 +40,7 @@ def test_no_file_names_a_machine_path_or_a_registry_host() -> None:
     assert strays == []
 
 
-def test_every_performance_claim_of_the_readme_is_in_the_result_it_links_to() -> None:
+def test_performance_claims_of_the_readme_are_in_their_results() -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     # A claim reads: **1.43 us** ([C-wrapper](benchmarks/results/FILE.json))
     claims = re.findall(

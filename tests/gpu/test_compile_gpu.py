@@ -55,7 +55,7 @@ def test_second_engine_of_a_warm_cache_compiles_nothing(expected, cache):
     assert (found.num_compiles, found.num_loaded) == (0, found.num_unique)
 
 
-def test_exact_sizes_and_ranges_give_the_tokens_of_the_uncompiled(expected, cache):
+def test_exact_sizes_and_ranges_give_the_uncompiled_tokens(expected, cache):
     sizes = {"compile_sizes": [1, 8], "compile_ranges_endpoints": [4]}
     with tiny("FULL_AND_PIECEWISE", 3, backend="inductor", cache_dir=cache, **sizes) as engine:
         engine.capture()
@@ -66,10 +66,13 @@ TUNES = """
 import sys
 from pathlib import Path
 import torch
-from torch._dynamo.utils import counters
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled
 
+timed = []  # torch's own counter is set, on loading, to what compiling had counted.
+bench = CachingAutotuner.bench
+CachingAutotuner.bench = lambda *args, **kwargs: timed.append(1) or bench(*args, **kwargs)
 config = CompilationConfig(
     level=2,
     backend="inductor",
@@ -81,11 +84,10 @@ one = Compiled(lambda x: torch.softmax(x * 2.0, -1) @ x, plan, limits={})
 x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
 one.trace(lambda: one(x), [])
 one(x)
-print(one.report.num_loaded, int(counters["inductor"]["coordesc_tuning_bench"]))
+print(one.report.num_loaded, len(timed))
 """
 
 
-@pytest.mark.xfail(reason="torch 2.11 on an H200 tunes a kernel that it loads again", strict=False)
 def test_tuned_kernels_are_not_tuned_at_the_next_start(tmp_path):
     told = []
     for _ in range(2):

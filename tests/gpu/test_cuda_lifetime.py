@@ -73,7 +73,7 @@ def test_call_that_would_break_the_capture_raises(
     assert out.tolist() == [4.0] * 8
 
 
-def test_second_device_of_the_gpu_sees_the_recording_of_the_first(bench: Bench) -> None:
+def test_second_device_of_the_gpu_sees_the_first_one_record(bench: Bench) -> None:
     x = bench.full((64, 64), 1.0)
     twin = CUDADevice(bench.device.index)
 

@@ -94,7 +94,7 @@ def test_drafts_see_what_is_before_each_of_them(config, query_len):
         assert out[rows][found.index(0)].eq(0).all()
 
 
-def test_a_row_is_the_same_bits_in_like_batches_and_at_every_call():
+def test_a_row_has_the_same_bits_in_like_batches_and_calls():
     """Batches of few rows, and batches of many: the context is split in two ways."""
     cache, tables = random_cache(QWEN), random_tables(LENGTHS)
     decode = paged.triton_decode(cache)

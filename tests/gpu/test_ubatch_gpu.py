@@ -104,7 +104,7 @@ def test_split_graph_equals_slices_one_by_one(lab: Lab, num_ubatches: int) -> No
     wrapper.close()
 
 
-def test_capture_that_fails_in_a_micro_batch_leaves_the_device_usable(lab: Lab) -> None:
+def test_failed_capture_of_a_micro_batch_leaves_a_usable_device(lab: Lab) -> None:
     wrapper, key, x = wrapped(lab, 2)
     wrapper.fails_in[0] = 2  # The warm-up passes, the capture fails.
     with pytest.raises(KeyError) as caught:
@@ -119,7 +119,7 @@ def test_capture_that_fails_in_a_micro_batch_leaves_the_device_usable(lab: Lab) 
     wrapper.close()
 
 
-def test_pinned_memory_that_steps_write_is_compared_when_it_is_written(device: CUDADevice) -> None:
+def test_pinned_memory_is_compared_once_steps_have_written_it(device: CUDADevice) -> None:
     model = PinnedCopies(1)
     runtime = Runtime(
         model,

@@ -689,7 +689,7 @@ MUTANTS = [
     Mutant(
         "worker does not take over the caller's modes",
         UBATCH + "baton.py",
-        "            for mode in self.modes:\n",
+        "            for mode in modes:\n",
         "            for mode in ():\n",
         BATON,
     ),
@@ -703,8 +703,8 @@ MUTANTS = [
     Mutant(
         "receive hook runs twice",
         UBATCH + "communication.py",
-        "        fn, self._fn = self._fn, None\n",
-        "        fn = self._fn\n",
+        "        hook.pop()()\n",
+        "        hook[-1]()\n",
         OVERLAP,
     ),
     Mutant(
@@ -737,7 +737,7 @@ MUTANTS = [
     ),
     Mutant(
         "multiprocessors stay divided after an error",
-        UBATCH + "sm_budget.py",
+        UBATCH + "split.py",
         "            control.set_compute(compute_before)\n",
         "            pass\n",
         WRAPPED,

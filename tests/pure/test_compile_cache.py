@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from graphrt.cli import main
 from graphrt.compile.cache import CompileCache, key_of
@@ -27,6 +27,7 @@ def one_entry(folder: Path, payload: bytes = b"code") -> tuple[CompileCache, str
 
 
 @given(payload=st.binary(max_size=99), at=st.integers(0, 999), bit=st.integers(0, 7))
+@example(payload=b"code", at=-1, bit=0)
 @settings(max_examples=40, deadline=None)
 def test_entry_with_any_bit_flipped_is_never_returned(tmp_path_factory, payload, at, bit):
     cache, key = one_entry(tmp_path_factory.mktemp("cache"), payload)
@@ -71,12 +72,31 @@ def test_entry_of_another_torch_or_device_is_foreign(tmp_path, torch, device, re
     assert CompileCache(tmp_path, torch, device).read(key) is reason
 
 
+def test_entry_of_another_schema_is_foreign(tmp_path):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    data = entry.path.read_bytes().replace(b'"schema": 2', b'"schema": 1', 1)
+    entry.path.write_bytes(data)
+    assert cache.read(key) is CacheMiss.FOREIGN_SCHEMA
+
+
+def test_folder_of_another_user_is_neither_read_nor_written(tmp_path, monkeypatch):
+    cache, key = one_entry(tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    assert cache.read(key) is CacheMiss.LOAD_FAILED
+    with pytest.warns(ConfigWarning, match="another user"):
+        assert not cache.write(key, b"new", ABOUT)
+
+
 def test_many_writers_leave_one_good_file(tmp_path):
     cache, key = one_entry(tmp_path)
     payloads = [bytes([number]) * 100_000 for number in range(8)]
+
+    def write_and_read(payload):
+        return cache.write(key, payload, ABOUT) and cache.read(key) in payloads
+
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(lambda payload: cache.write(key, payload, ABOUT), payloads))
-    assert cache.read(key) in payloads
+        assert all(pool.map(write_and_read, payloads * 9))
     assert [path.suffix for path in tmp_path.glob("v*/objects/*/*")] == [".bin"]
 
 

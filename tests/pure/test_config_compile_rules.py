@@ -257,7 +257,7 @@ def test_sequence_parallelism_needs_a_size_that_ranks_share() -> None:
     assert found.compile.sizes == (2, 4)
 
 
-def test_sequence_parallelism_drops_sizes_that_ranks_cannot_share() -> None:
+def test_sequence_parallelism_drops_sizes_ranks_cannot_share() -> None:
     asked: dict[str, Any] = {
         "pass_config": {"enable_sequence_parallelism": True},
         "compile_sizes": [4],

@@ -70,7 +70,7 @@ def test_full_without_full_support_keeps_full_decode(
     assert effective(FULL, attention_support=support, piecewise_available=piecewise) is expected
 
 
-def test_full_without_attention_support_is_an_error_with_its_group() -> None:
+def test_full_without_attention_support_names_the_group() -> None:
     groups = {"cross": NEVER, "self": ALWAYS}
     with pytest.raises(ConfigError) as caught:
         resolve(config(FULL), Facts(attention_groups=groups))

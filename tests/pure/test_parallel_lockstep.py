@@ -47,7 +47,7 @@ class Told:
         self.num_rounds += 1
         other = list(words)
         if self.answer:
-            tag = make_tag(Round.CAPTURE, 1, self.num_rounds - 1)
+            tag = make_tag(Round.CAPTURE, 0, self.num_rounds - 1)
             _, _, phase, _, subject, *_ = words
             told = {"phase": Phase(phase), "subject": subject, "tag": tag, **self.answer}
             other = list(pack_capture(1, told.pop("phase"), told.pop("subject"), **told))
@@ -114,7 +114,7 @@ def test_error_in_a_capture_is_told_to_the_others() -> None:
     with pytest.raises(ValueError, match="mine"), lockstep.capturing(lambda: ""):
         raise ValueError("mine")
     assert read_capture(exchange.sent[-1]).left == (1, 0)
-    assert exchange.texts["left 1 by 0"] == "ValueError: mine"
+    assert exchange.texts["left 0 by 0"] == "ValueError: mine"
 
 
 def test_comparison_fails_on_all_ranks_or_none() -> None:
@@ -162,15 +162,15 @@ def test_failed_step_of_a_rank_has_all_wait_and_vote_again() -> None:
     exchange = Other()
     lockstep = Lockstep(exchange, RankConfig())  # type: ignore[arg-type]
     for here, there in ((True, 0), (False, FAILED | 1), (True, FAILED | 1)):
-        lockstep.has_failed, exchange.last = here, there
+        lockstep.is_unfinished, exchange.last = here, there
         agreed = lockstep.agree(vote, SplitRules(), wait=lambda: waited.append(1))
         assert agreed == decide(pack(vote), SplitRules())
     assert len(waited) == 3
     assert len(exchange.sent) == 6
-    lockstep.has_failed = True
+    lockstep.is_unfinished = True
     with pytest.raises(RankLostError):
         lockstep.agree(vote, SplitRules(), wait=lost)
-    assert lockstep.has_failed  # The others do not vote again either.
+    assert lockstep.is_unfinished  # The others do not vote again either.
 
 
 def lost() -> None:

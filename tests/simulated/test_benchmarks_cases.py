@@ -149,7 +149,7 @@ SDPA = "torch.nn.functional.scaled_dot_product_attention"
 # transformers changes a global of its own in each forward.
 @pytest.mark.filterwarnings("ignore:transformers:graphrt.errors.SideEffectWarning")
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_an_hf_module_is_captured_equals_eager_and_the_engine_s_model(
+def test_hf_module_captured_equals_eager_and_the_engines_model(
     device: SimulatedDevice, architecture: Any
 ) -> None:
     shape, place = replace(TINY, architecture=architecture), device.torch_device
@@ -191,7 +191,7 @@ def test_a_program_is_replayed_as_its_last_step_left_it(mode: str) -> None:
         assert not served.has_unfinished()
 
 
-def test_the_first_graphed_token_comes_before_all_but_a_few_captures() -> None:
+def test_first_graphed_token_comes_before_most_captures() -> None:
     config = replace(TINY_CONFIG, device="simulated", capture="by_priority")
     with LLMEngine.tiny(config) as served:
         engine.first_graphed_token(served, seed=0)
@@ -369,6 +369,7 @@ def tiny_of(
     capture: Any = "before_serving",
     observer: Any = None,
     sizes: Sequence[int] | None = None,
+    is_first: bool = False,
 ) -> Iterator[LLMEngine]:
     compilation = CompilationConfig(
         cudagraph_mode=mode, cudagraph_capture_sizes=None if sizes is None else tuple(sizes)
@@ -390,7 +391,32 @@ def test_a_start_tells_its_parts(capture_when: str) -> None:
     assert found.get("keys", 1) > 0
 
 
-def test_tokens_of_all_modes_are_compared_with_those_without_graphs() -> None:
+def test_rows_of_cold_starts_come_as_they_are_measured() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def start(*what: Any) -> dict[str, Any]:
+        asked.append(what)
+        return {"engine": 0.25, "first token": 0.5, "every key": float(len(asked))}
+
+    with (
+        mock.patch.object(serving, "cuda_device", nullcontext),
+        mock.patch.object(serving, "start_of_its_own", start),
+    ):
+        rows = serving.cold_starts()
+        assert next(rows).value == 0.5
+        [(_, _, empty)] = asked
+        assert not empty.exists()
+        others = list(rows)
+    assert [row.metric for row in others] == [
+        "G5-cold-warm",
+        "G5-cold-keys",
+        "G5-cold-keys-4352",
+    ]
+    assert {capture for _, capture, *_ in asked[2:-4]} == {"first_token"}
+    assert asked[-4:] == [(context, "before_serving") for _ in range(2) for context in (2048, 4352)]
+
+
+def test_tokens_of_all_modes_are_compared_with_eager_ones() -> None:
     with (
         mock.patch.object(serving, "engine_of", tiny_of),
         mock.patch.dict(serving.DECODE_MS, {"tiny": {1: 1.0, 2: 1.0}}),

@@ -113,6 +113,7 @@ def test_scope_exit_collects_only_what_the_scope_made() -> None:
         assert was_frozen == [True]
 
 
+@pytest.mark.usefixtures("usual_heap")
 def test_scopes_that_overlap_share_one_collector_pause() -> None:
     with Lab(frozen=False) as one, Lab(frozen=False) as two:
         first, second = one.library.capture_scope(), two.library.capture_scope()
@@ -126,6 +127,7 @@ def test_scopes_that_overlap_share_one_collector_pause() -> None:
     assert not is_heap_frozen()
 
 
+@pytest.mark.usefixtures("usual_heap")
 def test_scope_opened_in_a_finaliser_keeps_the_collector_off() -> None:
     """A scope enters and leaves while the last one out collects, and a third one follows it."""
     with Lab(frozen=False) as one, Lab(frozen=False) as two, Lab(frozen=False) as three:

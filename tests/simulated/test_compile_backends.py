@@ -326,7 +326,7 @@ def test_functions_of_one_name_do_not_share_compiled_code():
     assert torch.equal(one(x), model(x))
 
 
-def test_default_overload_cuts_where_the_operator_is_called_by_name():
+def test_default_overload_cuts_where_it_is_called_by_name():
     asked = {"splitting_ops": ["graphrt_tests::hides.default"], "backend": "eager"}
     one, _ = compile_alone(lambda x: hides(x * 2.0) * 2.0, **asked)
     assert [piece.kind for piece in one.report.pieces] == ["captured", "splitting", "captured"]
@@ -362,6 +362,32 @@ def test_opaque_piece_returns_views_and_tells_what_it_writes(mode):
         assert_equal(found, Store()(**values(3, 2, 4)))
     with (
         RuntimeLab(mode, model=Store(), asked={"compilation": compilation}) as lab,
+        pytest.raises(StateAdvancedError, match="table"),
+    ):
+        lab.runtime.capture()
+
+
+library = torch.library.Library("graphrt_tests", "FRAGMENT")
+library.define("fills(Tensor(a!) table, Tensor x) -> ()")
+
+
+def fills(table, x):
+    table[: x.shape[0]].copy_(x)
+
+
+library.impl("fills", fills, "CompositeExplicitAutograd")
+torch.library.register_fake("graphrt_tests::fills", lambda table, x: None, lib=library)
+
+
+def test_write_of_an_operator_whose_fake_writes_nothing_is_told():
+    class Fills(Store):
+        def forward(self, *, x, ids, lens):
+            torch.ops.graphrt_tests.fills(self.table, x)
+            return {"rows": torch.sigmoid(x) + ids[:, None], "lens": lens * 2}
+
+    compilation = {"level": 3, "backend": COUNTING, "splitting_ops": ["torch.sigmoid"]}
+    with (
+        RuntimeLab("FULL", model=Fills(), asked={"compilation": compilation}) as lab,
         pytest.raises(StateAdvancedError, match="table"),
     ):
         lab.runtime.capture()

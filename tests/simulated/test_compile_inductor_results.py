@@ -5,18 +5,22 @@ They need a C++ compiler, and take seconds each.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch._inductor import codecache
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
-from graphrt.compile import Compiled, CustomOp
-from graphrt.errors import CompileError
+from graphrt.compile import Compiled, CustomOp, torch_api
+from graphrt.errors import BackendError, CompileError, ConfigError
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 
@@ -153,6 +157,58 @@ def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
     [index] = tmp_path.glob("v2/plans/*/rank_3/index.json")
     [entry] = json.loads(index.read_text())
     assert list(tmp_path.glob(f"v2/objects/*/{entry['key']}.bin"))
+
+
+class WrappingError(Exception):
+    def __init__(self, inner_exception: Exception) -> None:
+        self.inner_exception = inner_exception
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [("v2/inductor/73", "compilation.cache_dir, or GRAPH"), ("../73", "TORCHINDUCTOR_CACHE_DIR")],
+)
+@pytest.mark.parametrize("wrapping", [WrappingError, lambda error: error])
+def test_folder_that_inductor_cannot_write_is_named(tmp_path, monkeypatch, place, named, wrapping):
+    denied = PermissionError(errno.EACCES, "Permission denied", str((tmp_path / place).resolve()))
+    fails = mock.Mock(side_effect=wrapping(denied))
+    monkeypatch.setattr(torch_api, "compile_by_inductor", fails)
+    one = compiled(lambda x: x - 1.0, plan_of(tmp_path, level=2))
+    x = torch.ones(4, 2)
+    with pytest.raises(ConfigError, match=f"^{named}(.|\n)*Permission denied"):
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+
+
+def test_failure_over_a_read_only_folder_stays_what_it_is(tmp_path, monkeypatch):
+    (tmp_path / "v2" / "inductor").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name == "inductor")
+    fails = mock.Mock(side_effect=RuntimeError("no such luck"))
+    monkeypatch.setattr(torch_api, "compile_by_inductor", fails)
+    one = compiled(lambda x: x - 1.0, plan_of(tmp_path, level=2))
+    x = torch.ones(4, 2)
+    with pytest.raises(BackendError, match="no such luck"):
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+    assert fails.call_count == 1
+
+
+def test_kernels_that_were_found_tuned_are_marked(monkeypatch):
+    """Triton forgets the mark where Inductor's workers pickle a kernel."""
+
+    def kernel(state):
+        result = SimpleNamespace(config=SimpleNamespace())
+        info = {"autotune_cache_state": state}
+        return SimpleNamespace(autotune_cache_info=info, compile_results=[result])
+
+    found, searched = kernel("hit"), kernel("miss")
+    modules = [SimpleNamespace(found=found, searched=searched, code="text")]
+    monkeypatch.setattr(codecache.PyCodeCache, "modules", modules)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda *args, **options: "made")
+    tuned = {"coordinate_descent_tuning": True}
+    assert torch_api.compile_by_inductor(None, [], {}, "1") == "made"
+    assert not vars(found.compile_results[0].config)
+    assert torch_api.compile_by_inductor(None, [], tuned, "1") == "made"
+    assert vars(found.compile_results[0].config) == {"found_by_coordesc": True}
+    assert not vars(searched.compile_results[0].config)
 
 
 def test_cache_folder_with_a_space_is_read_again(tmp_path):

@@ -209,6 +209,37 @@ def test_what_a_partition_would_get_wrong_is_refused(folder, model, ops, error, 
             compiled(model, folder, splitting_ops=ops)
 
 
+class Counting(torch.nn.Module):
+    """Reads what an operator has written, which its schema does not name."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return self.operator(x) + self.total
+
+
+@needs_compiler
+@pytest.mark.parametrize("written", ["argument", "buffer"])
+def test_write_that_the_schema_does_not_name_is_refused(folder, written):
+    name = f"hides_{written}"
+
+    def hide(x):
+        (x if written == "argument" else model.total).add_(1.0)
+        return x * 2.0
+
+    with torch.library._scoped_library("graphrt_tests", "FRAGMENT") as library:
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, hide, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"graphrt_tests::{name}", torch.empty_like, lib=library)
+        model = Counting(getattr(torch.ops.graphrt_tests, name))
+        with pytest.raises(CompileError, match="a write to another tensor") as caught:
+            compiled(model, folder, splitting_ops=[f"graphrt_tests::{name}"])
+    assert "test_compile_partition" in caught.value.source
+
+
 def test_torch_without_partitions_is_refused_by_name(folder, monkeypatch):
     monkeypatch.delattr(inductor_utils, "_unstable_customized_partition_wrapper")
     with pytest.raises(ConfigError, match="set_customized_partition_wrappers") as caught:

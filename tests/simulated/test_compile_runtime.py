@@ -455,6 +455,35 @@ def test_splitting_op_that_is_unknown_is_named(ops, found):
     assert isinstance(caught.value, ConfigError)
 
 
+@torch.library.custom_op("graphrt_tests::waves", mutates_args=())
+def waves(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * 2
+
+
+waves.register_fake(torch.empty_like)
+
+
+def test_custom_op_that_cuts_is_recorded_as_its_own_kernels():
+    class Cut(Formula):
+        def between(self, hidden):
+            return torch.ops.graphrt_tests.waves(hidden)
+
+    with compiled("FULL_AND_PIECEWISE", Cut(), ops=["graphrt_tests::waves"]) as lab:
+        report = lab.runtime.capture()
+        assert [piece.name for piece in report.compile.pieces][1] == "graphrt_tests::waves"
+        for entry in report.graphs:
+            name = lab.runtime.runner.name
+            program = lab.runtime.library.program(name, entry.mode, entry.key)
+            graphs = [one.graph for one in program.segments if hasattr(one, "graph")]
+            kernels = [call.operation for graph in graphs for call in graph.calls]
+            assert "graphrt_tests::waves" not in kernels
+            assert ("aten::sin" in kernels) is (entry.mode is FULL)
+        for sizes in ((3, 2, False), (4, 4, True)):
+            found = {k: v.clone() for k, v in lab.step(*sizes).items()}
+            with torch.no_grad():
+                assert_equal(found, Cut()(**values(*sizes[:2])))
+
+
 def test_splitting_op_that_matches_nothing_is_reported():
     with compiled(ops=["torch.sigmoid", "torch.cos"]) as lab:
         assert lab.runtime.report().compile.unmatched_splitting_ops == ("torch.cos",)

@@ -107,3 +107,41 @@ def test_change_after_the_trace_is_caught_by_either_policy(change, policy):
                 lab.step(16, 2)
         with pytest.raises(GuardAuditError):
             lab.runtime.check_externals()
+
+
+@torch.compile(backend="eager", dynamic=False)
+def foreign(x):
+    return x * 2 + 1
+
+
+@torch.library.custom_op("graphrt_tests::calls_foreign", mutates_args=())
+def calls_foreign(x: torch.Tensor) -> torch.Tensor:
+    return foreign(x)
+
+
+calls_foreign.register_fake(torch.empty_like)
+
+
+def test_kept_guards_leave_foreign_code_free_to_compile():
+    class Calls(torch.nn.Module):
+        scale = 2.0
+
+        def forward(self, x):
+            return torch.ops.graphrt_tests.calls_foreign(torch.tanh(x) * self.scale) * 3.0
+
+    model = Calls()
+    compilation = CompilationConfig(level=2, guard_policy="keep")
+    one = Compiled(
+        model, resolve(RuntimeConfig(compilation=compilation)).compile, limits={"tokens": 64}
+    )
+    x = torch.randn(5, WIDTH)
+    one.trace(lambda: one(x), [(x, 0, "tokens")])
+    for rows in (3, 7, 9):  # Another compilation of ``foreign`` each.
+        x = torch.randn(rows, WIDTH)
+        assert torch.equal(one(x), model(x))
+    for _ in range(10):
+        model.scale = 4.0
+        with pytest.raises(RecompileError, match="scale"):
+            one(x)
+        del model.scale
+    assert torch.equal(one(x), model(x))

@@ -47,7 +47,7 @@ class FakeTorch:
         self.routes = []  # of device allocations and of pinned host allocations
         self.uses = Counter({POOL: 1})
         self.has_generator = False
-        self.num_kernels = 0
+        self.num_kernels = self.reserved = 0
         self.warning = ""
         self.log = []
         self.interrupted = ""
@@ -145,9 +145,11 @@ def fake(request, monkeypatch):
     fake = FakeTorch(request.param)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_type(fake))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(private, "is_current_stream", lambda handle, index: False)
     monkeypatch.setattr(torch.cuda, "default_generators", (None,))
     monkeypatch.setattr(private, "is_stream_capturing", lambda: fake.is_capturing)
     monkeypatch.setattr(private, "clear_blas_workspaces", lambda: None)
+    monkeypatch.setattr(private, "bytes_ever_reserved", lambda index: fake.reserved)
     for name in ("begin_driver_capture", "end_driver_capture", "stop_routing", "release_pool"):
         monkeypatch.setattr(private, name, getattr(fake, name))
     monkeypatch.setattr(recording, "bare_launch", lambda graph, label: None)
@@ -178,6 +180,14 @@ def test_abort_of_a_broken_capture_undoes_it(fake, state, code):
     assert isinstance(failure, ForbiddenOperationError)
     assert not hasattr(failure, "__notes__"), failure.__notes__
     fake.check_undone(state)
+
+
+def test_ends_read_the_pools_again_where_memory_was_taken(fake, state):
+    reads = []
+    state.pools.add(SimpleNamespace(is_released=False, refresh=lambda: reads.append(fake.reserved)))
+    for fake.reserved in (0, 0, 64, 64, 96):
+        begin(fake, state).end(allow_empty=True)
+    assert reads == [0, 64, 96]
 
 
 def test_end_of_a_broken_capture_raises_and_undoes_it(fake, state):

@@ -269,7 +269,7 @@ def test_library_over_a_device_by_name_owns_it() -> None:
             GraphLibrary(wrong)  # type: ignore[arg-type]
 
 
-def test_library_closed_in_a_child_leaves_the_device_of_the_parent() -> None:
+def test_library_closed_in_a_child_leaves_the_parents_device() -> None:
     with GraphLibrary("simulated") as library:
 
         def close() -> str:

@@ -11,6 +11,7 @@ from llm_paged import attention, dense, key_of, make_step, shuffled_tables
 from torch import Tensor
 
 from graphrt_llm.attention import make_attention
+from graphrt_llm.attention.sdpa import SdpaAttention
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import ModelConfig
 
@@ -180,3 +181,10 @@ def test_a_new_step_drops_tensors_of_the_last_one() -> None:
         torch.testing.assert_close(*results, rtol=0, atol=1e-12)
         kept.add(num_tensors())
     assert len(kept) == 1
+
+
+def test_kernels_are_loaded_without_a_trace_in_the_cache() -> None:
+    cache = KVCache(config_of(2, 2, 8), num_blocks=3, block_size=2, dtype=torch.bfloat16)
+    cache.tensor.fill_(2.0)
+    SdpaAttention(cache).load_kernels()
+    assert (cache.tensor == 2.0).all()

@@ -5,7 +5,11 @@ The real library runs in the GPU lane only.
 
 from __future__ import annotations
 
+import importlib
+import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Event
 from unittest import mock
 
 import fake_flashinfer
@@ -301,18 +305,27 @@ def test_kernels_that_are_not_built_are_built_while_others_serve(
     assert make_attention("paged", random_cache(), LIMITS)._own_decode is None
 
 
+def loaded(build: building.LoadedLater) -> None:
+    """Begin to load, and wait for it."""
+    build.poll()
+    wait([build._loaded])
+
+
 @pytest.mark.parametrize("modules", [[], ["fa2"]])
 def test_library_is_imported_after_the_first_polls(monkeypatch, modules):
     asked = []
-    built = mock.Mock(**{"poll.side_effect": [None, ""]})
+    built = mock.Mock()
     monkeypatch.setattr(building, "missing_modules", lambda cache: asked.append(cache) or modules)
     monkeypatch.setattr(building, "flashinfer_build", lambda modules: built)
     build = building.LoadedLater(random_cache())
     for _ in range(building.POLLS_BEFORE_IMPORT):
         assert build.poll() is None
     assert not asked
+    loaded(build)
+    built.poll.side_effect = [None, ""]
     assert build.poll() == ("" if not modules else None)
     assert build.poll() == ""
+    assert len(asked) == 1
     build.close()
     assert built.close.called == bool(modules)
 
@@ -324,8 +337,35 @@ def test_library_that_cannot_be_loaded_is_told(monkeypatch, failing, error):
     monkeypatch.setattr(building, failing, mock.Mock(side_effect=error))
     monkeypatch.setattr(building, "POLLS_BEFORE_IMPORT", 0)
     build = building.LoadedLater(random_cache())
+    loaded(build)
     assert build.poll() == build.poll() == f"{type(error).__name__}: {error}"
     build.close()
+
+
+def test_build_begun_while_it_is_closed_is_closed(monkeypatch):
+    built, begun = mock.Mock(), Event()
+    monkeypatch.setattr(building, "missing_modules", lambda cache: begun.wait(30) and ["fa2"])
+    monkeypatch.setattr(building, "flashinfer_build", lambda modules: built)
+    monkeypatch.setattr(building, "POLLS_BEFORE_IMPORT", 0)
+    build = building.LoadedLater(random_cache())
+    assert build.poll() is None
+    monkeypatch.setattr(build, "_is_closed", mock.Mock(set=begun.set))
+    build.close()
+    assert built.close.called
+
+
+def test_imports_pause_in_their_own_thread_only(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(building, "BURST_S", 0.0)
+    for name in ("import_one", "import_two", "import_other"):
+        (tmp_path / f"{name}.py").write_text("import import_two" if name == "import_one" else "")
+    finders, goes_on = [*sys.meta_path], mock.Mock()
+    with building.paused_imports(goes_on), ThreadPoolExecutor(1) as thread:
+        thread.submit(importlib.import_module, "import_other").result()
+        assert not goes_on.wait.called
+        importlib.import_module("import_one")
+    assert len(goes_on.wait.mock_calls) == 2
+    assert sys.meta_path == finders
 
 
 def test_library_is_imported_by_the_first_step(wrappers):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import types
 from typing import Any
 
 import pytest
@@ -143,3 +146,25 @@ def test_kernels_that_may_start_early_are_told_whether_they_do(can, asked, monke
 
 def test_kernels_never_start_early_on_a_cpu():
     assert not launching.starts_early(torch.device("cpu"))
+
+
+def test_triton_is_hashed_once_and_beside_other_work(monkeypatch):
+    may_end, threads = threading.Event(), []
+
+    def triton_key() -> str:
+        threads.append(threading.get_ident())
+        assert may_end.wait(30)
+        return "hash"
+
+    fake = types.SimpleNamespace(triton_key=triton_key)
+    monkeypatch.setitem(sys.modules, "triton.runtime", types.SimpleNamespace(cache=fake))
+    launching.hash_triton.cache_clear()
+    try:
+        hashed = launching.hash_triton()
+        assert hashed is launching.hash_triton()
+        may_end.set()
+        assert hashed.result() == "hash"
+        assert threads
+        assert threading.get_ident() not in threads
+    finally:
+        launching.hash_triton.cache_clear()

@@ -65,7 +65,7 @@ def test_200_trace_requests_speculated_get_the_same_tokens(mode, k):
         assert result.num_steps < num_steps
 
 
-def test_rows_of_a_published_trace_speculated_get_the_same_tokens(shared: Path):
+def test_published_trace_speculated_gets_the_same_tokens(shared: Path):
     trace = read_trace(shared / "traces/azure2023/AzureLLMInferenceTrace_conv.csv", limit=200)
     tokens = []
     for mode, k in (("NONE", 0), ("FULL_AND_PIECEWISE", 2)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from test_llm_attention_registered import PlainAttention
 from graphrt import Event, Reason, RuntimeMode, StepMetrics
 from graphrt.events import Withdrawn
 from graphrt_llm import KVCache, Limits, LLMEngine, assembly, register_attention_backend
-from graphrt_llm.attention import SwitchingAttention
+from graphrt_llm.attention import SwitchingAttention, building
 from graphrt_llm.attention.building import ProcessBuild
 from graphrt_llm.attention.sdpa import SdpaAttention
 from graphrt_llm.errors import AttentionBackendError, EngineConfigError
@@ -239,6 +241,20 @@ def test_a_closed_engine_ends_its_build(switching):
     with engine_of("NONE", "before_serving", False) as engine:
         engine.step()
     assert BUILDS[-1].num_closed == 1
+
+
+def test_graphs_are_captured_while_a_library_is_imported(switching, expected, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(building, "missing_modules", lambda cache: [] if may_end.wait(30) else None)
+    build = building.LoadedLater(None)
+    BUILDS.append(build)
+    with engine_of("FULL_AND_PIECEWISE", "by_priority", True) as engine:
+        assert serve(engine, TRAFFIC)[:2] == expected
+        assert engine.is_building
+        may_end.set()
+        wait([build._loaded])
+        assert serve(engine, TRAFFIC)[:2] == expected
+        assert engine.attention.reason.endswith("it is built now")
 
 
 def ended(build: ProcessBuild) -> str:

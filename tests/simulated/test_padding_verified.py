@@ -325,7 +325,7 @@ def test_rows_that_a_run_also_reads_belong_to_the_state(dtype, reduce):
 
 
 @pytest.mark.parametrize("leaks", [False, True])
-def test_state_of_rows_is_read_and_written_beside_a_row_for_padding(leaks):
+def test_state_rows_are_read_and_written_beside_a_padding_row(leaks):
     """As recurrent models do: padded requests share the last row, which nobody compares."""
     state = torch.zeros(32, 3)
 
@@ -776,7 +776,7 @@ def test_key_missed_by_a_batch_that_fills_it_is_padded():
             runtime.capture_next()
 
 
-def test_rows_read_before_they_are_written_are_right_in_compared_steps():
+def test_rows_read_before_written_are_right_in_compared_steps():
     state = torch.zeros(32, 3)
 
     def model(x, slots):

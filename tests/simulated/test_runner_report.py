@@ -242,7 +242,7 @@ def test_report_of_a_failed_key_says_what_failed_and_its_time() -> None:
         assert "no four" in explain(report)
 
 
-def test_explain_above_the_maximum_says_by_how_much_and_how_often() -> None:
+def test_explain_above_the_maximum_says_how_far_and_how_often() -> None:
     with RuntimeLab() as lab:
         lab.runtime.capture()
         for num_tokens in (12, 9):

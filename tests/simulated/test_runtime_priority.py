@@ -530,6 +530,7 @@ class Cycle:
         self.myself = self
 
 
+@pytest.mark.usefixtures("usual_heap")
 def test_capture_next_collects_only_what_it_made(monkeypatch):
     note, counts = Mock(), []
     count = gc.get_freeze_count
@@ -555,6 +556,7 @@ def test_capture_next_collects_only_what_it_made(monkeypatch):
         assert old() is None
 
 
+@pytest.mark.usefixtures("usual_heap")
 def test_capture_next_collects_young_garbage_first():
     """One part ages all that lives, so garbage that it met would outlive the whole series."""
     with RuntimeLab(frozen=False) as lab:
@@ -571,6 +573,7 @@ def test_capture_next_collects_young_garbage_first():
         assert old() is None
 
 
+@pytest.mark.usefixtures("usual_heap")
 @pytest.mark.parametrize("fails", [False, True])
 def test_capture_next_leaves_the_collector_as_it_was(fails):
     model = FailsAt(8) if fails else Toy()
@@ -593,6 +596,7 @@ def test_capture_next_leaves_the_collector_as_it_was(fails):
                 assert gc.callbacks == callbacks
 
 
+@pytest.mark.usefixtures("usual_heap")
 def test_capture_next_interrupted_leaves_the_heap_thawed(monkeypatch):
     freeze, callbacks = gc.freeze, list(gc.callbacks)
 

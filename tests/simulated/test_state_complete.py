@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -867,3 +868,28 @@ def test_guard_of_pinned_memory_waits_for_the_device(monkeypatch) -> None:
     guard.restore(token)
     assert waits == [0.0, 1.0]
     assert not kept.any()
+
+
+def test_modules_that_runs_import_stay_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("imported_early", "imported_late"):
+        (tmp_path / f"{name}.py").write_text("factor = 2\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def step() -> tuple[Any, Any]:
+        import imported_early  # type: ignore[import-not-found]  # made here
+        import imported_late  # type: ignore[import-not-found]  # made here
+
+        return imported_early, imported_late
+
+    importlib.import_module("imported_early")
+    host = HostSnapshot(step)
+    with host.run(is_first=True):
+        first = step()
+    with host.restored():
+        assert step() == first
+    assert not host.changed()
+    monkeypatch.delitem(sys.modules, "imported_late")
+    with suppress(ZeroDivisionError), host.run(is_first=False):
+        1 / sum(module is None for module in step())
+    assert sys.modules["imported_late"] is not first[1]

@@ -28,7 +28,7 @@ def check(
     )
 
 
-def test_memory_of_the_host_is_read_and_written_when_the_device_is_done() -> None:
+def test_host_memory_is_read_and_written_when_the_device_is_done() -> None:
     written = torch.zeros(2)
     queued = [1.0, 2.0]
 

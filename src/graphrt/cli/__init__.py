@@ -1,5 +1,3 @@
 """The command line: the only room that prints. ``main`` is the ``graphrt`` script."""
 
-from graphrt.cli.application import main
-
-__all__ = ["main"]
+from graphrt.cli.application import main as main

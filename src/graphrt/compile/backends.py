@@ -13,7 +13,6 @@ from torch._dynamo.backends.registry import list_backends, lookup_backend
 
 from graphrt.compile import torch_api
 from graphrt.compile.ranges import Range
-from graphrt.config.checked import unknown_key
 from graphrt.errors import BackendError, ConfigError, GraphrtError
 from graphrt.events import CacheMiss
 
@@ -128,12 +127,10 @@ def check_options(options: Any) -> None:
     known = torch_api.inductor_option_names()
     for name in options:
         if name not in known:
-            problem = unknown_key(name, known, inside="compilation.inductor_compile_config.")
             near = get_close_matches(name, known, n=3, cutoff=0.0)
             raise ConfigError(
-                problem.field,
+                f"compilation.inductor_compile_config.{name}",
                 expected=f"an option of torch._inductor.config; nearest are {', '.join(near)}",
-                found=problem.found,
+                found="an unknown key",
                 do="correct the name",
-                problems=[problem],
             )

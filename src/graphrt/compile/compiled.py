@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from types import CodeType, FunctionType, MappingProxyType, MethodType
@@ -41,6 +41,7 @@ from graphrt.compile.ranges import (
     refuse_shape_guards,
 )
 from graphrt.compile.splitter import (
+    Impls,
     Piece,
     PieceInfo,
     SplittingOps,
@@ -139,10 +140,14 @@ class Compiled:
         """The generated function that calls the pieces."""
         self._ops = SplittingOps(plan.splitting_ops)
         self._attention = SplittingOps(plan.attention_ops)
-        self._compiler = make_compiler(plan, rank)
+        self._compiler: Compiler = (
+            Inductor(plan, rank)
+            if plan.backend == "inductor"
+            else BlackBox(plan.backend, find_backend(plan.backend))
+        )
         self._dump = Dump(plan.debug_dump_path, rank)
         self._plan = plan
-        self._impls = dict(impls or {})
+        self._impls = Impls(dict(impls or {}))
         self._wrap = wrap
         self._limits = dict(limits)
         self._observer = observer
@@ -155,6 +160,8 @@ class Compiled:
         self._ones = _NO_AXES
         """Of the trace that is made."""
         self._is_audit_due = False
+        self._misses: deque[str] = deque(maxlen=1)
+        """Why torch's guards took the last call for another one."""
 
     @property
     def is_opaque(self) -> bool:
@@ -236,10 +243,11 @@ class Compiled:
         if trace.guarded is None or torch_api.has_modes():
             return trace.entry(*args, **kwargs)
         try:
-            with torch_api.no_recompile():
-                return trace.guarded(*args, **kwargs)
-        except exc.RecompileError as error:
-            raise _again(" ".join(str(error).split())) from error
+            return trace.guarded(*args, **kwargs)
+        except exc.TorchDynamoException as error:
+            if not self._misses:  # Of code that a piece calls.
+                raise
+            raise _again(" ".join(self._misses.pop().split())) from error
 
     def audit(self, *, again: bool = False) -> None:
         """Compare everything that the trace read with what stands there now.
@@ -258,15 +266,14 @@ class Compiled:
             axes.setdefault(id(tensor), {})[dim] = axis
         contract = Contract(args, kwargs, axes, self._limits, 2 if self._is_backed else 1)
         guards: list[Any] = []
-        # Dynamo keeps ``backend`` for good: what it refers to is taken out of these lists.
-        made: list[_Compilation] = []
-        compilers = [_Compilation(self, axes)]
+        found = _Compilation(self, axes)
+        # Dynamo keeps ``backend`` for good: what it refers to is taken out of this list.
+        compilers = [found]
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if not compilers:
                 raise _again("Dynamo, for a call that it takes for another one")
-            made.append(compilers.pop())
-            return made[0].run(graph, inputs)
+            return compilers.pop().run(graph, inputs)
 
         def drop_all(entries: Sequence[Any]) -> list[bool]:
             guards.extend(entries)
@@ -281,21 +288,17 @@ class Compiled:
         try:
             outputs = entry(*args, **kwargs)
         except (exc.TorchDynamoException, ConstraintViolationError) as error:
-            if made:
-                made[0].refuse_shape_guards()  # It names the line.
+            found.refuse_shape_guards()  # It names the line.
             raise translated(error) from error
         finally:
             compilers.clear()
-            results = tuple(made)
-            made.clear()
-        if not results:
+        if not found.began:
             raise CompileError(
                 "trace",
                 expected="code that computes something with torch",
                 found="a call without any operation",
                 do="run it uncompiled (level 0)",
             )
-        [found] = results
         found.refuse_shape_guards()
         audit = Audit(guards, scope, root.__globals__)
         self.source = found.source
@@ -331,19 +334,18 @@ class Compiled:
         Beside the first, because under a mode, as in simulated recordings, torch refuses such an
         entry.
         """
+        stitched, given = [found.stitched], found.given
+
+        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if not stitched or _names(graph) != given:
+                raise _again("Dynamo, for a call that it takes for another one")
+            return stitched.pop()
+
         root, _ = own_root(self.runnable)
-        entry = torch.compile(root, backend=found.rerun, fullgraph=True, dynamic=False)
+        tell = self._misses.append
+        entry = torch_api.stock_compile(root, backend, tell, nopython=True, dynamic=False)
         entry(*args, **kwargs)
-        found.forget()
         return entry
-
-
-def make_compiler(plan: CompilePlan, rank: int = 0) -> Compiler:
-    """That of ``plan.backend``. Errors: ``ConfigError`` for a name that torch does not know, or a
-    path that leads to no callable, and for options that Inductor does not have."""
-    if plan.backend == "inductor":
-        return Inductor(plan, rank)
-    return BlackBox(plan.backend, find_backend(plan.backend))
 
 
 class _Trace(NamedTuple):
@@ -362,14 +364,13 @@ class _Compilation:
         self._axes = axes
         self._owner = owner
         self._env: Any = None
-        self._run: Callable[..., Any] | None = None
-        self._given: list[str] = []
         self._names: Mapping[Any, str] = {}
         """Axes by symbol."""
         self._traced: Symbols | None = None
-        self._limits: Mapping[str, int] = owner._limits
-        self._plan: CompilePlan = owner._plan
-        self._compiler: Compiler = owner._compiler
+        self._limits, self._plan, self._compiler = owner._limits, owner._plan, owner._compiler
+        self.stitched: Callable[..., Any] = _ran_uncompiled
+        """What ``run`` made; ``given``: the names of what that takes."""
+        self.given: list[str] = []
         self.infos: Sequence[PieceInfo] = ()
         self.misses: Counter[CacheMiss] = Counter()
         self.num_loaded = 0
@@ -426,7 +427,7 @@ class _Compilation:
         for piece in captured:
             if piece.structure not in forms:
                 compiled = self._compile(piece, symbols)
-                forms[piece.structure] = compiled, Description(piece.module)
+                forms[piece.structure] = compiled, Description(piece)
         calls, infos = [], []
         for index, piece in enumerate(pieces):
             info = PieceInfo(index, piece.name, piece.kind, piece.is_plain, piece.structure[:16])
@@ -443,20 +444,10 @@ class _Compilation:
             # A report is kept for long; what it needs of a piece is a few words.
             infos.append(info._replace(describe=None))
         self.infos = infos if self._cuts is None else self._cuts.infos
-        run, self.source = stitch(graph, pieces, calls)
-        owner._dump.write("stitch.py", self.source)
-        self._run, self._given = run, _names(graph)
-        return run
-
-    def rerun(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The function of ``run``, for a second trace of the same code."""
-        if self._run is None or _names(graph) != self._given:
-            raise _again("Dynamo, for a call that it takes for another one")
-        return self._run
-
-    def forget(self) -> None:
-        """Dynamo keeps what it was given for good."""
-        self._run = None
+        self.stitched, self.source = stitch(graph, pieces, calls)
+        owner._dump.write("stitch.py", lambda: self.source)
+        self.given = _names(graph)
+        return self.stitched
 
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ class Dump:
         self._rank = rank
         self._folder: Path | None = None
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: Callable[[], str]) -> None:
+        """``text``: asked only where something is written."""
         if self._root is None:
             return
         try:
             if self._folder is None:
                 self._folder = _new_folder(self._root / f"rank_{self._rank}")
-            (self._folder / name).write_text(text, encoding="utf-8")
+            (self._folder / name).write_text(text(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"compilation.debug_dump_path: {self._root}",
@@ -42,31 +42,29 @@ class Dump:
 
     def graph(self, name: str, graph: fx.GraphModule) -> None:
         """The code of a graph, with the shape of each value."""
-        if self._root is not None:
-            self.write(name, graph.print_readable(print_output=False))
+        self.write(name, lambda: graph.print_readable(print_output=False))
 
     def json(self, name: str, value: Any) -> None:
-        if self._root is not None:
-            self.write(name, json.dumps(value, indent=1, default=str) + "\n")
+        self.write(name, lambda: json.dumps(value, indent=1, default=str) + "\n")
 
     def pieces(self, pieces: Sequence[Piece]) -> None:
         """A line for each piece, and the code of each that is compiled, alike ones once."""
-        if self._root is None:
-            return
-        self.write("split.py", "".join(f"# {i} {p.kind} {p.name}\n" for i, p in enumerate(pieces)))
-        first = {piece.structure: i for i, piece in reversed(list(enumerate(pieces)))}
+        told = [f"# {index} {piece.kind} {piece.name}\n" for index, piece in enumerate(pieces)]
+        self.write("split.py", lambda: "".join(told))
+        first = {piece.structure: index for index, piece in reversed([*enumerate(pieces)])}
         for index in sorted(first.values()):
             self.graph(f"piece_{index}.before.py", pieces[index].module)
 
 
 def _new_folder(parent: Path) -> Path:
-    for number in count():
+    number = 0
+    while True:
         folder = parent / f"model_{number}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            if parent.is_dir():
-                continue
-            raise
-        return folder
-    raise AssertionError("count() has no end")
+            if not parent.is_dir():
+                raise
+            number += 1
+        else:
+            return folder

@@ -35,8 +35,10 @@ class _Known(NamedTuple):
 class Description:
     """Says of calls of a piece what they return and write, without making them."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
+    def __init__(self, piece: Piece) -> None:
+        self._module = piece.module
+        # By their schemas too, because fake kernels of operators need not write.
+        self._written = written_inputs(piece)
         self._known: dict[Any, _Known] = {}
 
     def __call__(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -61,6 +63,7 @@ class Description:
             versions = [_version(fake) for fake in fakes]
             outputs = fx.Interpreter(self._module).run(*fakes)
             written = [at for at, fake in enumerate(fakes) if _version(fake) != versions[at]]
+            written = sorted({*written, *self._written})
         given = {
             fake.untyped_storage()._cdata: at
             for at, fake in enumerate(fakes)
@@ -102,30 +105,30 @@ def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
             _refuse_views_of_written(piece)
     shared: dict[int, str] = {}
     for piece in pieces:
-        written = [value for node in piece.nodes for value in written_by(node)]
-        for value in written:
-            name = shared.get(_storage(value))
+        writes = [(node, value) for node in piece.nodes for value in written_by(node)]
+        for node, value in writes:
+            name = shared.get(storage_of(value))
             if name is not None:
                 raise CompileError(
-                    f"{value.name}, which {piece.name} writes at {line_of(written_at(piece))}",
+                    f"{value.name}, which {piece.name} writes at {line_of(node)}",
                     expected="memory of its own, which no other result of compiled code shares",
                     found=f"one of several results of {name} over one memory",
                     do="clone it before it is written, or use backend='eager'",
-                    source=line_of(written_at(piece)),
+                    source=line_of(node),
                 )
         if piece.kind == "captured":
-            given = [_storage(node) for node in piece.inputs]
-            made = [_storage(node) for node in piece.outputs]
+            given = [storage_of(node) for node in piece.inputs]
+            made = [storage_of(node) for node in piece.outputs]
             for storage in made:
                 if storage and storage not in given and made.count(storage) > 1:
                     shared[storage] = piece.name
 
 
 def _refuse_views_of_written(piece: Piece) -> None:
-    written = {_storage(value): node for node in piece.nodes for value in written_by(node)}
+    written = {storage_of(value): node for node in piece.nodes for value in written_by(node)}
     for first, second in combinations(piece.inputs, 2):
-        storage = _storage(first)
-        if storage and storage == _storage(second) and storage in written:
+        storage = storage_of(first)
+        if storage and storage == storage_of(second) and storage in written:
             one, other = (node.meta["example_value"] for node in (first, second))
             if _may_overlap(one, other):
                 at = line_of(written[storage])
@@ -169,12 +172,12 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
     Inductor keeps the strides of results only where no size in them is unbacked. Errors:
     ``CompileError`` for new memory that several elements of a result share.
     """
-    given = {_storage(node) for node in piece.inputs}
+    given = {storage_of(node) for node in piece.inputs}
     wanted: dict[int, tuple[Any, ...]] = {}
     for place, node in enumerate(piece.outputs):
         value = node.meta.get("example_value")
         # torch makes views of arguments of these again.
-        if not isinstance(value, torch.Tensor) or _storage(node) in given:
+        if not isinstance(value, torch.Tensor) or storage_of(node) in given:
             continue
         if any(isinstance(stride, torch.SymInt) for stride in value.stride()):
             strides = tuple(map(_expression, value.stride()))
@@ -222,7 +225,7 @@ def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
     written: dict[int, fx.Node] = {}
     for node in piece.nodes:
         if readers.find(node) is not None:
-            taken = {_storage(one) for one in node.all_input_nodes}
+            taken = {storage_of(one) for one in node.all_input_nodes}
             for storage, store in written.items():
                 if storage not in taken:
                     raise CompileError(
@@ -234,20 +237,16 @@ def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
                         "backend='eager'",
                         source=line_of(node),
                     )
-        given = {_storage(one) for one in piece.inputs} - {0}
+        given = {storage_of(one) for one in piece.inputs} - {0}
         for value in written_by(node):
-            if _storage(value) in given:
-                written[_storage(value)] = node
+            if storage_of(value) in given:
+                written[storage_of(value)] = node
 
 
 def written_inputs(piece: Piece) -> list[int]:
     """The positions of the arguments whose memory a piece writes."""
-    written = {_storage(value) for node in piece.nodes for value in written_by(node)} - {0}
-    return [at for at, node in enumerate(piece.inputs) if _storage(node) in written]
-
-
-def written_at(piece: Piece) -> fx.Node:
-    return next((node for node in piece.nodes if written_by(node)), piece.nodes[0])
+    written = {storage_of(value) for node in piece.nodes for value in written_by(node)} - {0}
+    return [at for at, node in enumerate(piece.inputs) if storage_of(node) in written]
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -257,10 +256,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
-        for index, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[index] if index < len(node.args) else None
-                found.append(node.kwargs.get(argument.name, given))
+        found += written_among(target, node.args, node.kwargs)
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         # Not ``operator.and_``, whose name is no keyword for that reason alone.
@@ -275,7 +271,17 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return written
 
 
-def _storage(node: fx.Node) -> int:
+def written_among(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What of the arguments an operator writes in place, as its schema says."""
+    found = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else None
+            found.append(kwargs.get(argument.name, given))
+    return found
+
+
+def storage_of(node: fx.Node) -> int:
     """Names the memory of a value in the trace; 0 for what is no tensor."""
     value = node.meta.get("example_value")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0

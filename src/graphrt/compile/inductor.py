@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from errno import EACCES, EPERM, EROFS
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from graphrt.compile.guards import environment
 from graphrt.compile.partition import partitioned, refuse_own_cuts
 from graphrt.config import CompilePlan
 from graphrt.config.environment import environment_variable
-from graphrt.errors import GraphrtError
+from graphrt.errors import ConfigError, GraphrtError
 from graphrt.events import CacheMiss
 
 
@@ -40,14 +42,16 @@ class Inductor:
         missed = self._why_uncached()
         is_whole = self._plan.use_inductor_graph_partition
         partitions = partitioned(job.module) if is_whole else nullcontext()
-        with compiling(self.name, job.name), partitions:
+        with compiling(self.name, job.name), _folders(self._plan.cache_dir), partitions:
             if missed is not None:
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
             cache, key = self._entry(job)
             try:
                 form = self._loaded_or_compiled(job, cache, key)
             except Exception as error:
-                if isinstance(error, GraphrtError) or not cache.inductor_folder.exists():
+                folder = cache.inductor_folder
+                can_move = folder.exists() and os.access(folder.parent, os.W_OK)
+                if isinstance(error, GraphrtError) or not can_move:
                     raise
                 # Inductor trusts what is in its folder: is that bad, or the piece?
                 with cache.without_inductor_folder():
@@ -115,22 +119,39 @@ def _tensors(job: Job) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _inductor_folder(cache: CompileCache) -> Iterator[None]:
-    """Inductor's own caches are kept beside the entries, which need them to load quickly."""
+def _folders(root: Path | None) -> Iterator[None]:
+    """Turns Inductor's error about a folder that it cannot write to into one that names what says
+    where that is: a ``ConfigError``."""
     try:
+        yield
+    except Exception as error:
+        denied = getattr(error, "inner_exception", error)  # Inductor wraps what it meets.
+        if not isinstance(denied, OSError) or denied.errno not in (EACCES, EPERM, EROFS):
+            raise
+        place, told = Path(str(denied.filename)), "compilation.cache_dir, or GRAPHRT_CACHE_DIR"
+        if root is None or not place.is_relative_to(root):
+            told = torch_api.INDUCTOR_CACHE_VARIABLE
+        raise ConfigError(
+            told,
+            expected="a folder that this process may write to: Inductor keeps its kernels there",
+            found=f"{type(denied).__name__}: {denied}",
+            do="make it writable, or name another one",
+        ) from error
+
+
+def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
+    """Inductor's own caches are kept beside the entries, which need them to load quickly.
+
+    What cannot be written is told with an entry. Inductor uses its own folder then.
+    """
+    folder = cache.inductor_folder
+    with suppress(OSError):
         cache.prepare()
-        cache.inductor_folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         # torch splits the command of the C++ compiler at spaces.
-        is_ours = os.access(cache.inductor_folder, os.W_OK) and " " not in str(
-            cache.inductor_folder
-        )
-    except OSError:
-        is_ours = False
-    if not is_ours:  # What cannot be written is told with an entry. Inductor uses its own folder.
-        yield
-        return
-    with environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(cache.inductor_folder)):
-        yield
+        if os.access(folder, os.W_OK) and " " not in str(folder):
+            return environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(folder))
+    return nullcontext()
 
 
 def _device_of(devices: set[torch.device]) -> str:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from graphrt.compile import torch_api
+from graphrt.compile.effects import written_among
 from graphrt.compile.failures import line_of
-from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
+from graphrt.compile.splitter import FIELD, Impls, PieceInfo, SplittingOps, Wrap, operator_of
 from graphrt.errors import CompileError, ConfigError, SplittingOpError
 
 _NAMESPACE = "graphrt_cut"
@@ -41,7 +43,7 @@ class Cuts:
         self,
         graph: fx.GraphModule,
         ops: SplittingOps,
-        impls: Mapping[str, Callable[..., Any]],
+        impls: Impls,
         wrap: Wrap,
         unique_id: str,
     ) -> None:
@@ -49,34 +51,66 @@ class Cuts:
         """In call order; complete after the first call."""
         self._is_complete = False
         self._unique_id = unique_id[:12]
-        self._at: dict[torch._ops.OpOverload, tuple[Callable[..., Any], PieceInfo]] = {}
-        known = SplittingOps(tuple(impls))
+        self._at: dict[torch._ops.OpOverload, tuple[Callable[..., Any], PieceInfo, str]] = {}
+        """What is called, and the line that calls the operator."""
+        self._given: tuple[Any, ...] = ()
+        """To the compiled code, in its first call."""
         for node in graph.graph.nodes:
             op = None if ops.find(node) is None else operator_called_by(node)
             if op is not None and op not in self._at:
-                impl = impls.get(known.find(node) or "")
+                impl = impls.of(node)
                 title = operator_of(node)
                 info = PieceInfo(0, title, "splitting", impl is not None, title)
-                self._at[op] = wrap(impl or op, info), info
+                call = wrap(impl or torch_api.python_of(title) or op, info)
+                self._at[op] = call, info, line_of(node)
 
     def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, compiled code, which runs what this runtime does at splitting ops."""
 
         def run(*args: Any) -> Any:
             before, _CUTS.running = _CUTS.running, self
+            if not self._is_complete:
+                self._given = args
             try:
                 return call(*args)
             finally:
                 _CUTS.running = before
-                self._is_complete = True
+                self._is_complete, self._given = True, ()
 
         return run
 
     def at(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
         """What to call in place of a splitting op."""
-        call, info = self._at[op]
+        call, info, _ = self._at[op]
+        if self._is_complete:
+            return call
         self._note(info)
-        return call
+        return partial(self._watched, op)
+
+    def _watched(self, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """Errors: ``CompileError`` for a write that the schema does not name: Inductor may then run
+        what reads it before the operator."""
+        call, _, line = self._at[op]
+        declared = _tensors(written_among(op, args, kwargs))
+        named = {tensor.untyped_storage()._cdata for tensor in declared}
+        watched = [
+            (tensor, tensor._version)
+            for tensor in _tensors((self._given, args, kwargs))
+            if tensor.untyped_storage()._cdata not in named and not tensor.is_inference()
+        ]
+        with torch_api.counting_writes():
+            result = call(*args, **kwargs)
+        for tensor, version in watched:
+            if tensor._version != version:
+                raise CompileError(
+                    f"{op} at {line}",
+                    expected="a splitting op whose schema names all that it writes",
+                    found=f"a write to another tensor, {tuple(tensor.shape)} {tensor.dtype}",
+                    do="declare it in the schema (mutates_args), or cut without "
+                    "use_inductor_graph_partition",
+                    source=line,
+                )
+        return result
 
     def entered(self, partition: int) -> None:
         """Inductor's code calls this one of its partitions."""
@@ -86,6 +120,10 @@ class Cuts:
     def _note(self, info: PieceInfo) -> None:
         if not self._is_complete:
             self.infos.append(info._replace(number=len(self.infos)))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
 
 
 def _noting(partition: Callable[[list[Any]], Any], about: Any) -> Callable[[list[Any]], Any]:

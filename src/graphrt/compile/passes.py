@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphrt.compile.effects import written_by
-from graphrt.compile.splitter import MODULES_OF_TORCH, SplittingOps
+from graphrt.compile.effects import storage_of, written_by
+from graphrt.compile.splitter import MODULES_OF_TORCH, Impls, SplittingOps
 
 # They compute nothing: their result is a view or a copy of the first argument, or that itself.
 _MAY_CHANGE_NOTHING = re.compile(
@@ -48,26 +47,22 @@ def remove_noops(graph: fx.GraphModule, ops: SplittingOps) -> int:
     return num_removed
 
 
-def share_masks(
-    graph: fx.GraphModule, ops: SplittingOps, impls: Mapping[str, Callable[..., Any]]
-) -> None:
+def share_masks(graph: fx.GraphModule, ops: SplittingOps, impls: Impls) -> None:
     """Make what torch's attention adds in place of a boolean mask where that mask is made.
 
     Attention that is cut out would make it at each call, by three kernels. One of ``impls``, called
     in place of it, is given the mask itself.
     """
     nodes = list(graph.graph.nodes)
-    replaced = SplittingOps(tuple(impls))
-    written = {_memory(value) for node in nodes for value in _may_write(node)}
+    written = {storage_of(value) for node in nodes for value in _may_write(node)}
     made: dict[tuple[Any, ...], fx.Node | None] = {}
     for node in nodes:
-        if node.target is not F.scaled_dot_product_attention or ops.find(node) is None:
-            continue
-        if replaced.find(node) is not None:
+        is_cut_out = ops.find(node) is not None and impls.of(node) is None
+        if node.target is not F.scaled_dot_product_attention or not is_cut_out:
             continue
         mask = node.kwargs.get("attn_mask", (*node.args[3:4], None)[0])
         told = [_told(one.meta.get("example_value")) for one in node.all_input_nodes]
-        if not isinstance(mask, fx.Node) or None in told or _memory(mask) in written:
+        if not isinstance(mask, fx.Node) or None in told or storage_of(mask) in written:
             continue
         if mask.meta["example_value"].dtype != torch.bool:
             continue
@@ -124,11 +119,6 @@ def _may_write(node: fx.Node) -> list[fx.Node]:
     if is_told or (module in MODULES_OF_TORCH and not is_kernel):
         return written_by(node)
     return node.all_input_nodes
-
-
-def _memory(node: fx.Node) -> int | None:
-    told = _told(node.meta.get("example_value"))
-    return None if told is None else told[0]
 
 
 def _changes_nothing(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from graphrt.compile import torch_api
 from graphrt.errors import SplittingOpError
 
 FIELD = "compilation.splitting_ops"
@@ -110,6 +111,17 @@ class SplittingOps:
         return found
 
 
+class Impls:
+    """Python functions to call in place of operators, by the names that ``SplittingOps`` takes."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self._functions = functions
+        self._names = SplittingOps(tuple(functions))
+
+    def of(self, node: fx.Node) -> Callable[..., Any] | None:
+        return self._functions.get(self._names.find(node) or "")
+
+
 def _operator(name: str) -> tuple[str, str] | None:
     """(``ns::op``, overload) of a registered operator. ``a.b`` may be a Python callable too."""
     if "::" not in name and name.count(".") != 1:
@@ -145,13 +157,13 @@ def _unknown(name: str, found: str) -> SplittingOpError:
 def cut(
     graph: fx.GraphModule,
     ops: SplittingOps,
-    impls: Mapping[str, Callable[..., Any]],
+    impls: Impls,
     axes: Mapping[Any, str],
     is_opaque: bool,
     marked: Callable[[fx.Node], Any] | None = None,
 ) -> tuple[list[Piece], tuple[str, ...]]:
-    """Cut ``graph`` at every splitting op; also the ops that it does not have. ``impls``: Python
-    functions to call in place of ops, inside a compiled piece too unless that ``is_opaque``;
+    """Cut ``graph`` at every splitting op; also the ops that it does not have. ``impls``: what to
+    call in place of ops, inside a compiled piece too unless that ``is_opaque``;
     ``axes``: by symbol, what varies; ``marked``: leave it whole for another to cut, and call this
     in place of each splitting op.
 
@@ -167,10 +179,13 @@ def cut(
             do="name the operators between which graphs are captured, or () for none",
         )
     pieces = []
-    known = SplittingOps(tuple(impls))
 
     def impl_of(node: fx.Node) -> Any:
-        return impls.get(known.find(node) or "")
+        given = impls.of(node)
+        if given is None and ops.find(node) is not None:
+            # Recorders see what it calls, not one operator whose Python would run at each replay.
+            return torch_api.python_of(operator_of(node))
+        return given
 
     def mark_of(node: fx.Node) -> Any:
         return None if marked is None or ops.find(node) is None else marked(node)
@@ -185,14 +200,14 @@ def cut(
         used = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
         inputs = [node for node in used if node not in inside]
         outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-        names = [ops.find(node) for node in nodes]
+        names = {node: name for node in nodes if (name := ops.find(node)) is not None}
         is_kept = kind == "captured" and is_opaque
         module = extract(graph, nodes, inputs, outputs, mark_of if is_kept else impl_of)
         pieces.append(
             Piece(
                 kind,
-                ", ".join(name for name in names if name) or f"piece {index}",
-                kind == "splitting" and all(n in impls for n in names if n is not None),
+                ", ".join(name for name in names.values() if name) or f"piece {index}",
+                kind == "splitting" and all(impls.of(node) is not None for node in names),
                 nodes,
                 inputs,
                 outputs,

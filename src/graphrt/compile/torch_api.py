@@ -19,13 +19,14 @@ import torch._dynamo
 import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
-from torch._inductor import config as inductor_config, utils as inductor_utils
-from torch._inductor.codecache import CacheBase, torch_key
+from torch._inductor import codecache, config as inductor_config, utils as inductor_utils
+from torch._inductor.codecache import PyCodeCache, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
+from torch._library.custom_ops import OPDEFS
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
@@ -33,6 +34,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from graphrt.errors import ConfigError, UnrecordedCodeError
 from graphrt.source import caller_source
 
+_CACHE_STATE = "autotune_cache_state"
 _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
@@ -65,18 +67,33 @@ def has_modes() -> bool:
     return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
 
 
-def no_recompile() -> AbstractContextManager[object]:
-    """While entered, code that would be compiled again raises ``exc.RecompileError``."""
-    patch: AbstractContextManager[object] = torch._dynamo.config.patch(error_on_recompile=True)
-    return patch
-
-
 def stock_compile(
-    target: Callable[..., Any], backend: Callable[..., Any], tell: Callable[[str], None]
+    target: Callable[..., Any],
+    backend: Callable[..., Any],
+    tell: Callable[[str], None],
+    **options: Any,
 ) -> Callable[..., Any]:
-    """torch.compile with nothing asked. ``tell``: hears why something is compiled again."""
-    decorate = torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))
+    """torch.compile with its guards. ``tell``: hears why something is compiled again."""
+    decorate = torch._dynamo.optimize(
+        backend, guard_fail_fn=lambda found: tell(found.reason), **options
+    )
     return decorate(target)
+
+
+def python_of(operator: str) -> Callable[..., Any] | None:
+    """The function that is ``ns::op`` on every device; None where torch alone calls it."""
+    known: Any = OPDEFS.get(operator)
+    if known is None or set(known._backend_fns) != {None} or known._disabled_kernel:
+        return None
+    function: Callable[..., Any] = known._init_fn
+    return function
+
+
+def counting_writes() -> AbstractContextManager[object]:
+    """While entered, tensors count what is written to them: inside Inductor's code they do not."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
+    return guard
 
 
 # -- Inductor
@@ -92,15 +109,31 @@ def compile_by_inductor(
     # in an option that nothing else reads, because tuned kernels are not found by another
     # ``cache_key_tag`` than that of the process that loads them.
     patches = {"aot_inductor.metadata": {"sizes": sizes}, **options}
-    if options.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning):
+    is_tuned = options.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning)
+    if is_tuned:
         # Kernels that were pickled do not know that they were tuned, and would be at each start.
         patches["use_static_cuda_launcher"] = False
-    return torch._inductor.standalone_compile(
+    artifact = torch._inductor.standalone_compile(
         module,
         list(inputs),
         dynamic_shapes="from_tracing_context",
         options={"config_patches": patches},
     )
+    if is_tuned:
+        _mark_tuned()
+    return artifact
+
+
+def _mark_tuned() -> None:
+    """Let kernels know that they were tuned which lost it on their way from Inductor's workers.
+
+    They would be tuned once more at their first launch. Those found in its cache are marked.
+    """
+    for module in PyCodeCache.modules:
+        for kernel in vars(module).values():
+            if (getattr(kernel, "autotune_cache_info", None) or {}).get(_CACHE_STATE) == "hit":
+                for result in kernel.compile_results:
+                    result.config.found_by_coordesc = True
 
 
 @contextmanager
@@ -189,10 +222,23 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
                 valid_vec_isa_list.cache_clear()
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
-    with tempfile.TemporaryDirectory() as folder, in_process:
+    with tempfile.TemporaryDirectory() as folder, in_process, _no_headers():
         path = Path(folder, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")
+
+
+@contextmanager
+def _no_headers() -> Iterator[None]:
+    """While entered, Inductor compiles no C++ header beforehand. It would run the C++ compiler to
+    see whether the one that it has is stale, also where nothing is to be compiled with it."""
+    module: Any = codecache
+    before = getattr(module, "_precompile_header", None)
+    module._precompile_header = lambda *args, **options: ""
+    try:
+        yield
+    finally:
+        module._precompile_header = before
 
 
 def _names(instruction_sets: Sequence[Any]) -> str:
@@ -322,7 +368,8 @@ def device_name(device: torch.device) -> str:
         compiler = get_cpp_compiler()
         capability = torch.backends.cpu.get_cpu_capability()
         return f"{capability} {compiler} {get_compiler_version_info(compiler)}"
-    return f"{CacheBase.get_system()['device']} {DeviceProperties.create(device)}"
+    # Not Inductor's own question, which hashes the source of Triton to say its version too.
+    return f"{torch.cuda.get_device_name(device)} {DeviceProperties.create(device)}"
 
 
 # -- calls of compiled code
@@ -344,33 +391,32 @@ class _CompiledCode:
     @property
     def is_watched(self) -> bool:
         """On this thread."""
-        return bool(self.watchers.get(threading.get_ident()))
+        return threading.get_ident() in self.watchers
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
         thread = threading.get_ident()
         with self._lock:
             if not self.watchers:
-                self._original = original = CompiledFxGraph.__call__
-
-                def call(graph: Any, inputs: Any) -> Any:
-                    watchers = self.watchers.get(threading.get_ident())
-                    if not watchers:
-                        return original(graph, inputs)
-                    return watchers[-1](graph, inputs, original)
-
-                CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
+                self._replace_call(CompiledFxGraph.__call__)
             self.watchers.setdefault(thread, []).append(watcher)
         try:
             yield
         finally:
             with self._lock:
-                self.watchers[thread].remove(watcher)
+                self.watchers[thread].pop()
                 if not self.watchers[thread]:
                     del self.watchers[thread]
                 if not self.watchers:
                     CompiledFxGraph.__call__ = self._original  # type: ignore[method-assign]
-                    self._original = None
+
+    def _replace_call(self, original: Any) -> None:
+        def call(graph: Any, inputs: Any) -> Any:
+            watchers = self.watchers.get(threading.get_ident())
+            return watchers[-1](graph, inputs, original) if watchers else original(graph, inputs)
+
+        self._original = original
+        CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
 
 
 _compiled_code = _CompiledCode()

@@ -4,35 +4,28 @@ What a user asks (``RuntimeConfig``), what is true here (``Facts``) and what fol
 three types, all frozen.
 """
 
-from graphrt.config.compilation import CompilationConfig, CompilationLevel, PassConfig
-from graphrt.config.environment import RankVariables, environment_of_rank, rank_variables
-from graphrt.config.options import (
-    AttentionSupport,
-    Facts,
-    ModeLimit,
-    RankConfig,
-    RuntimeConfig,
-    UBatchConfig,
+from graphrt.config.compilation import (
+    CompilationConfig as CompilationConfig,
+    CompilationLevel as CompilationLevel,
+    PassConfig as PassConfig,
 )
-from graphrt.config.plan import Adjustment, CompilePlan, Plan, Resolved
-from graphrt.config.resolution import resolve
-
-__all__ = [
-    "Adjustment",
-    "AttentionSupport",
-    "CompilationConfig",
-    "CompilationLevel",
-    "CompilePlan",
-    "Facts",
-    "ModeLimit",
-    "PassConfig",
-    "Plan",
-    "RankConfig",
-    "RankVariables",
-    "Resolved",
-    "RuntimeConfig",
-    "UBatchConfig",
-    "environment_of_rank",
-    "rank_variables",
-    "resolve",
-]
+from graphrt.config.environment import (
+    RankVariables as RankVariables,
+    environment_of_rank as environment_of_rank,
+    rank_variables as rank_variables,
+)
+from graphrt.config.options import (
+    AttentionSupport as AttentionSupport,
+    Facts as Facts,
+    ModeLimit as ModeLimit,
+    RankConfig as RankConfig,
+    RuntimeConfig as RuntimeConfig,
+    UBatchConfig as UBatchConfig,
+)
+from graphrt.config.plan import (
+    Adjustment as Adjustment,
+    CompilePlan as CompilePlan,
+    Plan as Plan,
+    Resolved as Resolved,
+)
+from graphrt.config.resolution import resolve as resolve

@@ -230,28 +230,26 @@ def from_mapping(kind: type) -> BeforeValidator:
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Errors: ``ConfigError`` for a value that is none of ``choices``."""
     if value not in choices:
-        raise ConfigError(
-            name,
-            expected=" or ".join(map(repr, choices)),
-            found=repr(value),
-            do="choose one of them",
-        )
+        raise _wrong(name, " or ".join(map(repr, choices)), repr(value), "choose one of them")
 
 
 def check_callable(name: str, value: object) -> None:
     """Errors: ``ConfigError`` for what cannot be called."""
     if not callable(value):
-        found = type(value).__qualname__
-        raise ConfigError(name, expected="a callable", found=found, do="pass one")
+        raise _wrong(name, "a callable", type(value).__qualname__, "pass one")
 
 
 def check_number(name: str, value: object) -> None:
     """Errors: ``ConfigError`` for what is no number >= 0."""
     if not isinstance(value, Real) or not float(value) >= 0:
-        raise ConfigError(name, expected="a number >= 0", found=repr(value), do="correct it")
+        raise _wrong(name, "a number >= 0", repr(value))
 
 
 def check_count(name: str, value: object) -> None:
     """Errors: ``ConfigError`` for what is no integer >= 1."""
     if type(value) is not int or value < 1:
-        raise ConfigError(name, expected="an integer >= 1", found=repr(value), do="correct it")
+        raise _wrong(name, "an integer >= 1", repr(value))
+
+
+def _wrong(name: str, expected: str, found: str, do: str = "correct it") -> ConfigError:
+    return ConfigError(name, expected=expected, found=found, do=do)

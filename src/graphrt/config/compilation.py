@@ -59,6 +59,9 @@ _ELSEWHERE = {
     "static_forward_context": "ForwardContext.layers has it; give layers= to Runtime",
 }
 
+_OLD = {"use_cudagraph": (False, "NONE"), "full_cuda_graph": (True, "FULL")}
+"""Deprecated options: the value that asks for a ``cudagraph_mode``, and which."""
+
 
 class CompilationLevel(IntEnum):
     """How much of the model is compiled. Graphs need none of it: break points cut plain Python."""
@@ -328,17 +331,16 @@ class CompilationConfig:
     @classmethod
     def from_json(cls, text: str) -> CompilationConfig:
         """The config of which ``text`` is the ``repr``. Raises ``ConfigError``."""
+        value, found = None, ""
+        repeated: Sequence[str] = ()
         try:
             value, repeated = parse_json(text)
         except ValueError as error:
-            raise config_error(
-                cls.__name__, [ConfigProblem("the text", str(error), "one JSON object")]
-            ) from error
+            found = str(error)
         if not isinstance(value, dict) or repeated:
-            found = f"{', '.join(repeated)} twice" if repeated else shown(value)
-            raise config_error(
-                cls.__name__, [ConfigProblem("the text", found, "one JSON object, each key once")]
-            )
+            found = found or (f"{', '.join(repeated)} twice" if repeated else shown(value))
+            problem = ConfigProblem("the text", found, "one JSON object, each key once")
+            raise config_error(cls.__name__, [problem])
         return cls(**value)
 
     def compute_hash(self) -> str:
@@ -355,30 +357,20 @@ class CompilationConfig:
             if name in arguments
         ]
         mode = given.get("cudagraph_mode")
-        old = {
-            name: given.pop(name)
-            for name in ("use_cudagraph", "full_cuda_graph")
-            if isinstance(given.get(name), bool)
-        }
+        old = {name: given.pop(name) for name in _OLD if isinstance(given.get(name), bool)}
+        asked = {name: _OLD[name][1] for name in old if old[name] is _OLD[name][0]}
         warned: list[tuple[type[Warning], str]] = []
-        asked = []
-        for name, value, instead in (
-            ("use_cudagraph", False, "NONE"),
-            ("full_cuda_graph", True, "FULL"),
-        ):
-            if name in old:
-                text = f"{name} is deprecated: use cudagraph_mode"
-                does = f"={instead}" if old[name] is value else f"; {name}={old[name]} does nothing"
-                warned.append((DeprecationWarning, text + does))
-                if old[name] is value:
-                    asked.append((name, instead))
+        for name, value in old.items():
+            does = f"={asked[name]}" if name in asked else f"; {name}={value} does nothing"
+            text = f"{name} is deprecated: use cudagraph_mode{does}"
+            warned.append((DeprecationWarning, text))
         if asked and (mode is not None or len(asked) > 1):
-            told = [f"{name}={old[name]}" for name, _ in asked]
+            told = [f"{name}={old[name]}" for name in asked]
             told += [f"cudagraph_mode={getattr(mode, 'name', mode)}"] if mode is not None else []
             accepted = "cudagraph_mode alone, because they are mutually exclusive"
-            problems.append(ConfigProblem(asked[0][0], " with ".join(told), accepted))
+            problems.append(ConfigProblem(next(iter(asked)), " with ".join(told), accepted))
         elif asked:
-            given["cudagraph_mode"] = asked[0][1]
+            [given["cudagraph_mode"]] = asked.values()
         if given.get("backend") == "inductor" and given.get("use_inductor") is False:
             found = "False, with backend='inductor'"
             problems.append(ConfigProblem("use_inductor", found, "True or None, or a backend"))

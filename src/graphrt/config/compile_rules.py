@@ -7,7 +7,6 @@ again changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from graphrt.config.checked import config_error, replaced
 from graphrt.config.compilation import PASS_FLAGS, CompilationConfig, CompilationLevel
@@ -21,22 +20,16 @@ _FULL_CHAIN = ("enable_attn_fusion", "enable_sequence_parallelism")
 _BETWEEN_RANKS = ("enable_sequence_parallelism", "enable_async_tp", "enable_fi_allreduce_fusion")
 
 
-class Settled(NamedTuple):
-    """The options with what was adjusted, the level and backend that count, and why."""
-
-    options: CompilationConfig
-    level: CompilationLevel
-    backend: str
-    adjustments: list[Adjustment]
-
-
-class _Changes:
-    """Options that are changed one by one, with what is wrong with them."""
+class Settled:
+    """Options that are changed one by one, why, and what is wrong with them; then the level and
+    backend that count."""
 
     def __init__(self, options: CompilationConfig) -> None:
         self.options = options
         self.adjustments: list[Adjustment] = []
         self.problems: list[ConfigProblem] = []
+        self.level = CompilationLevel.NO_COMPILATION
+        self.backend = ""
 
     def set(self, field: str, effective: object, reason: str, asked: object = None) -> None:
         """``asked`` None: what the options say."""
@@ -54,23 +47,23 @@ def settle(options: CompilationConfig, facts: Facts, environment: Environment) -
 
     Raises ``ConfigError`` with everything that is asked and not possible.
     """
-    changes = _Changes(options)
+    changes = Settled(options)
     if facts.tp_size == 1 and options.level in (None, CompilationLevel.PIECEWISE):
         # First, because otherwise such a pass would decide the level.
         for name in _BETWEEN_RANKS:
             if getattr(options.pass_config, name):
                 changes.set(f"pass_config.{name}", False, "one rank has no collectives: tp_size 1")
-    level = _level(changes, facts, environment)
-    backend = _backend(changes, level, facts)
+    level = changes.level = _level(changes, facts, environment)
+    backend = changes.backend = _backend(changes, level, facts)
     _partition(changes, level, backend, facts)
     if level is CompilationLevel.PIECEWISE:
         _passes(changes, backend, facts)
     if changes.problems:
         raise config_error("resolve", changes.problems)
-    return Settled(changes.options, level, backend, changes.adjustments)
+    return changes
 
 
-def _level(changes: _Changes, facts: Facts, environment: Environment) -> CompilationLevel:
+def _level(changes: Settled, facts: Facts, environment: Environment) -> CompilationLevel:
     """Level 3 if something was asked that only it has, or nothing else cuts at attention.
 
     Else none: break points need no compiler.
@@ -109,7 +102,7 @@ def _asked_of_level_3(options: CompilationConfig) -> dict[str, object]:
     return asked | {f"pass_config.{name}": True for name in flags}
 
 
-def _backend(changes: _Changes, level: CompilationLevel, facts: Facts) -> str:
+def _backend(changes: Settled, level: CompilationLevel, facts: Facts) -> str:
     """Its name, "" at level 0; and what other levels and backends do not read is set back."""
     options = changes.options
     at = f"level {int(level)}"
@@ -135,7 +128,7 @@ def _backend(changes: _Changes, level: CompilationLevel, facts: Facts) -> str:
     return backend
 
 
-def _partition(changes: _Changes, level: CompilationLevel, backend: str, facts: Facts) -> None:
+def _partition(changes: Settled, level: CompilationLevel, backend: str, facts: Facts) -> None:
     if not changes.options.use_inductor_graph_partition:
         return
     needs = {
@@ -149,7 +142,7 @@ def _partition(changes: _Changes, level: CompilationLevel, backend: str, facts: 
         changes.wrong("use_inductor_graph_partition", found, ", ".join(needs))
 
 
-def _passes(changes: _Changes, backend: str, facts: Facts) -> None:
+def _passes(changes: Settled, backend: str, facts: Facts) -> None:
     """At level 3: what backend and device must have for them, and a graph that holds attention."""
     options = changes.options
     passes = options.pass_config

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 DeviceName = Literal["auto", "cuda", "simulated"]
 
-__all__ = ["DeviceName", "make_device"]
-
 
 def make_device(name: DeviceName = "auto", index: int | None = None) -> Device:
     """A new device. ``"auto"``: CUDA where torch sees a GPU, else the simulated one.

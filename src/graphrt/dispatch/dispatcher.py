@@ -31,9 +31,10 @@ class _Row(NamedTuple):
 
     decisions: list[Decision | None]
     """For 0, 1, 2, ... tokens, up to the largest size of any graph for this kind of batch. None
-    where it runs eager, until the first one of its size: such a decision contains the size."""
+    where it runs eager, until the first one of its size: such a decision contains the size. Then
+    as many None, which negative indices find."""
     reasons: list[Reason]
-    """For as many tokens: why a batch runs eager, where it does."""
+    """For each of these sizes: why a batch runs eager, where it does."""
     beyond: Reason
     """Why a larger batch runs eager."""
 
@@ -92,8 +93,11 @@ class CUDAGraphDispatcher:
         self._eager: dict[tuple[int, int, int, Reason], Decision] = {}
         self._rows: dict[tuple[bool, int, frozenset[RuntimeMode], int], _Row] = {}
         counts = range(plan.max_loras + 1)
+        # As many empty ones behind them, for negative numbers.
         self._mixed_rows = [self._row(False, count, NOTHING, 1).decisions for count in counts]
+        self._mixed_rows += [[] for _ in counts]
         self._decode_rows = [self._row(True, count, NOTHING, 1).decisions for count in counts]
+        self._decode_rows += [[] for _ in counts]
 
     def dispatch(
         self,
@@ -113,17 +117,14 @@ class CUDAGraphDispatcher:
         minimum, too many adapters, or an ``exclude`` that holds no modes.
         """
         # Two list look-ups for an ordinary batch. Everything else, errors included, is left to
-        # _decide; only negative numbers would index silently. A caller's own empty frozenset is
-        # another object than the default, and `not exclude` alone would accept None.
+        # _decide; negative numbers find nothing at the ends of the lists. A caller's own empty
+        # frozenset is another object than the default, and `not exclude` alone would accept None.
         try:
-            if (
-                (exclude is NOTHING or (not exclude and type(exclude) in _SETS))
-                and num_ubatches == 1
-                and num_tokens >= 0
-                and num_active_loras >= 0
+            if num_ubatches == 1 and (
+                exclude is NOTHING or (not exclude and type(exclude) in _SETS)
             ):
-                row = (self._decode_rows if uniform else self._mixed_rows)[num_active_loras]
-                found = row[num_tokens]
+                rows = self._decode_rows if uniform else self._mixed_rows
+                found = rows[num_active_loras][num_tokens]
                 if found is not None:
                     return found
         except (IndexError, TypeError, ValueError):
@@ -149,7 +150,7 @@ class CUDAGraphDispatcher:
                 do="split the batch, or resolve a plan with a larger max_loras",
             )
         decisions, reasons, beyond = self._row(uniform, count, check_modes(exclude), ubatches)
-        if tokens >= len(decisions):
+        if tokens >= len(reasons):
             return self._none(tokens, count, ubatches, beyond)
         found = decisions[tokens]
         if found is None:
@@ -190,6 +191,7 @@ class CUDAGraphDispatcher:
             reasons += [Reason.PADDED] * (size - below)
             if key.num_tokens == size and key.num_active_loras == count:
                 decisions[-1] = Decision(mode, key, Reason.HIT)
+        decisions += [None] * len(decisions)
         return self._rows.setdefault(name, _Row(decisions, reasons, beyond))
 
     def _family(

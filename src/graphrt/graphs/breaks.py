@@ -74,8 +74,8 @@ def break_point(
         if recorder is None:
             return fn(*args, **kwargs)
         bound, rest, stub = _bind_self(fn, args, capture_stub)
-        return _uncompiled(recorder.run_eager)(
-            bound, rest, kwargs, name=_site(label), out=keyword_of_out, stub=stub
+        return _uncompiled(ProgramRecorder.run_eager)(
+            recorder, bound, rest, kwargs, name=_site(label), out=keyword_of_out, stub=stub
         )
 
     return call
@@ -87,7 +87,8 @@ def break_call(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
     recorder = _cutting_recorder(label)
     if recorder is None:
         return fn(*args, **kwargs)
-    result: R = _uncompiled(recorder.run_eager)(fn, args, kwargs, name=_site(label))
+    run_eager = _uncompiled(ProgramRecorder.run_eager)
+    result: R = run_eager(recorder, fn, args, kwargs, name=_site(label))
     return result
 
 
@@ -218,7 +219,11 @@ def _recorder_here() -> ProgramRecorder | None:
 def _uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn``, which Dynamo leaves alone where a compiled model calls it."""
     # Its import takes seconds; where it has not happened, nothing is compiled.
-    return torch.compiler.disable(fn) if "torch._dynamo" in sys.modules else fn
+    return _disabled(fn) if "torch._dynamo" in sys.modules else fn
+
+
+# Kept, because torch takes longer to make one than most eager segments do to run.
+_disabled = functools.cache(torch.compiler.disable)
 
 
 def _refuse_to_cut(label: str) -> None:

@@ -678,17 +678,13 @@ class Lookup:
         if now is not reads:
             return _replaced(reads, now, tensors, values)
         is_moved = self._is_moved
-        moved = []
-        for item in tensors:
-            if (answer := is_moved.get(id(item))) is None:
-                answer = is_moved[id(item)] = item.has_moved()
-            if answer:
-                moved.append(item.name)
-        for place in values:
-            if (answer := is_moved.get(id(place))) is None:
-                answer = is_moved[id(place)] = not is_same_value(place, place.read())
-            if answer:
-                moved.append(place.path)
+        # Most were looked at for another program.
+        for item in [item for item in tensors if id(item) not in is_moved]:
+            is_moved[id(item)] = item.has_moved()
+        for place in [place for place in values if id(place) not in is_moved]:
+            is_moved[id(place)] = not is_same_value(place, place.read())
+        moved = [item.name for item in tensors if is_moved[id(item)]]
+        moved += [place.path for place in values if is_moved[id(place)]]
         return Found(list(dict.fromkeys(moved)), reads, tensors, values)
 
 

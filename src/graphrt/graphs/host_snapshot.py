@@ -12,12 +12,13 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import sys
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
-from itertools import accumulate, chain, compress, count
+from itertools import accumulate, chain, compress, count, repeat
 from operator import is_, is_not
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
@@ -33,7 +34,6 @@ from graphrt.graphs.places import (
     is_array,
     is_host_scalar,
     plain_array,
-    read_attribute,
     read_cell,
     read_context,
     read_global,
@@ -194,6 +194,13 @@ def _is_dead(*values: Any) -> bool:
     return any(issubclass(type(value), ReferenceType) and value() is None for value in values)
 
 
+def _read_slot(owner: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(owner, name)  # A member of its class: no code of the user's.
+    except AttributeError:
+        return MISSING
+
+
 def _unset(variable: ContextVar[Any], _: object) -> None:
     """Set a context variable to its default: nothing can unset it. Without one it stays."""
     with suppress(LookupError):
@@ -211,7 +218,7 @@ def _has_default(variable: ContextVar[Any]) -> bool:
 _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "cell": read_cell,
     "global": read_global,
-    "slot": read_attribute,
+    "slot": _read_slot,
     "context": read_context,
     "script": read_script,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
@@ -296,8 +303,13 @@ class HostSnapshot:
         self._targets: list[dict[Any, Any]] = []
         self._lengths: list[int] = []
         self._values: list[Any] = []
+        self._globals: list[_Held] = []
+        self._spaces: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._settings: list[Any] = []
+        """Global variables in the same way: spaces, names and values."""
         self._others: list[_Held] = []
-        """Single variables and attributes, and other containers."""
+        """Other single variables and attributes, and other containers."""
         self._empty: list[tuple[str, Any, Kind]] = []
         """Containers that have held nothing so far: most of a module's."""
         self._empty_targets: list[Any] = []
@@ -350,6 +362,8 @@ class HostSnapshot:
                 base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
                 if base is not None:
                     self._add(path, base, "class", name)
+            elif owner is sys.modules:
+                pass  # An import is the process's: to undo one would run the module once more.
             elif kind not in _OF_THE_WHOLE and id(owner) not in entered:
                 # What is in a container says its length.
                 if issubclass(type(owner), ModuleType):
@@ -412,6 +426,12 @@ class HostSnapshot:
             self._targets.append(held.target)
             self._lengths.append(len(held.last))
             self._values += held.last.values()
+        elif held.kind == "global" and type(held.target) is dict:
+            held.row = len(self._globals)
+            self._globals.append(held)
+            self._spaces.append(held.target)
+            self._names.append(held.name)
+            self._settings.append(held.last.get(held.name, MISSING))
         else:
             self._others.append(held)
         if _CACHE not in map(type, held.last.values()):
@@ -441,12 +461,15 @@ class HostSnapshot:
                 if len(now[row]) != length:
                     touched.append(self._dicts[row])
                     now[row] = self._dicts[row].last.values()
-        places = list(compress(count(), map(is_not, chain.from_iterable(now), self._values)))
-        if places:
+        # Mostly nothing is: to ask that alone takes two thirds of the time.
+        if any(map(is_not, chain.from_iterable(now), self._values)):
+            places = compress(count(), map(is_not, chain.from_iterable(now), self._values))
             # Few are: to ask each dict would cost more than to find those that hold them.
             ends = list(accumulate(self._lengths))
             rows = dict.fromkeys(bisect_right(ends, place) for place in places)
             touched += [self._dicts[row] for row in rows]
+        settings = map(dict.get, self._spaces, self._names, repeat(MISSING))
+        touched += compress(self._globals, map(is_not, settings, self._settings))
         return touched + [held for held in self._others if not held.is_untouched()]
 
     def _pending(self) -> list[_Change]:
@@ -461,7 +484,9 @@ class HostSnapshot:
             held = change.held
             self._moved[held] = None
             held.last = change.now
-            if held.row is not None:
+            if held.row is not None and held.kind == "global":
+                self._settings[held.row] = held.last.get(held.name, MISSING)
+            elif held.row is not None:
                 if len(held.last) == self._lengths[held.row]:
                     start = sum(self._lengths[: held.row])
                     self._values[start : start + len(held.last)] = held.last.values()

@@ -9,8 +9,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -100,10 +102,15 @@ class ProgramRecorder:
     _thread: int = field(default_factory=threading.get_ident)
     _eager_inputs: dict[int, TensorRef] = field(default_factory=dict)
     """Tensors outside the pool that eager segments are bound to, by id: layers share most."""
+    _aliases: dict[int, tuple[ReferenceType[torch.Tensor], Any, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    """By id of a pool tensor that eager segments are bound to: it, its layout, what is bound.
+    Weak, because the pool gets the memory back where the model drops the tensor."""
     _recording: Recording | None = None
     _eager_failure: BaseException | None = None
 
-    @property
+    @cached_property
     def _label(self) -> str:
         return f"{self.owner} {self.mode.name} {self.key}"
 
@@ -186,7 +193,7 @@ class ProgramRecorder:
                 self._saved.append(self.state.save())
             given = tensors_of((args, kwargs))
             for tensor in given:
-                if self.device.owns(tensor):
+                if not self._is_outside(tensor):
                     # The kernels before it have not run: zero keeps index-like values in range.
                     _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
@@ -207,11 +214,14 @@ class ProgramRecorder:
             self.eager_writes += [write for write in writes if not self.device.owns(write.tensor)]
             returned: list[Returned] = []
             bind = self._bind(site)
-            addresses = {storage_start(tensor) for tensor in given} - {0}
-            new = [t for t in tensors_of(result) if storage_start(t) not in addresses]
+            given_ids = set(map(id, given))
+            new = [t for t in tensors_of(result) if id(t) not in given_ids or not storage_start(t)]
+            if new:
+                addresses = {storage_start(tensor) for tensor in given} - {0}
+                new = [tensor for tensor in new if storage_start(tensor) not in addresses]
             _require_strided(new, site)
             statics = self._static_outputs(new)
-            value = rebuild(result, self._keep_leaf(given, returned, bind, statics))
+            value = rebuild(result, self._keep_leaf(given_ids, returned, bind, statics))
             bound = {key: _map_kept(item, bind) for key, item in kwargs.items()}
             if out is not None and out not in kwargs:
                 bound.update(self._static_output_for(out, returned, site))
@@ -338,27 +348,33 @@ class ProgramRecorder:
         self.reset()
         return first
 
+    def _is_outside(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._eager_inputs or not self.device.owns(tensor)
+
     def _bind(self, site: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that maps a tensor to what an eager segment is bound to instead.
 
         One tensor is bound to one object wherever it stands, because a segment that returns an
         argument is recognised by identity.
         """
-        bound: dict[int, torch.Tensor] = {}
 
         def bind(tensor: torch.Tensor) -> torch.Tensor:
-            alias = bound.get(id(tensor))
-            if alias is None:
-                alias = bound[id(tensor)] = self.device.weak_alias(tensor)
-                if alias is tensor:
-                    self._eager_inputs.setdefault(id(tensor), TensorRef(site, tensor))
+            if self._is_outside(tensor):
+                self._eager_inputs.setdefault(id(tensor), TensorRef(site, tensor))
+                return tensor
+            layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            known = self._aliases.get(id(tensor))
+            if known is not None and known[0]() is tensor and known[1] == layout:
+                return known[2]
+            alias = self.device.weak_alias(tensor)
+            self._aliases[id(tensor)] = ref(tensor), layout, alias
             return alias
 
         return bind
 
     def _keep_leaf(
         self,
-        given: Sequence[torch.Tensor],
+        given_ids: set[int],
         returned: list[Returned],
         bind: Callable[[torch.Tensor], torch.Tensor],
         statics: Mapping[int, torch.Tensor],
@@ -367,7 +383,6 @@ class ProgramRecorder:
 
         ``statics``: what stands for a tensor that is no argument, nor a view of one, by its id.
         """
-        given_ids = set(map(id, given))
 
         def keep(path: Any, value: Any) -> Any:
             if isinstance(value, torch.Tensor):

@@ -164,7 +164,7 @@ class Watch:
             tensors, values = program.watched()
             links = () if program.reads is None else program.reads.links
             items: list[HeldTensor | Place] = [*tensors, *values, *links]
-            for item in items:
+            for item in [item for item in items if id(item) not in self._known]:
                 place = item.place if isinstance(item, HeldTensor) else item
                 if place is None or id(item) in self._known:
                     continue

@@ -23,13 +23,13 @@ it has no graph that the others could take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import IntEnum
 from hashlib import sha256
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from graphrt.batch import (
     BatchDescriptor,
@@ -186,18 +186,9 @@ class SettledStep(NamedTuple):
     """Why it is not split, and the rank; None for a rank: the plan has no graph for it."""
 
 
-class Dispatch(Protocol):
-    """``CUDAGraphDispatcher.dispatch`` of the agreed variant."""
-
-    def __call__(
-        self,
-        num_tokens: int,
-        uniform: bool,
-        num_active_loras: int,
-        exclude: frozenset[RuntimeMode],
-        num_ubatches: int,
-        /,
-    ) -> Decision: ...
+Dispatch = Callable[[int, bool, int, frozenset[RuntimeMode], int], Decision]
+"""``CUDAGraphDispatcher.dispatch`` of the agreed variant: tokens, uniform, adapters, excluded
+modes, micro-batches."""
 
 
 def pack(vote: RankVote, tag: int = 0) -> tuple[int, ...]:

@@ -10,12 +10,15 @@ a roll-call through the store that also brought the group up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, cast
+from weakref import ref
 
 from graphrt.config.options import MOST_TIMEOUT_S
 from graphrt.errors import (
@@ -35,9 +38,6 @@ from graphrt.parallel.agreement import (
 )
 from graphrt.waits import within
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 Wire = Literal["auto", "reduce", "gather"]
 MOST_GATHERED = 16
 """Up to so many ranks ``auto`` gathers: one hop, where a reduction takes several."""
@@ -50,31 +50,43 @@ LOOK_S = 1.0
 TIMEOUT_S = 30.0
 
 
-class Pending(Protocol):
-    """A message under way."""
+class Pending:
+    """A message under way. ``take()``: waits for those of all ranks, or for the largest words."""
+
+    def __init__(self, take: Callable[[], Sequence[Sequence[int]]], world: int) -> None:
+        self._take: Callable[[], Sequence[Sequence[int]]] | None = take
+        self._world = world
+        self._messages: Sequence[Sequence[int]] = ()
 
     def result(self) -> Sequence[int]:
         """Wait for all ranks; the largest of each word. Errors: ``RankError``."""
-        ...
+        if self._take is not None:
+            self._messages = self._take()
+            self._take = None  # It holds the group.
+        return merge(self._messages)
 
     @property
     def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
         """Of a step's message, once there is a result: the unpadded tokens of each rank, 0 for an
         idle one. None where only the largest of each word is known."""
-        ...
+        if len(self._messages) < self._world:
+            return None
+        return tuple(map(tokens_of, self._messages))
 
 
 class Exchange(Protocol):
     """What brings the messages of ``world`` ranks together; this is rank ``rank``.
 
     ``num_rounds``: messages started so far, which is the same on every rank. ``tells_sizes``: what
-    comes back tells every rank's token count.
+    comes back tells every rank's token count. ``model_groups``: of torch.distributed, over which
+    the models of this exchange's runtimes communicate: what ``give_up`` ends.
     """
 
     rank: int
     world: int
     num_rounds: int
     tells_sizes: bool
+    model_groups: list[Any]
 
     def start(
         self, words: Sequence[int], *, timeout_s: float = TIMEOUT_S, about: str = ""
@@ -82,8 +94,8 @@ class Exchange(Protocol):
         """Send this rank's words, as many as every rank sends, each of 64 bits.
 
         ``about``: what the round is about, for messages of errors.
-        Errors: ``AgreementInFlightError`` before the result of the last message was taken; the
-                error that ended the exchange, again.
+        Errors: ``AgreementInFlightError`` before the result of the last message was taken; after
+                the error that ended the exchange a new one like it, of which it is the cause.
         """
         ...
 
@@ -98,8 +110,10 @@ class Exchange(Protocol):
     def give_up(self, error: RankError) -> None:
         """End with ``error``, which later rounds repeat, because the device waits for another rank.
 
-        What the device waits in ends too: no group that it shares with a lost rank can be used
-        again. Ranks that wait for this one end with ``RankLostError``.
+        What the device waits in ends too: NCCL's groups in ``model_groups``, which cannot be used
+        again. Where it is empty, all of NCCL's in this process end, because nothing tells which
+        of them a model uses; a note of ``error`` says so. Ranks that wait for this one end with
+        ``RankLostError``.
         """
         ...
 
@@ -108,23 +122,38 @@ class Exchange(Protocol):
         ...
 
 
-class _Known(NamedTuple):
-    """A message whose result is there already."""
+class _Member:
+    """What every exchange keeps: who it is, and how it has ended."""
 
-    words: Sequence[int]
-    num_tokens_across_ranks: tuple[int, ...] | None = None
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.num_rounds = rank, world, 0
+        self.tells_sizes = True
+        self.model_groups: list[Any] = []
+        self._is_waiting = False
+        self._error: RankError | None = None
 
-    def result(self) -> Sequence[int]:
-        return self.words
+    def _require_alive(self) -> None:
+        """Errors: one like that which ended the exchange: raised again, that one itself would grow
+        by a traceback each time."""
+        ended = self._error
+        if ended is not None:
+            again = copy(ended)
+            again.__notes__ = [*getattr(ended, "__notes__", ()), "the exchange has ended before"]
+            raise again from ended
 
+    def _require_free(self) -> None:
+        self._require_alive()
+        if self._is_waiting:
+            raise AgreementInFlightError(
+                f"rank {self.rank}",
+                expected="one message under way",
+                found="another one, whose result was not taken",
+                do="take the result of each message before the next one starts",
+            )
 
-def _in_flight(rank: int) -> AgreementInFlightError:
-    return AgreementInFlightError(
-        f"rank {rank}",
-        expected="one message under way",
-        found="another one, whose result was not taken",
-        do="take the result of each message before the next one starts",
-    )
+    def _end(self, error: RankError, cause: BaseException | None = None) -> NoReturn:
+        self._error = error
+        raise error from cause
 
 
 def _missing_text(missing: Sequence[int]) -> str:
@@ -170,67 +199,40 @@ class InProcessExchange:
                 "InProcessExchange", expected="at least 1 rank", found=str(world), do="pass a world"
             )
         self.texts: dict[str, str] = {}
-        self.rounds: dict[int, _InProcessRound] = {}
-        """By number: those that not every rank has started."""
+        self.rounds: dict[int, list[Sequence[int]]] = {}
+        """By number: the messages of each that not every rank has started, () for missing ones."""
         self.ranks = tuple(_InProcessRank(self, rank, world) for rank in range(world))
 
 
-class _InProcessRound:
-    def __init__(self, world: int) -> None:
-        self.messages: list[Sequence[int] | None] = [None] * world
-        self.num_left = world
-        self.merged: Sequence[int] | None = None
-
-
-class _InProcessRank:
-    """One rank's exchange, and its message under way: there is one at a time."""
+class _InProcessRank(_Member):
+    """One rank's exchange."""
 
     def __init__(self, shared: InProcessExchange, rank: int, world: int) -> None:
-        self.rank, self.world, self.num_rounds = rank, world, 0
-        self.tells_sizes = True
+        super().__init__(rank, world)
         self._shared = shared
-        self._is_waiting = False
-        self._round = _InProcessRound(0)
-        self._told = TIMEOUT_S, ""
-        self._error: RankError | None = None
 
     def start(
         self, words: Sequence[int], *, timeout_s: float = TIMEOUT_S, about: str = ""
     ) -> Pending:
-        if self._error is not None:
-            raise self._error
-        if self._is_waiting:
-            raise _in_flight(self.rank)
+        self._require_free()
         number, rounds = self.num_rounds, self._shared.rounds
         self.num_rounds += 1
         self._is_waiting = True
-        found = rounds.get(number)
-        if found is None:
-            found = rounds[number] = _InProcessRound(self.world)
-        found.messages[self.rank] = tuple(words)
-        found.num_left -= 1
-        if not found.num_left:
+        messages = rounds.setdefault(number, [()] * self.world)
+        messages[self.rank] = tuple(words)
+        if () not in messages:
             del rounds[number]
-        self._round, self._told = found, (timeout_s, about)
-        return self
+        return Pending(partial(self._take, messages, timeout_s, about), self.world)
 
-    def result(self) -> Sequence[int]:
-        found = self._round
-        if self._error is not None:
-            raise self._error
-        if found.merged is None:
-            missing = tuple(rank for rank, words in enumerate(found.messages) if words is None)
-            if missing:
-                timeout_s, about = self._told
-                self._error = _timeout(missing, self.rank, about, timeout_s)
-                raise self._error
-            found.merged = merge([m for m in found.messages if m is not None])
+    def _take(
+        self, messages: Sequence[Sequence[int]], timeout_s: float, about: str
+    ) -> Sequence[Sequence[int]]:
+        self._require_alive()
+        missing = tuple(rank for rank, words in enumerate(messages) if not words)
+        if missing:
+            self._end(_timeout(missing, self.rank, about, timeout_s))
         self._is_waiting = False
-        return found.merged
-
-    @property
-    def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
-        return tuple(tokens_of(words) for words in self._round.messages if words is not None)
+        return messages
 
     def post(self, name: str, text: str) -> None:
         self._shared.texts[name] = text
@@ -248,22 +250,31 @@ class _InProcessRank:
 # -- over torch.distributed
 
 
-class TorchExchange:
+class TorchExchange(_Member):
     """The ranks of a process group of torch.distributed.
 
     ``group`` None: a gloo group of its own, on GPU machines too, because the host would wait for a
     message on the device. It is made of the default group; without one, of the variables that
     torchrun sets. A group that is given is not destroyed.
     ``wire``: how the largest words are found: ``reduce`` on the way, ``gather`` here, which also
-    tells every rank's token count; ``auto`` gathers up to 16 ranks.
+    tells every rank's token count; ``auto`` gathers up to 16 ranks. Alike on every rank.
     ``most_s``: most seconds that any round of a group of its own may take.
+    ``model_groups``: see ``Exchange``; ``LLMEngine`` adds its own. Name those of a model where
+    the process has other groups over NCCL, which shall live on when a rank of the model is lost.
     Make it soon after the default group, before anything imports torch's compiler, which would keep
-    that group until the process exits.
+    that group until the process exits. A forked child cannot use it.
 
     Errors: ``RankLostError`` where no group can be made, ``ConfigError``.
     """
 
-    def __init__(self, group: Any = None, wire: Wire = "auto", *, most_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        wire: Wire = "auto",
+        *,
+        most_s: float = 600.0,
+        model_groups: Sequence[Any] = (),
+    ) -> None:
         if wire not in ("auto", "reduce", "gather"):
             raise ConfigError(
                 "wire", expected="auto, reduce or gather", found=repr(wire), do="pass one of them"
@@ -295,17 +306,9 @@ class TorchExchange:
                     found=str(error),
                     do="start with torchrun, or call torch.distributed.init_process_group first",
                 ) from error
+        super().__init__(group.rank(), group.size())
         self._group = group
-        self.rank: int = group.rank()
-        self.world: int = group.size()
-        self.num_rounds = 0
-        names = c10d.PrefixStore(f"graphrt/{group.group_name}", c10d._get_default_store())
-        try:
-            # Each rank opens its exchanges over a group in the same order.
-            number = _within(STORE_S, names.add, f"opened by {self.rank}", 1)
-        except RuntimeError as error:
-            raise self._store_lost("opening an exchange", error) from error
-        self._store: Any = c10d.PrefixStore(f"{number}", names)
+        self.model_groups = list(model_groups)
         self.tells_sizes = wire == "gather" or (wire == "auto" and self.world <= MOST_GATHERED)
         self._max = cast("Any", dist.AllreduceOptions())
         self._max.reduceOp = dist.ReduceOp.MAX
@@ -313,19 +316,39 @@ class TorchExchange:
         self._host_device = torch.device("cpu")
         self._timeout_s = 0.0
         self._storages: dict[int, _Storage] = {}
-        self._is_waiting = False
-        self._error: RankError | None = None
         self._assumes_equal = False
+        self._store: Any = c10d.PrefixStore(
+            f"graphrt/{group.group_name}", c10d._get_default_store()
+        )
+        try:
+            # Each rank opens its exchanges over a group in the same order.
+            number = self._ask_store("opening an exchange", "add", f"opened by {self.rank}", 1)
+            self._store = c10d.PrefixStore(f"{number}", self._store)
+            self._require_same_wire("gather" if self.tells_sizes else "reduce")
+        except BaseException:
+            self.close(together=False)
+            raise
+        here = ref(self)
+        os.register_at_fork(after_in_child=lambda: _leave_to_parent(here()))
+
+    def _require_same_wire(self, wire: str) -> None:
+        """Errors: ``ConfigError``; ranks that have opened it with another one lose this one."""
+        first = self._ask_store("opening an exchange", "compare_set", "wire", "", wire).decode()
+        if first != wire:
+            self._tell_end()
+            raise ConfigError(
+                "wire",
+                expected="the same on every rank, because they would wait for each other",
+                found=f"{wire} on rank {self.rank}, {first} on another one",
+                do="pass wire= alike on every rank, or leave it out",
+            )
 
     def start(
         self, words: Sequence[int], *, timeout_s: float = TIMEOUT_S, about: str = ""
     ) -> Pending:
-        if self._error is not None:
-            raise self._error
-        if self._is_waiting:
-            raise _in_flight(self.rank)
+        self._require_free()
         if self._assumes_equal:
-            return _Known(words, (tokens_of(words),) * self.world)
+            return Pending(lambda: (words,) * self.world, self.world)
         storage = self._storages.get(len(words))
         if storage is None:
             storage = _Storage(
@@ -334,9 +357,9 @@ class TorchExchange:
             self._storages[len(words)] = storage
         if timeout_s != self._timeout_s:
             self._limit(timeout_s)
+        storage.fill(words)
         self.num_rounds += 1
         self._is_waiting = True
-        storage.fill(words)
         try:
             if self.tells_sizes:
                 work = self._group._allgather_base(storage.received, storage.sent)
@@ -344,7 +367,7 @@ class TorchExchange:
                 work = self._group.allreduce([storage.sent], self._max)
         except RuntimeError as error:
             self._fail(about, timeout_s, error)
-        return _TorchPending(self, storage, work, timeout_s, about)
+        return Pending(partial(self._take, work, storage, timeout_s, about), self.world)
 
     def _limit(self, timeout_s: float) -> None:
         """Let operations of gloo end by themselves, if later than this side gives up: a group
@@ -366,32 +389,29 @@ class TorchExchange:
             self._assumes_equal = before
 
     def post(self, name: str, text: str) -> None:
-        try:
-            self._tell(f"text {name}", text)
-            # A store answers no set: only after this is it there for a rank that hears of it.
-            self._ask([f"text {name}"], self._timeout_s)
-        except RuntimeError as error:
-            raise self._store_lost(f"posting {name}", error) from error
+        about = f"posting {name}"
+        self._ask_store(about, "set", f"text {name}", text)
+        # A store answers no set: only after this is it there for a rank that hears of it.
+        self._ask_store(about, "check", [f"text {name}"], seconds=self._timeout_s)
 
     def read(self, name: str) -> str | None:
-        try:
-            if not self._ask([f"text {name}"], self._timeout_s):
-                return None
-            text: str = _within(
-                max(self._timeout_s, STORE_S), self._store.get, f"text {name}"
-            ).decode()
-        except RuntimeError as error:
-            raise self._store_lost(f"reading {name}", error) from error
+        about, at, seconds = f"reading {name}", f"text {name}", self._timeout_s
+        if not self._ask_store(about, "check", [at], seconds=seconds):
+            return None
+        text: str = self._ask_store(about, "get", at, seconds=seconds).decode()
         return text
 
     def give_up(self, error: RankError) -> None:
-        _end_collectives()
+        if _end_collectives([*self.model_groups, self._group] if self.model_groups else None):
+            error.add_note(
+                "every NCCL group of this process has ended with it, because TorchExchange has no "
+                "model_groups, which would say what the model communicates over"
+            )
         if self._error is None:
             self._error = error
             try:
-                self._tell("a connection broke", "1")
-                self._tell("roll-call", "1")
-            except RuntimeError as lost:
+                self._tell_end()
+            except RankError as lost:
                 error.add_note(f"and the other ranks could not be told: {lost}")
 
     def close(self, *, together: bool = True) -> None:
@@ -411,80 +431,88 @@ class TorchExchange:
             self._error = copy(self._error or _lost((), self.rank, "a round", "a closed exchange"))
             made, self._made, self._group, self._store = self._made, None, None, None
             self._storages.clear()
+            self.model_groups.clear()
             if made is not None:
                 import torch.distributed as dist
 
                 # A process that exits while its gloo threads live, or anything refers to the
-                # group, may abort.
-                dist.destroy_process_group(None if made is dist.group.WORLD else made)
+                # group, may abort. Whoever destroys the default group destroys this one as well.
+                if made in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(None if made is dist.group.WORLD else made)
 
     # -- when a rank is missing
 
-    def _take(self, work: Any, storage: _Storage, timeout_s: float, about: str) -> None:
+    def _take(
+        self, work: Any, storage: _Storage, timeout_s: float, about: str
+    ) -> Sequence[Sequence[int]]:
         """Wait until the words are here, looking now and then whether somebody has given up."""
+        self._require_alive()
         deadline = monotonic() + timeout_s
         while True:
             left = deadline - monotonic()
             try:
                 if storage.wait(work, max(0.0, min(left, LOOK_S))):
                     self._is_waiting = False
-                    return
+                    return storage.read()
             except RuntimeError as error:
                 self._fail(about, timeout_s, error)
-            if left <= LOOK_S or self._has_given_up(left):
+            if left <= LOOK_S or self._has_given_up(about, left):
                 self._fail(about, timeout_s, None)
 
-    def _has_given_up(self, seconds: float) -> bool:
+    def _has_given_up(self, about: str, seconds: float) -> bool:
         try:
-            return self._ask(["roll-call"], seconds)
-        except RuntimeError:
+            return bool(self._ask_store(about, "check", ["roll-call"], seconds=seconds))
+        except RankError:
             return True  # The roll-call says it.
 
-    def _ask(self, names: list[str], seconds: float = 0.0) -> bool:
-        """Whether the store has them. Errors: ``RuntimeError``."""
-        self._require_open()
-        return bool(_within(max(seconds, STORE_S), self._store.check, names))
+    def _ask_store(self, about: str, call: str, *arguments: Any, seconds: float = 0.0) -> Any:
+        """Errors: ``RankLostError`` also where it does not answer."""
+        if self._store is None:
+            self._require_alive()
+        try:
+            # A set waits too, for a call that was left behind.
+            return _within(max(seconds, STORE_S), getattr(self._store, call), *arguments)
+        except RuntimeError as error:
+            # torchrun's own process has the store, or else rank 0.
+            found = f"the store that brought the ranks together: {error}"
+            raise _lost((0,), self.rank, about, found) from error
 
-    def _tell(self, name: str, text: str) -> None:
-        self._require_open()
-        # It waits for a call that was left behind.
-        _within(STORE_S, self._store.set, name, text)
+    def _tell_end(self) -> None:
+        """Have the ranks that wait for this one end."""
+        for name in ("a connection broke", "roll-call"):
+            self._ask_store("the end of an exchange", "set", name, "1")
 
     def _fail(self, about: str, timeout_s: float, broken: RuntimeError | None) -> NoReturn:
         """Ask who is still there; end the exchange. ``broken``: the connection that failed."""
         about = about or f"round {self.num_rounds}"
+        ask = partial(self._ask_store, about)
+
+        def not_waiting() -> tuple[int, ...]:
+            ranks = range(self.world)
+            return tuple(rank for rank in ranks if not ask("check", [f"rank {rank} waits"]))
+
         try:
             if broken is not None:
-                self._tell("a connection broke", "1")
-            self._tell(f"rank {self.rank} waits", about)
-            self._tell("roll-call", "1")
+                ask("set", "a connection broke", "1")
+            ask("set", f"rank {self.rank} waits", about)
+            ask("set", "roll-call", "1")
             until = monotonic() + ROLL_CALL_S
-            missing = self._not_waiting()
-            while missing and monotonic() < until:
+            while (missing := not_waiting()) and monotonic() < until:
                 sleep(0.05)
-                missing = self._not_waiting()
-            is_broken = broken is not None or self._ask(["a connection broke"])
-        except RuntimeError as error:
-            self._error = self._store_lost(about, error)
-        else:
-            if is_broken:
-                found = str(broken) if broken is not None else "another rank lost its connection"
-                self._error = _lost(missing, self.rank, about, found)
-            else:
-                self._error = _timeout(missing, self.rank, about, timeout_s)
-        raise self._error from broken
+            is_broken = broken is not None or ask("check", ["a connection broke"])
+        except RankError as lost:
+            self._end(lost, lost.__cause__)
+        if not is_broken:
+            self._end(_timeout(missing, self.rank, about, timeout_s))
+        found = str(broken) if broken is not None else "another rank lost its connection"
+        self._end(_lost(missing, self.rank, about, found), broken)
 
-    def _require_open(self) -> None:
-        if self._store is None:
-            raise self._error or RuntimeError("a closed exchange")
 
-    def _not_waiting(self) -> tuple[int, ...]:
-        ranks = range(self.world)
-        return tuple(rank for rank in ranks if not self._ask([f"rank {rank} waits"]))
-
-    def _store_lost(self, about: str, error: RuntimeError) -> RankLostError:
-        # torchrun's own process has the store, or else rank 0.
-        return _lost((0,), self.rank, about, f"the store that brought the ranks together: {error}")
+def _leave_to_parent(exchange: TorchExchange | None) -> None:
+    """Give a forked child nothing to wait for: it has none of the threads that answer."""
+    if exchange is not None:
+        exchange._made = exchange._store = None
+        exchange._error = _lost((), exchange.rank, "a round", "the exchange of a parent process")
 
 
 def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -506,8 +534,9 @@ def _check_time(name: str, seconds: object) -> None:
         )
 
 
-def _end_collectives() -> None:
-    """Have the device end every collective of NCCL that it waits in. Returns at once.
+def _end_collectives(groups: Sequence[Any] | None) -> bool:
+    """Have the device end every collective of NCCL that it waits in, of these groups; of all, for
+    None: then, whether there were any. Returns at once.
 
     Torch's watchdog does the same after a time-out, but for calls alone: it does not know of
     collectives inside graphs. The device is free soon; a communicator goes once no graph holds a
@@ -516,13 +545,16 @@ def _end_collectives() -> None:
     import torch
     import torch.distributed.distributed_c10d as c10d
 
-    gpu = torch.device("cuda")
+    gpu, ends_all = torch.device("cuda"), False
     for group in list(c10d._world.pg_map):
-        if gpu in group._device_types and c10d.is_nccl_available():
+        is_meant = groups is None or group in groups
+        if is_meant and gpu in group._device_types and c10d.is_nccl_available():
             backend = group._get_backend(gpu)
             if isinstance(backend, c10d.ProcessGroupNCCL):
                 # Each in a thread: the end of one may wait for that of another, and for graphs.
                 within(0, backend.abort)
+                ends_all = groups is None
+    return ends_all
 
 
 def _import_what_keeps_groups(c10d: Any) -> None:
@@ -598,31 +630,6 @@ class _Storage:
     def read(self) -> list[list[int]]:
         messages: list[list[int]] = self._messages.tolist()
         return messages
-
-
-class _TorchPending:
-    def __init__(
-        self, of: TorchExchange, storage: _Storage, work: Any, timeout_s: float, about: str
-    ) -> None:
-        self._of, self._storage, self._work = of, storage, work
-        self._told = timeout_s, about
-        self._messages: list[list[int]] | None = None
-
-    def result(self) -> Sequence[int]:
-        if self._messages is None:
-            of = self._of
-            if of._error is not None:
-                raise of._error
-            of._take(self._work, self._storage, *self._told)
-            self._messages = self._storage.read()
-            self._work = None  # It holds the group.
-        return merge(self._messages)
-
-    @property
-    def num_tokens_across_ranks(self) -> tuple[int, ...] | None:
-        if self._messages is None or len(self._messages) < self._of.world:
-            return None
-        return tuple(map(tokens_of, self._messages))
 
 
 _LOOK = timedelta(seconds=LOOK_S)

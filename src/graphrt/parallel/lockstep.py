@@ -37,7 +37,7 @@ from graphrt.parallel.agreement import (
     plan_hash,
     read_capture,
 )
-from graphrt.parallel.exchange import TIMEOUT_S, Exchange
+from graphrt.parallel.exchange import TIMEOUT_S, Exchange, Pending
 
 _ROOM = NUM_WORDS - 2
 """Words of a message beside its tag."""
@@ -59,9 +59,31 @@ def _send(
     """One message of up to ``_ROOM`` numbers beside a tag; the largest of each."""
     tag = make_tag(kind, 0, exchange.num_rounds)
     rest = [0] * (_ROOM - len(numbers))
-    words = exchange.start([tag, -tag, *numbers, *rest], timeout_s=timeout_s, about=about).result()
+    words, _ = _meet(exchange, [tag, -tag, *numbers, *rest], timeout_s, about)
     check_round(words)
     return words[2 : 2 + len(numbers)]
+
+
+def _meet(
+    exchange: Exchange, words: Sequence[int], timeout_s: float, about: str
+) -> tuple[Sequence[int], Pending]:
+    """One round of all ranks. One that is interrupted in it ends the exchange, because nobody knows
+    whether the others have its message."""
+    try:
+        pending = exchange.start(words, timeout_s=timeout_s, about=about)
+        return pending.result(), pending
+    except Exception:
+        raise
+    except BaseException:
+        exchange.give_up(
+            RankLostError(
+                f"rank {exchange.rank}, {about}",
+                expected="to wait for all ranks",
+                found="an interrupt of this rank meanwhile",
+                do="start all ranks again",
+            )
+        )
+        raise
 
 
 def agree_least(
@@ -88,16 +110,17 @@ class Lockstep:
         self.num_tokens_across_ranks: tuple[int, ...] | None = None
         """In the last step, 0 for an idle rank; None where the wire does not tell."""
         self._config = config
-        self._generation = 0
-        """Of captures: ranks that have captured unequally often are told apart."""
+        self._begun = 0
+        """At which round the last capture began: no other over this exchange has that number."""
         self._outcome = Phase.WARMED
         """Where all ranks wait for what comes of what was let pass."""
         self._compared = ""
         """What is compared now."""
         self._is_told = False
         """The error that is being raised came from a round: the others know it."""
-        self.has_failed = False
-        """The last step of this rank has failed, perhaps before a collective of the others."""
+        self.is_unfinished = False
+        """The last step of this rank has not come to its end, because it failed or was interrupted,
+        perhaps before a collective of the others."""
 
     # -- start
 
@@ -134,21 +157,22 @@ class Lockstep:
         """
         if is_alone:
             self.num_tokens_across_ranks = (vote.num_tokens_unpadded,) * self.world
-            return decide(pack(vote), rules)
-        exchange = self.exchange
-        tag = make_tag(Round.STEP, graphs, exchange.num_rounds)
-        words = pack(vote, tag)
-        if self.has_failed:
-            words = (*words[:-1], FAILED | self.rank)
-        pending = exchange.start(words, timeout_s=self._config.step_timeout_s, about="a step")
-        found = pending.result()
-        if found[-1] >= FAILED:
-            check_round(found)
-            wait()
-            self.has_failed = False
-            return self.agree(vote, rules, graphs)
-        agreement = decide(found, rules)
-        self.num_tokens_across_ranks = pending.num_tokens_across_ranks
+            agreement = decide(pack(vote), rules)
+        else:
+            exchange = self.exchange
+            words = pack(vote, make_tag(Round.STEP, graphs, exchange.num_rounds))
+            if self.is_unfinished:
+                words = (*words[:-1], FAILED | self.rank)
+            found, pending = _meet(exchange, words, self._config.step_timeout_s, "a step")
+            if found[-1] >= FAILED:
+                check_round(found)
+                wait()
+                self.is_unfinished = False
+                return self.agree(vote, rules, graphs)
+            agreement = decide(found, rules)
+            self.num_tokens_across_ranks = pending.num_tokens_across_ranks
+        # Until whoever runs it says otherwise, because an interrupt may come before that.
+        self.is_unfinished = not agreement.idle
         return agreement
 
     # -- a capture
@@ -161,7 +185,7 @@ class Lockstep:
         an error ends the capture of the others with ``RankLostError``; one that is interrupted
         interrupts them too.
         """
-        self._generation = (self._generation + 1) & 0xFFFF
+        self._begun = self.exchange.num_rounds
         self._is_told = False
         self._capture_round(Phase.BEGIN, "begin")
         try:
@@ -245,14 +269,13 @@ class Lockstep:
         return [number for part in found for number in part]
 
     def _capture_round(self, phase: Phase, about: str, *, failed: bool = False) -> None:
-        exchange = self.exchange
-        tag = make_tag(Round.CAPTURE, self._generation, exchange.num_rounds)
+        exchange, where = self.exchange, f"{phase.name} of {about}"
+        tag = make_tag(Round.CAPTURE, 0, exchange.num_rounds)
         words = pack_capture(self.rank, phase, plan_hash(about), tag, failed=failed)
-        where = f"{phase.name} of {about}"
         try:
             exchange.post(f"round of {self.rank}", where)
-            pending = exchange.start(words, timeout_s=self._config.capture_timeout_s, about=where)
-            is_same, failed_rank, left = read_capture(pending.result())
+            found, _ = _meet(exchange, words, self._config.capture_timeout_s, where)
+            is_same, failed_rank, left = read_capture(found)
         except RankError as error:
             self._is_told = True
             self._tell_last_rounds(error)
@@ -285,7 +308,7 @@ class Lockstep:
         for rank in getattr(error, "missing", ()):
             try:
                 last = self.exchange.read(f"round of {rank}")
-                left = self.exchange.read(f"left {self._generation} by {rank}")
+                left = self.exchange.read(f"left {self._begun} by {rank}")
             except RankLostError:
                 return  # The store is gone, as the error says.
             error.add_note(f"rank {rank} was last at: {last or 'no round of a capture'}")
@@ -295,21 +318,20 @@ class Lockstep:
     def _leave(self, error: BaseException) -> None:
         left = _LEFT_BY_ERROR if isinstance(error, Exception) else _LEFT_BY_INTERRUPT
         exchange = self.exchange
-        tag = make_tag(Round.CAPTURE, self._generation, exchange.num_rounds)
+        tag = make_tag(Round.CAPTURE, 0, exchange.num_rounds)
         words = pack_capture(self.rank, None, 0, tag, left=left)
         try:
-            exchange.post(f"left {self._generation} by {self.rank}", _told(error))
-            timeout_s = self._config.capture_timeout_s
-            exchange.start(words, timeout_s=timeout_s, about="leaving a capture").result()
+            exchange.post(f"left {self._begun} by {self.rank}", _told(error))
+            _meet(exchange, words, self._config.capture_timeout_s, "leaving a capture")
         except RankError as later:
-            if later is not error:  # One that ended the exchange has told them.
+            if later.__cause__ is not error:  # One that ended the exchange has told them.
                 error.add_note(f"and the other ranks could not be told: {later}")
 
     def _end_with(self, left: int, rank: int) -> NoReturn:
         self._is_told = True
         if left == _LEFT_BY_INTERRUPT:
             raise KeyboardInterrupt(f"rank {rank} was interrupted")
-        text = self.exchange.read(f"left {self._generation} by {rank}")
+        text = self.exchange.read(f"left {self._begun} by {rank}")
         raise RankLostError(
             f"rank {self.rank}, a capture",
             missing=(rank,),
@@ -321,10 +343,10 @@ class Lockstep:
     def _post_error(self, about: str) -> None:
         error = sys.exception()  # Gates are told of a failure while it is handled.
         text = "" if error is None else _told(error)
-        self.exchange.post(f"error {self._generation} of {self.rank}: {about}", text)
+        self.exchange.post(f"error {self._begun} of {self.rank}: {about}", text)
 
     def _error_of(self, rank: int, about: str) -> str:
-        return self.exchange.read(f"error {self._generation} of {rank}: {about}") or ""
+        return self.exchange.read(f"error {self._begun} of {rank}: {about}") or ""
 
 
 def _told(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple, TypeVar
@@ -450,13 +450,10 @@ class StepMetrics:
         self._steps: dict[_Kind, list[int]] = {}
         self._host_us = [RunningHistogram() for _ in RuntimeMode]
         self._series = RunningTokenSeries()
-        self._captures: dict[RuntimeMode, CaptureTotals] = {}
-        self._failures: dict[str, int] = {}
         self._keys: dict[str, KeysChanged] = {}
         """The latest of each owner."""
-        self._verifications = VerificationTotals()
-        self._lifetimes = LifetimeTotals()
-        self._memory_taken = MemoryTaken()
+        self._beside_steps = Metrics()
+        """Of all events but steps, each of which is a summand."""
         self._split_steps = 0
         self._unsplit: dict[UBatchReason, int] = {}
 
@@ -473,42 +470,12 @@ class StepMetrics:
             kind = (RuntimeMode.NONE, None, reason, uniform, live, None)
             self._count_step(kind, num_tokens, host_us, split, why)
             return
-        match event:
-            case Captured():
-                totals = CaptureTotals(
-                    programs=1,
-                    graphs=event.num_graphs,
-                    eager_segments=event.num_eager,
-                    nodes=event.num_nodes,
-                    seconds=event.seconds,
-                    pool_growth_bytes=event.pool_growth_bytes,
-                    exec_bytes=event.exec_bytes,
-                    static_output_bytes=event.static_output_bytes,
-                )
-                before = self._captures.get(event.mode, CaptureTotals())
-                self._captures[event.mode] = merged(before, totals)
-            case CaptureEnded(memory=taken):
-                self._memory_taken = self._memory_taken.plus(taken)
-            case KeysChanged(owner=owner):
-                self._keys[owner] = event
-            case CaptureFailed(error=error):
-                self._failures[error] = self._failures.get(error, 0) + 1
-            case Verified(equal=equal, max_abs_difference=difference):
-                largest = math.inf if math.isnan(difference) else difference
-                verified = VerificationTotals(int(equal), int(not equal), largest)
-                self._verifications = self._verifications.merge(verified)
-            case PaddingVerified(equal=equal):
-                # Its difference is that of two kernels, which no run in a graph adds to.
-                verified = VerificationTotals(int(equal), int(not equal), 0.0)
-                self._verifications = self._verifications.merge(verified)
-            case Invalidated(num_programs=programs):
-                self._lifetimes = merged(self._lifetimes, LifetimeTotals(programs))
-            case Retired(num_programs=programs, freed_bytes=freed):
-                self._lifetimes = merged(self._lifetimes, LifetimeTotals(0, 1, programs, freed))
-            case Withdrawn(num_programs=programs):
-                gone = LifetimeTotals(withdrawals=1, withdrawn_programs=programs)
-                self._lifetimes = merged(self._lifetimes, gone)
-            # Kinds of events that are added later are not counted here.
+        if isinstance(event, KeysChanged):
+            self._keys[event.owner] = event
+            return
+        counted = _counted(event)
+        if counted is not None:
+            self._beside_steps = self._beside_steps.merge(counted)
 
     def _count_step(
         self, kind: _Kind, num_tokens: int, host_us: float, split: int, why: UBatchReason | None
@@ -543,17 +510,47 @@ class StepMetrics:
         for owned in dict(self._keys).values():
             missing.update(dict(owned.missing))
         frozen = {mode: self._host_us[mode].freeze() for mode in RuntimeMode}
-        return Metrics(
+        return replace(
+            self._beside_steps,
             steps=steps,
             host_us={mode: histogram for mode, histogram in frozen.items() if histogram.count},
             series=self._series.freeze(),
-            captures=dict(self._captures),
-            failures=dict(self._failures),
             num_alive_graphs=sum(owned.num_graphs for owned in dict(self._keys).values()),
             missing_keys=dict(missing),
-            verifications=self._verifications,
-            lifetimes=self._lifetimes,
-            memory_taken=self._memory_taken,
             split_steps=self._split_steps,
             unsplit_reasons=dict(self._unsplit),
         )
+
+
+def _counted(event: Event) -> Metrics | None:
+    """What one event that is no step adds; None for those that are not counted."""
+    match event:
+        case Captured():
+            totals = CaptureTotals(
+                programs=1,
+                graphs=event.num_graphs,
+                eager_segments=event.num_eager,
+                nodes=event.num_nodes,
+                seconds=event.seconds,
+                pool_growth_bytes=event.pool_growth_bytes,
+                exec_bytes=event.exec_bytes,
+                static_output_bytes=event.static_output_bytes,
+            )
+            return Metrics(captures={event.mode: totals})
+        case CaptureEnded(memory=taken):
+            return Metrics(memory_taken=taken)
+        case CaptureFailed(error=error):
+            return Metrics(failures={error: 1})
+        case Verified(equal=equal, max_abs_difference=difference):
+            largest = math.inf if math.isnan(difference) else difference
+            return Metrics(verifications=VerificationTotals(int(equal), int(not equal), largest))
+        case PaddingVerified(equal=equal):
+            # Its difference is that of two kernels, which no run in a graph adds to.
+            return Metrics(verifications=VerificationTotals(int(equal), int(not equal)))
+        case Invalidated(num_programs=programs):
+            return Metrics(lifetimes=LifetimeTotals(programs))
+        case Retired(num_programs=programs, freed_bytes=freed):
+            return Metrics(lifetimes=LifetimeTotals(0, 1, programs, freed))
+        case Withdrawn(num_programs=programs):
+            return Metrics(lifetimes=LifetimeTotals(withdrawals=1, withdrawn_programs=programs))
+    return None

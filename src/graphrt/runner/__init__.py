@@ -12,21 +12,17 @@ An engine that pads by itself names the key: ``runner.run(padded, key=runner.key
 length=64), sizes={"batch": 3, "length": 60})``.
 """
 
-from graphrt.report import Progress
-from graphrt.runner.examples import Example
-from graphrt.runner.jobs import CaptureJob, CaptureReport, Gate, capture_all
-from graphrt.runner.report import CapturedGraph, RunnerReport, Subject
-from graphrt.runner.runner import CUDAGraphRunner
-
-__all__ = [
-    "CUDAGraphRunner",
-    "CaptureJob",
-    "CaptureReport",
-    "CapturedGraph",
-    "Example",
-    "Gate",
-    "Progress",
-    "RunnerReport",
-    "Subject",
-    "capture_all",
-]
+from graphrt.report import Progress as Progress
+from graphrt.runner.examples import Example as Example
+from graphrt.runner.jobs import (
+    CaptureJob as CaptureJob,
+    CaptureReport as CaptureReport,
+    Gate as Gate,
+    capture_all as capture_all,
+)
+from graphrt.runner.report import (
+    CapturedGraph as CapturedGraph,
+    RunnerReport as RunnerReport,
+    Subject as Subject,
+)
+from graphrt.runner.runner import CUDAGraphRunner as CUDAGraphRunner

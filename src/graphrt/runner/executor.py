@@ -35,6 +35,7 @@ from graphrt.graphs import (
 from graphrt.graphs.values import own_copy, tensors_of
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
+    KeySpace,
     batch_key,
     check_axes,
     check_parameters,
@@ -107,7 +108,6 @@ class Executor:
     on the key, each key gets contiguous buffers of its own.
     ``written_rows``: tensor -> name of the input that indexes the rows of it that a run writes.
     ``declared``: how outputs are cut.
-    ``smaller_sizes(mode, key)``: batches that are padded to a key, compared with the batch itself.
     ``reads_padding``: why results are meant to depend on the padding; empty if they are not.
     """
 
@@ -115,14 +115,12 @@ class Executor:
     library: GraphLibrary
     inputs: InitVar[Inputs]
     declared: InitVar[OutputSpec | None]
-    capacity: Sizes
-    axis_sizes: Callable[[BatchDescriptor], Sizes]
+    space: KeySpace
     examples: Examples | None
     options: CaptureOptions
     tolerance: float | None
     observer: Observer | None
     written_rows: Mapping[torch.Tensor, str]
-    smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]]
     reads_padding: str
     is_strict: bool
     wait_for_ranks: Callable[[], None]
@@ -142,7 +140,7 @@ class Executor:
             )
         # A copy: outputs of two runners that were given one spec must not expire each other's.
         self.outputs = OutputSpec(declared.axes, declared.policy, chosen_from=declared.chosen_from)
-        check_axes(declared, self.capacity)
+        check_axes(declared, self.space.capacity)
         self._replaying, self._layers = self.library.replaying, self.options.layers
         device = self.library.device
         self._device_kind = device.torch_device.type
@@ -170,7 +168,7 @@ class Executor:
             # A prefix along an inner axis is not contiguous.
             self._reader = self._empty_buffers(inputs)
         else:
-            self._shared = BufferSet(inputs, self.capacity, self.axis_sizes, device)
+            self._shared = BufferSet(inputs, self.space.capacity, self.space.axis_sizes, device)
             self._reader = self._shared
         check_parameters(self.fn, inputs)
 
@@ -200,11 +198,11 @@ class Executor:
 
     def _buffers_to_read(self) -> BufferSet:
         if self._reader is None:
-            self._reader = self._empty_buffers(self._specs(make_key(self.capacity)))
+            self._reader = self._empty_buffers(self._specs(make_key(self.space.capacity)))
         return self._reader
 
     def _empty_buffers(self, specs: Sequence[BufferSpec]) -> BufferSet:
-        none = dict.fromkeys(self.capacity, 0)
+        none = dict.fromkeys(self.space.capacity, 0)
         return BufferSet(specs, none, lambda _: none, self.library.device)
 
     def bind(self, key: BatchDescriptor) -> BoundBuffers:
@@ -213,7 +211,7 @@ class Executor:
             return self._shared.bind(key)
         buffers = self._of_key.get(key)
         if buffers is None:
-            sizes, specs = self.axis_sizes(key), self._specs(key)
+            sizes, specs = self.space.axis_sizes(key), self._specs(key)
             check_written_rows(self.written_rows, specs)
             buffers = BufferSet(specs, sizes, lambda _: sizes, self.library.device)
             self._of_key[key] = buffers
@@ -336,13 +334,13 @@ class Executor:
             read = self.real_sizes(values)
         except InputMismatchError:
             return None
-        found = {axis: read.get(axis, real[axis]) for axis in self.capacity}
+        found = {axis: read.get(axis, real[axis]) for axis in self.space.capacity}
         return found if found != dict(real) and self.is_padded(real, found) else None
 
     def _unpadded(self, key: BatchDescriptor, sizes: Sizes) -> BoundBuffers:
         """Buffers of exactly these sizes: the shared ones where they are large enough."""
         if self._shared is not None and all(
-            sizes.get(axis, 0) <= size for axis, size in self.capacity.items()
+            sizes.get(axis, 0) <= size for axis, size in self.space.capacity.items()
         ):
             return self._shared.unpadded(sizes)
         specs = self._specs(key)
@@ -575,8 +573,8 @@ class Executor:
 
         Along an axis that the one that missed it fills, the smallest as well.
         """
-        padded = self.axis_sizes(entry.key)
-        smallest = [s for s in self.smaller_sizes(entry.mode, entry.key) if s != padded]
+        padded = self.space.axis_sizes(entry.key)
+        smallest = [s for s in self.space.smaller_sizes(entry.mode, entry.key) if s != padded]
         if not smallest and entry.key.num_ubatches > 1:
             # Without padding: only this compares micro-batches with the batch as a whole.
             smallest = [padded]
@@ -625,13 +623,13 @@ class Executor:
             call = self._example(key, seed)
             kept = dict(call.values), call.step_info
         with _of_example():
-            bound.stage(self.axis_sizes(key), kept[0])
+            bound.stage(self.space.axis_sizes(key), kept[0])
         if seed == 0 and key not in self._captured_with:  # The capture takes that of the warm-up.
             self._captured_with[key] = own_copy(kept)
         return (), bound.views
 
     def _example(self, key: BatchDescriptor, seed: int) -> Call:
-        return self._call(self.axis_sizes(key), seed)
+        return self._call(self.space.axis_sizes(key), seed)
 
     def _call(self, sizes: Sizes, seed: int) -> Call:
         assert self.examples is not None, "runners without examples capture nothing"

@@ -200,6 +200,7 @@ class _Run:
         self._captured: dict[CaptureJob, list[Program]] = {}
         self._failures: dict[CaptureJob, Entry] = {}
         self._skipped: list[CaptureJob] = []
+        self._takes_seed = {job: job.takes_seed for job in jobs}
         self._seconds: dict[CaptureJob, float] = {}
 
     @property
@@ -482,7 +483,7 @@ class _Run:
         )
 
     def _inputs(self, job: CaptureJob, seed: int = 0) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        args, kwargs = job.make_inputs(seed) if job.takes_seed else job.make_inputs()
+        args, kwargs = job.make_inputs(seed) if self._takes_seed[job] else job.make_inputs()
         for resource in self.options.prepared:
             resource.prepare(job.key, None)
         return args, kwargs
@@ -491,7 +492,7 @@ class _Run:
         """How the first replay of a job is checked; None where nothing can tell."""
         if not job.is_direct or job in self._skipped:
             return None
-        is_compared = job.takes_seed and self.options.checks == "all"
+        is_compared = self._takes_seed[job] and self.options.checks == "all"
         return job.check or (partial(self._compare, job) if is_compared else None)
 
     def _compare(self, job: CaptureJob, entry: Entry) -> None:

@@ -85,14 +85,14 @@ class KeySpace(NamedTuple):
 
     modes: tuple[RuntimeMode, ...]
     """Best first."""
-    capacity: dict[str, int]
+    capacity: Mapping[str, int]
     """Axis -> the largest padded size, in the order of a key's sizes."""
     make_dispatcher: Callable[..., Dispatcher]
     """Of the keys that are ``unavailable``, each with the reason."""
     axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]]
     """A key's padded sizes; it raises for what cannot be a key."""
     smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Mapping[str, int]]]
-    """Real sizes of batches that are padded to a key."""
+    """Real sizes of batches that are padded to a key, which are compared with the batch itself."""
     may_grow: bool
     """True if the keys are the caller's."""
 
@@ -101,27 +101,17 @@ def key_space(
     modes: Sequence[str],
     sizes: Mapping[str, Sequence[int]] | None,
     capacity: Mapping[str, int] | None,
-    dispatcher: Callable[..., Dispatcher] | None,
-    axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]] | None,
-    smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Mapping[str, int]]] | None,
 ) -> KeySpace:
-    """The keys of every combination of ``sizes``, those of ``dispatcher``, or the caller's.
-
-    Errors: ``ConfigError``.
-    """
+    """The keys of every combination of ``sizes``, or the caller's. Errors: ``ConfigError``."""
     served, limits = check_modes(modes), check_capacity(sizes, capacity)
-    sizes_of = axis_sizes or partial(sizes_of_key, limits)
-    if dispatcher is None and sizes is not None:
-        mode = CUDAGraphMode["FULL_AND_PIECEWISE" if len(served) == 2 else served[0].name]
-        dispatcher = partial(BucketDispatcher, sizes, mode)
-    return KeySpace(
-        served,
-        limits,
-        dispatcher or (lambda unavailable: NoDispatcher(no_sizes_error)),
-        sizes_of,
-        smaller_sizes or partial(smaller_by_axis, sizes, sizes_of),
-        may_grow=dispatcher is None,
-    )
+    sizes_of = partial(sizes_of_key, limits)
+    smaller_sizes = partial(smaller_by_axis, sizes or {}, sizes_of)
+    if sizes is None:
+        none = NoDispatcher(no_sizes_error)
+        return KeySpace(served, limits, lambda unavailable: none, sizes_of, smaller_sizes, True)
+    mode = CUDAGraphMode["FULL_AND_PIECEWISE" if len(served) == 2 else served[0].name]
+    make_dispatcher = partial(BucketDispatcher, sizes, mode)
+    return KeySpace(served, limits, make_dispatcher, sizes_of, smaller_sizes, False)
 
 
 class RunnerKeys:
@@ -221,7 +211,7 @@ def batch_key(key: BatchDescriptor, sizes: Mapping[str, int]) -> BatchDescriptor
 
 
 def smaller_by_axis(
-    sizes: Mapping[str, Sequence[int]] | None,
+    sizes: Mapping[str, Sequence[int]],
     axis_sizes: Callable[[BatchDescriptor], Mapping[str, int]],
     mode: RuntimeMode,
     key: BatchDescriptor,
@@ -230,7 +220,7 @@ def smaller_by_axis(
     padded = dict(axis_sizes(key))
     found = []
     for axis, size in padded.items():
-        below = [other for other in (sizes or {}).get(axis, ()) if other < size]
+        below = [other for other in sizes.get(axis, ()) if other < size]
         smallest = max(below, default=0) + 1
         if smallest < size:
             found.append({**padded, axis: smallest})

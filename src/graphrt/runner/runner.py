@@ -50,6 +50,7 @@ from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inpu
 from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph, Varying
 from graphrt.runner.keys import (
     Dispatcher,
+    KeySpace,
     NoDispatcher,
     RunnerKeys,
     batch_key,
@@ -120,9 +121,8 @@ class CUDAGraphRunner:
     only when ``check_externals`` asks. ``num_watched`` says how many places there are.
     ``nvtx``: put a range with mode and key around each graph or eager run, for Nsight Systems.
     ``layers``: what operators and eager segments find in the forward context under that name.
-    ``dispatcher``, ``axis_sizes``, ``smaller_sizes``: for an engine with keys of its own:
-    ``dispatcher(unavailable=)`` makes what ``execute`` is given decisions of, ``axis_sizes(key)``
-    says a key's padded sizes, ``smaller_sizes(mode, key)`` real sizes of batches padded to it.
+    ``space``: for an engine with keys of its own, in place of ``modes``, ``sizes`` and
+    ``capacity``: which keys there are, and what makes the decisions that ``execute`` is given.
     ``lockstep``: captures and compares together with other ranks, whose engine decides with them.
 
     Not thread-safe. Errors: ``ConfigError`` for what cannot be honoured.
@@ -157,9 +157,7 @@ class CUDAGraphRunner:
         nvtx: bool = False,
         name: str | None = None,
         layers: Mapping[str, Any] | None = None,
-        dispatcher: Callable[..., Dispatcher] | None = None,
-        axis_sizes: Callable[[BatchDescriptor], Sizes] | None = None,
-        smaller_sizes: Callable[[RuntimeMode, BatchDescriptor], Iterable[Sizes]] | None = None,
+        space: KeySpace | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
         check_options(verify, verify_every, verify_tolerance, watch, on_miss)
@@ -169,13 +167,13 @@ class CUDAGraphRunner:
                 check_callable(which, given)
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
-        has_keys = bool(sizes or capacity or dispatcher)
+        has_keys = bool(sizes or capacity or space)
         inputs, self._fixed = _declared(inputs, examples, has_keys=has_keys)
         if self._fixed:
             sizes = {axis: [size] for axis, size in self._fixed.items()}
             outputs = outputs or OutputSpec({})
         check_outputs(outputs)
-        space = key_space(modes, sizes, capacity, dispatcher, axis_sizes, smaller_sizes)
+        space = space or key_space(modes, sizes, capacity)
         rows = may_overwrite if isinstance(may_overwrite, Mapping) else {}
         options = CaptureOptions(
             state=state,
@@ -210,14 +208,12 @@ class CUDAGraphRunner:
                 library=self.library,
                 inputs=inputs,
                 declared=outputs,
-                capacity=space.capacity,
-                axis_sizes=space.axis_sizes,
+                space=space,
                 examples=examples,
                 options=options,
                 tolerance=verify_tolerance,
                 observer=observer,
                 written_rows=rows,
-                smaller_sizes=space.smaller_sizes,
                 reads_padding=reads_padding,
                 is_strict=on_miss == "strict",
                 wait_for_ranks=lockstep.before_run if lockstep is not None else lambda: None,

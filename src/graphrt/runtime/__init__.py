@@ -4,6 +4,4 @@ An engine hands over a model, the tensors it reads, and facts; it gets back ``ca
 ``step()`` and ``close()``.
 """
 
-from graphrt.runtime.runtime import Runtime, RuntimeReport
-
-__all__ = ["Runtime", "RuntimeReport"]
+from graphrt.runtime.runtime import Runtime as Runtime, RuntimeReport as RuntimeReport

@@ -18,7 +18,7 @@ from graphrt.config import CompilationLevel, Resolved
 from graphrt.device.base import Device
 from graphrt.errors import CompileDuringCaptureError, ConfigError
 from graphrt.events import Observer
-from graphrt.graphs import break_point
+from graphrt.graphs import break_point, frozen_heap
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example
 
@@ -97,7 +97,8 @@ class CompiledPart:
         if tokens == requests > 2 and like is None:
             # Of two sizes that are equal a trace would make one.
             requests -= 1
-        with break_points_refused() if self._is_whole else nullcontext():
+        # A trace makes so many objects that the collector would visit all of the heap with them.
+        with frozen_heap(), break_points_refused() if self._is_whole else nullcontext():
             runner.trace({TOKENS: tokens, REQUESTS: requests}, code.trace, like)
             if code.needs_size_1 and requests > 1 and has_both_axes:
                 runner.trace({TOKENS: tokens, REQUESTS: 1}, code.trace)

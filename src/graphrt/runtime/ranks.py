@@ -143,9 +143,8 @@ class RankedSteps:
         def noted(*args: Any) -> Any:
             before = self._agreed if self.has_agreed_graphs else None
             try:
-                return run(*args)
+                result = run(*args)
             except Exception:
-                self._lockstep.has_failed = True
                 if before is not None:
                     now = self._runner.missing()
                     agreed = {
@@ -155,6 +154,8 @@ class RankedSteps:
                     }
                     self._agree_on(agreed, now)
                 raise
+            self._lockstep.is_unfinished = False
+            return result
 
         return noted
 
@@ -227,7 +228,7 @@ class RankedSteps:
                 self._num_unchecked < self._check_every
                 and vote.num_tokens_unpadded > 0
                 and self.has_agreed_graphs
-                and not lockstep.has_failed
+                and not lockstep.is_unfinished
             )
             if is_alone:
                 self._unchecked = hash(done)

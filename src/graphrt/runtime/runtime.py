@@ -59,14 +59,14 @@ from graphrt.graphs import (
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
-from graphrt.runner.keys import check_specs
+from graphrt.runner.keys import KeySpace, check_specs
 from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
 from graphrt.runtime.splitting import SplitSteps
 from graphrt.ubatch import (
     SMControl,
     wants_split,
 )
-from graphrt.ubatch.sm_budget import sm_pair
+from graphrt.ubatch.split import sm_pair
 
 if TYPE_CHECKING:
     from graphrt.compile import CompileReport
@@ -239,8 +239,6 @@ class Runtime:
                 fn,
                 inputs=inputs,
                 outputs=outputs,
-                capacity={TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
-                modes=("PIECEWISE", "FULL"),
                 examples=examples,
                 library=self.library,
                 state=state,
@@ -260,9 +258,7 @@ class Runtime:
                 observer=observer,
                 nvtx=config.nvtx,
                 name="model",
-                dispatcher=partial(CUDAGraphDispatcher, plan),
-                axis_sizes=partial(_axis_sizes, max_num_seqs=plan.max_num_seqs),
-                smaller_sizes=partial(_smaller_sizes, plan),
+                space=_key_space(plan),
                 lockstep=lockstep,
             )
             self._ranks: RankedSteps | None = None
@@ -711,6 +707,17 @@ def _check_requests(num_tokens: int, num_reqs: int) -> None:
             found=str(found),
             do="count the requests of this batch",
         )
+
+
+def _key_space(plan: Plan) -> KeySpace:
+    return KeySpace(
+        (RuntimeMode.FULL, RuntimeMode.PIECEWISE),
+        {TOKENS: plan.max_num_batched_tokens, REQUESTS: plan.max_num_seqs},
+        partial(CUDAGraphDispatcher, plan),
+        partial(_axis_sizes, max_num_seqs=plan.max_num_seqs),
+        partial(_smaller_sizes, plan),
+        may_grow=False,
+    )
 
 
 def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:

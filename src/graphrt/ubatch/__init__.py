@@ -33,14 +33,13 @@ from graphrt.ubatch.slices import (
 if TYPE_CHECKING:
     from graphrt.ubatch.baton import UBatchAborted
     from graphrt.ubatch.peer_copies import PeerCopies
-    from graphrt.ubatch.sm_budget import SMControl
-    from graphrt.ubatch.split import CaptureHook, InputAxes, SplitCallable
+    from graphrt.ubatch.split import CaptureHook, InputAxes, SMControl, SplitCallable
     from graphrt.ubatch.wrapper import UBatchWrapper
 
 _LATER = {
     "UBatchAborted": "baton",
     "PeerCopies": "peer_copies",
-    "SMControl": "sm_budget",
+    "SMControl": "split",
     "CaptureHook": "split",
     "InputAxes": "split",
     "SplitCallable": "split",

@@ -13,14 +13,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from graphrt.device.torch_modes import (
-    Mode,
     enter,
     leave,
     modes_of_thread,
@@ -73,10 +72,9 @@ class Worker:
         if run.is_aborting:
             raise UBatchAborted(f"micro-batch {self.index}: another one failed")
 
-    def describe(self, role: str, stack: Sequence[str]) -> str:
-        where = "before its first yield" if self.tag is None else f"after yield {self.tag!r}"
-        lines = "".join(stack).rstrip()
-        return f"micro-batch {self.index} ({role}, {where}, on stream {self.stream!r})\n{lines}"
+    @property
+    def where(self) -> str:
+        return "before its first yield" if self.tag is None else f"after yield {self.tag!r}"
 
 
 class _Run:
@@ -98,8 +96,7 @@ class _Run:
         if self.error is not None:
             self.error.add_note(f"while micro-batch {worker.index} unwound: {error!r}")
             return
-        where = "before its first yield" if worker.tag is None else f"after yield {worker.tag!r}"
-        error.add_note(f"in micro-batch {worker.index} of {len(self.results)}, {where}")
+        error.add_note(f"in micro-batch {worker.index} of {len(self.results)}, {worker.where}")
         self.error = error
         self.is_aborting = True
 
@@ -169,7 +166,7 @@ class WorkerCrew:
             names = [f"graphrt micro-batch {index}" for index in range(self._num_workers)]
             self._workers = [Worker(index, name) for index, name in enumerate(names)]
         workers = self._workers
-        run, state = _Run(workers), ThreadState.read()
+        run, state = _Run(workers), _thread_state()
         for worker, body in zip(workers, bodies, strict=True):
             worker.next = workers[(worker.index + 1) % len(workers)]
             worker.tag, worker.stream, worker.run, worker.body = None, "", run, body
@@ -210,13 +207,12 @@ class WorkerCrew:
     def _give_up(self, run: _Run) -> None:
         """End a run in which nothing has moved: release who waits, abandon who never returns."""
         frames = sys._current_frames()
-        found = [
-            worker.describe(
-                "holds the baton" if worker is run.holder else "parked",
-                traceback.format_stack(frames.get(worker.thread.ident or 0)),
-            )
-            for worker in run.live
-        ]
+        found = []
+        for worker in run.live:
+            role = "holds the baton" if worker is run.holder else "parked"
+            stack = "".join(traceback.format_stack(frames.get(worker.thread.ident or 0))).rstrip()
+            where = f"{role}, {worker.where}, on stream {worker.stream!r}"
+            found.append(f"micro-batch {worker.index} ({where})\n{stack}")
         del frames
         error = UBatchDeadlockError(
             f"micro-batches: no hand-over in {self.stall_timeout_s} s",
@@ -249,46 +245,30 @@ class WorkerCrew:
                 worker.thread.join()
 
 
-class ThreadState(NamedTuple):
-    """What torch keeps for a thread: the modes that its code runs in."""
-
-    is_inference: bool
-    has_grad: bool
-    autocasts: tuple[tuple[str, torch.dtype], ...]
-    caches_casts: bool
-    reports_capturing: bool
-    modes: tuple[Mode, ...]
-    """Function modes, then dispatch modes, without those of an open recording."""
-
-    @classmethod
-    def read(cls) -> ThreadState:
-        """Of the calling thread."""
-        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        return cls(
-            torch.is_inference_mode_enabled(),
-            torch.is_grad_enabled(),
-            tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
-            torch.is_autocast_cache_enabled(),
-            reports_capturing(),
-            modes_of_thread(),
-        )
+def _thread_state() -> Callable[[], AbstractContextManager[None]]:
+    """What torch keeps for the calling thread, the modes that its code runs in but for those of an
+    open recording: what is returned enters them in another thread."""
+    is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in on]
+    caches_casts, is_reported = torch.is_autocast_cache_enabled(), reports_capturing()
+    modes = modes_of_thread()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Put the calling thread into it."""
+    def entered() -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.is_inference))
-            stack.enter_context(torch.set_grad_enabled(self.has_grad))
-            for kind, dtype in self.autocasts:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, cache_enabled=self.caches_casts)
-                )
-            if self.reports_capturing:
+            stack.enter_context(torch.inference_mode(is_inference))
+            stack.enter_context(torch.set_grad_enabled(has_grad))
+            for kind, dtype in autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches_casts))
+            if is_reported:
                 stack.enter_context(report_capturing())
-            for mode in self.modes:
+            for mode in modes:
                 enter(mode)
                 stack.callback(leave, mode)
             yield
+
+    return entered
 
 
 def _locked() -> Any:
@@ -314,12 +294,12 @@ def _serve(worker: Worker) -> None:
             return
 
 
-def _work(run: _Run, worker: Worker, state: ThreadState) -> None:
+def _work(run: _Run, worker: Worker, state: Callable[[], AbstractContextManager[None]]) -> None:
     body, worker.body = worker.body, None
     try:
         if not run.is_aborting:
             assert body is not None, "given with the task"
-            with state.entered():
+            with state():
                 run.results[worker.index] = body(worker)
     except UBatchAborted as error:
         if not run.is_aborting:  # Raised by the body itself.

@@ -7,7 +7,8 @@ belong in eager code or opaque operators, never in traced code. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,50 +20,26 @@ if TYPE_CHECKING:
     from graphrt.ubatch.baton import Worker
 
 
+@dataclass(eq=False)
 class MicroBatch:
     """Where one slice of a split step is; the forward context of the slice has it as ``ubatch``.
 
-    ``worker`` None: the slices run one after the other, and a yield returns at once.
+    ``siblings``: all of the step, this one included. ``worker`` None: the slices run one after the
+    other, and a yield returns at once. ``tag``: of the communication that is being issued.
     """
 
-    __slots__ = (
-        "_next_hook",
-        "_own_hook",
-        "_using",
-        "comm",
-        "compute",
-        "device",
-        "index",
-        "siblings",
-        "stream",
-        "tag",
-        "token_offset",
-        "worker",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        token_offset: int,
-        device: Device,
-        compute: Stream,
-        comm: Stream,
-        siblings: list[MicroBatch],
-    ) -> None:
-        self.index = index
-        self.token_offset = token_offset
-        self.device = device
-        self.compute = compute
-        self.comm = comm
-        self.stream = compute
-        self.siblings = siblings
-        """All of the step, this one included."""
-        self.worker: Worker | None = None
-        self.tag: str | None = None
-        """Of the communication that is being issued."""
-        self._own_hook: _Hook | None = None
-        self._next_hook: _Hook | None = None
-        """What the micro-batch before this one has registered."""
+    index: int
+    token_offset: int
+    device: Device
+    compute: Stream
+    comm: Stream
+    siblings: list[MicroBatch]
+    worker: Worker | None = None
+    tag: str | None = None
+    _own_hook: list[Callable[[], object]] = field(default_factory=list)
+    """One that this micro-batch has registered, until one of the two has run it."""
+    _next_hook: list[Callable[[], object]] = field(default_factory=list)
+    """That of the micro-batch before this one."""
 
     @property
     def count(self) -> int:
@@ -72,13 +49,13 @@ class MicroBatch:
     def running(self, worker: Worker | None) -> Iterator[None]:
         """Around the slice: on the compute stream; receive hooks that are left run at its end."""
         self.worker = worker
-        self._using = self.device.use(self.compute)
+        self._using: AbstractContextManager[None] = self.device.use(self.compute)
         self._using.__enter__()
         self._note_stream(self.compute)
         try:
             yield
-            self.run_recv_hook()
-            self.run_own_hook()
+            _run(self._next_hook)
+            _run(self._own_hook)
         finally:
             self._using.__exit__(None, None, None)
             self.worker = None
@@ -105,7 +82,7 @@ class MicroBatch:
         """Let the others run. Returns whether the own receive hook was left to run here."""
         if self.worker is not None:
             self.worker.hand_over(tag)
-        return self.run_own_hook()
+        return _run(self._own_hook)
 
     def hand_over_and_switch(self, tag: str, stream: Stream) -> None:
         mark, self.tag = self.device.mark(self.stream), None
@@ -115,34 +92,21 @@ class MicroBatch:
         self.device.wait(stream, mark)
 
     def register_hook(self, fn: Callable[[], object]) -> None:
-        self.run_own_hook()
-        self._own_hook = hook = _Hook(fn)
+        _run(self._own_hook)
+        self._own_hook = hook = [fn]
         if self.worker is not None and self.worker.next is not self.worker:
             self.siblings[self.worker.next.index]._next_hook = hook
 
     def run_recv_hook(self) -> None:
-        hook, self._next_hook = self._next_hook, None
-        if hook is not None:
-            hook.run()
-
-    def run_own_hook(self) -> bool:
-        hook, self._own_hook = self._own_hook, None
-        return hook is not None and hook.run()
+        _run(self._next_hook)
 
 
-class _Hook:
-    """A receive hook, which two micro-batches may run, and one does."""
-
-    __slots__ = ("_fn",)
-
-    def __init__(self, fn: Callable[[], object]) -> None:
-        self._fn: Callable[[], object] | None = fn
-
-    def run(self) -> bool:
-        fn, self._fn = self._fn, None
-        if fn is not None:
-            fn()
-        return fn is not None
+def _run(hook: list[Callable[[], object]]) -> bool:
+    """Run a receive hook, which two micro-batches may do, and one does."""
+    if hook:
+        hook.pop()()
+        return True
+    return False
 
 
 class Communication:

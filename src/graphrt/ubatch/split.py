@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -21,7 +21,6 @@ from graphrt.graphs.values import dotted, parameters_of, rebuild, tensors_of, wa
 from graphrt.ubatch.baton import Worker, WorkerCrew
 from graphrt.ubatch.communication import MicroBatch
 from graphrt.ubatch.slices import UBatchSlice, make_slices
-from graphrt.ubatch.sm_budget import SMControl, sm_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,23 @@ class CaptureHook(Protocol):
 
     def join(self) -> None:
         """Called inside it, when all micro-batches are done: join what it forked."""
+
+
+class SMControl(Protocol):
+    """What an engine implements over its communication library and its matrix products.
+
+    Launch sizes are part of a captured graph: a replay calls none of this.
+    """
+
+    def max_comm_sms(self) -> int | None:
+        """The most that communication can use; None: no limit."""
+
+    def get(self) -> tuple[int, int]:
+        """Multiprocessors of communication and of computation, as they are set now."""
+
+    def set_comm(self, number: int) -> None: ...
+
+    def set_compute(self, number: int) -> None: ...
 
 
 class SplitCallable:
@@ -198,7 +214,7 @@ class SplitCallable:
         bodies = [partial(body, ubatch=ubatch) for ubatch in siblings]
         num_sms = device.limits.num_sms
         with ExitStack() as stack:
-            stack.enter_context(sm_budget(self._sm_control, self._config.num_comm_sms, num_sms))
+            stack.enter_context(_sm_budget(self._sm_control, self._config.num_comm_sms, num_sms))
             if recorder is None:
                 stack.enter_context(device.watch_races())
             try:
@@ -328,6 +344,33 @@ def _axis_of_rows(rows: list[int], slices: Sequence[UBatchSlice]) -> str:
         axis for axis in ("tokens", "requests") if rows == [_length_of(axis, p) for p in slices]
     ]
     return fits[0] if fits else "tokens"
+
+
+def sm_pair(control: SMControl | None, num_comm_sms: int, num_sms: int) -> tuple[int, int] | None:
+    """Multiprocessors of communication and of computation in a split step; None: as they are."""
+    most = None if control is None else control.max_comm_sms()
+    comm = num_comm_sms if most is None else min(num_comm_sms, most)
+    return None if control is None or comm == 0 else (comm, num_sms - comm)
+
+
+@contextmanager
+def _sm_budget(control: SMControl | None, num_comm_sms: int, num_sms: int) -> Iterator[None]:
+    """While entered, communication has ``num_comm_sms`` of ``num_sms``, as far as it can use them,
+    and computation the rest; then both what they had before."""
+    pair = sm_pair(control, num_comm_sms, num_sms)
+    if control is None or pair is None:
+        yield
+        return
+    comm_before, compute_before = control.get()
+    try:
+        control.set_comm(pair[0])
+        control.set_compute(pair[1])
+        yield
+    finally:
+        try:
+            control.set_comm(comm_before)
+        finally:
+            control.set_compute(compute_before)
 
 
 def slices_of_key(key: BatchDescriptor) -> tuple[UBatchSlice, ...]:

@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 from graphrt.config import UBatchConfig
-from graphrt.context import ForwardContext, current_forward_context
+from graphrt.context import current_forward_context
 from graphrt.errors import ConfigError, ContextError, MissError
 from graphrt.events import RanEager
 from graphrt.graphs import CUDAGraphWrapper, GraphLibrary, OutputSpec, Program
 from graphrt.graphs.catalog import Programs
 from graphrt.graphs.wrapper import read_from_runnable
-from graphrt.ubatch.sm_budget import SMControl
-from graphrt.ubatch.split import CaptureHook, InputAxes, SplitCallable
+from graphrt.ubatch.split import CaptureHook, InputAxes, SMControl, SplitCallable
 
 
 class UBatchWrapper:
@@ -89,7 +88,13 @@ class UBatchWrapper:
         mode, graphs = context.cudagraph_runtime_mode, self.graphs
         if mode is not RuntimeMode.FULL:
             if mode is RuntimeMode.PIECEWISE and context.ubatch_slices is not None:
-                raise _piecewise_error(context)
+                raise ContextError(
+                    f"a PIECEWISE step of {context.batch_descriptor} in micro-batches",
+                    expected="mode FULL or NONE, because pieces would be replayed over the same "
+                    "memory while they overlap",
+                    found="ubatch_slices in a PIECEWISE step",
+                    do="run it without slices, or eagerly with them",
+                )
             return self._split(*args, **kwargs)
         if graphs is None:
             raise ContextError(
@@ -152,13 +157,3 @@ class UBatchWrapper:
 
     def __getattr__(self, name: str) -> Any:
         return read_from_runnable(self, name)
-
-
-def _piecewise_error(context: ForwardContext) -> ContextError:
-    return ContextError(
-        f"a PIECEWISE step of {context.batch_descriptor} in micro-batches",
-        expected="mode FULL or NONE, because pieces would be replayed over the same memory while "
-        "they overlap",
-        found="ubatch_slices in a PIECEWISE step",
-        do="run it without slices, or eagerly with them",
-    )

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from graphrt.verify.compare import Comparison, Difference, compare
-from graphrt.verify.explain import advice, explain
+from graphrt.verify.compare import (
+    Comparison as Comparison,
+    Difference as Difference,
+    compare as compare,
+)
+from graphrt.verify.explain import advice as advice, explain as explain
 from graphrt.verify.padding import (
-    UNPADDED_TOLERANCE,
-    arbitrary_buffers,
-    check_padding,
-    check_padding_unread,
-    varied_padding,
+    UNPADDED_TOLERANCE as UNPADDED_TOLERANCE,
+    arbitrary_buffers as arbitrary_buffers,
+    check_padding as check_padding,
+    check_padding_unread as check_padding_unread,
+    varied_padding as varied_padding,
 )
 from graphrt.verify.replay import (
-    ForwardHook,
-    Verification,
-    check_replay,
-    forward_hooks,
-    require_compared,
-    require_other_example,
-    require_varied_for_memos,
+    ForwardHook as ForwardHook,
+    Verification as Verification,
+    check_replay as check_replay,
+    forward_hooks as forward_hooks,
+    require_compared as require_compared,
+    require_other_example as require_other_example,
+    require_varied_for_memos as require_varied_for_memos,
 )
-from graphrt.verify.run_state import RunState, WrittenRows
-
-__all__ = [
-    "UNPADDED_TOLERANCE",
-    "Comparison",
-    "Difference",
-    "ForwardHook",
-    "RunState",
-    "Verification",
-    "WrittenRows",
-    "advice",
-    "arbitrary_buffers",
-    "check_padding",
-    "check_padding_unread",
-    "check_replay",
-    "compare",
-    "explain",
-    "forward_hooks",
-    "require_compared",
-    "require_other_example",
-    "require_varied_for_memos",
-    "varied_padding",
-]
+from graphrt.verify.run_state import RunState as RunState, WrittenRows as WrittenRows

@@ -155,9 +155,10 @@ def check_padding(
         return outputs, state.save().compared
 
     try:
-        unpadded = None if run_unpadded is None else own_copy(run(run_unpadded))
-        is_random = state.drew_random(saved)
+        # A replay first: a GPU is busy with it while the host launches the eager run.
         varied = own_copy(run(replay, *names)) if names else None
+        unpadded = None if run_unpadded is None else own_copy(run(run_unpadded))
+        is_random = run_unpadded is not None and state.drew_random(saved)
         earlier = [each[1] for each in (unpadded, varied) if each is not None]
         found = run(replay, is_last=True, poisons=bool(earlier))
         if earlier:

@@ -12,17 +12,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event, get_ident
+from time import perf_counter
 from typing import Any
 
 import torch
 
 import graphrt_llm.attention.flashinfer as flashinfer
+from graphrt_llm.background import Future, in_thread
 from graphrt_llm.kv_cache import KVCache
 
 POLLS_BEFORE_IMPORT = 2
 """One for each step: that of a first prompt, and the one after it, which has a graph captured."""
+
+BURST_S = 0.002
+"""Of imports beside steps, after which they pause ..."""
+PAUSE = 3
+"""... so many times as long as they took."""
 
 NICENESS = 10
 """Of the compilers: the engine's host work goes first."""
@@ -66,35 +74,76 @@ def build_module(kernels: str, dtype_name: str, head_dim: int) -> None:
     _spec(kernels, dtype_name, head_dim).build(verbose=False)
 
 
-class LoadedLater:
-    """A ``switching.Build`` of FlashInfer, which is imported by a poll.
+@contextmanager
+def paused_imports(goes_on: Event) -> Iterator[None]:
+    """While entered, imports of this thread leave the other ones time, until ``goes_on`` is set.
 
-    Not by the first ones: the import takes a second or more, which the first tokens need not wait
-    for.
+    An import holds the interpreter's lock, and every operation of torch gives it away for a moment:
+    steps would wait for nearly all of the import.
+    """
+    pauses = _Pauses(goes_on)
+    sys.meta_path.insert(0, pauses)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(pauses)
+
+
+class _Pauses:
+    """Of the process's finders of modules the first, which finds none."""
+
+    def __init__(self, goes_on: Event) -> None:
+        self._thread, self._goes_on = get_ident(), goes_on
+        self._began = perf_counter()
+
+    def find_spec(self, *asked: object) -> None:
+        if get_ident() == self._thread:
+            took = perf_counter() - self._began
+            if took > BURST_S:
+                self._goes_on.wait(PAUSE * took)
+                self._began = perf_counter()
+
+
+class LoadedLater:
+    """A ``switching.Build`` of FlashInfer, which a thread imports first.
+
+    Not from the first polls on: the import takes a second or more, which the first tokens need not
+    wait for.
     """
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._polls_left = POLLS_BEFORE_IMPORT
-        self._build: ProcessBuild | None = None
+        # What the thread finds is in it alone: a capture would take an attribute that changes
+        # meanwhile for the model's state.
+        self._loaded: Future[ProcessBuild | None] | None = None
+        self._is_closed = Event()
 
     def poll(self) -> str | None:
         if self._polls_left:
             self._polls_left -= 1
             return None
-        if self._build is None:
-            try:
-                modules = missing_modules(self._cache)
-                if not modules:
-                    return ""
-                self._build = flashinfer_build(modules)
-            except Exception as error:  # noqa: BLE001  Told; what serves already goes on.
-                return f"{type(error).__name__}: {error}"
-        return self._build.poll()
+        if self._loaded is None:
+            self._loaded = in_thread(self._load)
+        if not self._loaded.done():
+            return None
+        error = self._loaded.exception()
+        if error is not None:  # Told; what serves already goes on.
+            return f"{type(error).__name__}: {error}"
+        build = self._loaded.result()
+        return "" if build is None else build.poll()
+
+    def _load(self) -> ProcessBuild | None:
+        with paused_imports(self._is_closed):
+            modules = missing_modules(self._cache)
+        return flashinfer_build(modules) if modules else None
 
     def close(self) -> None:
-        if self._build is not None:
-            self._build.close()
+        self._is_closed.set()
+        if self._loaded is not None and self._loaded.exception() is None:
+            build = self._loaded.result()
+            if build is not None:
+                build.close()
 
 
 class ProcessBuild:

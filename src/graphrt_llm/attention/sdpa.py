@@ -90,6 +90,17 @@ class SdpaAttention:
         self._steps = [_Step()]
         """One for each micro-batch; the first one for a step that is not split."""
 
+    def load_kernels(self) -> None:
+        """Run a first prompt's kernels, for the driver to load them: 0.1 s, which a step need not
+        wait for."""
+        config, num_tokens = self.cache.config, 128
+        num_all = config.num_heads + 2 * config.num_kv_heads
+        heads = self.cache.tensor.new_zeros(num_tokens, num_all, config.head_dim)
+        q, kv = heads[:, : config.num_heads], heads[:, config.num_heads :]
+        chunk = _Chunk(0, 0, num_tokens, num_tokens)
+        out = torch.empty_like(q)
+        self._attend_chunk(0, q, kv.unflatten(1, self._kv_shape[:2]), None, chunk, out)
+
     def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
         """Without a batch: for one request that has all tokens of the key, from position 0."""
         if step_info is None:
@@ -197,14 +208,16 @@ class SdpaAttention:
         layer_index: int,
         q: Tensor,
         kv: Tensor,
-        attn: AttentionInputs,
+        attn: AttentionInputs | None,
         chunk: _Chunk,
         out: Tensor,
     ) -> None:
-        """Several tokens of one request. If none is cached, keys and values need no gather."""
+        """Several tokens of one request. If none is cached, ``kv`` are all, and ``attn`` may be
+        None."""
         num_new, num_all = chunk.num_new, chunk.num_all
         mask = None
         if num_new < num_all:
+            assert attn is not None, "cached tokens are found by it"
             table = attn.block_tables[chunk.request, : blocks_for(num_all, self.cache.block_size)]
             kv = self.cache.layers[layer_index].index_select(0, table).flatten(0, 1)[:num_all]
             masks = self._steps[ubatch.index()].masks

@@ -97,6 +97,9 @@ def choose_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     is_half = dtype in (torch.bfloat16, torch.float16)
     if device.type != "cuda" or not is_half or importlib.util.find_spec("triton") is None:
         return EAGER
+    import graphrt_llm.kernels.launching as launching
+
+    launching.hash_triton()  # While weights are loaded.
     import graphrt_llm.kernels.fused as fused
     import graphrt_llm.kernels.lora as lora
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphrt_llm.kernels.launching import Launcher
+from graphrt_llm.kernels.launching import Launcher, power_of_2
 
 MAX_ROWS = 4
 
@@ -226,7 +226,7 @@ def serves(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
     num_rows = x.shape[0]
     if not 0 < num_rows <= MAX_ROWS or weight.stride() != (1, weight.shape[0]):
         return False
-    rows = triton.next_power_of_2(num_rows)
+    rows = power_of_2(num_rows)
     share = GATED_SHARE if is_gated and rows > 1 else 1
     return weight.numel() <= MAX_ELEMENTS[rows] // share
 
@@ -251,10 +251,10 @@ def product(
     """
     num_rows, width = x.shape
     num_outputs = out.shape[1]
-    rows = triton.next_power_of_2(num_rows)
+    rows = power_of_2(num_rows)
     tiling = (_GATED if is_gated else _NARROW if num_outputs <= NARROW else _WIDE)[rows]
     _launch_product(
-        (triton.cdiv(num_outputs, tiling.outputs), 1, 1),
+        (-(-num_outputs // tiling.outputs), 1, 1),
         # ``x`` is a placeholder pointer where there is no norm or bias: it is then never read.
         (x, x if norm is None else norm, weight, x if bias is None else bias, out),
         (num_rows, num_outputs, x.stride(0), out.stride(0), eps),
@@ -262,7 +262,7 @@ def product(
             width,
             rows,
             tiling.outputs,
-            min(tiling.block, triton.next_power_of_2(width)),
+            min(tiling.block, power_of_2(width)),
             NUM_STAGES,
             norm is not None,
             bias is not None,
@@ -288,7 +288,7 @@ def add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     num_rows, width = x.shape
     num_outputs = residual.shape[1]
     _launch_add_product(
-        (triton.cdiv(num_outputs, ADDED_OUTPUTS), 1, 1),
+        (-(-num_outputs // ADDED_OUTPUTS), 1, 1),
         (x, weight, x if bias is None else bias, residual),
         (num_rows, num_outputs, x.stride(0), residual.stride(0)),
         (

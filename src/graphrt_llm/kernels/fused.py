@@ -17,7 +17,7 @@ from torch import Tensor
 
 import graphrt_llm.kernels.eager as eager
 import graphrt_llm.kernels.few_rows as few_rows
-from graphrt_llm.kernels.launching import Launcher
+from graphrt_llm.kernels.launching import Launcher, power_of_2
 
 MAX_BLOCK = 1024
 """Elements that one program of ``_silu_mul`` computes."""
@@ -210,7 +210,7 @@ def norm_gate(
     _norm(x, norm, eps, normed)
     eager.linear(normed, weight, bias, gate_up)
     rows, width = gated.shape
-    block = min(MAX_BLOCK, _power_of_2(width))
+    block = min(MAX_BLOCK, power_of_2(width))
     _launch_silu_mul((rows, -(-width // block), 1), (gate_up, gated), (width,), (block,), 4)
 
 
@@ -227,7 +227,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
 def _norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     rows, width = x.shape
     numbers = (x.stride(0), width, eps)
-    _launch_rms_norm((rows, 1, 1), (x, weight, out), numbers, (_power_of_2(width),), _warps(width))
+    _launch_rms_norm((rows, 1, 1), (x, weight, out), numbers, (power_of_2(width),), _warps(width))
 
 
 def rotate_and_store(
@@ -243,13 +243,13 @@ def rotate_and_store(
     # One head a program is the fastest for few tokens; for many, programs this short are more work
     # to start than to run.
     is_many = num_tokens * num_rows >= MANY_HEADS
-    together = min(HEADS_TOGETHER, _power_of_2(num_rows)) if is_many else 1
+    together = min(HEADS_TOGETHER, power_of_2(num_rows)) if is_many else 1
     _launch_rotate_and_store(
         (num_tokens, -(-num_rows // together), 1),
         # A placeholder pointer where there is no norm: the kernel never reads it.
         (heads, heads if qk_norm is None else qk_norm, rotation, slots, slot_mapping),
         (eps, num_rows - 2 * num_kv_heads, num_kv_heads),
-        (qk_norm is not None, width // 2, _power_of_2(width // 2), together),
+        (qk_norm is not None, width // 2, power_of_2(width // 2), together),
         4 if is_many else 1,
     )
 
@@ -259,16 +259,12 @@ def argmax(logits: Tensor) -> Tensor:
     out = torch.empty(rows.shape[0], dtype=torch.int64, device=logits.device)
     if rows.shape[0]:
         width = rows.shape[1]
-        block = min(ARGMAX_BLOCK, _power_of_2(width))
+        block = min(ARGMAX_BLOCK, power_of_2(width))
         grid = (rows.shape[0], 1, 1)
         _launch_argmax(grid, (rows, out), (rows.stride(0),), (width, block), ARGMAX_WARPS)
     return out.view(logits.shape[:-1])
 
 
-def _power_of_2(length: int) -> int:
-    return 1 << (length - 1).bit_length()
-
-
 def _warps(width: int) -> int:
     """Warps of a program that holds a whole row: about 8 elements a thread."""
-    return min(16, max(1, _power_of_2(width) // 256))
+    return min(16, max(1, power_of_2(width) // 256))

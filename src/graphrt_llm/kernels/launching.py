@@ -7,12 +7,14 @@ decode step run. A model launches the same few variants again and again: they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from graphrt_llm.background import Future, in_thread
 
 ALIGNMENT = 16
 """Bytes. Triton compiles another variant for pointers that are not multiples of it."""
@@ -23,6 +25,24 @@ EARLY = "EARLY"
 """The last parameter of a kernel that may start while the one before it still runs: if it is true,
 the kernel waits (``gdc_wait``) before it writes anything, and before it reads what the one before
 may write: it may begin with weights, and with inputs of the step."""
+
+
+def power_of_2(length: int) -> int:
+    """The next one. Triton's own function costs as much host time as a launch: it is for kernels
+    too."""
+    return 1 << (length - 1).bit_length()
+
+
+@cache
+def hash_triton() -> Future[object]:
+    """Begin to hash Triton's own code, which its first look into its cache of kernels needs.
+
+    That is a library of 400 MB: 0.4 s, nearly all of it outside of the interpreter's lock.
+    """
+    from triton.runtime import cache as of_triton
+
+    # A release that has the function elsewhere hashes in the first launch.
+    return in_thread(getattr(of_triton, "triton_key", lambda: None))
 
 
 def starts_early(device: torch.device) -> bool:
@@ -110,6 +130,8 @@ class Launcher:
         self, variant: Any, grid: Grid, addresses: list[int], tensors: tuple[Tensor, ...]
     ) -> None:
         """Compile if needed, launch, and keep the compiled variant if later launches may use it."""
+        if tensors[0].is_cuda:
+            hash_triton().result()
         numbers, constants, num_warps, early, *_ = variant
         options: dict[str, Any] = {"num_warps": num_warps}
         if self._may_start_early:

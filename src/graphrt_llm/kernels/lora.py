@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphrt_llm.kernels.launching import Launcher
+from graphrt_llm.kernels.launching import Launcher, power_of_2
 
 MAX_CHUNK = 4096
 """Most elements of a row that a program reads at a time: all loads on their way at once are faster
@@ -161,7 +161,7 @@ def add_lora(
     # Of a gated pair a program computes both: the grid covers the first.
     columns = outputs if gated is None else parts[0]
     common = gcd(*parts)
-    chunk = min(MAX_CHUNK, triton.next_power_of_2(width))
+    chunk = min(MAX_CHUNK, power_of_2(width))
     is_wide = chunk > WIDE
     block = min(256 if is_wide else 128, common & -common)
     num_warps = 16 if is_wide else 8

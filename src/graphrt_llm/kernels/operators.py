@@ -119,13 +119,22 @@ class Operators(nn.Module):
             self.rotate_and_store = RotateAndStore(plan, device)
 
 
+_library = torch.library.Library("graphrt_llm", "FRAGMENT")
+
+
 def _register(
     kind: type[CustomOp],
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     written: Sequence[str] = (),
 ) -> None:
-    torch.library.custom_op(kind.operator, mutates_args=written)(kernel).register_fake(fake)
+    # Not by ``torch.library.custom_op``, whose calls take the host several times as long: steps
+    # without a graph wait for it.
+    name = kind.operator.partition("::")[2]
+    schema = torch.library.infer_schema(kernel, mutates_args=written)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(kind.operator, fake, lib=_library)
 
 
 def _norm_linear(

@@ -36,41 +36,59 @@ if TYPE_CHECKING:
     from graphrt.config import CompilePlan
 
 
+ALIGNED = 128
+"""Elements: kernels ask for aligned memory, and choose by it."""
+
+
 class Scratch(NamedTuple):
     """Memory that every layer writes, one after the other, and views of it in other shapes.
 
-    Made once a step, because allocations and views are operations too.
+    Made once a step, in one piece, because allocations are operations too; and because torch's
+    allocator keeps pieces of at most 1 MiB apart: with several, a smaller key's graph would need
+    memory of that kind that no larger one left it.
     """
 
+    residual: Tensor
+    """[tokens, hidden_size]"""
+    rotation: Tensor
+    """[tokens, 2, 1, head_dim]"""
     normed: Tensor
     """[tokens, hidden_size]"""
-    qkv: Tensor
-    """[tokens, (num_heads + 2 * num_kv_heads) * head_dim]"""
     heads: Tensor
-    """[tokens, num_heads + 2 * num_kv_heads, head_dim]: a view of ``qkv``."""
+    """[tokens, num_heads + 2 * num_kv_heads, head_dim]"""
     attended: Tensor
     """[tokens, num_heads, head_dim]"""
-    attended_rows: Tensor
-    """[tokens, num_heads * head_dim]: a view of ``attended``."""
     gate_up: Tensor
     """[tokens, 2 * intermediate_size]"""
     gated: Tensor
     """[tokens, intermediate_size]"""
+    qkv: Tensor
+    """[tokens, (num_heads + 2 * num_kv_heads) * head_dim]: a view of ``heads``."""
+    attended_rows: Tensor
+    """[tokens, num_heads * head_dim]: a view of ``attended``."""
 
     @classmethod
-    def like(cls, residual: Tensor, config: ModelConfig) -> Scratch:
-        num_tokens, width, inner = residual.shape[0], config.head_dim, config.intermediate_size
-        heads = residual.new_empty((num_tokens, config.num_heads + 2 * config.num_kv_heads, width))
-        attended = residual.new_empty((num_tokens, config.num_heads, width))
-        return cls(
-            torch.empty_like(residual),
-            heads.flatten(1),
-            heads,
-            attended,
-            attended.flatten(1),
-            residual.new_empty((num_tokens, 2 * inner)),
-            residual.new_empty((num_tokens, inner)),
+    def of(cls, num_tokens: int, config: ModelConfig, like: Tensor) -> Scratch:
+        """Of the dtype and device of ``like``."""
+        width, inner = config.head_dim, config.intermediate_size
+        shapes = (
+            (num_tokens, config.hidden_size),
+            (num_tokens, 2, 1, width),
+            (num_tokens, config.hidden_size),
+            (num_tokens, config.num_heads + 2 * config.num_kv_heads, width),
+            (num_tokens, config.num_heads, width),
+            (num_tokens, 2 * inner),
+            (num_tokens, inner),
         )
+        lengths = [math.prod(shape) for shape in shapes]
+        memory = like.new_empty(sum(length + -length % ALIGNED for length in lengths))
+        parts, begin = [], 0
+        for shape, length in zip(shapes, lengths, strict=True):
+            parts.append(memory[begin : begin + length].view(shape))
+            begin += length + -length % ALIGNED
+        residual, rotation, normed, heads, attended, gate_up, gated = parts
+        rows = heads.flatten(1), attended.flatten(1)
+        return cls(residual, rotation, normed, heads, attended, gate_up, gated, *rows)
 
 
 class DecoderLayer(nn.Module):
@@ -121,17 +139,15 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        residual: Tensor,
-        rotation: Tensor,
+        scratch: Scratch,
         backend: AttentionBackend,
         attn: AttentionInputs,
         shared: tuple[Tensor, ...],
-        scratch: Scratch,
         lora: LoRAStep | None = None,
     ) -> None:
-        """Update ``residual`` [tokens, hidden_size] in place."""
+        """Update ``scratch.residual`` in place."""
         kernels = self.kernels
-        normed, qkv, heads, attended, attended_rows, gate_up, gated = scratch
+        residual, rotation, normed, heads, attended, gate_up, gated, qkv, attended_rows = scratch
         norm = self.attention_norm
         kernels.norm_linear(residual, norm, self.eps, *self.qkv.matrix, normed, qkv)
         if lora is not None:
@@ -297,14 +313,17 @@ class CausalLM(nn.Module):
                 found="None",
                 do="set model.attention = make_attention(name, cache) before the first step.",
             )
-        residual = F.embedding(input_ids, self.embedding)
-        rotation = self.rotary.index_select(0, positions)
+        scratch = Scratch.of(len(input_ids), self.config, self.embedding)
+        torch.index_select(self.embedding, 0, input_ids, out=scratch.residual)
+        torch.index_select(self.rotary, 0, positions, out=scratch.rotation)
         shared = backend.begin(positions, attn)
-        scratch = Scratch.like(residual, self.config)
         for layer in self.layers:
-            layer(residual, rotation, backend, attn, shared, scratch, lora)
-        last = residual.index_select(0, logits_indices.flatten())
-        eps, normed = self.config.rms_norm_eps, torch.empty_like(last)
+            layer(scratch, backend, attn, shared, lora)
+        last = scratch.residual.index_select(0, logits_indices.flatten())
+        # With drafts there may be more of them than tokens.
+        fits = len(last) <= len(scratch.normed)
+        normed = scratch.normed[: len(last)] if fits else torch.empty_like(last)
+        eps = self.config.rms_norm_eps
         logits = last.new_empty((last.shape[0], self.config.vocab_size))
         self.kernels.norm_linear(last, self.norm, eps, self.lm_head.t(), None, normed, logits)
         return logits if logits_indices.dim() == 1 else logits.view(*logits_indices.shape, -1)

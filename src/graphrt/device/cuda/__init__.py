@@ -4,23 +4,19 @@ Importing it constructs nothing and works on a machine without a GPU; making a `
 not. The other names are for those who need one part, such as the tests.
 """
 
-from graphrt.device.cuda.device import CUDADevice, StreamTable
-from graphrt.device.cuda.failures import error_code, replay_failure, translate
-from graphrt.device.cuda.observe import Observer, UseTracker
-from graphrt.device.cuda.pool import CUDAPool, PoolTable, storage_address
-from graphrt.device.cuda.recording import CaptureState, CUDARecording
-
-__all__ = [
-    "CUDADevice",
-    "CUDAPool",
-    "CUDARecording",
-    "CaptureState",
-    "Observer",
-    "PoolTable",
-    "StreamTable",
-    "UseTracker",
-    "error_code",
-    "replay_failure",
-    "storage_address",
-    "translate",
-]
+from graphrt.device.cuda.device import CUDADevice as CUDADevice, StreamTable as StreamTable
+from graphrt.device.cuda.failures import (
+    error_code as error_code,
+    replay_failure as replay_failure,
+    translate as translate,
+)
+from graphrt.device.cuda.observe import Observer as Observer, UseTracker as UseTracker
+from graphrt.device.cuda.pool import (
+    CUDAPool as CUDAPool,
+    PoolTable as PoolTable,
+    storage_address as storage_address,
+)
+from graphrt.device.cuda.recording import (
+    CaptureState as CaptureState,
+    CUDARecording as CUDARecording,
+)

@@ -49,6 +49,7 @@ class StreamTable:
         self._by_name: dict[str, CUDAStream] = {}
         self._by_handle: dict[int, CUDAStream] = {}
         default = torch.cuda.default_stream(device_index)
+        self._default_handle = default.cuda_stream
         self._by_handle[default.cuda_stream] = CUDAStream("default", default)
 
     def named(self, name: str) -> CUDAStream:
@@ -94,8 +95,7 @@ class StreamTable:
 
     def is_default(self, stream: CUDAStream) -> bool:
         """Whether this is the stream on which no capture can begin."""
-        default = torch.cuda.default_stream(self._device_index)
-        return stream.torch_stream.cuda_stream == default.cuda_stream
+        return stream.torch_stream.cuda_stream == self._default_handle
 
 
 class CUDADevice:

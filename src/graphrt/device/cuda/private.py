@@ -68,6 +68,12 @@ def is_stream_capturing() -> bool:
     return bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
+def is_current_stream(handle: int, device_index: int) -> bool:
+    """Whether the stream of this handle, and its device, are current."""
+    is_device = torch.cuda.current_device() == device_index
+    return is_device and torch._C._cuda_getCurrentRawStream(device_index) == handle
+
+
 def clear_blas_workspaces() -> None:
     """Drop the scratch memory that torch keeps for cuBLAS per handle and stream.
 
@@ -76,6 +82,13 @@ def clear_blas_workspaces() -> None:
     torch has that fixed.
     """
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def bytes_ever_reserved(device_index: int) -> int:
+    """Bytes that the allocator has taken from the driver so far. It counts what it gave back too,
+    so that no pool has grown while this stays."""
+    held = torch.cuda.memory_stats_as_nested_dict(device_index)["reserved_bytes"]["all"]
+    return int(held["allocated"])
 
 
 def segments_of(pool: PoolId, device_index: int) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass
 from typing import Any
@@ -56,6 +56,18 @@ class CaptureState:
         self.graphs: dict[int, CUDADeviceGraph] = {}
         """Those that are not reset, oldest first, by id. Strong on purpose: see there."""
         self.operators: dict[int, OperatorInfo] = {}
+        self._reserved = -1
+        """What the allocator had taken when the pools were read last."""
+
+    def note_growth(self) -> None:
+        """Read the pools' address ranges again, if the allocator has taken memory since.
+
+        To read them takes longer than the count does, and a PIECEWISE program has many recordings.
+        """
+        reserved = private.bytes_ever_reserved(self.index)
+        if reserved != self._reserved:
+            self.pools.refresh()
+            self._reserved = reserved
 
     def check_none_open(self, subject: str) -> None:
         """To free or map device memory would break the capture of any thread.
@@ -330,7 +342,7 @@ class CUDARecording:
     def _clean_caches(self) -> None:
         """After every recording: drop its BLAS workspaces, and note how the pool has grown."""
         private.clear_blas_workspaces()
-        self._state.pools.refresh()
+        self._state.note_growth()
 
     def _unwind(self) -> None:
         """Undo what torch leaves behind when a capture could not be ended.
@@ -385,4 +397,6 @@ class CUDARecording:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # A recording may end where a side stream is current; torch ends it on its own stream only.
-        return torch.cuda.stream(self._stream)
+        # To enter a stream takes longer than to ask, and a PIECEWISE program has many recordings.
+        is_current = private.is_current_stream(self._stream.cuda_stream, self._state.index)
+        return nullcontext() if is_current else torch.cuda.stream(self._stream)

@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-from graphrt.device.simulated.device import SimulatedDevice
-from graphrt.device.simulated.graph import Faults
-
-__all__ = ["Faults", "SimulatedDevice"]
+from graphrt.device.simulated.device import SimulatedDevice as SimulatedDevice
+from graphrt.device.simulated.graph import Faults as Faults
