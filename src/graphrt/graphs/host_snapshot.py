@@ -9,6 +9,8 @@ the same way as the graph. A memo itself stays, because graphs read that very te
 
 from __future__ import annotations
 
+import array
+import ctypes
 import dis
 import functools
 import gc
@@ -28,11 +30,13 @@ import torch
 
 from graphrt.errors import VerificationError
 from graphrt.graphs.places import (
+    CDATA,
     MISSING,
     attributes_of,
     holds_objects,
     is_array,
     is_host_scalar,
+    is_tensor,
     plain_array,
     read_cell,
     read_context,
@@ -51,14 +55,24 @@ _CACHE = type(functools.lru_cache(lambda: None))
 
 _NOT_LOOKED_AT = ("default", "member", "length", "type")
 """Kinds of places that may change without being noticed here."""
-_OF_THE_WHOLE = ("length", "keys", "contents", "type", "call")
+_OF_THE_WHOLE = ("length", "keys", "contents", "type", "call", "memo", "target")
 """Kinds of places that say nothing beyond what their owner does."""
 
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
 Kind = Literal[
-    "object", "container", "array", "cell", "global", "class", "slot", "context", "script"
+    "object",
+    "container",
+    "array",
+    "buffer",
+    "cell",
+    "global",
+    "class",
+    "slot",
+    "context",
+    "script",
+    "dict",
 ]
 
 MAX_ARRAY_BYTES = 1 << 20
@@ -91,8 +105,8 @@ class _Held:
         if self.get is not None:
             value = self.get(target, self.name)
             return {} if value is MISSING else {self.name: value}
-        if self.kind == "array":
-            contents = plain_array(target).tobytes()
+        if self.kind in ("array", "buffer"):
+            contents = _bytes_of(target)
             # One object for equal contents, because what is held is compared by identity.
             known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
             return next(known, {_ALL: contents})
@@ -109,8 +123,8 @@ class _Held:
         target, last = self.target, self.last
         if self.get is not None:
             return self.get(target, self.name) is last.get(self.name, MISSING)
-        if self.kind == "array":
-            return bool(plain_array(target).tobytes() == last[_ALL])
+        if self.kind in ("array", "buffer"):
+            return bool(_bytes_of(target) == last[_ALL])
         now = target if type(target) is dict else self.read()
         return (
             len(now) == len(last)
@@ -125,7 +139,9 @@ class _Held:
             # What left a weak container because its object died does not come back.
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
-        if self.kind == "array":
+        if self.kind == "buffer":
+            _set_bytes(target, wanted[_ALL])
+        elif self.kind == "array":
             plain = plain_array(target)
             contents = plain.copy()
             contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
@@ -189,6 +205,28 @@ class _Held:
         return _Change(self, before, now, differing)
 
 
+_BUFFERS = (bytearray, array.array, CDATA)
+
+
+def _bytes_of(target: Any) -> bytes:
+    if is_array(target):
+        contents: bytes = plain_array(target).tobytes()
+        return contents
+    if issubclass(type(target), CDATA):
+        return ctypes.string_at(ctypes.addressof(target), ctypes.sizeof(target))
+    return memoryview(target).tobytes()
+
+
+def _set_bytes(target: Any, contents: bytes) -> None:
+    if issubclass(type(target), CDATA):
+        ctypes.memmove(ctypes.addressof(target), contents, len(contents))
+    elif issubclass(type(target), bytearray):
+        bytearray.__setitem__(target, slice(None), contents)
+    else:
+        array.array.__delitem__(target, slice(None))
+        array.array.frombytes(target, contents)
+
+
 def _is_dead(*values: Any) -> bool:
     """True if one of them is a weak reference whose object is gone."""
     return any(issubclass(type(value), ReferenceType) and value() is None for value in values)
@@ -221,6 +259,7 @@ _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "slot": _read_slot,
     "context": read_context,
     "script": read_script,
+    "dict": object.__getattribute__,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
 _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
@@ -230,6 +269,7 @@ _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
     ),
     "class": (type.__setattr__, type.__delattr__),
     "slot": (object.__setattr__, object.__delattr__),
+    "dict": (object.__setattr__, object.__delattr__),
     "context": (lambda variable, _, value: variable.set(value), _unset),
     "script": (
         lambda kept, name, value: kept.setattr(name, value),
@@ -356,6 +396,8 @@ class HostSnapshot:
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
             path, owner, name, kind = place.path, place.owner, place.name, place.kind
+            if is_tensor(place.value):
+                self._add(path, attributes_of(place.value), "object")
             if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)
             elif kind == "member":
@@ -383,6 +425,10 @@ class HostSnapshot:
             if value.flags.writeable and value.nbytes and is_seen:
                 self._add(path, value, "container" if holds_objects(value) else "array")
             self._add_own(path, kind, value)  # A subclass may add attributes.
+        elif issubclass(kind, _BUFFERS):
+            if memoryview(value).nbytes <= MAX_ARRAY_BYTES:
+                self._add(path, value, "buffer")
+            self._add_own(path, kind, value)
         elif kind is FunctionType:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
@@ -394,6 +440,8 @@ class HostSnapshot:
         own = attributes_of(value)
         if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
             self._add(path, own, "object")
+            if not issubclass(kind, (torch.nn.Module, torch.Tensor)):  # Another may be set.
+                self._add(f"{path}.__dict__", value, "dict", "__dict__")
             registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
             for name in registers:
                 if isinstance(own.get(name), _CONTAINERS):  # TorchScript keeps them elsewhere.

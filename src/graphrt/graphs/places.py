@@ -53,7 +53,7 @@ MAX_ITEMS = 4096
 MAX_TEXT = 1 << 20
 """A longer text in memory is not compared, because each look would copy all of it."""
 _BYTES_OF_A_PART, _ITEMS_OF_A_PART = 4096, 256
-_CDATA = ctypes.c_int.__mro__[-2]
+CDATA = ctypes.c_int.__mro__[-2]
 """Of every ctypes value: numbers, arrays, structures, pointers; of no library."""
 
 
@@ -121,7 +121,7 @@ def has_contents(value: Any) -> bool:
         return bool(value.nbytes)
     if issubclass(kind, io.StringIO):
         return len(_text_of(value)) <= MAX_TEXT
-    return issubclass(kind, (bytearray, array.array, memoryview, _CDATA, io.BytesIO))
+    return issubclass(kind, (bytearray, array.array, memoryview, CDATA, io.BytesIO))
 
 
 def _text_of(value: Any) -> str:
