@@ -33,6 +33,7 @@ from graphrt.graphs.places import (
     CDATA,
     MISSING,
     attributes_of,
+    contents_of,
     holds_objects,
     is_array,
     is_host_scalar,
@@ -73,10 +74,14 @@ Kind = Literal[
     "context",
     "script",
     "dict",
+    "large",
 ]
 
 MAX_ARRAY_BYTES = 1 << 20
 """What runs change in a larger array is seen only if code names the array."""
+MAX_COPIED_BYTES = 64 << 20
+"""Of the arrays that code names, so much is copied; of the rest it is seen that a run writes them,
+which is refused, because it cannot be put back."""
 
 
 class _Held:
@@ -110,6 +115,10 @@ class _Held:
             # One object for equal contents, because what is held is compared by identity.
             known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
             return next(known, {_ALL: contents})
+        if self.kind == "large":
+            hashes = contents_of(target)
+            known = (held for held in (self.last, self.first) if held.get(_ALL) == hashes)
+            return next(known, {_ALL: hashes})
         if isinstance(target, dict):
             if isinstance(target, OrderedDict):  # It has an order of its own.
                 return dict(OrderedDict.items(target))
@@ -125,6 +134,8 @@ class _Held:
             return self.get(target, self.name) is last.get(self.name, MISSING)
         if self.kind in ("array", "buffer"):
             return bool(_bytes_of(target) == last[_ALL])
+        if self.kind == "large":
+            return bool(contents_of(target) == last[_ALL])
         now = target if type(target) is dict else self.read()
         return (
             len(now) == len(last)
@@ -139,6 +150,8 @@ class _Held:
             # What left a weak container because its object died does not come back.
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
+        if self.kind == "large":
+            return  # What was there is gone, and refused where no other error is raised.
         if self.kind == "buffer":
             _set_bytes(target, wanted[_ALL])
         elif self.kind == "array":
@@ -354,6 +367,7 @@ class HostSnapshot:
         """Containers that have held nothing so far: most of a module's."""
         self._empty_targets: list[Any] = []
         self._known: set[tuple[int, Any]] = set()
+        self._copied_bytes = 0
         self._moved: dict[_Held, None] = {}
         """What did not always hold the same."""
         self._caches: list[tuple[_Held, Any, Any, int]] = []
@@ -423,7 +437,12 @@ class HostSnapshot:
         elif is_array(value):
             is_seen = is_named or value.nbytes <= MAX_ARRAY_BYTES
             if value.flags.writeable and value.nbytes and is_seen:
-                self._add(path, value, "container" if holds_objects(value) else "array")
+                kind_of_array: Kind = "container" if holds_objects(value) else "array"
+                if value.nbytes > MAX_ARRAY_BYTES and (id(value), None) not in self._known:
+                    self._copied_bytes += value.nbytes
+                    if self._copied_bytes > MAX_COPIED_BYTES:
+                        kind_of_array = "large"
+                self._add(path, value, kind_of_array)
             self._add_own(path, kind, value)  # A subclass may add attributes.
         elif issubclass(kind, _BUFFERS):
             if memoryview(value).nbytes <= MAX_ARRAY_BYTES:
@@ -618,6 +637,7 @@ class HostSnapshot:
                 change.held.write(change.before)
             raise
         changes = self._pending()
+        self._refuse_large(changes)
         self._note_run(changes, is_first)
         if refuses is not None:
             for change in changes:
@@ -630,6 +650,17 @@ class HostSnapshot:
                 )
             changes = [change.held.change(change.before, change.held.read()) for change in changes]
         self._note(changes)
+
+    @staticmethod
+    def _refuse_large(changes: Iterable[_Change]) -> None:
+        for change in changes:
+            if change.held.kind == "large":
+                raise VerificationError(
+                    change.held.path,
+                    expected=f"arrays of at most {MAX_COPIED_BYTES} bytes together that runs write",
+                    found=f"a run wrote into one of {change.held.target.nbytes} more",
+                    do="keep in a tensor what runs write, or in an array of its own",
+                )
 
     def _note_run(self, changes: list[_Change], is_first: bool) -> None:
         assert self._ran is not None, "only runs are noted"
