@@ -74,7 +74,7 @@ def names_in(code: CodeType) -> Names:
             if value == "__dict__":
                 found.guessed.update(_guessed_after(steps, index, str(last.argval)))
             elif value == "getenv":
-                found.asked_by.add((value, _argument_of(steps, index)))
+                found.asked_by.update(_keys_asked_by(steps, index, value))
             if value in _STORING:
                 found.stored.add(str(last.argval))
             elif value == "get":
@@ -84,11 +84,11 @@ def names_in(code: CodeType) -> Names:
                 ]
                 if of_call[:1] != ["LOAD_CONST"] or not _MAKING.isdisjoint(of_call):
                     found.computed.add(str(last.argval))
-                    found.asked_by.add((str(last.argval), _argument_of(steps, index)))
+                    found.asked_by.update(_keys_asked_by(steps, index, str(last.argval)))
         elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
             found.globals[value] = None
             if value == "getenv":
-                found.asked_by.add((value, _argument_of(steps, index)))
+                found.asked_by.update(_keys_asked_by(steps, index, value))
             elif value == "vars":
                 found.guessed.update(_owner_of_vars(steps, index))
             if value == "getattr":
@@ -150,17 +150,22 @@ def names_in(code: CodeType) -> Names:
     return found
 
 
-def _argument_of(steps: Sequence[dis.Instruction], index: int) -> str:
-    """The variable or attribute that a call takes first, of a function that is loaded here; empty
-    where that is computed."""
+def _keys_asked_by(
+    steps: Sequence[dis.Instruction], index: int, asked: str
+) -> set[tuple[str, str]]:
+    """See ``Names.asked_by``: of a function that is loaded here, and its first argument."""
     loads: list[dis.Instruction] = []
     for step in steps[index + 1 :]:
-        if step.opname.startswith("LOAD_"):
+        if step.opname in _LOADS and loads:
+            loads[-1] = step
+        elif step.opname.startswith("LOAD_"):
             loads.append(step)
         elif step.opname not in ("PUSH_NULL", "PRECALL"):
-            is_plain = "CALL" in step.opname and loads and loads[0].opname != "LOAD_CONST"
-            return str(loads[-1 if step.arg == 1 else 0].argval) if is_plain else ""
-    return ""
+            is_plain = bool(loads) and "CALL" in step.opname and len(loads) == step.arg
+            if is_plain and loads[0].opname == "LOAD_CONST":
+                return set()
+            return {(asked, str(loads[0].argval) if is_plain else "")}
+    return set()
 
 
 def _owner_of_vars(steps: Sequence[dis.Instruction], index: int) -> set[tuple[str, str]]:
