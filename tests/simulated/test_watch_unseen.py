@@ -260,6 +260,14 @@ def computed_variable(_):
     return lambda x: x * float(os.environ[names["a"]])
 
 
+def variable_of_a_local_name(_):
+    def fn(x):
+        for name in (VARIABLE, "HOME"):
+            return x * float(os.getenv(name))
+
+    return fn
+
+
 def pointer(_):
     found = ctypes.pointer(ctypes.c_double(2.0))
     return lambda x: x * found.contents.value
@@ -319,6 +327,7 @@ def simple_queue(_):
 NAMED = {
     file_that_is_read: ("open()", "files are not compared"),
     computed_variable: ("os.environ", "the name of the variable is computed"),
+    variable_of_a_local_name: ("os.getenv", "the name of the variable is computed"),
     pointer: ("found", "what it points at is not compared"),
     counted: ("numbers", "each read advances it"),
     generator: ("numbers", "each read advances it"),

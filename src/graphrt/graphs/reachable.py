@@ -246,7 +246,9 @@ class Walk:
         self._fleeting: list[tuple[str, Any]] = []
         self._large: list[tuple[str, dict[Any, Any]]] = []
         self._loggers: list[tuple[str, Any]] = []
-        self._asked_by: set[tuple[str, str]] = set()
+        self._variables: dict[tuple[str, str], Source] = {}
+        """Of the environment: how they are asked for, the name of the key, and where. Of installed
+        packages nowhere."""
         self._told: dict[Any, Unwatched] = {}
         """What code calls and cannot be compared, by name and code."""
         self._unread: dict[int, tuple[str, Any, str]] = {}
@@ -507,13 +509,19 @@ class Walk:
             yield _length(f"torch.nn.modules.module._global{name}", hooks, len(hooks))
         own = environment_entries()
         names = [*self._asked.get("environ", ()), *self._asked.get("getenv", ())]
-        keys = {key for owner, key in self._asked_by if owner in ("environ", "getenv")}
+        keys: dict[str, list[str]] = {key: [] for _, key in self._variables}
         for place in self._places if keys else ():
-            if type(place.value) is str and place.path.rpartition(".")[2] in keys:
-                names.append(place.value)
+            found = keys.get(place.path.rpartition(".")[2])
+            if found is not None and type(place.value) is str:
+                found.append(place.value)
+        for (asked, key), source in self._variables.items():
+            if not keys[key] and source:
+                because = "the name of the variable is computed"
+                self._told[asked, source] = Unwatched(f"os.{asked}", "variable", because, source)
+        names += [name for found in keys.values() for name in found]
         for name in dict.fromkeys(names):
-            key = os.fsencode(name)
-            yield Place(f"os.environ[{name!r}]", own, key, "item", own.get(key, MISSING))
+            raw = os.fsencode(name)
+            yield Place(f"os.environ[{name!r}]", own, raw, "item", own.get(raw, MISSING))
 
     def _not_there(self) -> Iterator[Place]:
         """What code asks for by a string, and what is not there: it may be set later. And the
@@ -725,7 +733,12 @@ class Walk:
         self._strings |= names.strings
         for name, string in names.asked:
             self._asked.setdefault(name, []).append(string)
-        self._asked_by |= names.asked_by
+        is_installed = _is_installed(_package_of(function))
+        for of, key in names.asked_by:
+            if of in ("environ", "getenv"):
+                code = function.__code__
+                source = Source(code.co_filename, names.lines.get(of, 0), code.co_qualname)
+                self._variables[of, key] = Source() if is_installed else source
         self._iterated |= names.iterated
         self._stored |= names.stored
         first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
@@ -735,7 +748,7 @@ class Walk:
         if known is not None:
             known.guessed.update(begin for _, begin in own)
         self._guessed.update(dict.fromkeys(names.guessed - own, function.__code__))
-        if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
+        if not is_installed:  # A registry of a package grows as it likes.
             self._computed |= names.computed
             self._note_code(function, names)
         self._name(names.attributes if known is not None else names.attributes | names.own)
@@ -769,11 +782,6 @@ class Walk:
         for name, because in called:
             source = Source(code.co_filename, names.lines.get(name, 0), code.co_qualname)
             self._told[f"{name}()", code] = Unwatched(f"{name}()", "function", because, source)
-        for of, key in names.asked_by:
-            if of in ("environ", "getenv") and not key:
-                source = Source(code.co_filename, names.lines.get(of, 0), code.co_qualname)
-                because = "the name of the variable is computed"
-                self._told[of, code] = Unwatched(f"os.{of}", "variable", because, source)
 
     def _told_unwatched(self) -> Iterator[Unwatched]:
         """Everything that was met and cannot be compared, with the line that names it."""
