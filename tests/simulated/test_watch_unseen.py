@@ -288,6 +288,11 @@ def proxy(_):
     return lambda x: x * found.scale
 
 
+def weak_dict_of_others(_):
+    kept = weakref.WeakKeyDictionary({KEPT: 2.0})
+    return lambda x: x * sum(kept.values())
+
+
 def generator(_):
     numbers = (number for number in range(10_000))
 
@@ -333,6 +338,7 @@ NAMED = {
     generator: ("numbers", "each read advances it"),
     own_random: ("numbers", "each read advances it"),
     proxy: ("found", "what it stands for is kept by others alone"),
+    weak_dict_of_others: ("kept", "other threads and later steps find other objects in it"),
     object_in_a_context: ("variable", "other threads and later steps find other objects in it"),
     objects_in_a_long_list: ("values", "of more than 4096 elements, none is followed"),
     simple_queue: ("kept", "its contents cannot be read"),
@@ -384,3 +390,6 @@ def test_weak_reference_keeps_nothing_alive() -> None:
         runner.capture()
         del own
         assert ended
+        for _ in range(math.ceil(runner.num_watched / 4)):
+            runner.run(example({"n": 2}, 5))
+        assert runner.last_decision.reason is Reason.INVALIDATED
