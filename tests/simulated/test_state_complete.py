@@ -9,7 +9,6 @@ import itertools
 import sys
 import threading
 import weakref
-from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -484,7 +483,6 @@ def set_first(owner: Any, value: float) -> None:
 
 HELD_BY_OTHERS: dict[str, Callable[[], Any]] = {
     "bytearray": lambda: memo_in(bytearray(1), lambda owner: owner[0], set_first),
-    "array": lambda: memo_in(array("d", [0.0]), lambda owner: owner[0], set_first),
     "ctypes": lambda: memo_in((ctypes.c_double * 2)(), lambda owner: owner[0], set_first),
     "attribute of a tensor": lambda: memo_in(torch.ones(4), scale_of, set_scale),
     "replaced dict": lambda: memo_in(Bag(), scale_of, set_dict),

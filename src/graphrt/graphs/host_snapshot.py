@@ -9,7 +9,6 @@ the same way as the graph. A memo itself stays, because graphs read that very te
 
 from __future__ import annotations
 
-import array
 import ctypes
 import dis
 import functools
@@ -218,7 +217,7 @@ class _Held:
         return _Change(self, before, now, differing)
 
 
-_BUFFERS = (bytearray, array.array, CDATA)
+_BUFFERS = (bytearray, CDATA)
 
 
 def _bytes_of(target: Any) -> bytes:
@@ -233,11 +232,8 @@ def _bytes_of(target: Any) -> bytes:
 def _set_bytes(target: Any, contents: bytes) -> None:
     if issubclass(type(target), CDATA):
         ctypes.memmove(ctypes.addressof(target), contents, len(contents))
-    elif issubclass(type(target), bytearray):
-        bytearray.__setitem__(target, slice(None), contents)
     else:
-        array.array.__delitem__(target, slice(None))
-        array.array.frombytes(target, contents)
+        bytearray.__setitem__(target, slice(None), contents)
 
 
 def _is_dead(*values: Any) -> bool:
