@@ -75,6 +75,7 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
         "compiled",
         "speculation",
         "padding_by_axis",
+        "unwatched",
     }
     assert printed["compiled"] == printed["speculation"] == {}
     assert printed["report"] == str(tmp_path / "here.html")

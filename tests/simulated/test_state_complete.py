@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import itertools
@@ -41,7 +42,7 @@ from graphrt.errors import (
     StateAdvancedError,
     VerificationError,
 )
-from graphrt.graphs import HostSnapshot
+from graphrt.graphs import HostSnapshot, host_snapshot
 from lab import FULL, KEY, NONE, PIECEWISE, Lab
 
 HERE = "test_state_complete.py:"
@@ -453,6 +454,72 @@ def memo_in_array(dtype: Any, length: int = 3) -> Callable[..., Tensor]:
         return x + float(table.memo[1, 1])
 
     return step
+
+
+def memo_in(owner: Any, read: Callable[[Any], float], write: Callable[[Any, float], Any]) -> Any:
+    def step(x: Tensor) -> Tensor:
+        if not read(owner):
+            write(owner, float(int(1 + x.sum().abs().item() * 10 % 200)))
+        return x + read(owner)
+
+    return step
+
+
+def set_scale(owner: Any, value: float) -> None:
+    owner.scale = value
+
+
+def set_dict(owner: Any, value: float) -> None:
+    owner.__dict__ = {"scale": value}
+
+
+def scale_of(owner: Any) -> float:
+    return getattr(owner, "scale", 0.0)
+
+
+def set_first(owner: Any, value: float) -> None:
+    owner[0] = type(owner[0])(value)
+
+
+HELD_BY_OTHERS: dict[str, Callable[[], Any]] = {
+    "bytearray": lambda: memo_in(bytearray(1), lambda owner: owner[0], set_first),
+    "ctypes": lambda: memo_in((ctypes.c_double * 2)(), lambda owner: owner[0], set_first),
+    "attribute of a tensor": lambda: memo_in(torch.ones(4), scale_of, set_scale),
+    "replaced dict": lambda: memo_in(Bag(), scale_of, set_dict),
+}
+
+
+class Bag:
+    scale = 0.0
+
+
+@pytest.mark.parametrize("case", HELD_BY_OTHERS)
+def test_memo_held_outside_containers_is_refused_and_put_back(case: str) -> None:
+    step = HELD_BY_OTHERS[case]()
+    cells = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))
+    owner, read = cells["owner"].cell_contents, cells["read"].cell_contents
+    with make(step) as runner:
+        with pytest.raises(VerificationError) as raised:
+            runner.capture()
+        assert "owner" in raised.value.do
+    assert not read(owner)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_array_too_large_to_copy_may_only_be_read(monkeypatch, writes: bool) -> None:
+    monkeypatch.setattr(host_snapshot, "MAX_COPIED_BYTES", 1 << 20)
+    table = np.ones(1 << 18)
+
+    def step(x: Tensor) -> Tensor:
+        table[7] += writes
+        return x * float(table[3])
+
+    with make(step) as runner:
+        if not writes:
+            runner.capture()
+            return
+        with pytest.raises(VerificationError, match="table"):
+            runner.capture()
 
 
 @pytest.mark.parametrize(

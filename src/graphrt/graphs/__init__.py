@@ -48,6 +48,7 @@ from graphrt.graphs.resources import (
 )
 from graphrt.graphs.scope import CaptureOptions as CaptureOptions, CaptureScope as CaptureScope
 from graphrt.graphs.signature import StaleCheck as StaleCheck
+from graphrt.graphs.unwatched import Unwatched as Unwatched
 from graphrt.graphs.watch import Watch as Watch, WatchMode as WatchMode
 from graphrt.graphs.wrapper import (
     CUDAGraphOptions as CUDAGraphOptions,

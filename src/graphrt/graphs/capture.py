@@ -28,8 +28,9 @@ from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_stream
 from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
 from graphrt.graphs.library import Generation, GraphLibrary
+from graphrt.graphs.places import Place
 from graphrt.graphs.program import GraphMemory, Program
-from graphrt.graphs.reachable import Place, Reach, reach
+from graphrt.graphs.reachable import Reach, reach
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CaptureOptions, CaptureScope

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.graphs.reachable import (
+from graphrt.graphs.places import (
     MISSING,
+    REGISTERS,
     Place,
-    Reach,
     attributes_of,
     entries_of,
     is_host_scalar,
     is_tensor,
     part_of,
-    reach,
 )
+from graphrt.graphs.reachable import Reach, reach
 from graphrt.graphs.values import same_host_value, walk
 
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -160,6 +160,8 @@ class Reads:
         self._used = used
         self.now: Sequence[Place] = self.values
         """The host values, as of the last look for a capture."""
+        self.unwatched = found.unwatched
+        """What it reads and nothing compares."""
         self.prepared = frozenset(
             place.path for place in self._found if id(place.owner) in of_resources
         )
@@ -382,7 +384,7 @@ def probes_of(item: HeldTensor | Place, *, in_turns: bool = True) -> list[Probe]
         if isinstance(item, HeldTensor) and item.layout:
             details = zip(_DETAILS, item.layout, strict=False)
             return [Probe(*looks[0], detail_of, detail, item) for detail_of, detail in details]
-        if get is dict.get and value is None and kind not in _REGISTERS:
+        if get is dict.get and value is None and kind not in REGISTERS:
             # A None that is gone: a module that is assigned in its place is registered elsewhere.
             looks.append((contains, box, name, True))
     return [Probe(*look, None, 0, item) for look in looks]
@@ -402,7 +404,7 @@ def _looks_of_type(owner: Any, value: object) -> list[Any]:
         looks.append((_get_own, owner, "__dict__", own))
         if _is_module(owner):
             looks += [
-                (dict.get, own, name, own[name]) for name in _REGISTERS.values() if own.get(name)
+                (dict.get, own, name, own[name]) for name in REGISTERS.values() if own.get(name)
             ]
     return looks
 
@@ -534,8 +536,8 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
     """
     owner, name, kind = place.owner, place.name, place.kind
     boxes: Any = None
-    if kind in _REGISTERS:
-        boxes = getattr(owner, _REGISTERS[kind])
+    if kind in REGISTERS:
+        boxes = getattr(owner, REGISTERS[kind])
     elif kind == "attribute":
         boxes = attributes_of(owner)
     elif kind in ("item", "global"):
@@ -583,8 +585,6 @@ def _member(classes: Classes, name: str) -> Any:
 
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)
 _CODE = (CodeType, FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
-
-_REGISTERS = {"parameter": "_parameters", "buffer": "_buffers", "submodule": "_modules"}
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:

@@ -9,6 +9,7 @@ the same way as the graph. A memo itself stays, because graphs read that very te
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import functools
 import gc
@@ -27,20 +28,22 @@ from weakref import ReferenceType
 import torch
 
 from graphrt.errors import VerificationError
-from graphrt.graphs.reachable import (
+from graphrt.graphs.places import (
+    CDATA,
     MISSING,
-    Reach,
-    Walk,
     attributes_of,
+    contents_of,
     holds_objects,
     is_array,
     is_host_scalar,
+    is_tensor,
     plain_array,
-    reach,
     read_cell,
     read_context,
     read_global,
+    read_script,
 )
+from graphrt.graphs.reachable import Reach, Walk, reach
 from graphrt.graphs.values import tensors_of
 
 # The containers of a module that hold its parts; those of hooks are the caller's business.
@@ -52,16 +55,32 @@ _CACHE = type(functools.lru_cache(lambda: None))
 
 _NOT_LOOKED_AT = ("default", "member", "length", "type")
 """Kinds of places that may change without being noticed here."""
-_OF_THE_WHOLE = ("length", "keys", "contents", "type", "call")
+_OF_THE_WHOLE = ("length", "keys", "contents", "type", "call", "memo", "target")
 """Kinds of places that say nothing beyond what their owner does."""
 
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
-Kind = Literal["object", "container", "array", "cell", "global", "class", "slot", "context"]
+Kind = Literal[
+    "object",
+    "container",
+    "array",
+    "buffer",
+    "cell",
+    "global",
+    "class",
+    "slot",
+    "context",
+    "script",
+    "dict",
+    "large",
+]
 
 MAX_ARRAY_BYTES = 1 << 20
 """What runs change in a larger array is seen only if code names the array."""
+MAX_COPIED_BYTES = 64 << 20
+"""Of the arrays that code names, so much is copied; of the rest it is seen that a run writes them,
+which is refused, because it cannot be put back."""
 
 
 class _Held:
@@ -90,11 +109,15 @@ class _Held:
         if self.get is not None:
             value = self.get(target, self.name)
             return {} if value is MISSING else {self.name: value}
-        if self.kind == "array":
-            contents = plain_array(target).tobytes()
+        if self.kind in ("array", "buffer"):
+            contents = _bytes_of(target)
             # One object for equal contents, because what is held is compared by identity.
             known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
             return next(known, {_ALL: contents})
+        if self.kind == "large":
+            hashes = contents_of(target)
+            known = (held for held in (self.last, self.first) if held.get(_ALL) == hashes)
+            return next(known, {_ALL: hashes})
         if isinstance(target, dict):
             if isinstance(target, OrderedDict):  # It has an order of its own.
                 return dict(OrderedDict.items(target))
@@ -108,8 +131,10 @@ class _Held:
         target, last = self.target, self.last
         if self.get is not None:
             return self.get(target, self.name) is last.get(self.name, MISSING)
-        if self.kind == "array":
-            return bool(plain_array(target).tobytes() == last[_ALL])
+        if self.kind in ("array", "buffer"):
+            return bool(_bytes_of(target) == last[_ALL])
+        if self.kind == "large":
+            return bool(contents_of(target) == last[_ALL])
         now = target if type(target) is dict else self.read()
         return (
             len(now) == len(last)
@@ -124,7 +149,11 @@ class _Held:
             # What left a weak container because its object died does not come back.
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
-        if self.kind == "array":
+        if self.kind == "large":
+            return  # What was there is gone, and refused where no other error is raised.
+        if self.kind == "buffer":
+            _set_bytes(target, wanted[_ALL])
+        elif self.kind == "array":
             plain = plain_array(target)
             contents = plain.copy()
             contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
@@ -188,6 +217,25 @@ class _Held:
         return _Change(self, before, now, differing)
 
 
+_BUFFERS = (bytearray, CDATA)
+
+
+def _bytes_of(target: Any) -> bytes:
+    if is_array(target):
+        contents: bytes = plain_array(target).tobytes()
+        return contents
+    if issubclass(type(target), CDATA):
+        return ctypes.string_at(ctypes.addressof(target), ctypes.sizeof(target))
+    return memoryview(target).tobytes()
+
+
+def _set_bytes(target: Any, contents: bytes) -> None:
+    if issubclass(type(target), CDATA):
+        ctypes.memmove(ctypes.addressof(target), contents, len(contents))
+    else:
+        bytearray.__setitem__(target, slice(None), contents)
+
+
 def _is_dead(*values: Any) -> bool:
     """True if one of them is a weak reference whose object is gone."""
     return any(issubclass(type(value), ReferenceType) and value() is None for value in values)
@@ -219,6 +267,8 @@ _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "global": read_global,
     "slot": _read_slot,
     "context": read_context,
+    "script": read_script,
+    "dict": object.__getattribute__,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
 _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
@@ -228,7 +278,12 @@ _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
     ),
     "class": (type.__setattr__, type.__delattr__),
     "slot": (object.__setattr__, object.__delattr__),
+    "dict": (object.__setattr__, object.__delattr__),
     "context": (lambda variable, _, value: variable.set(value), _unset),
+    "script": (
+        lambda kept, name, value: kept.setattr(name, value),
+        lambda kept, name: kept.setattr(name, None),
+    ),
 }
 
 
@@ -308,6 +363,7 @@ class HostSnapshot:
         """Containers that have held nothing so far: most of a module's."""
         self._empty_targets: list[Any] = []
         self._known: set[tuple[int, Any]] = set()
+        self._copied_bytes = 0
         self._moved: dict[_Held, None] = {}
         """What did not always hold the same."""
         self._caches: list[tuple[_Held, Any, Any, int]] = []
@@ -326,9 +382,15 @@ class HostSnapshot:
         """What the callable reaches, if no run is going on: of the walk that was made already,
         where nothing has changed since."""
         found = self._reached
-        if found is None or any(
-            place.kind in _NOT_LOOKED_AT and place.read() is not place.value
-            for place in found.places
+        # A cache that was filled meanwhile holds what a graph may read.
+        is_filled = any(cache.cache_info().misses > misses for *_, cache, misses in self._caches)
+        if (
+            is_filled
+            or found is None
+            or any(
+                place.kind in _NOT_LOOKED_AT and place.read() is not place.value
+                for place in found.places
+            )
         ):
             return reach(self.runnable)
         return found
@@ -344,7 +406,9 @@ class HostSnapshot:
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
             path, owner, name, kind = place.path, place.owner, place.name, place.kind
-            if kind == "cell" or kind == "global" or kind == "context":
+            if is_tensor(place.value):
+                self._add(path, attributes_of(place.value), "object")
+            if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)
             elif kind == "member":
                 base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
@@ -369,8 +433,17 @@ class HostSnapshot:
         elif is_array(value):
             is_seen = is_named or value.nbytes <= MAX_ARRAY_BYTES
             if value.flags.writeable and value.nbytes and is_seen:
-                self._add(path, value, "container" if holds_objects(value) else "array")
+                kind_of_array: Kind = "container" if holds_objects(value) else "array"
+                if value.nbytes > MAX_ARRAY_BYTES and (id(value), None) not in self._known:
+                    self._copied_bytes += value.nbytes
+                    if self._copied_bytes > MAX_COPIED_BYTES:
+                        kind_of_array = "large"
+                self._add(path, value, kind_of_array)
             self._add_own(path, kind, value)  # A subclass may add attributes.
+        elif issubclass(kind, _BUFFERS):
+            if memoryview(value).nbytes <= MAX_ARRAY_BYTES:
+                self._add(path, value, "buffer")
+            self._add_own(path, kind, value)
         elif kind is FunctionType:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
@@ -382,9 +455,11 @@ class HostSnapshot:
         own = attributes_of(value)
         if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
             self._add(path, own, "object")
+            if not issubclass(kind, (torch.nn.Module, torch.Tensor)):  # Another may be set.
+                self._add(f"{path}.__dict__", value, "dict", "__dict__")
             registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
             for name in registers:
-                if name in own:  # A scripted module keeps them elsewhere.
+                if isinstance(own.get(name), _CONTAINERS):  # TorchScript keeps them elsewhere.
                     self._add(path, own[name], "object")
             for name, item in own.items():
                 if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:
@@ -558,6 +633,7 @@ class HostSnapshot:
                 change.held.write(change.before)
             raise
         changes = self._pending()
+        self._refuse_large(changes)
         self._note_run(changes, is_first)
         if refuses is not None:
             for change in changes:
@@ -570,6 +646,17 @@ class HostSnapshot:
                 )
             changes = [change.held.change(change.before, change.held.read()) for change in changes]
         self._note(changes)
+
+    @staticmethod
+    def _refuse_large(changes: Iterable[_Change]) -> None:
+        for change in changes:
+            if change.held.kind == "large":
+                raise VerificationError(
+                    change.held.path,
+                    expected=f"arrays of at most {MAX_COPIED_BYTES} bytes together that runs write",
+                    found=f"a run wrote into one of {change.held.target.nbytes} more",
+                    do="keep in a tensor what runs write, or in an array of its own",
+                )
 
     def _note_run(self, changes: list[_Change], is_first: bool) -> None:
         assert self._ran is not None, "only runs are noted"

@@ -29,8 +29,9 @@ from graphrt.errors import (
 from graphrt.graphs.generated import make_function
 from graphrt.graphs.held import HeldTensor, Lookup, Reads
 from graphrt.graphs.nesting import ReplayInProgress
-from graphrt.graphs.reachable import Place
+from graphrt.graphs.places import Place
 from graphrt.graphs.signature import Checker, InputLeaf, Signature, StaleCheck, generate_checker
+from graphrt.graphs.unwatched import Unwatched
 from graphrt.graphs.values import Path, bytes_of, format_path, same_host_value, storage_start, walk
 
 Replay = Callable[[], None]
@@ -334,6 +335,11 @@ class Program:
                 if leaf.kind == "opaque"
             ),
         )
+
+    @property
+    def unwatched(self) -> tuple[Unwatched, ...]:
+        """What its callable reads besides its arguments and no step compares."""
+        return () if self.reads is None else self.reads.unwatched
 
     @property
     def num_graphs(self) -> int:

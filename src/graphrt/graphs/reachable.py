@@ -19,10 +19,7 @@ what lies behind a weak reference, and what is no object of the process (files, 
 
 from __future__ import annotations
 
-import array
 import builtins
-import ctypes
-import dis
 import functools
 import gc
 import importlib.util
@@ -31,94 +28,61 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
 from contextvars import ContextVar
 from enum import Enum
-from itertools import takewhile
 from pathlib import Path
 from threading import get_ident
 from types import (
-    CellType,
+    BuiltinMethodType,
     CodeType,
     FunctionType,
-    GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
 )
-from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
 from graphrt.config.environment import environment_entries
-from graphrt.graphs.values import HOST_TYPES, parameters_of
+from graphrt.graphs.code_names import Names, names_in
+from graphrt.graphs.places import (
+    MAX_ITEMS,
+    MISSING,
+    REGISTERS,
+    SCALARS,
+    OfThread,
+    Place,
+    PlaceKind,
+    attributes_of,
+    defaults_of,
+    filled,
+    has_contents,
+    is_foreign,
+    is_host_scalar,
+    is_tensor,
+    read_attribute,
+    read_cell,
+    read_context,
+    read_script,
+)
+from graphrt.graphs.unwatched import (
+    ASKED_OF_LOGGERS,
+    ELSEWHERE,
+    READS_ELSEWHERE,
+    Unwatched,
+    held_by,
+    points_elsewhere,
+    why_unread,
+)
+from graphrt.graphs.values import parameters_of
+from graphrt.source import Source, is_user_file
 
-PlaceKind = Literal[
-    "attribute",
-    "member",
-    "parameter",
-    "buffer",
-    "submodule",
-    "item",
-    "element",
-    "length",
-    "cell",
-    "global",
-    "default",
-    "context",
-    "contents",
-    "keys",
-    "type",
-    "call",
-]
-
-MAX_ITEMS = 4096
-"""Of a container with more items, only those under a string that the code names are followed."""
 MAX_OBJECTS = 200_000
 """A walk ends after so many objects."""
-_BYTES_OF_A_PART, _ITEMS_OF_A_PART = 4096, 256
-_CDATA = ctypes.c_int.__mro__[-2]
-"""Of every ctypes value: numbers, arrays, structures, pointers; of no library."""
-
-
-class _Missing(Enum):
-    MISSING = "nothing"
-
-
-MISSING = _Missing.MISSING
-"""What ``Place.read`` returns where nothing stands any more."""
-
-
-class Place(NamedTuple):
-    """One place where a callable finds something: who owns it, under which name, and what it is.
-
-    Compare places by ``is``, never by ``==``, which would compare tensors.
-    """
-
-    path: str
-    """As one would write it: ``model.layers.0.weight``, ``cfg['scale']``; of a module or a bound
-    method that is called itself, relative to it."""
-    owner: Any
-    """The object, module, dict, list, tuple, set or cell that holds the value; for a global, the
-    dict of globals; for a default, the function."""
-    name: Any
-    """Attribute, key or index under which ``owner`` has it; of a set, the element; of the length of
-    a container or of a module that is one, nothing. The same of a ``type``, which is the class of
-    an object or the code of a function, of ``contents``, and of the ``keys`` of a dict."""
-    kind: PlaceKind
-    value: Any
-    """What stood there when it was walked: ``MISSING`` for an attribute that code names and that
-    the object does not have."""
-    is_named: bool = True
-    """False: no code that was reached names this attribute, and it was not followed. Parameters,
-    buffers, submodules, items, cells, globals and defaults always count as named. A ``member`` is
-    an attribute that the class has and the object has not (yet)."""
-
-    def read(self) -> Any:
-        """What stands there now, or ``MISSING``. Runs no code of the user's but a key's hash."""
-        return _READ[self.kind](self.owner, self.name)
 
 
 class Reach(NamedTuple):
@@ -133,6 +97,8 @@ class Reach(NamedTuple):
     lasting: Reach | None
     """Without what context variables, thread-local and weak containers alone lead to; None if that
     is all."""
+    unwatched: tuple[Unwatched, ...] = ()
+    """What it reads and what no place says."""
 
 
 def reach(target: object) -> Reach:
@@ -143,142 +109,8 @@ def reach(target: object) -> Reach:
     return Walk(target).follow(target)
 
 
-def is_array(value: Any) -> bool:
-    """True for a NumPy array, whose elements are no places: of their own, they are one value."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(type(value), numpy.ndarray)
-
-
-def plain_array(value: Any) -> Any:
-    """The same elements without any code of a subclass."""
-    ndarray = sys.modules["numpy"].ndarray
-    return ndarray.view(value, ndarray)
-
-
-def holds_objects(value: Any) -> bool:
-    """True for an array whose bytes are references: to objects, or to strings of any length."""
-    return bool(value.dtype.hasobject or value.dtype.kind == "T")
-
-
-def has_contents(value: Any) -> bool:
-    """True for what may be changed in place without any name: a buffer, or a long sequence."""
-    kind = type(value)
-    if issubclass(kind, (list, tuple)):
-        return len(value) > MAX_ITEMS
-    if is_array(value):
-        return bool(value.nbytes)
-    return issubclass(kind, (bytearray, array.array, memoryview, _CDATA))
-
-
-def contents_of(value: Any) -> tuple[Any, ...]:
-    """What a buffer or a long sequence has: its form, then its parts, each as its hash or as it
-    is. The parts that a program depends on are compared later, and need no copy."""
-    return tuple(part_of(value, number) for number in range(1 + _num_parts(value)))
-
-
-def _num_parts(value: Any) -> int:
-    if issubclass(type(value), (list, tuple)):
-        return -(-len(value) // _ITEMS_OF_A_PART)
-    if is_array(value):
-        return -(-int(value.size) // _items_of_a_part(value))
-    try:
-        return -(-memoryview(value).nbytes // _BYTES_OF_A_PART)
-    except ValueError:  # One that was released holds nothing.
-        return 0
-
-
-def _items_of_a_part(value: Any) -> int:
-    return max(1, _BYTES_OF_A_PART // int(value.itemsize))
-
-
-def part_of(value: Any, number: int) -> Any:
-    """One of ``contents_of``. Runs no code of a subclass."""
-    kind = type(value)
-    if issubclass(kind, (list, tuple)):
-        base: Any = list if issubclass(kind, list) else tuple
-        first = (number - 1) * _ITEMS_OF_A_PART
-        part = base.__getitem__(value, slice(first, first + _ITEMS_OF_A_PART))
-        return tuple(part) if number else len(value)
-    if is_array(value):
-        if not number:
-            return str(value.dtype), value.shape
-        count, flat = _items_of_a_part(value), plain_array(value).flat
-        first, end = (number - 1) * count, number * count
-        if holds_objects(value):  # One by one: NumPy copies no slice of strings without harm.
-            return tuple(flat[place] for place in range(first, min(end, value.size)))
-        return hash(flat[first:end].tobytes())
-    try:
-        view = memoryview(value)
-    except ValueError:  # One that was released.
-        return None
-    with view:
-        if not number:
-            return view.format, view.shape
-        first = (number - 1) * _BYTES_OF_A_PART
-        if view.c_contiguous and view.format in ("B", "b", "c"):
-            return hash(view[first : first + _BYTES_OF_A_PART].tobytes())
-        return hash(view.tobytes()[first : first + _BYTES_OF_A_PART])
-
-
-def is_host_scalar(value: Any) -> bool:
-    """True for values that a program holds as constants: numbers, strings, None, enums, dtypes.
-
-    And tuples, frozensets, slices and ranges of at most 16 of them.
-    """
-    kind = type(value)
-    if kind in _SCALARS:
-        return True
-    if kind is tuple or kind is frozenset or kind is torch.Size:
-        return len(value) <= 16 and all(map(is_host_scalar, value))
-    return _is_host_kind(kind)  # type: ignore[arg-type]  # types are hashable
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_host_kind(kind: type) -> bool:
-    """By class alone: a proxy may answer for its class as it likes, or raise."""
-    numpy = sys.modules.get("numpy")
-    kinds = HOST_TYPES if numpy is None else (*HOST_TYPES, numpy.generic)
-    is_plain = _is_foreign(kind.__module__) and issubclass(kind, kinds)
-    # A ``void`` may be a view of an array.
-    is_other = issubclass(kind, (type, bytearray)) or kind.__name__ == "void"
-    return issubclass(kind, (Enum, torch.dtype)) or (is_plain and not is_other)
-
-
-_SCALARS = frozenset(
-    (
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type(None),
-        type(...),
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-    )
-)
-
-_BAGS = {"types": (), "argparse": (), "collections": ("data", "maps")}
-"""Of the standard library, where an object holds what the user put into it, and where."""
-
-_FOREIGN = frozenset(sys.stdlib_module_names - {"__main__"}) | {
-    "torch",
-    "numpy",
-    "triton",
-    "graphrt",
-}
-"""Packages whose code and objects are not entered."""
-
 # What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
 _MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
-_REGISTERS: tuple[tuple[str, PlaceKind], ...] = (
-    ("_parameters", "parameter"),
-    ("_buffers", "buffer"),
-    ("_modules", "submodule"),
-)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 _OFF_THE_PATH = (
@@ -290,7 +122,11 @@ _NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
 _SEQUENCES = (dict, list, tuple, set, frozenset, deque)
 _GETTERS_BY_NAME = (operator.attrgetter, operator.methodcaller)
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
-_FLEETING = {ContextVar, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet}
+_WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
+_FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
+_CACHE = type(functools.lru_cache(lambda: None))
+_MODULE_OF = type.__dict__["__module__"].__get__
+"""Also of types written in C, which have no entry for it."""
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
 
@@ -298,358 +134,6 @@ _UNSEEN = object()
 @functools.lru_cache(maxsize=4096)
 def _is_fleeting(kind: type) -> bool:
     return not _FLEETING.isdisjoint(kind.__mro__)
-
-
-# -- reading
-
-
-def read_attribute(owner: Any, name: str) -> Any:
-    attributes = attributes_of(owner)
-    value = attributes.get(name, MISSING)
-    if value is not MISSING:
-        return value
-    kind = owner if issubclass(type(owner), type) else type(owner)
-    for base in kind.__mro__:
-        value = base.__dict__.get(name, MISSING)
-        if value is not MISSING:
-            if type(value) is MemberDescriptorType:
-                return _filled(value, owner)
-            return value
-    if issubclass(kind, torch.nn.Module) and kind is not owner:
-        for register, _ in _REGISTERS:  # It was a plain attribute, or absent.
-            value = getattr(owner, register).get(name, MISSING)
-            if value is not MISSING:
-                return value
-    return MISSING
-
-
-def _read_register(register: str) -> Any:
-    def read(owner: Any, name: str) -> Any:
-        return getattr(owner, register).get(name, MISSING)
-
-    return read
-
-
-def _read_item(owner: Any, name: Any) -> Any:
-    if isinstance(owner, dict):
-        # Not ``owner[name]``: a defaultdict would make the entry.
-        return dict.get(owner, name, MISSING)
-    kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(owner), base))
-    return kind.__getitem__(owner, name) if name < kind.__len__(owner) else MISSING
-
-
-def _read_element(owner: Any, name: Any) -> Any:
-    return name if name in owner else MISSING
-
-
-def entries_of(owner: Any) -> Any:
-    """What the length of an owner counts: of a module that is a container, its children."""
-    return owner._modules if issubclass(type(owner), torch.nn.Module) else owner
-
-
-def _read_length(owner: Any, _: object) -> int:
-    return len(entries_of(owner))
-
-
-def read_cell(owner: CellType, _: str) -> Any:
-    try:
-        return owner.cell_contents
-    except ValueError:  # a variable that is not assigned
-        return MISSING
-
-
-def read_global(owner: Mapping[str, Any], name: str) -> Any:
-    return owner.get(name, MISSING)
-
-
-def read_context(owner: ContextVar[Any] | _OfThread, _: object) -> Any:
-    return owner.get(MISSING)
-
-
-def _read_default(owner: FunctionType, name: str) -> Any:
-    return dict(_defaults_of(owner)).get(name, MISSING)
-
-
-_READ = {
-    "attribute": read_attribute,
-    "member": read_attribute,
-    "parameter": _read_register("_parameters"),
-    "buffer": _read_register("_buffers"),
-    "submodule": _read_register("_modules"),
-    "item": _read_item,
-    "element": _read_element,
-    "length": _read_length,
-    "cell": read_cell,
-    "global": read_global,
-    "default": _read_default,
-    "context": read_context,
-    "contents": lambda owner, _: contents_of(owner),
-    "keys": lambda owner, _: tuple(owner),
-    "type": lambda owner, _: code_of(owner),
-    "call": lambda owner, _: owner(),
-}
-
-
-class _OfThread(NamedTuple):
-    """A context variable as one thread has it, because others find other values."""
-
-    variable: ContextVar[Any]
-    thread: int
-    value: Any
-
-    def get(self, _: object) -> Any:
-        """What it has or its default; asked in another thread, the value that is known."""
-        if get_ident() != self.thread:
-            return self.value
-        try:
-            return self.variable.get()
-        except LookupError:
-            return MISSING
-
-
-def code_of(owner: Any) -> Any:
-    """What may be replaced while an object stays: its class, the code of a function."""
-    return owner.__code__ if type(owner) is FunctionType else type(owner)
-
-
-def attributes_of(owner: Any) -> Mapping[str, Any]:
-    """The ``__dict__`` of an object as it is, without any code of its class; empty if none."""
-    found: Mapping[str, Any] = {}
-    if issubclass(type(owner), type):
-        found = type.__getattribute__(owner, "__dict__")
-        return found
-    descriptor = _dict_descriptor(type(owner))  # type: ignore[arg-type]  # types are hashable
-    if descriptor is not None:
-        found = descriptor.__get__(owner)
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _dict_descriptor(kind: type) -> Any:
-    for base in kind.__mro__:
-        found = base.__dict__.get("__dict__")
-        if type(found) in (GetSetDescriptorType, MemberDescriptorType):
-            return found
-    return None
-
-
-def is_tensor(value: object) -> bool:
-    # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
-    return issubclass(type(value), torch.Tensor)
-
-
-def _filled(descriptor: Any, owner: object) -> Any:
-    try:
-        return descriptor.__get__(owner)
-    except AttributeError:  # a slot that is not filled
-        return MISSING
-
-
-def _defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    defaults = function.__defaults__ or ()
-    yield from zip(
-        code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount],
-        defaults,
-        strict=True,
-    )
-    yield from (function.__kwdefaults__ or {}).items()
-
-
-# -- what code names
-
-
-class _Names(NamedTuple):
-    """What a piece of code reads by name, nested functions included. Nobody changes it later."""
-
-    own: set[str]
-    """Attributes of its first argument, of a method the object itself."""
-    attributes: set[str]
-    """Attributes of anything else, and strings given to ``getattr``."""
-    globals: dict[str, None]
-    strings: set[str | int]
-    """And numbers: constants, which may be keys of a dict."""
-    asked: set[tuple[str, str]]
-    """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``."""
-    iterated: set[str]
-    """Variables and attributes that are gone through, counted or tested for being empty."""
-    computed: set[str]
-    """Those that are asked for a key which is no constant, and that get no entries."""
-    stored: set[str]
-    """Those that get entries, or lose them."""
-    guessed: set[tuple[str, str]]
-    """Those of which an attribute is read whose name is no constant, and how it begins."""
-    imports: dict[tuple[str, int], None]
-    """What is imported when it runs, and by how many levels above its package."""
-
-
-_LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD"))
-
-
-_THROUGH = "len list tuple set dict sorted sum min max any all iter enumerate"
-_GOES_THROUGH = frozenset(_THROUGH.split())
-"""Built-in functions of which one argument is gone through or counted."""
-_MAKING = frozenset(("BUILD_STRING", "BINARY_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"))
-_STORES = "setdefault update pop popitem clear append appendleft extend add"
-_STORING = frozenset(_STORES.split())
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> _Names:
-    steps = list(dis.get_instructions(code))
-    first = code.co_varnames[0] if code.co_argcount else None
-    strings: set[str | int] = {item for item in code.co_consts if type(item) in (str, int)}
-    found = _Names(set(), set(), {}, strings, set(), set(), set(), set(), set(), {})
-    aliases: dict[str, str] = {}
-    previous: Any = None
-    for index, step in enumerate(steps):
-        name, value, last = step.opname, step.argval, steps[index - 1]
-        if name in _LOADS:
-            is_own = previous is not None and previous.opname.startswith("LOAD_FAST")
-            loaded = previous.argval if is_own else None
-            if isinstance(loaded, tuple):  # Later releases load two variables at once.
-                loaded = loaded[-1]
-            (found.own if is_own and loaded == first else found.attributes).add(value)
-            if value in _STORING:
-                found.stored.add(str(last.argval))
-            elif value == "get":
-                of_call = [
-                    s.opname
-                    for s in takewhile(lambda s: "CALL" not in s.opname, steps[index + 1 :])
-                ]
-                if of_call[:1] != ["LOAD_CONST"] or not _MAKING.isdisjoint(of_call):
-                    found.computed.add(str(last.argval))
-        elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
-            found.globals[value] = None
-            if value == "getattr":
-                found.guessed.update(_guessed_of(steps, index))
-        elif name == "LOAD_CONST" and type(value) is str and previous is not None:
-            found.asked.add((str(previous.argval), value))
-        elif name == "STORE_FAST" and last.opname.startswith("LOAD_"):
-            aliases[value] = str(last.argval)
-        elif name == "CONTAINS_OP":
-            key = steps[_begin(steps, index - 1) - 1]
-            if key.opname != "LOAD_CONST":
-                found.computed.add(str(last.argval))
-            elif type(key.argval) is str:
-                found.asked.add((str(last.argval), key.argval))
-        elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
-            found.stored.add(_container_of(steps, index))
-        elif (name == "BINARY_SUBSCR" or step.argrepr == "[]") and last.opname != "LOAD_CONST":
-            if last.opname == "COPY":  # ``owner[key] += 1``
-                found.stored.add(_container_of(steps, index - 2))
-            else:
-                found.computed.add(_container_of(steps, index))
-        elif name == "IMPORT_NAME":
-            found.imports[value, steps[index - 2].argval] = None
-        elif name == "IMPORT_FROM":
-            found.attributes.add(value)
-        elif name == "MATCH_CLASS":
-            found.attributes.update(last.argval)
-        if _goes_through(steps, index):
-            found.iterated.add(str((steps[index - 2] if last.opname == "TO_BOOL" else last).argval))
-        if previous is not None and value in ("get", "items", "values", "keys"):
-            if value != "get":
-                found.iterated.add(str(previous.argval))
-            continue  # What follows is asked of the dict.
-        previous = step
-
-    for told in (found.iterated, found.computed, found.stored):
-        told.update([aliases[name] for name in told if name in aliases])
-    found.guessed.update([(aliases[of], name) for of, name in found.guessed if of in aliases])
-    found.computed.difference_update(found.stored)
-    # What a function makes, fills and calls like something else is not that.
-    num_arguments = code.co_argcount + code.co_kwonlyargcount
-    made = set(code.co_varnames[num_arguments:]).difference(aliases, found.own, found.attributes)
-    found.stored.difference_update(made.difference(found.globals))
-    if {"getattr", "hasattr", "vars"} & found.globals.keys() or (
-        "__dict__" in found.own | found.attributes
-    ):
-        found.own.update(item for item in strings if type(item) is str and item.isidentifier())
-        found.attributes.update(found.own)
-    for inner in code.co_consts:
-        if type(inner) is CodeType:
-            nested = _names_in(inner)
-            merged: Any
-            for merged, more in zip(found[1:], nested[1:], strict=True):
-                merged.update(more)
-            found.attributes.update(nested.own)
-    return found
-
-
-def _goes_through(steps: Sequence[dis.Instruction], index: int) -> bool:
-    """True where a variable or attribute that was just loaded is gone through, counted or tested
-    for being empty."""
-    step, last = steps[index], steps[index - 1]
-    if last.opname == "TO_BOOL":
-        last = steps[index - 2]
-    if not last.opname.startswith("LOAD_") or last.opname == "LOAD_CONST":
-        return False
-    if step.opname in ("PRECALL", "CALL") and step.arg == 1:
-        called = steps[_begin(steps, index - 1) - 1]
-        return called.opname == "LOAD_GLOBAL" and called.argval in _GOES_THROUGH
-    is_test = "JUMP" in step.opname and step.opname.endswith(("_TRUE", "_FALSE"))
-    return is_test or step.opname in ("GET_ITER", "UNARY_NOT")
-
-
-def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[tuple[str, str]]:
-    """What ``getattr``, loaded here, is asked of, and how the names begin; empty for a constant."""
-    pushed, owner, end, is_plain = 0, "", 0, True
-    key: list[dis.Instruction] = []
-    for step in steps[index + 1 :]:
-        pushed += dis.stack_effect(step.opcode, step.arg, jump=False)
-        if "JUMP" in step.opname:
-            is_plain = False
-        if pushed < 1 or not is_plain:
-            break
-        if pushed == 1:  # So far it loads the owner.
-            owner, key, end = str(step.argval), [], 0
-        else:
-            if not key and type(step.argval) is tuple and step.opname != "LOAD_CONST":
-                owner = str(step.argval[0])  # Later releases load both variables at once.
-            key.append(step)
-            end = len(key) if pushed == 2 else end
-    name = key[:end]
-    if not name or (is_plain and len(name) == 1 and name[0].opname == "LOAD_CONST"):
-        return set()
-    return {(owner, _beginning_of(name))}
-
-
-def _beginning_of(name: Sequence[dis.Instruction]) -> str:
-    """What every computed name begins with, as far as that is plain: ``f"layer{number}"``."""
-    first, rest = name[0], name[1:]
-    is_joined = all(
-        step.opname.startswith(("LOAD_", "FORMAT_"))
-        or step.opname in ("BUILD_STRING", "PRECALL", "CALL")
-        or step.argrepr in ("+", "%")
-        for step in rest
-    )
-    if first.opname != "LOAD_CONST" or not rest or not is_joined or rest[0].opname in _LOADS:
-        return ""
-    return "".join(takewhile(lambda c: c.isalnum() or c == "_", str(first.argval)))
-
-
-def _begin(steps: Sequence[dis.Instruction], index: int) -> int:
-    """Where the expression begins whose last instruction is this one."""
-    pushed = 0
-    while True:
-        pushed += dis.stack_effect(steps[index].opcode, steps[index].arg, jump=False)
-        if pushed > 0 or not index:
-            return index
-        index -= 1
-
-
-def _container_of(steps: Sequence[dis.Instruction], index: int) -> str:
-    """The variable or attribute whose entry an instruction reads or stores, the key before it."""
-    first = _begin(steps, index - 1)
-    loaded = steps[first].argval
-    # Later releases load both variables at once; a constant tuple is a key.
-    are_both = type(loaded) is tuple and steps[first].opname != "LOAD_CONST"
-    return str(loaded[0] if are_both else steps[first - 1].argval)
-
-
-def _is_foreign(module: object) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] in _FOREIGN
 
 
 @functools.lru_cache(maxsize=4096)
@@ -663,6 +147,10 @@ def _is_installed(package: str) -> bool:
     return any(next(Path(place).parent.glob("*.dist-info"), None) for place in places)
 
 
+def _is_installed_file(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file or not is_user_file(file)
+
+
 def _package_of(value: object) -> str:
     module = getattr(value, "__module__", None)
     return module.partition(".")[0] if isinstance(module, str) else ""
@@ -674,9 +162,9 @@ def _package_of(value: object) -> str:
 class _Class:
     """What the walk knows of one class."""
 
-    def __init__(self, kind: type, is_foreign: bool) -> None:
+    def __init__(self, kind: type, is_others: bool) -> None:
         self.is_module = issubclass(kind, torch.nn.Module)
-        self.is_foreign = is_foreign
+        self.is_foreign = is_others
         self.guessed: set[str] = set()
         """How the computed names begin that its methods ask their object for."""
         self.own = {"forward"}
@@ -686,9 +174,9 @@ class _Class:
         """Members of the class and its bases, by name; of a module class, up to ``nn.Module``."""
         self.members_of_slots: dict[str, Any] = {}
         for base in kind.__mro__:
-            if base is torch.nn.Module or base is object or (is_foreign and not self.is_module):
+            if base is torch.nn.Module or base is object or (is_others and not self.is_module):
                 break
-            if not self.is_module and _is_foreign(base.__dict__.get("__module__")):
+            if not self.is_module and is_foreign(_MODULE_OF(base)):
                 continue
             for name, value in base.__dict__.items():
                 if type(value) is MemberDescriptorType:
@@ -747,7 +235,7 @@ class Walk:
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
         self._stored: set[str] = set()
-        self._guessed: set[tuple[str, str]] = set()
+        self._guessed: dict[tuple[str, str], CodeType] = {}
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
@@ -757,6 +245,14 @@ class Walk:
         """What break points run."""
         self._fleeting: list[tuple[str, Any]] = []
         self._large: list[tuple[str, dict[Any, Any]]] = []
+        self._loggers: list[tuple[str, Any]] = []
+        self._variables: dict[tuple[str, str], Source] = {}
+        """Of the environment: how they are asked for, the name of the key, and where. Of installed
+        packages nowhere."""
+        self._told: dict[Any, Unwatched] = {}
+        """What code calls and cannot be compared, by name and code."""
+        self._unread: dict[int, tuple[str, Any, str]] = {}
+        """By id, what was met and cannot be compared: its path, it, and why."""
         self._methods: list[tuple[FunctionType, _Class]] = []
         """Named, and not read yet."""
 
@@ -774,14 +270,15 @@ class Walk:
         return found
 
     def _run(self, path: str, target: object) -> Reach:
-        self._places, self._objects, self._unnamed = [], {}, {}
+        self._places, self._objects, self._unnamed, self._unread = [], {}, {}, {}
         self._skipped.clear()
         self._enter_all([(path, target)])
         outside = self._found() if self._broken else None
         self._enter_broken()
         lasting = None
         if self._fleeting:
-            found, own = self._found(outside), list(self._places_of_thread())
+            own = list(self._places_of_thread())
+            found = self._found(outside)
             lasting = found._replace(places=(*found.places, *own))
         while self._fleeting:
             fleeting, self._fleeting, self._stack = self._fleeting, [], []
@@ -800,17 +297,51 @@ class Walk:
         """Host values and tensors that stand in context and thread-local variables themselves."""
         for path, owner in self._fleeting:
             if isinstance(owner, ContextVar):
-                here = _OfThread(owner, get_ident(), MISSING)
+                here = OfThread(owner, get_ident(), MISSING)
                 value = here.get(None)
                 if self._stands_alone(value):
                     yield Place(path, here._replace(value=value), None, "context", value)
-            elif isinstance(owner, threading.local) and self._may_enter(owner):
+                self._note_elsewhere(path, value)
+            elif issubclass(type(owner), ReferenceType):
+                target = ReferenceType.__call__(owner)
+                if target is not None and id(target) not in self._seen:
+                    yield Place(f"{path}()", owner, None, "target", id(target))
+                    yield from self._alone_in(f"{path}()", target, attributes_of(target))
+            elif not issubclass(type(owner), threading.local):
+                yield from self._lasting_in(path, owner)
+            elif self._may_enter(owner):
                 own = threading.local.__getattribute__(owner, "__dict__")
                 asked = self._asked.get(path.rpartition(".")[2], ())
-                for name in {**own, **dict.fromkeys(asked)}:
-                    value = own.get(name, MISSING)
-                    if self._stands_alone(value):
-                        yield Place(f"{path}.{name}", own, name, "item", value)
+                yield from self._alone_in(path, owner, own, {**own, **dict.fromkeys(asked)})
+
+    def _lasting_in(self, path: str, owner: Any) -> Iterator[Place]:
+        """Entries of a weak container that last, because something else holds their keys."""
+        of_keys = owner.data if issubclass(type(owner), WeakKeyDictionary) else {}
+        for ref, value in of_keys.items():
+            if id(ref()) not in self._seen or not self._stands_alone(value):
+                break
+            yield Place(f"{path}[{type(ref()).__name__}]", of_keys, ref, "item", value)
+        else:
+            if of_keys:
+                return
+        self._unread.setdefault(id(owner), (path, owner, ELSEWHERE))
+
+    def _alone_in(
+        self, path: str, owner: Any, own: Mapping[str, Any], names: Iterable[str] = ()
+    ) -> Iterator[Place]:
+        """What stands in an object itself; the object may go, so that nothing keeps it."""
+        if type(own) is not dict or is_tensor(owner):
+            self._note_elsewhere(path, owner)
+            return
+        for name in names or self._names.intersection(own):
+            value = own.get(name, MISSING)
+            if self._stands_alone(value):
+                yield Place(f"{path}.{name}", own, name, "item", value)
+            self._note_elsewhere(f"{path}.{name}", value)
+
+    def _note_elsewhere(self, path: str, value: object) -> None:
+        if not (self._stands_alone(value) or id(value) in self._seen):
+            self._unread.setdefault(id(value), (path, value, ELSEWHERE))
 
     @staticmethod
     def _stands_alone(value: object) -> bool:
@@ -822,6 +353,8 @@ class Walk:
     def _enter_fleeting(self, path: str, value: Any) -> None:
         if isinstance(value, ContextVar):
             self._add(Place(path, value, None, "context", read_context(value, None)))
+        elif issubclass(type(value), ReferenceType):
+            self._stack.append((f"{path}()", ReferenceType.__call__(value)))
         elif not isinstance(value, threading.local):
             self._stack.append((path, value.data))
         elif self._may_enter(value):
@@ -839,15 +372,18 @@ class Walk:
                 # What was found first is entered first.
                 stack[first:] = reversed(stack[first:])
             if not stack:
-                self._enter_large()
+                self._enter_late()
                 self._name_guessed()
+        for path, value in stack[:1]:
+            self._unread[id(value)] = path, value, f"a walk ends after {MAX_OBJECTS} objects"
 
     def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
         unnamed = (place for places in self._unnamed.values() for place in places)
         places = [*self._places, *(place for place in unnamed if place.kind != "member")]
         places += [*self._methods_of_classes(), *self._of_the_process()]
         places += self._not_there()
-        return Reach(tuple(places), dict(self._objects), outside_breaks, lasting)
+        unwatched = tuple(self._told_unwatched())
+        return Reach(tuple(places), dict(self._objects), outside_breaks, lasting, unwatched)
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -889,14 +425,30 @@ class Walk:
             self._enter_object(path, value)
             if not has_contents(value):
                 return
+        else:
+            self._enter_builtin(path, value)
         self._objects.setdefault(path, value)
+
+    def _enter_builtin(self, path: str, value: Any) -> None:
+        """Views of a dict, iterators, methods of built-in types: what they refer to."""
+        if type(value) is BuiltinMethodType:
+            self._stack.append((path, value.__self__))
+        elif issubclass(type(value), (KeysView, ValuesView, ItemsView, Iterator)):
+            of = gc.get_referents(value)
+            self._stack += [(path, found) for found in of if not issubclass(type(found), Iterator)]
+        self._note_unread(path, value)
+
+    def _note_unread(self, path: str, value: Any) -> None:
+        because = why_unread(value)
+        if because and (points_elsewhere(value) or not has_contents(value)):
+            self._unread.setdefault(id(value), (path, value, because))
 
     def _add(self, place: Place) -> None:
         """List a place; follow what stands there."""
         self._places.append(place)
         value = place.value
         kind = type(value)
-        if value is MISSING or kind in _SCALARS or id(value) in self._seen:
+        if value is MISSING or kind in SCALARS or id(value) in self._seen:
             return
         if issubclass(kind, Enum):
             value = attributes_of(value).get("_value_")
@@ -912,6 +464,9 @@ class Walk:
             for key, item in dict.items(value):
                 self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
         elif len(value) > MAX_ITEMS:
+            if not (has_contents(value) and all(map(is_host_scalar, value))):
+                because = f"of more than {MAX_ITEMS} elements, none is followed"
+                self._unread.setdefault(id(value), (path, value, because))
             return
         elif issubclass(kind, (set, frozenset)):
             for item in value:
@@ -924,9 +479,16 @@ class Walk:
         if kind.__module__ not in ("builtins", "collections"):
             self._enter_object(path, value)
 
-    def _enter_large(self) -> None:
-        """Of containers that are too large, what the code names. After the code is known."""
+    def _enter_late(self) -> None:
+        """Of containers that are too large, what the code names, and loggers that it asks. After
+        the code is known."""
+        if not ASKED_OF_LOGGERS.isdisjoint(self._names):
+            loggers, self._loggers = self._loggers, []
+            for path, value in loggers:
+                self._enter_held(path, value)
         for path, value in self._large:
+            because = f"of more than {MAX_ITEMS} entries, only those that code names are followed"
+            self._unread.setdefault(id(value), (path, value, because))
             for name in self._strings:
                 item = dict.get(value, name, MISSING)
                 if item is not MISSING:
@@ -946,9 +508,20 @@ class Walk:
             hooks = getattr(torch.nn.modules.module, f"_global{name}")
             yield _length(f"torch.nn.modules.module._global{name}", hooks, len(hooks))
         own = environment_entries()
-        for name in (*self._asked.get("environ", ()), *self._asked.get("getenv", ())):
-            key = os.fsencode(name)
-            yield Place(f"os.environ[{name!r}]", own, key, "item", own.get(key, MISSING))
+        names = [*self._asked.get("environ", ()), *self._asked.get("getenv", ())]
+        keys: dict[str, list[str]] = {key: [] for _, key in self._variables}
+        for place in self._places if keys else ():
+            found = keys.get(place.path.rpartition(".")[2])
+            if found is not None and type(place.value) is str:
+                found.append(place.value)
+        for (asked, key), source in self._variables.items():
+            if not keys[key] and source:
+                because = "the name of the variable is computed"
+                self._told[asked, source] = Unwatched(f"os.{asked}", "variable", because, source)
+        names += [name for found in keys.values() for name in found]
+        for name in dict.fromkeys(names):
+            raw = os.fsencode(name)
+            yield Place(f"os.environ[{name!r}]", own, raw, "item", own.get(raw, MISSING))
 
     def _not_there(self) -> Iterator[Place]:
         """What code asks for by a string, and what is not there: it may be set later. And the
@@ -976,7 +549,7 @@ class Walk:
     def _is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
         the callable has: what their code names is theirs, and there may be much of it."""
-        if _is_foreign(module):
+        if is_foreign(module):
             return True
         package = module.partition(".")[0] if isinstance(module, str) else ""
         if package in self._home or not _is_installed(package):
@@ -990,11 +563,11 @@ class Walk:
         prefix = f"{path}." if path else ""
         places = self._places
         own = vars(module)
-        for register, kind in _REGISTERS[:2]:
-            values = own.get(register)
-            if values is None:  # A scripted module keeps them elsewhere.
-                values = dict(getattr(module, register).items())
-            for name, value in values.items():
+        if issubclass(type(module), torch.jit.ScriptModule):
+            self._enter_script(prefix, module)
+            return
+        for kind, register in tuple(REGISTERS.items())[:2]:
+            for name, value in own[register].items():
                 places.append(Place(prefix + name, module, name, kind, value))
         self._enter_attributes(path, module, own)
         if issubclass(type(module), _CONTAINERS):
@@ -1006,18 +579,61 @@ class Walk:
         for name, child in module._modules.items():
             self._add(Place(prefix + name, module, name, "submodule", child))
 
+    def _enter_script(self, prefix: str, module: Any) -> None:
+        """A module of TorchScript: of its attributes, those that its code names."""
+        kept = module._c
+        graphs = (kept._get_method(name).graph for name in kept._method_names())
+        named = [node.s("name") for graph in graphs for node in graph.findAllNodes("prim::GetAttr")]
+        children = vars(module._modules)["_python_modules"]
+        for name in dict.fromkeys(named):
+            value = read_script(kept, name)
+            if is_tensor(value) or is_host_scalar(value):
+                self._places.append(Place(prefix + name, kept, name, "script", value))
+        for name, child in children.items():
+            self._add(Place(prefix + name, children, name, "item", child))
+
     def _enter_object(self, path: str, value: Any) -> None:
         known = self._class_of(value)
         runnable = attributes_of(value).get("runnable") if known.is_foreign else None
         if runnable is not None:  # A wrapper of graphrt.
             self._stack.append((path, runnable))
-        elif not _is_foreign(type(value).__module__) or type(value).__module__ in _BAGS:
-            known.own.update(_BAGS.get(type(value).__module__, ()))
+        elif not is_foreign(type(value).__module__):
             self._objects.setdefault(path, value)
+            known.own.update(*(held_by(base) or () for base in type(value).__mro__))
+            self._note_unread(path, value)
             self._enter_attributes(path, value, attributes_of(value))
+        elif type(value).__module__ == "logging":
+            self._loggers.append((path, value))
+        else:
+            self._enter_held(path, value)
+        if type(value) is _CACHE:
+            self._enter_memos(path, value)
         wrapped = attributes_of(value).get("__wrapped__")
         if wrapped is not None:  # functools.lru_cache and its like
             self._stack.append((path, wrapped))
+
+    def _enter_held(self, path: str, value: Any) -> None:
+        """An object of torch's, NumPy's or the standard library's: what it is known to hold."""
+        names = held_by(type(value))
+        if names is None:
+            self._note_unread(path, value)
+            return
+        attributes = attributes_of(value)
+        self._class_of(value).own.update(attributes if "*" in names else names)
+        self._objects.setdefault(path, value)
+        self._enter_attributes(path, value, attributes)
+
+    def _enter_memos(self, path: str, cache: Any) -> None:
+        """What a ``functools`` cache remembers. One of limited size forgets by itself, and does not
+        tell results from arguments: of these, no host values are listed."""
+        own = attributes_of(cache)
+        for found in gc.get_referents(cache):
+            if type(found) is dict and found is not own:
+                if cache.cache_parameters()["maxsize"] is None:
+                    for key, result in found.items():
+                        self._add(Place(f"{path}()", found, key, "item", result))
+            elif not (is_host_scalar(found) or found is cache.__wrapped__ or found is own):
+                self._add(Place(f"{path}()", cache, id(found), "memo", found))
 
     def _enter_attributes(self, path: str, owner: Any, attributes: Mapping[str, Any]) -> None:
         """The attributes of any object: named ones are followed, others only listed."""
@@ -1031,7 +647,7 @@ class Walk:
             if name not in skipped:
                 self._add_attribute(known, prefix + name, owner, name, "attribute", value)
         for name, descriptor in known.members_of_slots.items():
-            value = _filled(descriptor, owner)
+            value = filled(descriptor, owner)
             self._add_attribute(known, prefix + name, owner, name, "attribute", value)
         for name, value in known.data.items():
             if name not in attributes:
@@ -1060,6 +676,10 @@ class Walk:
             prefix = f"{path}." if path else ""
             for name, value in known.data.items():
                 self._add_attribute(known, prefix + name, kind, name, "member", value)
+            meta = type(kind)
+            if meta is not type and not is_foreign(meta.__module__):
+                for name, value in self._know(meta).data.items():
+                    self._add_attribute(known, prefix + name, meta, name, "member", value)
 
     def _enter_method(self, path: str, method: MethodType) -> None:
         owner, function = method.__self__, method.__func__
@@ -1070,6 +690,9 @@ class Walk:
         self._stack.append((path, owner))
 
     def _enter_partial(self, path: str, call: Any) -> None:
+        for name in ("func", "args", "keywords"):  # Another state may be set.
+            where = f"{path}.{name}" if path else name
+            self._places.append(Place(where, call, name, "attribute", getattr(call, name)))
         self._stack.append((path, call.func))
         prefix, names = f"{path}." if path else "", parameters_of(call.func)
         for index, value in enumerate(call.args):
@@ -1088,15 +711,20 @@ class Walk:
             return
         if function.__closure__:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
-                self._add(Place(name, cell, name, "cell", read_cell(cell, name)))
+                value = read_cell(cell, name)
+                if name == "dispatch_cache" and home == "functools":  # It follows ``registry``.
+                    continue
+                self._add(Place(name, cell, name, "cell", value))
+                if name == "registry" and home == "functools":  # Of ``singledispatch``.
+                    self._places.append(_length(f"{function.__name__}.registry", value, len(value)))
         if function.__defaults__ or function.__kwdefaults__:
-            for name, value in _defaults_of(function):
+            for name, value in defaults_of(function):
                 self._add(Place(name, function, name, "default", value))
-        names = _names_in(function.__code__)
-        is_foreign = self._is_foreign(home)
+        names = names_in(function.__code__)
+        is_others = self._is_foreign(home)
         if known is not None:
             self._name_own(known, names.own)
-        if is_foreign:
+        if is_others:
             return
         self._objects.setdefault(f"{function.__qualname__}()", function)
         self._places.append(
@@ -1105,14 +733,24 @@ class Walk:
         self._strings |= names.strings
         for name, string in names.asked:
             self._asked.setdefault(name, []).append(string)
+        is_installed = _is_installed(_package_of(function))
+        for of, key in names.asked_by:
+            if of in ("environ", "getenv"):
+                code = function.__code__
+                source = Source(code.co_filename, names.lines.get(of, 0), code.co_qualname)
+                self._variables[of, key] = Source() if is_installed else source
         self._iterated |= names.iterated
         self._stored |= names.stored
-        self._guessed |= names.guessed
         first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
+        if function.__name__ == "__get__":  # What it asks is asked of the objects that have it.
+            first = function.__code__.co_varnames[:2]
+        own = {asked for asked in names.guessed if known is not None and asked[0] in first}
         if known is not None:
-            known.guessed.update(name for owner, name in names.guessed if owner in first)
-        if not _is_installed(_package_of(function)):  # A registry of a package grows as it likes.
+            known.guessed.update(begin for _, begin in own)
+        self._guessed.update(dict.fromkeys(names.guessed - own, function.__code__))
+        if not is_installed:  # A registry of a package grows as it likes.
             self._computed |= names.computed
+            self._note_code(function, names)
         self._name(names.attributes if known is not None else names.attributes | names.own)
         scope = function.__globals__
         for name in names.globals:
@@ -1123,8 +761,43 @@ class Walk:
                 self._places.append(Place(name, scope, name, "global", MISSING))
         for name, level in names.imports:
             self._add_import(name, level, scope)
+        for of, name in names.asked:
+            if of == "modules" and name in sys.modules:
+                place = Place(
+                    f"sys.modules[{name!r}]", sys.modules, name, "item", sys.modules[name]
+                )
+                self._add(place)
         if vars(function):
             self._enter_attributes(function.__name__, function, vars(function))
+
+    def _note_code(self, function: FunctionType, names: Names) -> None:
+        """What it calls whose results are no places."""
+        code, scope = function.__code__, function.__globals__
+        called = [
+            (name, because)
+            for name, because in READS_ELSEWHERE.items()
+            if (name in names.globals and scope.get(name, MISSING) is MISSING)
+            or (name in names.attributes and not hasattr(builtins, name))
+        ]
+        for name, because in called:
+            source = Source(code.co_filename, names.lines.get(name, 0), code.co_qualname)
+            self._told[f"{name}()", code] = Unwatched(f"{name}()", "function", because, source)
+
+    def _told_unwatched(self) -> Iterator[Unwatched]:
+        """Everything that was met and cannot be compared, with the line that names it."""
+        yield from self._told.values()
+        for path, value, because in self._unread.values():
+            name = path.removesuffix("()").rpartition(".")[2].partition("[")[0]
+            yield Unwatched(path, type(value).__name__, because, self._line_of(name))
+
+    def _line_of(self, name: str) -> Source:
+        for function in self._objects.values():
+            if type(function) is FunctionType:
+                line = names_in(function.__code__).lines.get(name)
+                if line is not None:
+                    code = function.__code__
+                    return Source(code.co_filename, line, code.co_qualname)
+        return Source()
 
     def _add_import(self, name: str, level: int, scope: Mapping[str, Any]) -> None:
         """What code imports when it runs, as far as it has been imported."""
@@ -1145,8 +818,9 @@ class Walk:
     def _know(self, kind: type) -> _Class:
         known = self._classes.get(kind)
         if known is None:
-            is_foreign = self._is_foreign(kind.__dict__.get("__module__"))
-            known = self._classes[kind] = _Class(kind, is_foreign)
+            # A lazy module is a module: what its own code keeps is how it imports.
+            is_others = issubclass(kind, ModuleType) or self._is_foreign(_MODULE_OF(kind))
+            known = self._classes[kind] = _Class(kind, is_others)
             for name, values in known.members.items():
                 if name in self._names or name.startswith("__"):
                     self._enter_members(known, values)
@@ -1168,11 +842,19 @@ class Walk:
         """Follow every attribute of what is asked for computed names. After the code is known."""
         if not (self._guessed or any(known.guessed for known in self._classes.values())):
             return
+        owners = {path.rpartition(".")[2] for path in self._objects}
+        of_any = {begin for asked, begin in self._guessed if begin and asked not in owners}
+        for (asked, begin), code in self._guessed.items():
+            if not begin and asked not in owners and not _is_installed_file(code.co_filename):
+                source = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
+                because = "the name is computed, and not known of what it is asked"
+                path = f"getattr({asked}, ...)"
+                self._told[path, code] = Unwatched(path, "attribute", because, source)
         for name, places in list(self._unnamed.items()):
             kept = []
             for place in places:
                 owner = place.path.removesuffix(f".{name}").rpartition(".")[2]
-                begins = {begin for asked, begin in self._guessed if asked == owner}
+                begins = of_any | {begin for asked, begin in self._guessed if asked == owner}
                 if name.startswith((*begins, *self._class_of(place.owner).guessed)):
                     self._add(place._replace(is_named=True))
                 else:
@@ -1215,7 +897,8 @@ class Walk:
             elif type(value) in (functools.cached_property, functools.partialmethod):
                 value = value.func
             elif not self._is_foreign(type(value).__module__) and not _is_data(value):
-                self._stack.append((type(value).__name__, value))  # A descriptor.
+                known.guessed |= _guessed_by_descriptor(type(value))
+                self._stack.append((type(value).__name__, value))
             if type(value) is FunctionType and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._methods.append((value, known))
@@ -1226,11 +909,20 @@ class Walk:
             self._enter_function(*self._methods.pop())
 
 
+def _guessed_by_descriptor(kind: type) -> set[str]:
+    """How the computed names begin that a descriptor asks the objects for that have it."""
+    get = next((base.__dict__["__get__"] for base in kind.__mro__ if "__get__" in base.__dict__), 0)
+    if type(get) is not FunctionType:
+        return set()
+    asked = get.__code__.co_varnames[1:2]
+    return {begin for owner, begin in names_in(get.__code__).guessed if owner in asked}
+
+
 def _is_data(member: Any) -> bool:
     """True for a member of a class that instances share as a value, not as a method."""
     kind = type(member)
     return (
-        kind in _SCALARS
+        kind in SCALARS
         or issubclass(kind, torch.Tensor)
         or not any("__get__" in base.__dict__ for base in kind.__mro__)
     )
@@ -1241,4 +933,4 @@ def _length(path: str, owner: Any, length: int) -> Place:
 
 
 def _key(key: Any) -> str:
-    return repr(key) if type(key) in _SCALARS else type(key).__name__
+    return repr(key) if type(key) in SCALARS else type(key).__name__

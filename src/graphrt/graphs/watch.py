@@ -17,8 +17,8 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from graphrt.graphs.held import Classes, HeldTensor, Probe, is_same_value, probes_of
+from graphrt.graphs.places import Place
 from graphrt.graphs.program import Program
-from graphrt.graphs.reachable import Place
 
 # Fields of four ``Probe``s in one plain tuple, without their items: to take out an object that no
 # look needs is one more cache miss, and a step has displaced them all.

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.dispatch import BucketKey
 from graphrt.events import MemoryTaken
-from graphrt.graphs import Entry, GraphLibrary, GraphMemory, Key, Program, TimedPhase
+from graphrt.graphs import Entry, GraphLibrary, GraphMemory, Key, Program, TimedPhase, Unwatched
 from graphrt.report import Metrics, StepCounts, TextRow, TextTable, size_text, time_text
 from graphrt.verify import advice, explain
 
@@ -176,6 +176,8 @@ class RunnerReport:
     ``graph_bytes``: Pools, static outputs in them, and executables of the library.
     ``held_bytes``: Tensors outside the pools that the programs keep alive (weights, buffers), each
       once.
+    ``unwatched``: What the callable reads and no step compares, once for all graphs; see
+      ``Unwatched``.
     ``memory``: Before the first capture, and after the last one that ended without an error.
     ``memory_taken``: What captures that ended without one took from the device, by part.
     """
@@ -190,6 +192,7 @@ class RunnerReport:
     missing_seconds: float
     graph_bytes: int
     held_bytes: int
+    unwatched: tuple[Unwatched, ...]
     memory: tuple[DeviceMemory, DeviceMemory] | None
     memory_taken: MemoryTaken
 
@@ -329,6 +332,10 @@ def _parts(report: RunnerReport) -> Iterator[str]:
         columns = ("runs", "sizes", "meaning")
         note = f"Largest captured sizes: {_sizes(report.largest)}."
         yield str(TextTable("Ran eager", columns, tuple(rows), note, is_numeric=False))
+    if report.unwatched:
+        told = [f"Not watched: {len(report.unwatched)} of what the callable reads. After a change:"]
+        told[0] += " withdraw(keys, reason), or capture() again."
+        yield "\n".join([*told, *(f"  {item}" for item in report.unwatched)])
     if report.memory is not None:
         yield str(_memory_table(*report.memory, report))
 

@@ -777,6 +777,11 @@ class CUDAGraphRunner:
             held_bytes=bytes_of(
                 held for e in entries if e.program is not None for held in e.program.externals
             ),
+            unwatched=tuple(
+                dict.fromkeys(
+                    item for e in entries if e.program is not None for item in e.program.unwatched
+                )
+            ),
             memory=self._captures.memory,
             memory_taken=self._captures.memory_taken,
         )

@@ -114,6 +114,8 @@ def _program_lines(program: Program) -> Iterator[str]:
         yield f"frozen at capture and compared at each step: {values}"
     if program.unchecked:
         yield f"not compared, because no check looks into them: {_some(program.unchecked)}"
+    for item in program.unwatched:
+        yield f"not watched: {item}"
     written = [
         external.name or "an unnamed tensor" for external in program.externals if external.written
     ]

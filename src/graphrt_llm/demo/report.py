@@ -51,6 +51,7 @@ def as_json(
         "speculation": {o.run.name: _speculation(o) for o in outcomes if o.drafts.places},
         "padding_by_axis": {o.run.name: _padding(o) for o in outcomes},
         "compiled": _compiled(outcomes),
+        "unwatched": {o.run.name: list(map(str, o.runtime.unwatched)) for o in outcomes},
     }
 
 

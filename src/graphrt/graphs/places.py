@@ -1,0 +1,425 @@
+"""Places where a callable finds something: what stands there, read without any code of a user's."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import gc
+import io
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from enum import Enum
+from threading import get_ident
+from types import (
+    CellType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+)
+from typing import Any, Literal, NamedTuple
+from weakref import ReferenceType
+
+import torch
+
+from graphrt.graphs.values import HOST_TYPES
+
+PlaceKind = Literal[
+    "attribute",
+    "member",
+    "parameter",
+    "buffer",
+    "submodule",
+    "item",
+    "element",
+    "length",
+    "cell",
+    "global",
+    "default",
+    "context",
+    "contents",
+    "keys",
+    "type",
+    "call",
+    "script",
+    "memo",
+    "target",
+]
+
+MAX_ITEMS = 4096
+"""Of a container with more items, only those under a string that the code names are followed."""
+MAX_TEXT = 1 << 20
+"""A longer text in memory is not compared, because each look would copy all of it."""
+_BYTES_OF_A_PART, _ITEMS_OF_A_PART = 4096, 256
+CDATA = ctypes.c_int.__mro__[-2]
+"""Of every ctypes value: numbers, arrays, structures, pointers; of no library."""
+
+
+class _Missing(Enum):
+    MISSING = "nothing"
+
+
+MISSING = _Missing.MISSING
+"""What ``Place.read`` returns where nothing stands any more."""
+
+
+class Place(NamedTuple):
+    """One place where a callable finds something: who owns it, under which name, and what it is.
+
+    Compare places by ``is``, never by ``==``, which would compare tensors.
+    """
+
+    path: str
+    """As one would write it: ``model.layers.0.weight``, ``cfg['scale']``; of a module or a bound
+    method that is called itself, relative to it."""
+    owner: Any
+    """The object, module, dict, list, tuple, set or cell that holds the value; for a global, the
+    dict of globals; for a default, the function."""
+    name: Any
+    """Attribute, key or index under which ``owner`` has it; of a set, the element; of the length of
+    a container or of a module that is one, nothing. The same of a ``type``, which is the class of
+    an object or the code of a function, of ``contents``, and of the ``keys`` of a dict."""
+    kind: PlaceKind
+    value: Any
+    """What stood there when it was walked: ``MISSING`` for an attribute that code names and that
+    the object does not have."""
+    is_named: bool = True
+    """False: no code that was reached names this attribute, and it was not followed. Parameters,
+    buffers, submodules, items, cells, globals and defaults always count as named. A ``member`` is
+    an attribute that the class has and the object has not (yet)."""
+
+    def read(self) -> Any:
+        """What stands there now, or ``MISSING``. Runs no code of the user's but a key's hash."""
+        return _READ[self.kind](self.owner, self.name)
+
+
+def is_array(value: Any) -> bool:
+    """True for a NumPy array, whose elements are no places: of their own, they are one value."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(type(value), numpy.ndarray)
+
+
+def plain_array(value: Any) -> Any:
+    """The same elements without any code of a subclass."""
+    ndarray = sys.modules["numpy"].ndarray
+    return ndarray.view(value, ndarray)
+
+
+def holds_objects(value: Any) -> bool:
+    """True for an array whose bytes are references: to objects, or to strings of any length."""
+    return bool(value.dtype.hasobject or value.dtype.kind == "T")
+
+
+def has_contents(value: Any) -> bool:
+    """True for what may be changed in place without any name: a buffer, or a long sequence."""
+    kind = type(value)
+    if issubclass(kind, (list, tuple)):
+        return len(value) > MAX_ITEMS
+    if is_array(value):
+        return bool(value.nbytes)
+    if issubclass(kind, io.StringIO):
+        return len(_text_of(value)) <= MAX_TEXT
+    return issubclass(kind, (bytearray, array.array, memoryview, CDATA, io.BytesIO))
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return io.StringIO.getvalue(value)
+    except ValueError:  # One that was closed holds nothing.
+        return ""
+
+
+def _view_of(value: Any) -> memoryview:
+    """Its bytes. Errors: ``ValueError`` where it was released or closed."""
+    is_file = issubclass(type(value), io.BytesIO)
+    return io.BytesIO.getbuffer(value) if is_file else memoryview(value)
+
+
+def contents_of(value: Any) -> tuple[Any, ...]:
+    """What a buffer or a long sequence has: its form, then its parts, each as its hash or as it
+    is. The parts that a program depends on are compared later, and need no copy."""
+    return tuple(part_of(value, number) for number in range(1 + _num_parts(value)))
+
+
+def _num_parts(value: Any) -> int:
+    if issubclass(type(value), (list, tuple)):
+        return -(-len(value) // _ITEMS_OF_A_PART)
+    if is_array(value):
+        return -(-int(value.size) // _items_of_a_part(value))
+    if issubclass(type(value), io.StringIO):
+        return -(-len(_text_of(value)) // _BYTES_OF_A_PART)
+    try:
+        with _view_of(value) as view:
+            return -(-view.nbytes // _BYTES_OF_A_PART)
+    except ValueError:  # One that was released holds nothing.
+        return 0
+
+
+def _items_of_a_part(value: Any) -> int:
+    return max(1, _BYTES_OF_A_PART // int(value.itemsize))
+
+
+def part_of(value: Any, number: int) -> Any:
+    """One of ``contents_of``. Runs no code of a subclass."""
+    kind = type(value)
+    if issubclass(kind, (list, tuple)):
+        base: Any = list if issubclass(kind, list) else tuple
+        first = (number - 1) * _ITEMS_OF_A_PART
+        part = base.__getitem__(value, slice(first, first + _ITEMS_OF_A_PART))
+        return tuple(part) if number else len(value)
+    if is_array(value):
+        if not number:
+            return str(value.dtype), value.shape
+        count, flat = _items_of_a_part(value), plain_array(value).flat
+        first, end = (number - 1) * count, number * count
+        if holds_objects(value):  # One by one: NumPy copies no slice of strings without harm.
+            return tuple(flat[place] for place in range(first, min(end, value.size)))
+        return hash(flat[first:end].tobytes())
+    if issubclass(kind, io.StringIO):
+        text = _text_of(value)
+        first = (number - 1) * _BYTES_OF_A_PART
+        return text[first : first + _BYTES_OF_A_PART] if number else len(text)
+    try:
+        view = _view_of(value)
+    except ValueError:  # One that was released.
+        return None
+    with view:
+        if not number:
+            return view.format, view.shape
+        first = (number - 1) * _BYTES_OF_A_PART
+        if view.c_contiguous and view.format in ("B", "b", "c"):
+            return hash(view[first : first + _BYTES_OF_A_PART].tobytes())
+        return hash(view.tobytes()[first : first + _BYTES_OF_A_PART])
+
+
+def is_host_scalar(value: Any) -> bool:
+    """True for values that a program holds as constants: numbers, strings, None, enums, dtypes.
+
+    And tuples, frozensets, slices and ranges of at most 16 of them.
+    """
+    kind = type(value)
+    if kind in SCALARS:
+        return True
+    if kind is tuple or kind is frozenset or kind is torch.Size:
+        return len(value) <= 16 and all(map(is_host_scalar, value))
+    return _is_host_kind(kind)  # type: ignore[arg-type]  # types are hashable
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_host_kind(kind: type) -> bool:
+    """By class alone: a proxy may answer for its class as it likes, or raise."""
+    numpy = sys.modules.get("numpy")
+    kinds = HOST_TYPES if numpy is None else (*HOST_TYPES, numpy.generic)
+    is_plain = is_foreign(kind.__module__) and issubclass(kind, kinds)
+    # A ``void`` may be a view of an array.
+    is_other = issubclass(kind, (type, bytearray)) or kind.__name__ == "void"
+    return issubclass(kind, (Enum, torch.dtype)) or (is_plain and not is_other)
+
+
+SCALARS = frozenset(
+    (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    )
+)
+
+_FOREIGN = frozenset(sys.stdlib_module_names - {"__main__"}) | {
+    "torch",
+    "numpy",
+    "triton",
+    "graphrt",
+}
+"""Packages whose code and objects are not entered."""
+
+REGISTERS: dict[PlaceKind, str] = {
+    "parameter": "_parameters",
+    "buffer": "_buffers",
+    "submodule": "_modules",
+}
+"""Where a module keeps what is registered in it."""
+
+# What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
+
+# -- reading
+
+
+def read_attribute(owner: Any, name: str) -> Any:
+    attributes = attributes_of(owner)
+    value = attributes.get(name, MISSING)
+    if value is not MISSING:
+        return value
+    kind = owner if issubclass(type(owner), type) else type(owner)
+    for base in kind.__mro__:
+        value = base.__dict__.get(name, MISSING)
+        if value is not MISSING:
+            if type(value) is MemberDescriptorType:
+                return filled(value, owner)
+            return value
+    if issubclass(kind, torch.nn.Module) and kind is not owner:
+        for register in REGISTERS.values():  # It was a plain attribute, or absent.
+            value = getattr(owner, register).get(name, MISSING)
+            if value is not MISSING:
+                return value
+    return MISSING
+
+
+def _read_register(register: str) -> Any:
+    def read(owner: Any, name: str) -> Any:
+        return getattr(owner, register).get(name, MISSING)
+
+    return read
+
+
+def _read_item(owner: Any, name: Any) -> Any:
+    if isinstance(owner, dict):
+        # Not ``owner[name]``: a defaultdict would make the entry.
+        return dict.get(owner, name, MISSING)
+    kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(owner), base))
+    return kind.__getitem__(owner, name) if name < kind.__len__(owner) else MISSING
+
+
+def _read_element(owner: Any, name: Any) -> Any:
+    return name if name in owner else MISSING
+
+
+def entries_of(owner: Any) -> Any:
+    """What the length of an owner counts: of a module that is a container, its children."""
+    return owner._modules if issubclass(type(owner), torch.nn.Module) else owner
+
+
+def _read_length(owner: Any, _: object) -> int:
+    return len(entries_of(owner))
+
+
+def read_cell(owner: CellType, _: str) -> Any:
+    try:
+        return owner.cell_contents
+    except ValueError:  # a variable that is not assigned
+        return MISSING
+
+
+def read_global(owner: Mapping[str, Any], name: str) -> Any:
+    return owner.get(name, MISSING)
+
+
+def read_context(owner: ContextVar[Any] | OfThread, _: object) -> Any:
+    return owner.get(MISSING)
+
+
+def read_script(owner: Any, name: str) -> Any:
+    """An attribute of a TorchScript module, which C++ keeps."""
+    return owner.getattr(name) if owner.hasattr(name) else MISSING
+
+
+def read_memo(owner: Any, name: int) -> Any:
+    """A result that a ``functools`` cache of limited size remembers, by its id."""
+    return next((found for found in gc.get_referents(owner) if id(found) == name), MISSING)
+
+
+def _read_default(owner: FunctionType, name: str) -> Any:
+    return dict(defaults_of(owner)).get(name, MISSING)
+
+
+_READ = {
+    "attribute": read_attribute,
+    "member": read_attribute,
+    "parameter": _read_register("_parameters"),
+    "buffer": _read_register("_buffers"),
+    "submodule": _read_register("_modules"),
+    "item": _read_item,
+    "element": _read_element,
+    "length": _read_length,
+    "cell": read_cell,
+    "global": read_global,
+    "default": _read_default,
+    "context": read_context,
+    "contents": lambda owner, _: contents_of(owner),
+    "keys": lambda owner, _: tuple(owner),
+    "type": lambda owner, _: code_of(owner),
+    "call": lambda owner, _: owner(),
+    "script": read_script,
+    "memo": read_memo,
+    "target": lambda owner, _: id(ReferenceType.__call__(owner)),
+}
+
+
+class OfThread(NamedTuple):
+    """A context variable as one thread has it, because others find other values."""
+
+    variable: ContextVar[Any]
+    thread: int
+    value: Any
+
+    def get(self, _: object) -> Any:
+        """What it has or its default; asked in another thread, the value that is known."""
+        if get_ident() != self.thread:
+            return self.value
+        try:
+            return self.variable.get()
+        except LookupError:
+            return MISSING
+
+
+def code_of(owner: Any) -> Any:
+    """What may be replaced while an object stays: its class, the code of a function."""
+    return owner.__code__ if type(owner) is FunctionType else type(owner)
+
+
+def attributes_of(owner: Any) -> Mapping[str, Any]:
+    """The ``__dict__`` of an object as it is, without any code of its class; empty if none."""
+    found: Mapping[str, Any] = {}
+    if issubclass(type(owner), type):
+        found = type.__getattribute__(owner, "__dict__")
+        return found
+    descriptor = _dict_descriptor(type(owner))  # type: ignore[arg-type]  # types are hashable
+    if descriptor is not None:
+        found = descriptor.__get__(owner)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _dict_descriptor(kind: type) -> Any:
+    for base in kind.__mro__:
+        found = base.__dict__.get("__dict__")
+        if type(found) in (GetSetDescriptorType, MemberDescriptorType):
+            return found
+    return None
+
+
+def is_tensor(value: object) -> bool:
+    # By type: ``isinstance`` asks a proxy for its class, and a lazy one may raise.
+    return issubclass(type(value), torch.Tensor)
+
+
+def filled(descriptor: Any, owner: object) -> Any:
+    try:
+        return descriptor.__get__(owner)
+    except AttributeError:  # a member without a value
+        return MISSING
+
+
+def defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    defaults = function.__defaults__ or ()
+    yield from zip(
+        code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount],
+        defaults,
+        strict=True,
+    )
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def is_foreign(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in _FOREIGN
