@@ -273,7 +273,7 @@ def pointer(_):
     return lambda x: x * found.contents.value
 
 
-def counted(_):
+def iterated(_):
     numbers = itertools.count()
 
     def fn(x):
@@ -334,7 +334,7 @@ NAMED = {
     computed_variable: ("os.environ", "the name of the variable is computed"),
     variable_of_a_local_name: ("os.getenv", "the name of the variable is computed"),
     pointer: ("found", "what it points at is not compared"),
-    counted: ("numbers", "each read advances it"),
+    iterated: ("numbers", "each read advances it"),
     generator: ("numbers", "each read advances it"),
     own_random: ("numbers", "each read advances it"),
     proxy: ("found", "what it stands for is kept by others alone"),
@@ -342,7 +342,7 @@ NAMED = {
     object_in_a_context: ("variable", "other threads and later steps find other objects in it"),
     objects_in_a_long_list: ("values", "of more than 4096 elements, none is followed"),
     simple_queue: ("kept", "its contents cannot be read"),
-    (lambda _: lambda x: x * eval("KEPT.scale")): ("eval()", "what it names stands in a string"),
+    (lambda _: lambda x: x * eval("KEPT.scale")): ("eval()", "what it names is in a string"),
     (lambda _: lambda x: x * (decimal.getcontext().prec > 1)): (
         "getcontext()",
         "it is state of the interpreter",

@@ -329,7 +329,7 @@ class Walk:
     def _alone_in(
         self, path: str, owner: Any, own: Mapping[str, Any], names: Iterable[str] = ()
     ) -> Iterator[Place]:
-        """What stands in an object itself; the object may go, so that nothing keeps it."""
+        """What is in an object itself; the object may go, so that nothing keeps it."""
         if type(own) is not dict or is_tensor(owner):
             self._note_elsewhere(path, owner)
             return

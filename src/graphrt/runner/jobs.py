@@ -46,7 +46,7 @@ Gate = Callable[["CaptureJob", Phase], bool]
 after it (False drops its programs); told of each failure, while it is handled. An error that it
 raises fails the job, and a ``RankError`` ends everything."""
 
-Progress = Callable[[int, int, "CaptureJob"], None]
+JobProgress = Callable[[int, int, "CaptureJob"], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +110,7 @@ def capture_all(
     options: CaptureOptions | None = None,
     *,
     gate: Gate | None = None,
-    progress: Progress | None = None,
+    progress: JobProgress | None = None,
     later: Iterable[BatchDescriptor] = (),
     host: HostSnapshot | None = None,
     ended: Callable[[TimedPhase], None] = lambda phase: None,

@@ -122,7 +122,7 @@ class Operators(nn.Module):
 
     @property
     def are_all_kernels(self) -> bool:
-        """Whether every one is the model's own kernel, so that a compiler has nothing to fuse."""
+        """Whether every one is the model's own kernel, so that a compiler has nothing to merge."""
         forms = list(self.children())
         return bool(forms) and all(getattr(form, "is_optimized", False) for form in forms)
 
