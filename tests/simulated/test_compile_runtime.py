@@ -484,6 +484,58 @@ def test_custom_op_that_cuts_is_recorded_as_its_own_kernels():
                 assert_equal(found, Cut()(**values(*sizes[:2])))
 
 
+@torch.library.custom_op("graphrt_tests::times", mutates_args=())
+def times(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+times.register_fake(lambda x, by: torch.empty_like(x, dtype=torch.result_type(x, float(by))))
+
+
+@torch.library.custom_op(
+    "graphrt_tests::renamed", mutates_args=(), schema="(Tensor x, int more=3) -> Tensor"
+)
+def renamed(taken, more=3):
+    return taken * 2 + more
+
+
+renamed.register_fake(lambda x, more=3: torch.empty_like(x))
+
+
+@torch.library.custom_op("graphrt_tests::overridden", mutates_args=())
+def overridden(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+overridden.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.ops.graphrt_tests.times(x.long() + 2**61, 8) / 2.0**61,
+        lambda x: torch.ops.graphrt_tests.times(x.long() + 2**61, by=8) / 2.0**61,
+        lambda x: torch.ops.graphrt_tests.renamed(x=x),
+        lambda x: torch.ops.graphrt_tests.overridden(x),
+    ],
+    ids=["integer_for_float", "the_same_by_name", "other_names", "kernel_of_a_library"],
+)
+def test_custom_op_that_cuts_is_called_as_torch_calls_it(call):
+    class Cut(Formula):
+        def between(self, hidden):
+            return call(hidden)
+
+    ops = [f"graphrt_tests::{name}" for name in ("times", "renamed", "overridden")]
+    with torch.library._scoped_library("graphrt_tests", "FRAGMENT") as library:
+        library.impl("overridden", lambda x: x * 5, "CPU")
+        with compiled("FULL_AND_PIECEWISE", Cut(), ops=ops) as lab:
+            lab.runtime.capture()
+            for sizes in ((3, 2, False), (4, 4, True)):
+                found = {k: v.clone() for k, v in lab.step(*sizes).items()}
+                with torch.no_grad():
+                    assert_equal(found, Cut()(**values(*sizes[:2])))
+
+
 def test_splitting_op_that_matches_nothing_is_reported():
     with compiled(ops=["torch.sigmoid", "torch.cos"]) as lab:
         assert lab.runtime.report().compile.unmatched_splitting_ops == ("torch.cos",)

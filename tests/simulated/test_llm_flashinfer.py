@@ -6,8 +6,10 @@ The real library runs in the GPU lane only.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event
 from unittest import mock
@@ -342,16 +344,37 @@ def test_library_that_cannot_be_loaded_is_told(monkeypatch, failing, error):
     build.close()
 
 
-def test_build_begun_while_it_is_closed_is_closed(monkeypatch):
-    built, begun = mock.Mock(), Event()
-    monkeypatch.setattr(building, "missing_modules", lambda cache: begun.wait(30) and ["fa2"])
-    monkeypatch.setattr(building, "flashinfer_build", lambda modules: built)
+@pytest.fixture
+def closing(monkeypatch):
+    """A build under way, what goes on with it, and the mock that builds."""
+    goes_on, built = Event(), mock.Mock()
+    monkeypatch.setattr(building, "missing_modules", lambda cache: goes_on.wait(30) and ["fa2"])
+    monkeypatch.setattr(building, "flashinfer_build", built)
     monkeypatch.setattr(building, "POLLS_BEFORE_IMPORT", 0)
     build = building.LoadedLater(random_cache())
     assert build.poll() is None
-    monkeypatch.setattr(build, "_is_closed", mock.Mock(set=begun.set))
+    yield build, goes_on, built
+    goes_on.set()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_build_begun_while_it_is_closed_is_closed(monkeypatch, closing, is_late):
+    build, goes_on, built = closing
+    closed = mock.Mock(set=goes_on.set, is_set=lambda: is_late)
+    monkeypatch.setattr(build, "_is_closed", closed)
     build.close()
-    assert built.close.called
+    assert built.called is not is_late
+    assert built.return_value.close.called is not is_late
+
+
+def test_forked_child_closes_without_waiting_for_the_load(monkeypatch, closing):
+    build, goes_on, built = closing
+    number = os.getpid()
+    monkeypatch.setattr(building.os, "getpid", lambda: number + 1)
+    with ThreadPoolExecutor(1) as thread:
+        assert wait([thread.submit(build.close)], 10).done
+        goes_on.set()
+    assert not built.return_value.close.called
 
 
 def test_imports_pause_in_their_own_thread_only(tmp_path, monkeypatch):
@@ -366,6 +389,37 @@ def test_imports_pause_in_their_own_thread_only(tmp_path, monkeypatch):
         importlib.import_module("import_one")
     assert len(goes_on.wait.mock_calls) == 2
     assert sys.meta_path == finders
+
+
+def test_imports_of_other_threads_go_on_beside_pauses(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(building, "BURST_S", 0.0)
+    for name in ("import_paused", "import_beside"):
+        (tmp_path / f"{name}.py").write_text("")
+    pauses, ends, goes_on = Event(), Event(), mock.Mock()
+    goes_on.wait.side_effect = lambda seconds: pauses.set() or ends.wait(30)
+
+    def load():
+        with building.paused_imports(goes_on):
+            importlib.import_module("import_paused")
+
+    with ThreadPoolExecutor(2) as threads:
+        loaded = threads.submit(load)
+        assert pauses.wait(30)
+        beside = threads.submit(importlib.import_module, "import_beside")
+        assert wait([beside], 10).done
+        ends.set()
+        loaded.result()
+
+
+def test_import_begun_beside_paused_ones_finds_its_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "import_across.py").write_text("")
+    with ExitStack() as pausing:
+        pausing.enter_context(building.paused_imports(Event()))
+        ends = mock.Mock(find_spec=lambda *asked: pausing.close())
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:-1], ends, sys.meta_path[-1]])
+        importlib.import_module("import_across")
 
 
 def test_library_is_imported_by_the_first_step(wrappers):

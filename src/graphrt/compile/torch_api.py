@@ -38,6 +38,8 @@ from graphrt.source import caller_source
 _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
+_KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
+"""Of kernels that torch would call before, or in place of, the function of a custom op."""
 
 
 def mark(tensor: torch.Tensor, dim: int, axis: str, most: int, *, is_backed: bool) -> None:
@@ -81,12 +83,34 @@ def stock_compile(
 
 
 def python_of(operator: str) -> Callable[..., Any] | None:
-    """The function that is ``ns::op`` on every device; None where torch alone calls it."""
+    """The function that is ``ns::op`` on every device, given what torch would give it; None where
+    torch alone calls it."""
     known: Any = OPDEFS.get(operator)
     if known is None or set(known._backend_fns) != {None} or known._disabled_kernel:
         return None
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if any(has_kernel(operator, key) for key in _KEYS_OF_OTHERS):
+        return None
     function: Callable[..., Any] = known._init_fn
-    return function
+    arguments = known._opoverload._schema.arguments
+    if [argument.name for argument in arguments] != [*inspect.signature(function).parameters]:
+        return None
+    types = {argument.name: str(argument.type) for argument in arguments}
+    floats = [name for name in types if "float" in types[name]]
+    if not floats:
+        return function
+    if not {types[name] for name in floats} <= {"float", "Optional[float]"}:
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # An integer would choose the dtype of results.
+        given = dict(zip(types, args, strict=False)) | kwargs
+        for name in floats:
+            if isinstance(given.get(name), int):
+                given[name] = float(given[name])
+        return function(**given)
+
+    return call
 
 
 def counting_writes() -> AbstractContextManager[object]:

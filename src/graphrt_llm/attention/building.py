@@ -7,14 +7,15 @@ context.
 
 from __future__ import annotations
 
+import _imp
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from threading import Event, get_ident
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Event, get_native_id
 from time import perf_counter
 from typing import Any
 
@@ -86,21 +87,28 @@ def paused_imports(goes_on: Event) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path.remove(pauses)
+        # Another list, because imports of other threads, which go through this one by position,
+        # would leave a finder out.
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not pauses]
 
 
 class _Pauses:
     """Of the process's finders of modules the first, which finds none."""
 
     def __init__(self, goes_on: Event) -> None:
-        self._thread, self._goes_on = get_ident(), goes_on
+        # Python's own number of a thread may be another one's in a forked child.
+        self._thread, self._goes_on = get_native_id(), goes_on
         self._began = perf_counter()
 
     def find_spec(self, *asked: object) -> None:
-        if get_ident() == self._thread:
+        if get_native_id() == self._thread:
             took = perf_counter() - self._began
             if took > BURST_S:
-                self._goes_on.wait(PAUSE * took)
+                with ExitStack() as stack:
+                    with suppress(RuntimeError):  # Not held, where no import asks.
+                        _imp.release_lock()  # Imports of other threads wait for it.
+                        stack.callback(_imp.acquire_lock)
+                    self._goes_on.wait(PAUSE * took)
                 self._began = perf_counter()
 
 
@@ -118,6 +126,7 @@ class LoadedLater:
         # meanwhile for the model's state.
         self._loaded: Future[ProcessBuild | None] | None = None
         self._is_closed = Event()
+        self._process = os.getpid()
 
     def poll(self) -> str | None:
         if self._polls_left:
@@ -136,11 +145,13 @@ class LoadedLater:
     def _load(self) -> ProcessBuild | None:
         with paused_imports(self._is_closed):
             modules = missing_modules(self._cache)
-        return flashinfer_build(modules) if modules else None
+        return flashinfer_build(modules) if modules and not self._is_closed.is_set() else None
 
     def close(self) -> None:
         self._is_closed.set()
-        if self._loaded is not None and self._loaded.exception() is None:
+        # A forked child would wait for a thread that it does not have.
+        is_ours = self._process == os.getpid()
+        if is_ours and self._loaded is not None and self._loaded.exception() is None:
             build = self._loaded.result()
             if build is not None:
                 build.close()
