@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -59,13 +59,15 @@ def random_rows(sizes: Any, seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(sizes["tokens"], 3, generator=generator)}
 
 
-def make(fn: Callable[..., Any], **options: Any) -> CUDAGraphRunner:
+def make(
+    fn: Callable[..., Any], *, sizes: Sequence[int] = (4, 8), **options: Any
+) -> CUDAGraphRunner:
     """A runner of two keys, 8 and 4 tokens."""
     return CUDAGraphRunner(
         fn,
         inputs=[BufferSpec("x", ("tokens", 3), torch.float32)],
         outputs=OutputSpec({"": "tokens"}),
-        sizes={"tokens": [4, 8]},
+        sizes={"tokens": list(sizes)},
         examples=random_rows,
         device="simulated",
         **options,
@@ -311,6 +313,29 @@ def test_counter_that_outputs_depend_on_is_refused_and_put_back() -> None:
         assert len(runner.capture().failures) == 2
         assert model.n == 0
         assert torch.equal(runner.run(rows()), rows()["x"])
+
+
+@pytest.mark.parametrize("warmups", [0, 1, 2, 3])
+@pytest.mark.parametrize("counts", ["number", "list"])
+def test_output_that_alternates_with_a_count_is_refused(warmups: int, counts: str) -> None:
+    class Alternates(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n = 0
+            self.seen: list[None] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if counts == "number":
+                self.n += 1
+            else:
+                self.seen.append(None)
+            return x * (1 + (self.n + len(self.seen)) % 2)
+
+    for sizes in ([4], [2, 4]):
+        model = Alternates()
+        with make(model, sizes=sizes, warmups=warmups, on_capture_error="skip") as runner:
+            assert len(runner.capture().failures) == len(sizes)
+            assert (model.n, model.seen) == (0, [])
 
 
 def test_counter_of_an_eager_segment_is_equal_on_both_sides() -> None:

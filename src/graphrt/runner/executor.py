@@ -125,6 +125,8 @@ class Executor:
     is_strict: bool
     wait_for_ranks: Callable[[], None]
     """Before each run that a comparison makes, and after the last one."""
+    has_ranks: bool
+    """Whether other ranks take part in those runs."""
     is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
     """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
     num_tokens_across_ranks: tuple[int, ...] | None = None
@@ -363,15 +365,20 @@ class Executor:
         for resource in self._resources:
             resource.prepare(key, step_info)
 
+        # Each run stages again: the one before may have written buffers.
+        def run_eager() -> Any:
+            bound.stage(staged, values)
+            return self._eager_compared(key, bound, sizes, step_info)
+
         def run_replay() -> Any:
-            bound.stage(staged, values)  # Again: the eager run may write buffers.
+            bound.stage(staged, values)
             return self._replay_compared(ready, sizes, step_info)
 
         whole, _ = self._overwritten()
         return check_replay(
             mode=ready.mode,
             key=key,
-            run_eager=lambda: self._eager_compared(key, bound, sizes, step_info),
+            run_eager=run_eager,
             run_replay=run_replay,
             state=self._run_state(
                 call, bound, bound.views, whole, poisons=before_warmup is not None
@@ -381,6 +388,7 @@ class Executor:
             tolerance=self.tolerance,
             suspects=lambda: _suspects(ready.program),
             observer=self.observer,
+            may_run_twice=not self.has_ranks,
         )
 
     def compare_padding(

@@ -217,6 +217,7 @@ class CUDAGraphRunner:
                 reads_padding=reads_padding,
                 is_strict=on_miss == "strict",
                 wait_for_ranks=lockstep.before_run if lockstep is not None else lambda: None,
+                has_ranks=lockstep is not None,
             )
             for mode in space.modes:
                 self.name = self.library.catalog.add_owner(name, mode, self.name).owner

@@ -65,6 +65,7 @@ def check_replay(
     tolerance: float | None = None,
     suspects: Callable[[], Iterable[str]] | None = None,
     observer: Observer | None = None,
+    may_run_twice: bool = True,
 ) -> Verification:
     """Run one step eagerly and as a replay, from the same state, and compare.
 
@@ -78,13 +79,56 @@ def check_replay(
     ``runnable``: its modules' forward hooks are reported.
     ``before_warmup``: what it remembered before its first warm-up. With it the eager side runs as
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
+    If each run counts on the host, a second run of both sides is compared too: what depends on
+    whether a count is even looks right in one of two.
     ``tolerance``: as for ``compare``; None asks for equal bits.
     ``suspects``: called after a difference; says in words what is known to be amiss.
+    ``may_run_twice``: False where other ranks take part in each run, and may count otherwise.
 
     Errors: ``VerificationError`` with key, mode and the first places that differ; errors of the
             two callables pass unchanged.
     """
     guarded = state if isinstance(state, RunState) else RunState(state)
+    saved = guarded.save()
+    counts = False
+
+    def run_first() -> Any:
+        nonlocal counts
+        outputs = run_eager()
+        counts = before_warmup is not None and before_warmup.has_counted()
+        return outputs
+
+    def run_second() -> Any:
+        run_eager()
+        guarded.begin(saved)
+        return run_eager()
+
+    def run_program() -> Any:
+        # Its eager segments may count too; noted as a run, they count on in the second one.
+        noted = before_warmup.run(is_first=False) if before_warmup and counts else nullcontext()
+        with noted:
+            return run_replay()
+
+    told = runnable, before_warmup, tolerance, suspects, observer
+    verification = _check_once(mode, key, run_first, run_program, guarded, *told)
+    if may_run_twice and counts:
+        guarded.restore(saved)
+        verification = _check_once(mode, key, run_second, run_program, guarded, *told)
+    return verification
+
+
+def _check_once(
+    mode: RuntimeMode,
+    key: BatchDescriptor,
+    run_eager: Callable[[], Any],
+    run_replay: Callable[[], Any],
+    guarded: RunState,
+    runnable: object,
+    before_warmup: HostSnapshot | None,
+    tolerance: float | None,
+    suspects: Callable[[], Iterable[str]] | None,
+    observer: Observer | None,
+) -> Verification:
     saved = guarded.save()
     guarded.poison()
     try:
