@@ -1090,6 +1090,35 @@ def test_entry_added_under_a_computed_key_is_noticed(find, name) -> None:
         assert torch.equal(out, model(example({"n": 2}, 5)["x"]))
 
 
+class Kernels:
+    """Compiles by kind of size: asks in one method, and keeps in another."""
+
+    def __init__(self) -> None:
+        self.found: dict[bool, int] = {}
+
+    def __call__(self, rows: int) -> int:
+        kind = rows > 4
+        factor = self.found.get(kind)
+        return self.compile(kind) if factor is None else factor
+
+    def compile(self, kind: bool) -> int:
+        self.found[kind] = 2
+        return 2
+
+
+def test_memo_that_eager_runs_fill_elsewhere_stays_a_hit() -> None:
+    kernels = Kernels()
+    with make(lambda x: x * kernels(len(x)), watch="always") as runner:
+        runner.capture()
+        runner.run(example({"n": 7}, 5))  # Eager, with a kernel of its own.
+        assert kernels.found == {False: 2, True: 2}
+        runner.run(example({"n": 2}, 6))
+        assert runner.last_decision.reason is Reason.HIT
+        kernels.found[False] = 3
+        runner.run(example({"n": 2}, 6))
+        assert runner.last_decision.reason is Reason.INVALIDATED
+
+
 @pytest.mark.parametrize("watch", ["spread", "always"])
 def test_module_assigned_in_place_of_a_none_is_noticed(watch):
     class Model(torch.nn.Module):

@@ -532,7 +532,11 @@ class Walk:
             if issubclass(type(owner), _SEQUENCES):
                 # A dict gets entries of other keys: a memo for each size; and one that makes what
                 # it lacks grows when it is read.
-                is_fixed = last in self._computed and not hasattr(type(owner), "__missing__")
+                is_fixed = (
+                    last in self._computed
+                    and last not in self._stored  # A memo, which eager runs fill as well.
+                    and not hasattr(type(owner), "__missing__")
+                )
                 is_through = last in self._iterated and last not in self._stored
                 if is_dict and is_through and is_host_scalar(tuple(owner)):
                     yield Place(f"{path}.keys()", owner, None, "keys", tuple(owner))
