@@ -123,8 +123,11 @@ class _Held:
                 return dict(OrderedDict.items(target))
             return dict.copy(target)
         if isinstance(target, set):
-            return {v: v for v in target}
-        return dict(enumerate(plain_array(target).flat if is_array(target) else target))
+            return {v: v for v in set.__iter__(target)}
+        if is_array(target):
+            return dict(enumerate(plain_array(target).flat))
+        methods: Any = list if isinstance(target, list) else deque
+        return dict(enumerate(methods.__iter__(target)))  # A subclass may give other elements.
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""

@@ -457,23 +457,25 @@ class Walk:
 
     def _enter_container(self, path: str, value: Any) -> None:
         kind = type(value)
+        base: Any = next(of for of in _SEQUENCES if issubclass(kind, of))
+        num_items = base.__len__(value)  # Not those of a subclass, which may count as they like.
         if issubclass(kind, dict):
-            if len(value) > MAX_ITEMS:
+            if num_items > MAX_ITEMS:
                 self._large.append((path, value))
                 return
             for key, item in dict.items(value):
                 self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
-        elif len(value) > MAX_ITEMS:
-            if not (has_contents(value) and all(map(is_host_scalar, value))):
+        elif num_items > MAX_ITEMS:
+            if not (has_contents(value) and all(map(is_host_scalar, base.__iter__(value)))):
                 because = f"of more than {MAX_ITEMS} elements, none is followed"
                 self._unread.setdefault(id(value), (path, value, because))
             return
         elif issubclass(kind, (set, frozenset)):
-            for item in value:
+            for item in base.__iter__(value):
                 self._add(Place(f"{path}[{_key(item)}]", value, item, "element", item))
         else:
             fields = getattr(kind, "_fields", None)
-            for index, item in enumerate(value):
+            for index, item in enumerate(base.__iter__(value)):
                 step = f".{fields[index]}" if fields else f"[{index}]"
                 self._add(Place(f"{path}{step}", value, index, "item", item))
         if kind.__module__ not in ("builtins", "collections"):
@@ -593,6 +595,9 @@ class Walk:
             value = read_script(kept, name)
             if is_tensor(value) or is_host_scalar(value):
                 self._places.append(Place(prefix + name, kept, name, "script", value))
+            elif type(value) in (dict, list, tuple):
+                because = "TorchScript gives another copy of it at each read"
+                self._unread.setdefault(id(value), (prefix + name, value, because))
         for name, child in children.items():
             self._add(Place(prefix + name, children, name, "item", child))
 
