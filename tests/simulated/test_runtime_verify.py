@@ -43,6 +43,18 @@ class Memoises(torch.nn.Module):
         return {"rows": x * self.scale}
 
 
+class Alternates(torch.nn.Module):
+    """Gives every other run another result."""
+
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def forward(self, *, x, ids, lens):
+        self.n += 1
+        return {"rows": x * (1 + self.n % 2)}
+
+
 def with_live(live):
     def examples(sizes, seed):
         return example(sizes, seed)._replace(step_info=live)
@@ -57,6 +69,8 @@ def with_live(live):
         ("PIECEWISE", ReadsContext, {"examples": with_live(2.0)}),
         ("FULL", Memoises, {}),
         ("PIECEWISE", Memoises, {}),
+        ("FULL", Alternates, {}),
+        ("PIECEWISE", Alternates, {}),
     ],
 )
 def test_verification_of_frozen_value_or_memo_fails(policy, model, options):

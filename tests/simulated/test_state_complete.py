@@ -28,6 +28,7 @@ from graphrt import (
     BatchDescriptor,
     BufferSpec,
     CaptureJob,
+    CaptureOptions,
     CUDAGraphRunner,
     OutputSpec,
     TensorStateGuard,
@@ -284,6 +285,82 @@ def test_counters_are_put_back_and_memos_stay(warmups: int, in_parts: bool) -> N
         runner.library.catalog.forget_failures()
         runner.capture()
         assert model.n == 7
+
+
+class Alternates(torch.nn.Module):
+    """Multiplies by what a count of its runs says, which comes again every ``period`` runs."""
+
+    def __init__(self, period: int, in_segment: bool = False) -> None:
+        super().__init__()
+        self.n, self.period = 0, period
+        self.scale = break_point(self.scaled) if in_segment else self.scaled
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x * (1 + (self.n % self.period == 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x + 0) + 0
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("period", [2, 3])
+@pytest.mark.parametrize("warmups", [0, 1, 2, 3])
+@pytest.mark.parametrize("keys", [[4], [4, 8]])
+def test_scale_that_comes_again_is_refused(
+    mode: str, period: int, warmups: int, keys: list[int]
+) -> None:
+    with make(Alternates(period), sizes=keys, modes=[mode], warmups=warmups) as runner:
+        with pytest.raises(VerificationError):
+            runner.capture()
+        assert {graph.state for graph in runner.report().graphs} == {"invalid"}
+
+
+@pytest.mark.parametrize("period", [2, 3])
+@pytest.mark.parametrize("warmups", [1, 2, 3])
+def test_job_whose_scale_comes_again_is_refused(lab: Lab, period: int, warmups: int) -> None:
+    def inputs(seed: int) -> tuple[tuple[Tensor], dict[str, Any]]:
+        return (x.copy_(random_rows({"tokens": 4}, seed)["x"]),), {}
+
+    model, x = Alternates(period), torch.zeros(4, 3)
+    job = CaptureJob(lab.wrap(model), FULL, KEY, inputs)
+    with pytest.raises(VerificationError):
+        capture_all(lab.library, [job], CaptureOptions(warmups=warmups))
+    assert model.n == 0
+
+
+@pytest.mark.parametrize("warmups", [1, 2])
+def test_scale_of_an_eager_segment_comes_again(warmups: int) -> None:
+    model = Alternates(2, in_segment=True)
+    with make(model, modes=["PIECEWISE"], warmups=warmups) as runner:
+        runner.capture()
+        assert model.n == 0
+        assert len(runner.report().graphs) == 2
+        found = [runner.run(rows())[0, 0].item() for _ in range(4)]
+    assert found == [1, 2, 1, 2]
+
+
+def test_functions_that_each_run_swaps_are_refused() -> None:
+    swapped = [lambda x: x + 0, lambda x: x * 2]
+
+    def alternates(x: Tensor) -> Tensor:
+        swapped.reverse()
+        return swapped[0](x)
+
+    with make(alternates, sizes=[4], warmups=2) as runner, pytest.raises(VerificationError):
+        runner.capture()
+
+
+@pytest.mark.parametrize("warmups", [2, 3])
+def test_scale_that_an_eager_segment_counts_is_refused(warmups: int) -> None:
+    model = Alternates(1, in_segment=True)
+
+    def scaled_later(x: Tensor) -> Tensor:
+        return model(x) * (1 + (model.n % 3 == 2))
+
+    options: Any = {"sizes": [4], "modes": ["PIECEWISE"], "warmups": warmups}
+    with make(scaled_later, **options) as runner, pytest.raises(VerificationError):
+        runner.capture()
 
 
 def test_counter_without_warm_up_is_put_back() -> None:

@@ -590,15 +590,10 @@ class HostSnapshot:
         names += [f"{held.name_of(key)}()" for held, key, _ in self._filled_caches()]
         return tuple(dict.fromkeys(names))
 
-    def has_counted(self) -> bool:
-        """True if the run that has just ended has changed a number or the length of a list that
-        later runs change again: what it computes may depend on how often it ran."""
-        return bool(self._advancing) and any(
-            key is _ALL or is_host_scalar(change.value(key))
-            for change in self._pending()
-            for key in change.keys
-            if _is_in(self._advancing, change.held, key)
-        )
+    @property
+    def advances(self) -> bool:
+        """True if a run after the first one has changed something again: a counter, no memo."""
+        return bool(self._advancing)
 
     def rebase(self) -> None:
         """Take what anything but a run has changed since the last one as it is now.

@@ -125,8 +125,6 @@ class Executor:
     is_strict: bool
     wait_for_ranks: Callable[[], None]
     """Before each run that a comparison makes, and after the last one."""
-    has_ranks: bool
-    """Whether other ranks take part in those runs."""
     is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
     """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
     num_tokens_across_ranks: tuple[int, ...] | None = None
@@ -351,7 +349,11 @@ class Executor:
     # -- verification
 
     def compare(
-        self, ready: ReadyGraph, call: Call, before_warmup: HostSnapshot | None = None
+        self,
+        ready: ReadyGraph,
+        call: Call,
+        before_warmup: HostSnapshot | None = None,
+        num_runs: int = 1,
     ) -> Verification:
         """Run one call eagerly and as a replay from the same state; raise if they differ.
 
@@ -388,7 +390,7 @@ class Executor:
             tolerance=self.tolerance,
             suspects=lambda: _suspects(ready.program),
             observer=self.observer,
-            may_run_twice=not self.has_ranks,
+            num_runs=num_runs,
         )
 
     def compare_padding(
@@ -508,11 +510,13 @@ class Executor:
         on_host = any(t.device.type == "cpu" for t in [*written, *tensors_of(guarded)])
         return self.library.synchronize if on_host and device.torch_device.type != "cpu" else None
 
-    def check_first_replay(self, before_warmup: HostSnapshot | None, entry: Entry) -> None:
+    def check_first_replay(
+        self, before_warmup: HostSnapshot | None, num_runs: int, entry: Entry
+    ) -> None:
         """Play a new program once, on inputs other than those it was captured with.
 
-        Compares it with eager if a snapshot is given: a batch that fills the key, and batches that
-        are padded to it. State stays as it was.
+        Compares it with eager if a snapshot is given: ``num_runs`` runs in succession of a batch
+        that fills the key, and batches that are padded to it. State stays as it was.
         """
         ready, call = self.make_ready(entry), self._example(entry.key, 1)
         captured = self._captured_with.pop(entry.key, None)
@@ -526,7 +530,7 @@ class Executor:
                 if ready.program.reads_step_info and not self._has_constant_info:
                     _require_other_info(entry, captured[1], call.step_info)
             with _of_example():
-                verification = self.compare(ready, call, before_warmup)
+                verification = self.compare(ready, call, before_warmup, num_runs)
             if captured is not None:
                 require_varied_for_memos(
                     subject, captured[0], dict(call.values), before_warmup, is_strict=self.is_strict

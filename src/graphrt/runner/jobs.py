@@ -34,6 +34,7 @@ from graphrt.graphs import (
 from graphrt.graphs.values import own_copy
 from graphrt.ubatch import UBatchWrapper
 from graphrt.verify import (
+    NUM_ADVANCING_RUNS,
     check_replay,
     require_compared,
     require_other_example,
@@ -516,6 +517,7 @@ class _Run:
         captured = own_copy(self._inputs(job, seed=0))
         checked = own_copy(self._inputs(job, seed=1))
         require_other_example(subject, captured, checked)
+        host = self._hosts.get(id(fn))
         with _guarded(self.options.state):
             verification = check_replay(
                 mode=job.mode,
@@ -524,10 +526,11 @@ class _Run:
                 run_replay=run_replay,
                 state=self.options.state,
                 runnable=fn,
-                before_warmup=self._hosts.get(id(fn)),
+                before_warmup=host,
                 observer=self.library.emit,
+                num_runs=NUM_ADVANCING_RUNS if host is not None and host.advances else 1,
             )
-        require_varied_for_memos(subject, captured, checked, self._hosts.get(id(fn)))
+        require_varied_for_memos(subject, captured, checked, host)
         program.is_compared = require_compared(subject, verification)
 
 

@@ -75,7 +75,7 @@ from graphrt.runner.report import (
     largest_sizes,
     replaced,
 )
-from graphrt.verify import explain
+from graphrt.verify import NUM_ADVANCING_RUNS, explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
 _EAGER = RuntimeMode.NONE
@@ -217,7 +217,6 @@ class CUDAGraphRunner:
                 reads_padding=reads_padding,
                 is_strict=on_miss == "strict",
                 wait_for_ranks=lockstep.before_run if lockstep is not None else lambda: None,
-                has_ranks=lockstep is not None,
             )
             for mode in space.modes:
                 self.name = self.library.catalog.add_owner(name, mode, self.name).owner
@@ -408,10 +407,15 @@ class CUDAGraphRunner:
     def _check(self, host: HostSnapshot, entry: Entry) -> None:
         """Check a first replay: a run, so that nothing may call the runner inside it."""
         before_warmup = None if self._verify == "off" else host
+        advances = host.advances
+        if before_warmup is not None and self._lockstep is not None:
+            # Runs meet in collectives: all ranks make as many.
+            advances = not self._lockstep.served_by_all([not advances])[0]
+        num_runs = NUM_ADVANCING_RUNS if advances else 1
         self._is_running = True
         try:
             with self._comparing(entry):
-                self._executor.check_first_replay(before_warmup, entry)
+                self._executor.check_first_replay(before_warmup, num_runs, entry)
         finally:
             self._is_running = False
 

@@ -16,6 +16,7 @@ from graphrt.verify.padding import (
     varied_padding as varied_padding,
 )
 from graphrt.verify.replay import (
+    NUM_ADVANCING_RUNS as NUM_ADVANCING_RUNS,
     ForwardHook as ForwardHook,
     Verification as Verification,
     check_replay as check_replay,

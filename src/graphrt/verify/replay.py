@@ -23,7 +23,11 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import Node, dotted, own_copy, walk
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.run_state import RunState
+from graphrt.verify.run_state import RunState, SavedState
+
+NUM_ADVANCING_RUNS = 3
+"""Runs in succession that a first check compares where runs advance host values: what alternates or
+goes round in threes differs from the capture in one of them."""
 
 
 class ForwardHook(NamedTuple):
@@ -65,7 +69,7 @@ def check_replay(
     tolerance: float | None = None,
     suspects: Callable[[], Iterable[str]] | None = None,
     observer: Observer | None = None,
-    may_run_twice: bool = True,
+    num_runs: int = 1,
 ) -> Verification:
     """Run one step eagerly and as a replay, from the same state, and compare.
 
@@ -79,63 +83,67 @@ def check_replay(
     ``runnable``: its modules' forward hooks are reported.
     ``before_warmup``: what it remembered before its first warm-up. With it the eager side runs as
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
-    If each run counts on the host, a second run of both sides is compared too: what depends on
-    whether a count is even looks right in one of two.
     ``tolerance``: as for ``compare``; None asks for equal bits.
     ``suspects``: called after a difference; says in words what is known to be amiss.
-    ``may_run_twice``: False where other ranks take part in each run, and may count otherwise.
+    ``num_runs``: how many runs in succession of each side are compared, all from the same state but
+    with the host values that the run before left: ``NUM_ADVANCING_RUNS`` where ``before_warmup``
+    says that runs advance some, because one run may find those of the capture by chance.
 
     Errors: ``VerificationError`` with key, mode and the first places that differ; errors of the
             two callables pass unchanged.
     """
     guarded = state if isinstance(state, RunState) else RunState(state)
     saved = guarded.save()
-    counts = False
-
-    def run_first() -> Any:
-        nonlocal counts
-        outputs = run_eager()
-        counts = before_warmup is not None and before_warmup.has_counted()
-        return outputs
-
-    def run_second() -> Any:
-        run_eager()
-        guarded.begin(saved)
-        return run_eager()
-
-    def run_program() -> Any:
-        # Its eager segments may count too; noted as a run, they count on in the second one.
-        noted = before_warmup.run(is_first=False) if before_warmup and counts else nullcontext()
-        with noted:
-            return run_replay()
-
-    told = runnable, before_warmup, tolerance, suspects, observer
-    verification = _check_once(mode, key, run_first, run_program, guarded, *told)
-    if may_run_twice and counts:
-        guarded.restore(saved)
-        verification = _check_once(mode, key, run_second, run_program, guarded, *told)
+    for num_before in range(num_runs):
+        if num_before:
+            guarded.restore(saved)
+            if before_warmup is not None:
+                before_warmup.restore_advanced()
+        verification = _check_run(
+            mode=mode,
+            key=key,
+            run_eager=run_eager,
+            run_replay=run_replay,
+            guarded=guarded,
+            saved=saved,
+            num_before=num_before,
+            runnable=runnable,
+            before_warmup=before_warmup,
+            tolerance=tolerance,
+            suspects=suspects,
+            observer=observer,
+        )
     return verification
 
 
-def _check_once(
+def _check_run(
+    *,
     mode: RuntimeMode,
     key: BatchDescriptor,
     run_eager: Callable[[], Any],
     run_replay: Callable[[], Any],
     guarded: RunState,
+    saved: SavedState,
+    num_before: int,
     runnable: object,
     before_warmup: HostSnapshot | None,
     tolerance: float | None,
     suspects: Callable[[], Iterable[str]] | None,
     observer: Observer | None,
 ) -> Verification:
-    saved = guarded.save()
+    """Compare one run of each side, after ``num_before`` others that advance host values alone."""
     guarded.poison()
     try:
         with before_warmup.restored() if before_warmup is not None else nullcontext():
+            for _ in range(num_before):
+                run_eager()
+                guarded.begin(saved)
             # The replay may overwrite what eager returned: an output can view a static input.
             expected = own_copy(run_eager())
         expected_state = guarded.save().compared
+        for _ in range(num_before):  # Eager segments of a replay advance host values too.
+            guarded.begin(saved)
+            run_replay()
         guarded.begin(saved, is_last=True)
         outputs = run_replay()
         found_state = guarded.save().compared
