@@ -377,6 +377,9 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
+        self.advances = False
+        """Whether a number, a length of a list or a function is among them: what a run computes may
+        depend on how many ran before it. Other objects are what a run leaves behind of itself."""
         self._walk = Walk(runnable, enters_locals=True)
         self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
@@ -590,11 +593,6 @@ class HostSnapshot:
         names += [f"{held.name_of(key)}()" for held, key, _ in self._filled_caches()]
         return tuple(dict.fromkeys(names))
 
-    @property
-    def advances(self) -> bool:
-        """True if a run after the first one has changed something again: a counter, no memo."""
-        return bool(self._advancing)
-
     def rebase(self) -> None:
         """Take what anything but a run has changed since the last one as it is now.
 
@@ -673,6 +671,7 @@ class HostSnapshot:
             self._ran |= places
             if not is_first:
                 self._advancing |= places
+                self.advances |= any(k is _ALL or _may_turn(change.value(k)) for k in change.keys)
                 if change.is_growth:
                     self._advancing.add((id(change.held.target), _ALL))
 
@@ -748,6 +747,12 @@ class HostSnapshot:
             for held, key, cache, misses in self._caches
             if cache.cache_info().misses > misses and _may_hold_inputs(cache)
         ]
+
+
+def _may_turn(value: Any) -> bool:
+    """True for a number or a function, and several functions in a tuple, which runs may swap."""
+    several = value if type(value) is tuple else (value,)
+    return is_host_scalar(value) or any(isinstance(item, FunctionType) for item in several)
 
 
 def _is_in(places: set[tuple[int, Any]], held: _Held, key: Any) -> bool:
