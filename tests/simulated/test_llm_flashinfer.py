@@ -422,6 +422,18 @@ def test_import_begun_beside_paused_ones_finds_its_module(tmp_path, monkeypatch)
         importlib.import_module("import_across")
 
 
+def test_finder_put_back_after_the_pauses_waits_no_more(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(building, "BURST_S", 0.0)
+    (tmp_path / "import_later.py").write_text("")
+    goes_on = mock.Mock()
+    with building.paused_imports(goes_on):
+        kept = sys.meta_path
+    monkeypatch.setattr(sys, "meta_path", kept)
+    importlib.import_module("import_later")
+    assert not goes_on.wait.called
+
+
 def test_library_is_imported_by_the_first_step(wrappers):
     backend = make_attention("flashinfer", random_cache(), LIMITS)
     assert not wrappers

@@ -88,7 +88,8 @@ def paused_imports(goes_on: Event) -> Iterator[None]:
         yield
     finally:
         # Another list, because imports of other threads, which go through this one by position,
-        # would leave a finder out.
+        # would leave a finder out. Whoever kept that one may put it back.
+        pauses.is_over = True
         sys.meta_path = [finder for finder in sys.meta_path if finder is not pauses]
 
 
@@ -99,9 +100,10 @@ class _Pauses:
         # Python's own number of a thread may be another one's in a forked child.
         self._thread, self._goes_on = get_native_id(), goes_on
         self._began = perf_counter()
+        self.is_over = False
 
     def find_spec(self, *asked: object) -> None:
-        if get_native_id() == self._thread:
+        if not self.is_over and get_native_id() == self._thread:
             took = perf_counter() - self._began
             if took > BURST_S:
                 with ExitStack() as stack:
