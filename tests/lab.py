@@ -16,6 +16,7 @@ from graphrt import (
     BufferSet,
     BufferSpec,
     CaptureJob,
+    CUDAGraphRunner,
     CUDAGraphWrapper,
     Device,
     Event,
@@ -247,6 +248,24 @@ def values(num_tokens: int, num_reqs: int, seed: int = 0) -> dict[str, torch.Ten
 
 def example(sizes: Mapping[str, int], seed: int) -> Example:
     return Example(values(sizes["tokens"], sizes["requests"], 90 + seed))
+
+
+def random_rows(sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
+    """``x`` [n, 4], for ``rows_runner``."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(sizes["n"], 4, generator=generator)}
+
+
+def rows_runner(fn: Callable[..., Any], sizes: tuple[int, ...] = (2,)) -> CUDAGraphRunner:
+    """A runner of ``fn(x)`` [n, 4], which returns as many rows; ``sizes`` of n have keys."""
+    return CUDAGraphRunner(
+        fn,
+        inputs=[BufferSpec("x", ("n", 4), torch.float32)],
+        outputs=OutputSpec({"": "n"}),
+        sizes={"n": list(sizes)},
+        examples=random_rows,
+        device="simulated",
+    )
 
 
 def config(mode: str = "FULL_AND_PIECEWISE", **asked: Any) -> RuntimeConfig:

@@ -419,7 +419,8 @@ def test_import_begun_beside_paused_ones_finds_its_module(tmp_path, monkeypatch)
         pausing.enter_context(building.paused_imports(Event()))
         ends = mock.Mock(find_spec=lambda *asked: pausing.close())
         monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:-1], ends, sys.meta_path[-1]])
-        importlib.import_module("import_across")
+        found = importlib.import_module("import_across")
+    assert found.__file__ == str(tmp_path / "import_across.py")
 
 
 def test_finder_put_back_after_the_pauses_waits_no_more(tmp_path, monkeypatch):

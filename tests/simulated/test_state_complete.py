@@ -9,6 +9,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -288,7 +289,7 @@ def test_counters_are_put_back_and_memos_stay(warmups: int, in_parts: bool) -> N
 
 
 class Alternates(torch.nn.Module):
-    """Multiplies by what a count of its runs says, which comes again every ``period`` runs."""
+    """Doubles its input in every run whose number ``period`` divides."""
 
     def __init__(self, period: int, in_segment: bool = False) -> None:
         super().__init__()
@@ -1037,6 +1038,33 @@ def test_guard_of_pinned_memory_waits_for_the_device(monkeypatch) -> None:
     guard.restore(token)
     assert waits == [0.0, 1.0]
     assert not kept.any()
+
+
+def add_one(kept: Any) -> None:
+    kept[0] = list.__getitem__(kept, 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("base", "run"),
+    [
+        (list, add_one),
+        (set, lambda kept: kept.add(7.0)),
+        (deque, lambda kept: kept.append(7.0)),
+    ],
+)
+def test_container_that_loops_otherwise_stays_as_it_was(base: Any, run: Any) -> None:
+    def tens(self: Any) -> Any:
+        return (value * 10 for value in base.__iter__(self))
+
+    kept = type("Tens", (base,), {"__iter__": tens})((1.0, 2.0))
+
+    def fn(x: Tensor) -> Tensor:
+        run(kept)
+        return x * 2
+
+    with make(fn) as runner:
+        runner.capture()
+    assert set(base.__iter__(kept)) - {7.0} == {1.0, 2.0}
 
 
 def test_modules_that_runs_import_stay_imported(tmp_path, monkeypatch):

@@ -21,8 +21,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from graphrt import BufferSpec, CUDAGraphRunner, OutputSpec, Reason
+from graphrt import Reason
 from graphrt.graphs import frozen_heap
+from lab import random_rows, rows_runner
 
 
 class Settings:
@@ -42,22 +43,6 @@ def process_as_it_was():
     os.environ.pop(VARIABLE)
     sys.modules.pop("unseen_settings", None)
     KEPT.scale = 2.0
-
-
-def example(sizes, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(sizes["n"], 4, generator=generator)}
-
-
-def make(fn):
-    return CUDAGraphRunner(
-        fn,
-        inputs=[BufferSpec("x", ("n", 4), torch.float32)],
-        outputs=OutputSpec({"": "n"}),
-        sizes={"n": [2]},
-        examples=example,
-        device="simulated",
-    )
 
 
 def text_in_memory():
@@ -230,18 +215,18 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_what_standard_objects_hold_is_noticed(name) -> None:
     fn, change = READ[name]()
-    with make(fn) as runner, torch.no_grad():
+    with rows_runner(fn) as runner, torch.no_grad():
         runner.capture()
         assert not runner.report().unwatched
         laps = math.ceil(runner.num_watched / 4)
         for _ in range(laps):
-            runner.run(example({"n": 2}, 5))
+            runner.run(random_rows({"n": 2}, 5))
             assert runner.last_decision.reason is Reason.HIT
         change()
         for _ in range(laps):
-            out = runner.run(example({"n": 2}, 5))
+            out = runner.run(random_rows({"n": 2}, 5))
         assert runner.last_decision.reason is Reason.INVALIDATED
-        assert torch.equal(out, fn(**example({"n": 2}, 5)))
+        assert torch.equal(out, fn(**random_rows({"n": 2}, 5)))
 
 
 def file_that_is_read(folder):
@@ -353,7 +338,7 @@ NAMED = {
 @pytest.mark.parametrize("case", NAMED)
 def test_what_cannot_be_compared_is_named_once(case, tmp_path) -> None:
     path, because = NAMED[case]
-    with make(case(tmp_path)) as runner, torch.no_grad():
+    with rows_runner(case(tmp_path)) as runner, torch.no_grad():
         runner.capture()
         report = runner.report()
         (item,) = report.unwatched
@@ -362,7 +347,7 @@ def test_what_cannot_be_compared_is_named_once(case, tmp_path) -> None:
         assert str(item) in str(report)
         program = runner.library.programs[0]
         assert f"not watched: {item}" in runner.explain(program)
-        runner.run(example({"n": 2}, 5))
+        runner.run(random_rows({"n": 2}, 5))
         assert runner.last_decision.reason is Reason.HIT
 
 
@@ -374,7 +359,7 @@ def test_what_holds_no_data_is_not_named() -> None:
         with lock:
             return torch.nn.functional.relu(x) * math.pi
 
-    with make(fn) as runner, torch.no_grad():
+    with rows_runner(fn) as runner, torch.no_grad():
         runner.capture()
         assert not runner.report().unwatched
 
@@ -386,10 +371,13 @@ def test_weak_reference_keeps_nothing_alive() -> None:
     own = Own()
     found, ended = weakref.ref(own), []
     weakref.finalize(own, ended.append, True)
-    with make(lambda x: x * (2 if found() is None else found().scale)) as runner, torch.no_grad():
+    with (
+        rows_runner(lambda x: x * (2 if found() is None else found().scale)) as runner,
+        torch.no_grad(),
+    ):
         runner.capture()
         del own
         assert ended
         for _ in range(math.ceil(runner.num_watched / 4)):
-            runner.run(example({"n": 2}, 5))
+            runner.run(random_rows({"n": 2}, 5))
         assert runner.last_decision.reason is Reason.INVALIDATED

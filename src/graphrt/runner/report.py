@@ -333,9 +333,11 @@ def _parts(report: RunnerReport) -> Iterator[str]:
         note = f"Largest captured sizes: {_sizes(report.largest)}."
         yield str(TextTable("Ran eager", columns, tuple(rows), note, is_numeric=False))
     if report.unwatched:
-        told = [f"Not watched: {len(report.unwatched)} of what the callable reads. After a change:"]
-        told[0] += " withdraw(keys, reason), or capture() again."
-        yield "\n".join([*told, *(f"  {item}" for item in report.unwatched)])
+        told = (
+            f"Not watched: {len(report.unwatched)} of what the callable reads. After a change: "
+            "withdraw(keys, reason), or capture() again."
+        )
+        yield "\n".join([told, *(f"  {item}" for item in report.unwatched)])
     if report.memory is not None:
         yield str(_memory_table(*report.memory, report))
 
