@@ -17,19 +17,25 @@ from benchmarks.harness import CannotRunError, Case, Row, as_json, machine
 from benchmarks.table import RESULTS, render, write_into_readme
 
 
-def choose(cases: Sequence[Case], only: str | None) -> list[Case]:
-    """The cases of these numbers. ``C-wrapper`` names ``C-wrapper-stale`` too: one number."""
-    if only is None:
-        return list(cases)
-    wanted = [word.strip() for word in only.split(",") if word.strip()]
-    chosen: list[Case] = []
-    for word in wanted:
-        found = [case for case in cases if f"{case.number}-".startswith(f"{word}-")]
-        if not found:
-            numbers = ", ".join(case.number for case in cases)
-            raise SystemExit(f"no case {word!r}; there are {numbers}")
-        chosen += [case for case in found if case not in chosen]
-    return chosen
+def choose(cases: Sequence[Case], only: str | None, skip: str = "") -> list[Case]:
+    """The cases of the numbers ``only``, without those of the numbers ``skip``.
+
+    ``C-wrapper`` names ``C-wrapper-stale`` too: ``--only G5 --skip G5-cold`` runs G5 without it.
+    """
+    skipped = _numbered(cases, skip)
+    chosen = list(cases) if only is None else _numbered(cases, only)
+    return [case for case in chosen if case not in skipped]
+
+
+def _numbered(cases: Sequence[Case], numbers: str) -> list[Case]:
+    found: list[Case] = []
+    for word in filter(None, map(str.strip, numbers.split(","))):
+        named = [case for case in cases if f"{case.number}-".startswith(f"{word}-")]
+        if not named:
+            known = ", ".join(case.number for case in cases)
+            raise SystemExit(f"no case {word!r}; there are {known}")
+        found += [case for case in named if case not in found]
+    return found
 
 
 def describe(item: Row) -> str:
@@ -70,6 +76,7 @@ def run(cases: Sequence[Case], files: Sequence[Path], commit: str | None) -> boo
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="case numbers, separated by commas")
+    parser.add_argument("--skip", default="", help="case numbers that do not run, likewise")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--save", type=Path, help="write the rows to a dated file in this folder")
     parser.add_argument("--commit", help="record this commit: for a copy without its history")
@@ -91,7 +98,7 @@ def main() -> int:
 
     from benchmarks.cases import all_cases
 
-    cases = choose(all_cases(), args.only)
+    cases = choose(all_cases(), args.only, args.skip)
     if args.list:
         for case in cases:
             print(f"{case.number:16} {case.title}")

@@ -322,6 +322,10 @@ def test_a_number_names_all_its_cases_and_no_others() -> None:
     assert numbers("C-wrapper") == ["C-wrapper-stale"]
     with pytest.raises(SystemExit, match="no case 'G'"):
         numbers("G")
+    assert choose(cases, "G1, G10", "G10-a") == [cases[0], cases[2]]
+    assert choose(cases, None, "G10") == [cases[0], cases[3]]
+    with pytest.raises(SystemExit, match="no case 'G2'"):
+        choose(cases, None, "G2")
 
 
 def test_case_numbers_are_unique_and_have_a_target() -> None:
