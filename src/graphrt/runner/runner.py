@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import torch
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
-from graphrt.config.checked import check_callable, check_choice, check_count
+from graphrt.config.checked import check_callable, check_choice, check_count, check_type
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
@@ -55,7 +55,6 @@ from graphrt.runner.keys import (
     RunnerKeys,
     batch_key,
     check_options,
-    check_outputs,
     check_specs,
     closed_error,
     in_order,
@@ -172,7 +171,9 @@ class CUDAGraphRunner:
         if self._fixed:
             sizes = {axis: [size] for axis, size in self._fixed.items()}
             outputs = outputs or OutputSpec({})
-        check_outputs(outputs)
+        expected = 'an OutputSpec, such as OutputSpec({"": "tokens"})'
+        do = "put the axes of the outputs into one"
+        check_type("outputs", outputs, OutputSpec | None, expected, do)
         space = space or key_space(modes, sizes, capacity)
         rows = may_overwrite if isinstance(may_overwrite, Mapping) else {}
         options = CaptureOptions(
