@@ -79,9 +79,10 @@ def test_invalidated_keys_are_told_as_missing() -> None:
 def test_logged_runtime_says_begin_end_and_steps(caplog) -> None:
     caplog.set_level(logging.DEBUG, logger="graphrt")
     with RuntimeLab() as lab:
-        lab.runtime._observer = lab.runtime.runner._observer = LoggingObserver()
         lab.runtime.capture()
         lab.step(3, 3, True)
+        for event in lab.events:
+            LoggingObserver()(event)
     text = caplog.text
     assert "model: capturing 5 keys" in text
     assert "graphs serve 5 keys" in text

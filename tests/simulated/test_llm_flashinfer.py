@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -375,6 +376,36 @@ def test_forked_child_closes_without_waiting_for_the_load(monkeypatch, closing):
         assert wait([thread.submit(build.close)], 10).done
         goes_on.set()
     assert not built.return_value.close.called
+
+
+ENDS_UNCLOSED = """
+from threading import main_thread
+from graphrt_llm.attention import building
+
+main_thread_ended = main_thread().join
+building.missing_modules = lambda cache: main_thread_ended() or ["fa2"]
+building.flashinfer_build = lambda modules: print("built")
+building.POLLS_BEFORE_IMPORT = 0
+assert building.LoadedLater(None).poll() is None
+print("ends")
+"""
+
+
+def test_process_that_ends_without_close_builds_nothing():
+    command = [sys.executable, "-c", ENDS_UNCLOSED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("ends\n", 0), done.stderr
+
+
+def test_imports_of_a_process_that_ends_do_not_pause(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(building, "BURST_S", 0.0)
+    monkeypatch.setattr(building, "main_thread", lambda: mock.Mock(is_alive=lambda: False))
+    (tmp_path / "import_at_the_end.py").write_text("")
+    goes_on = mock.Mock()
+    with building.paused_imports(goes_on):
+        importlib.import_module("import_at_the_end")
+    assert not goes_on.wait.called
 
 
 def test_imports_pause_in_their_own_thread_only(tmp_path, monkeypatch):

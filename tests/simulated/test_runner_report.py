@@ -74,9 +74,10 @@ def test_report_counts_shared_weights_once() -> None:
 def test_report_accounts_for_all_memory_taken(at_most) -> None:
     metrics = StepMetrics()
     with RuntimeLab() as lab:
-        lab.runtime.runner._observer = metrics
         while lab.runtime.capture_next(at_most):
             pass
+        for event in lab.events:
+            metrics(event)
         report = lab.runtime.report()
         before, after = report.memory
         taken = report.memory_taken

@@ -236,7 +236,7 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 def check_callable(name: str, value: object) -> None:
     """Errors: ``ConfigError`` for what cannot be called."""
     if not callable(value):
-        raise _wrong(name, "a callable", type(value).__qualname__, "pass one")
+        raise _wrong(name, "a callable", shown(value), "pass one")
 
 
 def check_number(name: str, value: object) -> None:
@@ -245,10 +245,16 @@ def check_number(name: str, value: object) -> None:
         raise _wrong(name, "a number >= 0", repr(value))
 
 
-def check_count(name: str, value: object) -> None:
-    """Errors: ``ConfigError`` for what is no integer >= 1."""
-    if type(value) is not int or value < 1:
-        raise _wrong(name, "an integer >= 1", repr(value))
+def check_count(name: str, value: object, *, least: int = 1) -> None:
+    """Errors: ``ConfigError`` for what is no integer >= ``least``."""
+    if type(value) is not int or value < least:
+        raise _wrong(name, f"an integer >= {least}", repr(value))
+
+
+def check_type(name: str, value: object, kind: Any, expected: str, do: str) -> None:
+    """Errors: ``ConfigError`` for what is no ``kind``, a type or a union of some."""
+    if not isinstance(value, kind):
+        raise _wrong(name, expected, shown(value), do)
 
 
 def _wrong(name: str, expected: str, found: str, do: str = "correct it") -> ConfigError:

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.config.checked import check_callable, check_count, check_type
 from graphrt.context import ForwardContext
 from graphrt.device import DeviceName, make_device
 from graphrt.device.base import Device, Pool, Stream
@@ -120,26 +121,18 @@ class GraphLibrary:
         before_suspend: Sequence[Callable[[], None]] = (),
         after_resume: Sequence[Callable[[], None]] = (),
     ) -> None:
-        if generation_size < 1:
-            raise ConfigError(
-                "generation_size",
-                expected="an integer >= 1",
-                found=repr(generation_size),
-                do="correct it",
-            )
-        if observer is not None and not callable(observer):
-            raise ConfigError(
-                "observer", expected="a callable", found=repr(observer), do="pass a function"
-            )
+        check_count("generation_size", generation_size)
+        if observer is not None:
+            check_callable("observer", observer)
         self._owns_device = isinstance(device, str)
         self.device = make_device(device) if isinstance(device, str) else device
-        if not isinstance(self.device, Device):
-            raise ConfigError(
-                "device",
-                expected='"auto", "cuda", "simulated", or a device of graphrt',
-                found=repr(device),
-                do="pass a name, or CUDADevice(index) for one GPU of several",
-            )
+        check_type(
+            "device",
+            self.device,
+            Device,
+            '"auto", "cuda", "simulated", or a device of graphrt',
+            "pass a name, or CUDADevice(index) for one GPU of several",
+        )
         self.budget = budget or GraphBudget()
         self.stale_check = stale_check
         self.generators = tuple(generators)
@@ -290,13 +283,8 @@ class GraphLibrary:
         an eager segment.
         """
         base = CaptureOptions() if options is None else options
-        if not isinstance(base, CaptureOptions):
-            raise ConfigError(
-                "options of a capture scope",
-                expected="CaptureOptions",
-                found=type(base).__qualname__,
-                do="give single options by keyword",
-            )
+        name, do = "options of a capture scope", "give single options by keyword"
+        check_type(name, base, CaptureOptions, "CaptureOptions", do)
         options = replace(base, **changes) if changes else base
         given = options.stream
         stream = self._stream if given is None else self.device.adopt_stream(given)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.config.checked import check_choice
+from graphrt.config.checked import check_choice, check_count, check_type
 from graphrt.context import CaptureContext, ForwardContext
 from graphrt.device.base import Device, Stream
 from graphrt.errors import ConfigError
@@ -81,10 +81,7 @@ class CaptureOptions:
         check_choice("generation", self.generation, ("current", "new", "lazy"))
         check_choice("checks", self.checks, ("all", "none"))
         check_choice("observe", self.observe, ("ends", "always", "never", None))
-        if self.warmups < 0:
-            raise ConfigError(
-                "warmups", expected="0 or more", found=str(self.warmups), do="correct it"
-            )
+        check_count("warmups", self.warmups, least=0)
         for name in ("may_overwrite", "keep_alive", "resources", "allow_escape"):
             value = getattr(self, name)
             # A tensor would be taken for the list of its rows.
@@ -94,24 +91,14 @@ class CaptureOptions:
             object.__setattr__(self, name, tuple(value))
         for name in ("may_overwrite", "keep_alive"):
             for item in getattr(self, name):
-                if not isinstance(item, torch.Tensor):
-                    found, do = type(item).__qualname__, "leave out what is no tensor"
-                    raise ConfigError(name, expected="tensors", found=found, do=do)
-        if not isinstance(self.state, StateGuard | None):
-            raise ConfigError(
-                "state",
-                expected="an object with the methods save() and restore(token)",
-                found=type(self.state).__qualname__,
-                do="TensorStateGuard([...]) guards tensors",
-            )
+                check_type(name, item, torch.Tensor, "tensors", "leave out what is no tensor")
+        expected = "an object with the methods save() and restore(token)"
+        do = "TensorStateGuard([...]) guards tensors"
+        check_type("state", self.state, StateGuard | None, expected, do)
+        expected = "objects with a method prepare(key, step_info), and workspaces"
+        do = "add the method; reserve, prepare_for_capture and freeze may be left out"
         for resource in self.resources:
-            if not isinstance(resource, Resource | Workspace):
-                raise ConfigError(
-                    "resources",
-                    expected="objects with a method prepare(key, step_info), and workspaces",
-                    found=type(resource).__qualname__,
-                    do="add the method; reserve, prepare_for_capture and freeze may be left out",
-                )
+            check_type("resources", resource, Resource | Workspace, expected, do)
 
     @property
     def workspaces(self) -> list[Workspace]:

@@ -20,6 +20,7 @@ from time import monotonic, sleep
 from typing import Any, Literal, NoReturn, Protocol, cast
 from weakref import ref
 
+from graphrt.config.checked import check_choice, check_count
 from graphrt.config.options import MOST_TIMEOUT_S
 from graphrt.errors import (
     AgreementInFlightError,
@@ -194,10 +195,7 @@ class InProcessExchange:
     """
 
     def __init__(self, world: int) -> None:
-        if world < 1:
-            raise ConfigError(
-                "InProcessExchange", expected="at least 1 rank", found=str(world), do="pass a world"
-            )
+        check_count("world of InProcessExchange", world)
         self.texts: dict[str, str] = {}
         self.rounds: dict[int, list[Sequence[int]]] = {}
         """By number: the messages of each that not every rank has started, () for missing ones."""
@@ -275,10 +273,7 @@ class TorchExchange(_Member):
         most_s: float = 600.0,
         model_groups: Sequence[Any] = (),
     ) -> None:
-        if wire not in ("auto", "reduce", "gather"):
-            raise ConfigError(
-                "wire", expected="auto, reduce or gather", found=repr(wire), do="pass one of them"
-            )
+        check_choice("wire", wire, ("auto", "reduce", "gather"))
         _check_time("most_s", most_s)
         # Here, because deciding alone needs no torch.
         import torch

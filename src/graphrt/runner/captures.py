@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from graphrt.batch import BatchDescriptor, Reason
 from graphrt.errors import CaptureInProgressError
-from graphrt.events import CaptureBegan, CaptureEnded, MemoryTaken, Observer
-from graphrt.graphs import CaptureOptions, Entry, GraphLibrary, HostSnapshot, too_many_failures
+from graphrt.events import CaptureBegan, CaptureEnded, MemoryTaken
+from graphrt.graphs import CaptureOptions, Entry, HostSnapshot, too_many_failures
 from graphrt.interrupts import interrupted_between_steps
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress
@@ -26,72 +25,60 @@ from graphrt.runner.report import CaptureMemory, DeviceMemory
 Capture = Callable[[Sequence[Entry], CaptureOptions, Progress | None], None]
 
 
+@dataclass(eq=False)
 class Captures:
     """Captures keys of one runner, all at once or in parts, and counts what that takes.
 
     It does not hold the runner, so that a closed one gives its memory back at once.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str,
-        library: GraphLibrary,
-        keys: RunnerKeys,
-        executor: Executor,
-        *,
-        lockstep: Lockstep | None,
-    ) -> None:
-        self.seconds = 0.0
-        self.memory: tuple[DeviceMemory, DeviceMemory] | None = None
-        """Before the first capture, and after the last one that ended without an error."""
-        self.memory_taken = MemoryTaken()
-        self._fn = fn
-        self._name = name
-        self._library = library
-        self._keys = keys
-        self._executor = executor
-        self._lockstep = lockstep
-        self._host: HostSnapshot | None = None
-        """What ``fn`` remembered on the host before the first part of a capture."""
+    name: str
+    keys: RunnerKeys
+    executor: Executor
+    lockstep: Lockstep | None
+    seconds: float = 0.0
+    memory: tuple[DeviceMemory, DeviceMemory] | None = None
+    """Before the first capture, and after the last one that ended without an error."""
+    memory_taken: MemoryTaken = field(default_factory=MemoryTaken)
+    _host: HostSnapshot | None = None
+    """What the callable remembered on the host before the first part of a capture."""
 
     @contextmanager
     def part(
         self,
         check: Callable[[HostSnapshot, Entry], None],
         refresh: Callable[[], None],
-        emit: Observer,
     ) -> Iterator[Capture]:
         """Around every capture: time it, hold Ctrl-C back, dispatch to what it captured.
 
-        Yields ``_capture``, with what ``fn`` remembered before the first warm-up, of an earlier
-        part too. What something else has changed since counts as it is now. ``check(host, entry)``
-        compares a first replay, given what was remembered; ``refresh()`` dispatches to what is
-        ready now.
+        Yields ``_capture``, with what the callable remembered before the first warm-up, of an
+        earlier part too. What something else has changed since counts as it is now.
+        ``check(host, entry)`` compares a first replay, given what was remembered; ``refresh()``
+        dispatches to what is ready now.
         """
-        if self._executor.examples is None:
+        if self.executor.examples is None:
             raise no_examples_error()
-        if self._library.scope is not None:
+        if self.executor.library.scope is not None:
             raise CaptureInProgressError(
-                f"capture of {self._name}",
+                f"capture of {self.name}",
                 expected="no open capture scope, because the runner opens one with its own options",
                 found="one that is open",
                 do="leave the scope first",
             )
-        self._library.require_no_recording(f"capture of {self._name}")
+        self.executor.library.require_no_recording(f"capture of {self.name}")
         started = perf_counter()
-        self._executor.outputs.expire()
+        self.executor.outputs.expire()
         if self._host is None:
-            self._host = HostSnapshot(self._fn)
+            self._host = HostSnapshot(self.executor.fn)
         else:
             self._host.rebase()
         try:
             together: AbstractContextManager[None] = nullcontext()
-            if self._lockstep is not None:
-                together = self._lockstep.capturing(lambda: missing_text(self._keys.missing()))
+            if self.lockstep is not None:
+                together = self.lockstep.capturing(lambda: missing_text(self.keys.missing()))
             with interrupted_between_steps() as check_interrupt, torch.no_grad(), together:
                 compare = partial(check, self._host)
-                yield partial(self._capture, compare, emit, self._host, check_interrupt)
+                yield partial(self._capture, compare, self._host, check_interrupt)
         finally:
             self.seconds += perf_counter() - started
             refresh()
@@ -110,31 +97,33 @@ class Captures:
         """
         self._invalidate_with_others()
         missing = [entry for entry in wanted if entry.reason is not Reason.HIT]
-        generations = self._library.generations
+        generations = self.executor.library.generations
         owners = {program.owner for generation in generations for program in generation.programs}
         has_invalid = any(e.program is not None and not e.program.is_valid for e in wanted)
-        if not has_invalid or owners != {self._name}:
+        if not has_invalid or owners != {self.name}:
             # A generation goes as a whole: with it would go what serves another runner.
             return missing, replace(options, generation="current")
-        entries = self._keys.entries.values()
+        entries = self.keys.entries.values()
         if any(entry.reason is Reason.HIT for entry in entries):
             # What takes the old generation's place has to serve what that one serves.
             again = [e for e in entries if e in wanted or e.valid_program is not None]
             return again, replace(options, generation="new")
         for generation in generations:
             if generation.programs:
-                self._library.retire(generation)
+                self.executor.library.retire(generation)
         return missing, replace(options, generation="current")
 
     def _invalidate_with_others(self) -> None:
         """Invalidate the programs that another rank has none of: all capture the same keys."""
-        if self._lockstep is None:
+        if self.lockstep is None:
             return
-        entries = tuple(self._keys.entries.values())
-        serves = self._lockstep.served_by_all([e.reason is Reason.HIT for e in entries])
+        entries = tuple(self.keys.entries.values())
+        serves = self.lockstep.served_by_all([e.reason is Reason.HIT for e in entries])
         for entry, is_everywhere in zip(entries, serves, strict=True):
             if entry.reason is Reason.HIT and not is_everywhere and entry.program is not None:
-                self._library.catalog.invalidate(entry.program, ("something on another rank",))
+                self.executor.library.catalog.invalidate(
+                    entry.program, ("something on another rank",)
+                )
 
     def recheck(self, chosen: Sequence[Entry]) -> list[Entry]:
         """Invalidate what an interrupt left unchecked and reads what has moved since; return what
@@ -142,13 +131,13 @@ class Captures:
         for entry in chosen:
             program = entry.valid_program
             if program is not None and (names := program.find_moved()):
-                self._library.catalog.invalidate(program, names)
-        return [entry for entry in self._keys.pending() if entry in chosen]
+                self.executor.library.catalog.invalidate(program, names)
+        return [entry for entry in self.keys.pending() if entry in chosen]
 
     def fail_the_rest(self) -> bool:
         """After three failures in a row, mark every other key as failed; True if it marked any."""
-        catalog, pending = self._library.catalog, self._keys.pending()
-        if not pending or not catalog.has_given_up(self._name):
+        catalog, pending = self.executor.library.catalog, self.keys.pending()
+        if not pending or not catalog.has_given_up(self.name):
             return False
         for entry in pending:
             error = too_many_failures(entry.owner, entry.mode, entry.key)
@@ -158,7 +147,6 @@ class Captures:
     def _capture(
         self,
         check: Callable[[Entry], None],
-        emit: Observer,
         host: HostSnapshot,
         check_interrupt: Callable[[], None],
         entries: Sequence[Entry],
@@ -167,8 +155,8 @@ class Captures:
     ) -> None:
         """Capture ``entries`` in one scope, and check each first replay after it."""
         if entries:
-            emit(CaptureBegan(self._name, len(entries)))
-        started, memory, taken = perf_counter(), CaptureMemory(self._library), MemoryTaken()
+            self.executor.emit(CaptureBegan(self.name, len(entries)))
+        started, memory, taken = perf_counter(), CaptureMemory(self.executor.library), MemoryTaken()
         done, total = 0, 2 * len(entries)
 
         def tick(key: BatchDescriptor) -> None:
@@ -181,24 +169,24 @@ class Captures:
         def gate(job: CaptureJob, phase: str) -> bool:
             if phase == "warmup":
                 check_interrupt()
-            return self._lockstep is None or self._lockstep.gate(job, phase)
+            return self.lockstep is None or self.lockstep.gate(job, phase)
 
         jobs = [
             CaptureJob(
-                self._fn,
+                self.executor.fn,
                 entry.mode,
                 entry.key,
-                partial(self._executor.example_inputs, entry.key),
-                owner=self._name,
+                partial(self.executor.example_inputs, entry.key),
+                owner=self.name,
                 check=check,
                 checked=lambda entry: tick(entry.key),
             )
             for entry in entries
         ]
-        known = self._keys.entries
+        known = self.keys.entries
         try:
             capture_all(
-                self._library,
+                self.executor.library,
                 jobs,
                 options,
                 gate=gate,
@@ -207,17 +195,19 @@ class Captures:
                 host=host,
                 ended=memory.ended,
             )
-            if not self._keys.pending():
+            if not self.keys.pending():
                 # Comparisons leave the allocator with gigabytes that no later capture needs. While
                 # another thread records on this GPU, nothing can be given back.
                 with suppress(CaptureInProgressError):
-                    self._library.device.trim()
+                    self.executor.library.device.trim()
             after, taken = memory.taken()
             self.memory = (self.memory or (memory.before,))[0], after
             self.memory_taken = self.memory_taken.plus(taken)
         finally:
-            self._executor.forget_examples()
+            self.executor.forget_examples()
             if entries:
                 num_served = sum(entry.reason is Reason.HIT for entry in known.values())
                 seconds = perf_counter() - started
-                emit(CaptureEnded(self._name, len(entries), num_served, seconds, taken))
+                self.executor.emit(
+                    CaptureEnded(self.name, len(entries), num_served, seconds, taken)
+                )

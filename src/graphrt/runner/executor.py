@@ -16,7 +16,7 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
 from graphrt.errors import ConfigError, InputMismatchError, UnkeyedValueError, VerificationError
-from graphrt.events import Observer
+from graphrt.events import Event, Observer
 from graphrt.graphs import (
     BoundBuffers,
     BufferSet,
@@ -171,6 +171,10 @@ class Executor:
             self._shared = BufferSet(inputs, self.space.capacity, self.space.axis_sizes, device)
             self._reader = self._shared
         check_parameters(self.fn, inputs)
+
+    def emit(self, event: Event) -> None:
+        if self.observer is not None:
+            self.observer(event)
 
     def register(self) -> None:
         """Let graphs of the library write the shared buffers that are declared ``written``."""

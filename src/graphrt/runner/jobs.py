@@ -6,7 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -133,7 +133,10 @@ def capture_all(
     Errors: the first failure, unless failures are skipped. A check that fails does not hinder
     those of the other jobs.
     """
-    run = _Run(library, tuple(jobs), options or CaptureOptions(), gate, host)
+    hosts = {} if host is None else {id(host.runnable): host}
+    run = _Run(
+        library, tuple(jobs), options or CaptureOptions(), gate or (lambda job, phase: True), hosts
+    )
     opened = nullcontext(library.scope) if library.scope else library.capture_scope(run.options)
     try:
         with opened as scope:
@@ -174,52 +177,43 @@ def capture_all(
         return run.report()
     finally:
         run.restore_hosts()
-        library.settle(program for own in run.captured for program in own)
+        library.settle(program for own in run.captured.values() for program in own)
 
 
+@dataclass(eq=False)
 class _Run:
     """One ``capture_all``: what each job captured, what failed, how long each took."""
 
-    def __init__(
-        self,
-        library: GraphLibrary,
-        jobs: tuple[CaptureJob, ...],
-        options: CaptureOptions,
-        gate: Gate | None,
-        host: HostSnapshot | None,
-    ) -> None:
-        self.jobs = jobs
-        self.options = options
-        self.library = library
-        self._hosts = {} if host is None else {id(host.runnable): host}
-        """By id of each callable: what it remembered before its first warm-up."""
-        self._catalog = library.catalog
-        self._gate = gate
-        self._users: dict[int, list[CaptureJob]] = {}
-        """The jobs of each callable that ran."""
-        self._ran_again: set[int] = set()
-        self._captured: dict[CaptureJob, list[Program]] = {}
-        self._failures: dict[CaptureJob, Entry] = {}
-        self._skipped: list[CaptureJob] = []
-        self._takes_seed = {job: job.takes_seed for job in jobs}
-        self._seconds: dict[CaptureJob, float] = {}
+    library: GraphLibrary
+    jobs: tuple[CaptureJob, ...]
+    options: CaptureOptions
+    gate: Gate
+    hosts: dict[int, HostSnapshot]
+    """By id of each callable: what it remembered before its first warm-up."""
+    captured: dict[CaptureJob, list[Program]] = field(default_factory=dict)
+    failures: dict[CaptureJob, Entry] = field(default_factory=dict)
+    skipped: list[CaptureJob] = field(default_factory=list)
+    seconds: dict[CaptureJob, float] = field(default_factory=dict)
+    _users: dict[int, list[CaptureJob]] = field(default_factory=dict)
+    """The jobs of each callable that ran."""
+    _ran_again: set[int] = field(default_factory=set)
 
-    @property
-    def captured(self) -> Iterable[list[Program]]:
-        return self._captured.values()
+    def __post_init__(self) -> None:
+        self._catalog = self.library.catalog
+        self._takes_seed = {job: job.takes_seed for job in self.jobs}
 
     def report(self) -> CaptureReport:
         return CaptureReport(
             # To make room, a later capture of lazy generations may have retired an earlier one.
             tuple(
                 program
-                for programs in self._captured.values()
+                for programs in self.captured.values()
                 for program in programs
                 if program.state != "retired"
             ),
-            tuple(self._failures.values()),
-            tuple(self._skipped),
-            MappingProxyType(self._seconds),
+            tuple(self.failures.values()),
+            tuple(self.skipped),
+            MappingProxyType(self.seconds),
         )
 
     def reserve(self, later: Iterable[BatchDescriptor]) -> None:
@@ -234,8 +228,8 @@ class _Run:
         recorded, and raised unless failures are skipped."""
         entry = self._entry(job)
         if entry.error is not None and self.options.on_error == "skip":
-            self._failures[job] = entry
-        if job in self._skipped or job in self._failures or self._is_captured(job):
+            self.failures[job] = entry
+        if job in self.skipped or job in self.failures or self._is_captured(job):
             yield False
             return
         started = perf_counter()
@@ -258,23 +252,22 @@ class _Run:
 
     def _asks(self, job: CaptureJob, phase: Phase) -> bool:
         """Whether the job goes on; else it is skipped."""
-        goes_on = self._gate is None or self._gate(job, phase)
+        goes_on = self.gate(job, phase)
         if not goes_on:
-            self._skipped.append(job)
+            self.skipped.append(job)
         return goes_on
 
     def _time(self, job: CaptureJob, phase: TimedPhase, started: float) -> None:
         took = perf_counter() - started
-        self._seconds[job] = self._seconds.get(job, 0.0) + took
+        self.seconds[job] = self.seconds.get(job, 0.0) + took
         self._entry(job).seconds.add(phase, took)
 
     def _fail(self, job: CaptureJob, error: Exception) -> None:
         """Record a failure; raise it again unless failures are skipped."""
         if isinstance(error, RankError):
             raise error
-        self._failures[job] = self._catalog.mark_failed(job.name, job.mode, job.key, error)
-        if self._gate is not None:
-            self._gate(job, "failed")
+        self.failures[job] = self._catalog.mark_failed(job.name, job.mode, job.key, error)
+        self.gate(job, "failed")
         if self.options.on_error == "raise" and not self.library.has_ranks:
             raise error
         # Raises if the error left the device unusable: there is nothing to go on with. With ranks
@@ -286,9 +279,9 @@ class _Run:
 
     def _host_of(self, job: CaptureJob, scope: CaptureScope) -> HostSnapshot:
         fn = self._callable_of(job) if job.is_direct else job.target
-        host = self._hosts.get(id(fn))
+        host = self.hosts.get(id(fn))
         if host is None:
-            host = self._hosts[id(fn)] = HostSnapshot(fn)
+            host = self.hosts[id(fn)] = HostSnapshot(fn)
         scope.hosts[id(fn)] = host  # Captures of this scope go by it too.
         self._users.setdefault(id(fn), []).append(job)
         return host
@@ -296,7 +289,7 @@ class _Run:
     def restore_hosts(self) -> None:
         """Put back what each run of a callable advances on the host. Memos stay for the graphs that
         read them; where there is no graph, nothing does."""
-        for fn, host in self._hosts.items():
+        for fn, host in self.hosts.items():
             jobs = self._users.get(fn, ())
             host.restore_advanced(memos=bool(jobs) and not any(map(self._has_program, jobs)))
 
@@ -355,27 +348,21 @@ class _Run:
                 run = host.run(is_first=False)
                 with _guarded(self.options.state), run, scope.step(RuntimeMode.NONE, job.key):
                     job.target(*args, **kwargs)
-        except BaseException:
-            self._drop(scope, before)
-            raise
-        try:
-            is_kept = self._gate is None or self._gate(job, "captured")
+            is_kept = self.gate(job, "captured")
         except BaseException:
             self._drop(scope, before)
             raise
         if is_kept:
-            self._captured[job] = scope.programs[before:]
+            self.captured[job] = scope.programs[before:]
             if self._checker(job) is not None:
                 self._catalog.mark_unchecked(self._entry(job))
         else:
             self._drop(scope, before)
-            self._skipped.append(job)
+            self.skipped.append(job)
 
     def captured_blindly(self) -> list[CaptureJob]:
         """Jobs whose program touches more than it names, as an observed one has shown since."""
-        return [
-            job for job, own in self._captured.items() if any(p.state == "invalid" for p in own)
-        ]
+        return [job for job, own in self.captured.items() if any(p.state == "invalid" for p in own)]
 
     def check(self) -> Exception | None:
         """Play each new program once; return the first error, when all were tried."""
@@ -384,7 +371,7 @@ class _Run:
             (job, self._entry(job), check)
             for job in self.jobs
             if (check := self._checker(job)) is not None
-            and (job in self._captured or self._entry(job).reason is not Reason.HIT)
+            and (job in self.captured or self._entry(job).reason is not Reason.HIT)
         ]
         for _, entry, _ in unchecked:
             self._catalog.mark_unchecked(entry)
@@ -404,7 +391,7 @@ class _Run:
                     self._catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
                 else:
                     self._catalog.mark_wrong(entry, error)
-                self._failures[job] = entry
+                self.failures[job] = entry
                 first = first or error
                 # Raises if the error left the device unusable: there is nothing to go on with.
                 self.library.synchronize()
@@ -491,7 +478,7 @@ class _Run:
 
     def _checker(self, job: CaptureJob) -> Callable[[Entry], None] | None:
         """How the first replay of a job is checked; None where nothing can tell."""
-        if not job.is_direct or job in self._skipped:
+        if not job.is_direct or job in self.skipped:
             return None
         is_compared = self._takes_seed[job] and self.options.checks == "all"
         return job.check or (partial(self._compare, job) if is_compared else None)
@@ -517,7 +504,7 @@ class _Run:
         captured = own_copy(self._inputs(job, seed=0))
         checked = own_copy(self._inputs(job, seed=1))
         require_other_example(subject, captured, checked)
-        host = self._hosts.get(id(fn))
+        host = self.hosts.get(id(fn))
         with _guarded(self.options.state):
             verification = check_replay(
                 mode=job.mode,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
-from graphrt.config.checked import check_choice, check_count, check_number
+from graphrt.config.checked import check_choice, check_count, check_number, check_type
 from graphrt.dispatch import BucketDispatcher, BucketKey
 from graphrt.errors import BatchError, ConfigError, GraphrtError, LibraryClosedError, MissError
 from graphrt.events import KeysChanged
@@ -292,14 +292,9 @@ def check_capacity(
 
     Errors: ``ConfigError``.
     """
+    expected = "a dict by axis, such as sizes={'batch': [2, 4]}"
     for name, given in (("sizes", sizes), ("capacity", capacity)):
-        if given is not None and not isinstance(given, Mapping):
-            raise ConfigError(
-                name,
-                expected="a dict by axis, such as sizes={'batch': [2, 4]}",
-                found=repr(given),
-                do="name the axis",
-            )
+        check_type(name, given, Mapping | None, expected, "name the axis")
     listed = {axis: max(each, default=0) for axis, each in (sizes or {}).items()}
     limits = dict(listed if capacity is None else capacity)
     if listed and listed.keys() == limits.keys():
@@ -314,17 +309,6 @@ def check_capacity(
             do="give each axis a capacity, or list sizes={axis: [...]} and leave it out",
         )
     return limits
-
-
-def check_outputs(outputs: object) -> None:
-    """Errors: ``ConfigError`` for what is no ``OutputSpec``, nor None."""
-    if outputs is not None and not isinstance(outputs, OutputSpec):
-        raise ConfigError(
-            "outputs",
-            expected='an OutputSpec, such as OutputSpec({"": "tokens"})',
-            found=repr(outputs),
-            do="put the axes of the outputs into one",
-        )
 
 
 def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
@@ -344,13 +328,8 @@ def check_specs(specs: object) -> tuple[BufferSpec, ...]:
     """``specs`` as a tuple. Errors: ``ConfigError`` for what is no sequence of specs."""
     found = tuple(specs) if isinstance(specs, Iterable) else (specs,)
     for spec in found:
-        if not isinstance(spec, BufferSpec):
-            raise ConfigError(
-                "inputs",
-                expected="a list of BufferSpec",
-                found=repr(spec),
-                do="declare one BufferSpec for each input",
-            )
+        do = "declare one BufferSpec for each input"
+        check_type("inputs", spec, BufferSpec, "a list of BufferSpec", do)
     return found
 
 

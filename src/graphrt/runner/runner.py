@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import torch
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
-from graphrt.config.checked import check_callable, check_choice, check_count
+from graphrt.config.checked import check_callable, check_choice, check_count, check_type
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
@@ -25,7 +25,7 @@ from graphrt.errors import (
     VerificationError,
     with_notes,
 )
-from graphrt.events import Event, KeysChanged, Observer, RanEager, Replayed, Withdrawn
+from graphrt.events import KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
     CaptureOptions,
     Entry,
@@ -55,7 +55,6 @@ from graphrt.runner.keys import (
     RunnerKeys,
     batch_key,
     check_options,
-    check_outputs,
     check_specs,
     closed_error,
     in_order,
@@ -172,7 +171,9 @@ class CUDAGraphRunner:
         if self._fixed:
             sizes = {axis: [size] for axis, size in self._fixed.items()}
             outputs = outputs or OutputSpec({})
-        check_outputs(outputs)
+        expected = 'an OutputSpec, such as OutputSpec({"": "tokens"})'
+        do = "put the axes of the outputs into one"
+        check_type("outputs", outputs, OutputSpec | None, expected, do)
         space = space or key_space(modes, sizes, capacity)
         rows = may_overwrite if isinstance(may_overwrite, Mapping) else {}
         options = CaptureOptions(
@@ -225,9 +226,7 @@ class CUDAGraphRunner:
         self._keys = RunnerKeys(self.library.catalog, self.name, space)
         self._executor.is_padded = self._keys.is_padded
         self._entries = self._keys.entries
-        self._captures = Captures(
-            fn, self.name, self.library, self._keys, self._executor, lockstep=lockstep
-        )
+        self._captures = Captures(self.name, self._keys, self._executor, lockstep)
         self._verify = verify
         self._verify_every = self._until_verify = verify_every or 0
         self._compares_padding = False
@@ -322,7 +321,7 @@ class CUDAGraphRunner:
                 )
             self._executor.use_examples_like(like)
         with (
-            self._captures.part(self._check, self._refresh, self._emit) as capture,
+            self._captures.part(self._check, self._refresh) as capture,
             shown(progress, self.name) as tell,
         ):
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
@@ -365,7 +364,7 @@ class CUDAGraphRunner:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
                 with (
-                    self._captures.part(self._check, self._refresh, self._emit) as capture,
+                    self._captures.part(self._check, self._refresh) as capture,
                     frozen_heap(),
                 ):
                     capture(self._captures.recheck(chosen), self._options, None)
@@ -396,13 +395,9 @@ class CUDAGraphRunner:
             self.library.drop(programs)
         # Other kernels may succeed where those before failed.
         self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in chosen)
-        self._emit(Withdrawn(self.name, len(programs), reason))
+        self._executor.emit(Withdrawn(self.name, len(programs), reason))
         self._refresh()
         return len(programs)
-
-    def _emit(self, event: Event) -> None:
-        if self._observer is not None:
-            self._observer(event)
 
     def _check(self, host: HostSnapshot, entry: Entry) -> None:
         """Check a first replay: a run, so that nothing may call the runner inside it."""
@@ -728,7 +723,7 @@ class CUDAGraphRunner:
         changed = self._keys.changed()
         if changed != self._told:
             self._told = changed
-            self._emit(changed)
+            self._executor.emit(changed)
 
     @property
     def num_watched(self) -> int:
@@ -846,7 +841,7 @@ class CUDAGraphRunner:
         if self._owns_library:
             self.library.close()
         if not self._is_closed:
-            self._emit(KeysChanged(self.name, 0, ()))
+            self._executor.emit(KeysChanged(self.name, 0, ()))
         self._is_closed = True
         self._watch.stop()
         self._executor.outputs.expire()

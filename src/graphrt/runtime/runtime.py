@@ -32,7 +32,7 @@ from graphrt.config import (
     RuntimeConfig,
     resolve,
 )
-from graphrt.config.checked import config_error
+from graphrt.config.checked import check_type, config_error
 from graphrt.config.unbuilt import misplaced_attention, unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
@@ -622,9 +622,7 @@ def _resolve_alone(
     config: RuntimeConfig | None, flat: Mapping[str, Any], facts: Facts | None
 ) -> tuple[RuntimeConfig, Resolved]:
     for name, given, kind in (("config", config, RuntimeConfig), ("facts", facts, Facts)):
-        if not isinstance(given, kind | None):
-            found = type(given).__qualname__
-            raise ConfigError(name, expected=kind.__name__, found=found, do="pass one, or nothing")
+        check_type(name, given, kind | None, kind.__name__, "pass one, or nothing")
     asked = {name: value for name, value in flat.items() if value is not None}
     if config is not None:
         if asked:

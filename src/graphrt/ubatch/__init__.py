@@ -7,34 +7,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graphrt.ubatch.communication import (
-    Communication,
-    active,
-    communication,
-    compute_mark,
-    count,
-    index,
-    register_recv_hook,
-    run_recv_hook,
-    switch_to_comm,
-    switch_to_compute,
-    token_offset,
-    yield_,
-    yield_and_switch_to_comm,
-    yield_and_switch_to_compute,
+    Communication as Communication,
+    active as active,
+    communication as communication,
+    compute_mark as compute_mark,
+    count as count,
+    index as index,
+    register_recv_hook as register_recv_hook,
+    run_recv_hook as run_recv_hook,
+    switch_to_comm as switch_to_comm,
+    switch_to_compute as switch_to_compute,
+    token_offset as token_offset,
+    yield_ as yield_,
+    yield_and_switch_to_comm as yield_and_switch_to_comm,
+    yield_and_switch_to_compute as yield_and_switch_to_compute,
 )
 from graphrt.ubatch.slices import (
-    SliceMetadata,
-    UBatchSlice,
-    make_slices,
-    slice_metadata,
-    wants_split,
+    SliceMetadata as SliceMetadata,
+    UBatchSlice as UBatchSlice,
+    make_slices as make_slices,
+    slice_metadata as slice_metadata,
+    wants_split as wants_split,
 )
 
 if TYPE_CHECKING:
-    from graphrt.ubatch.baton import UBatchAborted
-    from graphrt.ubatch.peer_copies import PeerCopies
-    from graphrt.ubatch.split import CaptureHook, InputAxes, SMControl, SplitCallable
-    from graphrt.ubatch.wrapper import UBatchWrapper
+    from graphrt.ubatch.baton import UBatchAborted as UBatchAborted
+    from graphrt.ubatch.peer_copies import PeerCopies as PeerCopies
+    from graphrt.ubatch.split import (
+        CaptureHook as CaptureHook,
+        InputAxes as InputAxes,
+        SMControl as SMControl,
+        SplitCallable as SplitCallable,
+    )
+    from graphrt.ubatch.wrapper import UBatchWrapper as UBatchWrapper
 
 _LATER = {
     "UBatchAborted": "baton",
@@ -45,35 +50,6 @@ _LATER = {
     "SplitCallable": "split",
     "UBatchWrapper": "wrapper",
 }
-
-__all__ = [
-    "CaptureHook",
-    "Communication",
-    "InputAxes",
-    "PeerCopies",
-    "SMControl",
-    "SliceMetadata",
-    "SplitCallable",
-    "UBatchAborted",
-    "UBatchSlice",
-    "UBatchWrapper",
-    "active",
-    "communication",
-    "compute_mark",
-    "count",
-    "index",
-    "make_slices",
-    "register_recv_hook",
-    "run_recv_hook",
-    "slice_metadata",
-    "switch_to_comm",
-    "switch_to_compute",
-    "token_offset",
-    "wants_split",
-    "yield_",
-    "yield_and_switch_to_comm",
-    "yield_and_switch_to_compute",
-]
 
 
 def __getattr__(name: str) -> Any:

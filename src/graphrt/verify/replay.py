@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -99,39 +99,53 @@ def check_replay(
             guarded.restore(saved)
             if before_warmup is not None:
                 before_warmup.restore_advanced()
-        verification = _check_run(
-            mode=mode,
-            key=key,
-            run_eager=run_eager,
-            run_replay=run_replay,
-            guarded=guarded,
-            saved=saved,
-            num_before=num_before,
-            runnable=runnable,
-            before_warmup=before_warmup,
-            tolerance=tolerance,
-            suspects=suspects,
-            observer=observer,
+        expected, left_by_eager, outputs, left_by_replay = _run_both(
+            run_eager, run_replay, guarded, saved, before_warmup, num_before
+        )
+        comparison = compare(expected, outputs, tolerance=tolerance)
+        states = None
+        if left_by_eager:
+            states = compare(left_by_eager, left_by_replay, tolerance=tolerance)
+        is_equal = comparison.is_equal and (states is None or states.is_equal)
+        if observer is not None:
+            sizes = [comparison.max_abs_difference]
+            sizes += [] if states is None else [states.max_abs_difference]
+            largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
+            observer(Verified(mode, key, is_equal, largest))
+        verification = Verification(outputs, comparison, states, runnable)
+        if is_equal:
+            continue
+        guarded.restore(saved)
+        found = [f"outputs: {comparison}"] if not comparison.is_equal else []
+        if states is not None and not states.is_equal:
+            found.append(f"state: {states}")
+        causes = list(suspects() if suspects is not None else ())
+        if guarded.poisoned:
+            causes.append(
+                "rows that may_overwrite names are poisoned before each run, so that a run which "
+                "reads one before it writes all of it (adds to it, keeps a history in it) differs: "
+                "give such a tensor to state= too"
+            )
+        raise VerificationError(
+            f"{mode.name}, {key}",
+            expected="the replay's outputs and state equal to eager execution of the same inputs"
+            + (f" within {tolerance:g}" if tolerance is not None else ", bit for bit"),
+            found="; ".join(found),
+            do=_advice(causes, verification.hooks, before_warmup, guarded.guard is not None),
         )
     return verification
 
 
-def _check_run(
-    *,
-    mode: RuntimeMode,
-    key: BatchDescriptor,
+def _run_both(
     run_eager: Callable[[], Any],
     run_replay: Callable[[], Any],
     guarded: RunState,
     saved: SavedState,
-    num_before: int,
-    runnable: object,
     before_warmup: HostSnapshot | None,
-    tolerance: float | None,
-    suspects: Callable[[], Iterable[str]] | None,
-    observer: Observer | None,
-) -> Verification:
-    """Compare one run of each side, after ``num_before`` others that advance host values alone."""
+    num_before: int,
+) -> tuple[Any, Mapping[str, Any], Any, Mapping[str, Any]]:
+    """What eager returned and left, what a replay did: both from ``saved``, each after
+    ``num_before`` others that advance host values alone. An error puts everything back."""
     guarded.poison()
     try:
         with before_warmup.restored() if before_warmup is not None else nullcontext():
@@ -140,50 +154,18 @@ def _check_run(
                 guarded.begin(saved)
             # The replay may overwrite what eager returned: an output can view a static input.
             expected = own_copy(run_eager())
-        expected_state = guarded.save().compared
+        left_by_eager = guarded.save().compared
         for _ in range(num_before):  # Eager segments of a replay advance host values too.
             guarded.begin(saved)
             run_replay()
         guarded.begin(saved, is_last=True)
         outputs = run_replay()
-        found_state = guarded.save().compared
-        guarded.settle(saved, expected_state, found_state)
+        left_by_replay = guarded.save().compared
+        guarded.settle(saved, left_by_eager, left_by_replay)
     except BaseException:
         guarded.restore(saved)
         raise
-
-    comparison = compare(expected, outputs, tolerance=tolerance)
-    states = None
-    if expected_state:
-        states = compare(expected_state, found_state, tolerance=tolerance)
-    is_equal = comparison.is_equal and (states is None or states.is_equal)
-    if observer is not None:
-        sizes = [comparison.max_abs_difference]
-        sizes += [] if states is None else [states.max_abs_difference]
-        largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
-        observer(Verified(mode, key, is_equal, largest))
-    verification = Verification(outputs, comparison, states, runnable)
-    if is_equal:
-        return verification
-
-    guarded.restore(saved)
-    found = [f"outputs: {comparison}"] if not comparison.is_equal else []
-    if states is not None and not states.is_equal:
-        found.append(f"state: {states}")
-    causes = list(suspects() if suspects is not None else ())
-    if guarded.poisoned:
-        causes.append(
-            "rows that may_overwrite names are poisoned before each run, so that a run which reads "
-            "one before it writes all of it (adds to it, keeps a history in it) differs: give such "
-            "a tensor to state= too"
-        )
-    raise VerificationError(
-        f"{mode.name}, {key}",
-        expected="the replay's outputs and state equal to eager execution of the same inputs"
-        + (f" within {tolerance:g}" if tolerance is not None else ", bit for bit"),
-        found="; ".join(found),
-        do=_advice(causes, verification.hooks, before_warmup, guarded.guard is not None),
-    )
+    return expected, left_by_eager, outputs, left_by_replay
 
 
 def require_other_example(subject: str, captured: Any, checked: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ class SavedState(NamedTuple):
     generators: tuple[torch.Tensor, ...]
 
 
+@dataclass(eq=False)
 class RunState:
     """The guarded state of a callable, and whatever else its runs write.
 
@@ -46,62 +47,57 @@ class RunState:
     at once, where the device may still write it.
     """
 
-    def __init__(
-        self,
-        guard: StateGuard | None = None,
-        tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
-        rows: Mapping[str, WrittenRows] = MappingProxyType({}),
-        generators: Sequence[torch.Generator] = (),
-        *,
-        poisons: bool = True,
-        wait: Callable[[], None] | None = None,
-    ) -> None:
-        self.guard = guard
-        self._wait = wait
-        self._tensors = tensors
-        self._rows = rows
+    guard: StateGuard | None = None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rows: Mapping[str, WrittenRows] = field(default_factory=dict)
+    generators: Sequence[torch.Generator] = ()
+    _: KW_ONLY
+    poisons: bool = True
+    wait: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        guard = self.guard
         self._guarded = guard.tensors if isinstance(guard, TensorStateGuard) else []
         self.poisoned = {
             name: written
-            for name, written in rows.items()
-            if poisons and not _is_among(written.tensor, self._guarded)
+            for name, written in self.rows.items()
+            if self.poisons and not _is_among(written.tensor, self._guarded)
         }
-        self._generators = generators
 
     def save(self) -> SavedState:
         """Read everything. Its size is that of the guard's token, the tensors and the rows."""
-        if self._wait is not None:
-            self._wait()
+        if self.wait is not None:
+            self.wait()
         token: Any = None if self.guard is None else self.guard.save()
         compared: dict[str, Any] = {} if self.guard is None else {"state": token}
-        if self._guarded and self._rows:
-            in_rows = [written.tensor for written in self._rows.values()]
+        if self._guarded and self.rows:
+            in_rows = [written.tensor for written in self.rows.values()]
             compared["state"] = [
                 clone
                 for tensor, clone in zip(self._guarded, token, strict=True)
                 if not _is_among(tensor, in_rows)
             ]
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             compared[name] = tensor.clone()
-        for name, (tensor, index) in self._rows.items():
+        for name, (tensor, index) in self.rows.items():
             compared[name] = tensor.index_select(0, index)
-        return SavedState(token, compared, tuple(item.get_state() for item in self._generators))
+        return SavedState(token, compared, tuple(item.get_state() for item in self.generators))
 
     def restore(self, saved: SavedState, besides: Container[str] = ()) -> None:
         """Write everything back in place, ``besides`` some rows: graphs hold the addresses."""
-        if self._wait is not None:
-            self._wait()
+        if self.wait is not None:
+            self.wait()
         compared = saved.compared
         if self.guard is not None:
             self.guard.restore(saved.token)
         # State made in inference mode can be written in no other; other state in this one too.
         with torch.inference_mode():
-            for name, tensor in self._tensors.items():
+            for name, tensor in self.tensors.items():
                 tensor.copy_(compared[name])
-            for name, (tensor, index) in self._rows.items():
+            for name, (tensor, index) in self.rows.items():
                 if name not in besides:
                     as_bits(tensor).index_copy_(0, index, as_bits(compared[name]))
-        for generator, state in zip(self._generators, saved.generators, strict=True):
+        for generator, state in zip(self.generators, saved.generators, strict=True):
             generator.set_state(state)
 
     def begin(self, saved: SavedState, *, is_last: bool = False) -> None:
@@ -137,7 +133,7 @@ class RunState:
         """True if a generator has advanced since."""
         return any(
             not torch.equal(item.get_state(), state)
-            for item, state in zip(self._generators, saved.generators, strict=True)
+            for item, state in zip(self.generators, saved.generators, strict=True)
         )
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from threading import Event, get_native_id
+from threading import Event, get_native_id, main_thread
 from time import perf_counter
 from typing import Any
 
@@ -105,7 +105,7 @@ class _Pauses:
     def find_spec(self, *asked: object) -> None:
         if not self.is_over and get_native_id() == self._thread:
             took = perf_counter() - self._began
-            if took > BURST_S:
+            if took > BURST_S and main_thread().is_alive():  # Else nobody is left to leave time.
                 with ExitStack() as stack:
                     with suppress(RuntimeError):  # Not held, where no import asks.
                         _imp.release_lock()  # Imports of other threads wait for it.
@@ -147,7 +147,9 @@ class LoadedLater:
     def _load(self) -> ProcessBuild | None:
         with paused_imports(self._is_closed):
             modules = missing_modules(self._cache)
-        return flashinfer_build(modules) if modules and not self._is_closed.is_set() else None
+        # A process that ends without closing anything would leave compilers behind.
+        is_over = self._is_closed.is_set() or not main_thread().is_alive()
+        return flashinfer_build(modules) if modules and not is_over else None
 
     def close(self) -> None:
         self._is_closed.set()
