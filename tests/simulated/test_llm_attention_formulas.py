@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -188,3 +189,25 @@ def test_kernels_are_loaded_without_a_trace_in_the_cache() -> None:
     cache.tensor.fill_(2.0)
     SdpaAttention(cache).load_kernels()
     assert (cache.tensor == 2.0).all()
+
+
+def test_attention_never_runs_by_kernels_whose_bits_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noting(*args: Any, **options: Any) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        if len(seen) == 3:
+            raise MemoryError("no memory for scores")
+        return attend(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    cache = KVCache(config_of(2, 2, 8), num_blocks=9, block_size=4, dtype=torch.float32)
+    step = make_step([(2, 1), (0, 5)], shuffled_tables(2, 4, 9, torch.Generator()), 4)
+    backend = make_attention("sdpa", cache)
+    backend.prepare(key_of(step, "host"), step.metadata)
+    inputs = torch.zeros(6, 4, 8), torch.zeros(6, 2, 2, 8), step.attn, ()
+    attention(backend, 0, *inputs)
+    with pytest.raises(MemoryError):
+        attention(backend, 0, *inputs)
+    assert seen == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled()

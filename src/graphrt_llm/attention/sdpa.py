@@ -7,7 +7,8 @@ for eager code, takes the step's lengths from the host and reads no further than
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
@@ -99,7 +100,8 @@ class SdpaAttention:
         q, kv = heads[:, : config.num_heads], heads[:, config.num_heads :]
         chunk = _Chunk(0, 0, num_tokens, num_tokens)
         out = torch.empty_like(q)
-        self._attend_chunk(0, q, kv.unflatten(1, self._kv_shape[:2]), None, chunk, out)
+        with _without_cudnn():
+            self._attend_chunk(0, q, kv.unflatten(1, self._kv_shape[:2]), None, chunk, out)
 
     def prepare(self, key: BatchDescriptor, step_info: AttentionMetadata | None) -> None:
         """Without a batch: for one request that has all tokens of the key, from position 0."""
@@ -143,12 +145,13 @@ class SdpaAttention:
     ) -> None:
         num_heads = self.cache.config.num_heads
         q = heads[:, :num_heads]
-        if shared:
-            tables, mask = shared
-            self._attend_together(layer_index, q, tables, mask, out)
-        else:
-            kv = heads[:, num_heads:].unflatten(1, self._kv_shape[:2])
-            self._attend_by_host_lengths(layer_index, q, kv, attn, out)
+        with _without_cudnn():
+            if shared:
+                tables, mask = shared
+                self._attend_together(layer_index, q, tables, mask, out)
+            else:
+                kv = heads[:, num_heads:].unflatten(1, self._kv_shape[:2])
+                self._attend_by_host_lengths(layer_index, q, kv, attn, out)
 
     def _attend_by_host_lengths(
         self, layer_index: int, q: Tensor, kv: Tensor, attn: AttentionInputs, out: Tensor
@@ -245,6 +248,21 @@ class SdpaAttention:
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, -torch.inf
         )
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Attend by other kernels, because those of cuDNN give other bits from run to run: one query
+    of 269 keys in 27 of 100 runs (cuDNN 9.19, H200), which no comparison of graphs can accept.
+
+    Not ``torch.nn.attention.sdpa_kernel``: it takes 25 us, this 4, and each layer pays it.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def _of_micro_batches(
