@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import warnings
 
 import pytest
@@ -30,7 +32,7 @@ from graphrt.errors import (
     UnverifiedWarning,
     VerificationError,
 )
-from graphrt.events import PaddingVerified
+from graphrt.events import PaddingVerified, Verified
 
 X = BufferSpec("x", ("tokens", 3), torch.float32)
 SLOTS = BufferSpec("slots", ("tokens",), torch.int64, Padding.fill(31))
@@ -92,6 +94,39 @@ READS_PADDING = {
 def test_model_that_reads_padding_is_refused(model):
     told = refused(model, "padding is read: other padded rows in x change")
     assert "first at" in told
+
+
+RUNS = itertools.count(1)
+
+
+@torch.library.custom_op("graphrt_tests::varies", mutates_args=())
+def varies(x: torch.Tensor) -> torch.Tensor:
+    """Rounds otherwise in each run, as a kernel does that sums by atomics."""
+    return x + next(RUNS) % 5 * 2e-6
+
+
+varies.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_bits_that_vary_from_run_to_run_are_told_as_that(mode):
+    told = refused(varies, "a kernel's bits vary from run to run", mode=mode)
+    assert "verify_tolerance" in told
+    with make(varies, mode=mode, verify_tolerance=1e-4) as runtime:
+        runtime.capture()
+        runtime.step({"x": torch.ones(3, 3)})
+        assert not runtime.last_decision.reason.is_miss
+
+
+def test_bits_that_vary_after_an_equal_first_check_are_not_told_as_padding(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "RUNS", itertools.repeat(0))
+
+    def vary(event):
+        if isinstance(event, Verified):
+            monkeypatch.setattr(sys.modules[__name__], "RUNS", itertools.count())
+
+    told = refused(varies, "a kernel's bits vary from run to run", observer=vary)
+    assert "padding is read" not in told
 
 
 @pytest.mark.parametrize("reduce", [torch.amax, torch.amin])

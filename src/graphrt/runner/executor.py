@@ -123,8 +123,8 @@ class Executor:
     written_rows: Mapping[torch.Tensor, str]
     reads_padding: str
     is_strict: bool
-    wait_for_ranks: Callable[[], None]
-    """Before each run that a comparison makes, and after the last one."""
+    wait_for_ranks: Callable[[], None] | None
+    """Before each run that a comparison makes, and after the last one; None without ranks."""
     is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
     """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
     num_tokens_across_ranks: tuple[int, ...] | None = None
@@ -395,6 +395,7 @@ class Executor:
             suspects=lambda: _suspects(ready.program),
             observer=self.observer,
             num_runs=num_runs,
+            can_repeat=self.wait_for_ranks is None,
         )
 
     def compare_padding(
@@ -442,22 +443,27 @@ class Executor:
             tolerance=self.tolerance,
             before_warmup=before_warmup,
             observer=self.observer,
+            can_repeat=self.wait_for_ranks is None,
         )
+
+    def _meet_ranks(self) -> None:
+        if self.wait_for_ranks is not None:
+            self.wait_for_ranks()
 
     def _eager_compared(
         self, key: BatchDescriptor, bound: BoundBuffers, sizes: Sizes, step_info: Any
     ) -> Any:
-        self.wait_for_ranks()
+        self._meet_ranks()
         modes = self.library.device.modes_of_recording()
         with torch.no_grad(), self._context(RuntimeMode.NONE, key, step_info), modes:
             return self.outputs.bind(self.fn(**bound.views)).unpad(sizes)
 
     def _replay_compared(self, ready: ReadyGraph, sizes: Sizes, step_info: Any) -> Any:
-        self.wait_for_ranks()
+        self._meet_ranks()
         with torch.no_grad(), self._context(ready.mode, ready.key, step_info):
             ready.program(**ready.bound.views)
         # Before results are read: that never ends where a rank failed before it replayed.
-        self.wait_for_ranks()
+        self._meet_ranks()
         return ready.unpad(sizes)
 
     def _overwritten(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -549,11 +555,13 @@ class Executor:
                 for seed in (0, 1):
                     self.compare(ready, self._example(entry.key, seed))
             compared = []
+            generators = RunState(generators=self._generators)
+            before = generators.save()
             for sizes in self._sizes_to_pad(entry):
                 with _of_example():
                     self.compare_padding(ready, self._call(sizes, 1), before_warmup)
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
-            entry.padding = self._describe_padding(compared, ready.program)
+            entry.padding = self._describe_padding(compared, generators.drew_random(before))
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
@@ -600,11 +608,11 @@ class Executor:
         full = {axis for axis, size in missed.items() if size == padded[axis]}
         return [missed, *(s for s in smallest if any(s[axis] < padded[axis] for axis in full))]
 
-    def _describe_padding(self, compared: Sequence[str], program: Program) -> str:
+    def _describe_padding(self, compared: Sequence[str], drew_random: bool) -> str:
         if not compared:
             return "no batch is padded to this key"
         why = f"reads padding: {self.reads_padding}; " if self.reads_padding else ""
-        random = "; draws random numbers: without the unpadded batch" if _is_random(program) else ""
+        random = "; draws random numbers: without the unpadded batch" if drew_random else ""
         return f"{why}compared with {', '.join(compared)}{random}"
 
     # -- examples
@@ -713,13 +721,11 @@ def _suspects(program: Program) -> list[str]:
     found = []
     if moved := program.find_moved():
         found.append(f"moved since the capture: {', '.join(moved)}")
-    if _is_random(program):
+    graphs = (item.graph for item in program.segments if isinstance(item, GraphSegment))
+    # A capture that was not observed only says that it might.
+    if program.is_observed and any(graph.uses_rng for graph in graphs):
         found.append(
             "it draws random numbers: from a generator other than the device's own, which the "
             "library has to be given (generators=)"
         )
     return found
-
-
-def _is_random(program: Program) -> bool:
-    return any(item.graph.uses_rng for item in program.segments if isinstance(item, GraphSegment))

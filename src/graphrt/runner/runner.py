@@ -217,7 +217,7 @@ class CUDAGraphRunner:
                 written_rows=rows,
                 reads_padding=reads_padding,
                 is_strict=on_miss == "strict",
-                wait_for_ranks=lockstep.before_run if lockstep is not None else lambda: None,
+                wait_for_ranks=None if lockstep is None else lockstep.before_run,
             )
             for mode in space.modes:
                 self.name = self.library.catalog.add_owner(name, mode, self.name).owner

@@ -20,7 +20,7 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import own_copy
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.run_state import RunState
+from graphrt.verify.run_state import VARYING, RunState
 
 
 @contextmanager
@@ -113,6 +113,7 @@ def check_padding(
     tolerance: float | None = None,
     before_warmup: HostSnapshot | None = None,
     observer: Observer | None = None,
+    can_repeat: bool = True,
 ) -> Any:
     """Prove twice that the padding of a replay matters to no real row; return its outputs.
 
@@ -130,13 +131,24 @@ def check_padding(
     padded batch.
     ``tolerance``: an absolute one that both proofs accept as well, for kernels whose bits differ
     from run to run. ``before_warmup``: each run starts with what the callable remembered then.
+    ``can_repeat``: a difference may be followed by more replays, which tell its cause: not where
+    other ranks would have to replay too.
 
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
-            padded size, with the first rows that differ.
+            padded size or varies from run to run, with the first rows that differ.
     """
     saved = state.save()
     subject = f"{mode.name}, {key}, real sizes {dict(sizes)}"
     names = () if reads_padding else arbitrary_buffers(bound)
+
+    def call_with(call: Callable[[], Any], *varied: str) -> Any:
+        if call is replay:
+            stage()
+        # A FULL replay runs no Python, which might remember anything.
+        runs_python = call is not replay or mode is not RuntimeMode.FULL
+        host = before_warmup.restored() if before_warmup and runs_python else nullcontext()
+        with varied_padding(bound, sizes, varied), host:
+            return call()
 
     def run(
         call: Callable[[], Any], *varied: str, is_last: bool = False, poisons: bool = True
@@ -145,14 +157,18 @@ def check_padding(
             state.begin(saved, is_last=is_last)
         else:
             state.restore(saved)
-        if call is replay:
-            stage()
-        # A FULL replay runs no Python, which might remember anything.
-        runs_python = call is not replay or mode is not RuntimeMode.FULL
-        host = before_warmup.restored() if before_warmup and runs_python else nullcontext()
-        with varied_padding(bound, sizes, varied), host:
-            outputs = call()
-        return outputs, state.save().compared
+        return call_with(call, *varied), state.save().compared
+
+    def require_equal_repeats(outcome: Comparison) -> None:
+        _tell(observer, mode, key, outcome)
+        if can_repeat and state.varies(saved, lambda: call_with(replay)):
+            raise VerificationError(
+                subject,
+                expected="a replay whose bits are the same in each run, for differences to show "
+                "what padding does",
+                found=f"bits that vary: {outcome}",
+                do=VARYING,
+            )
 
     try:
         # A replay first: a GPU is busy with it while the host launches the eager run.
@@ -169,14 +185,15 @@ def check_padding(
         if varied is not None:
             outcome = _compare_runs(varied, found, tolerance)
             if not outcome.is_equal:
-                _tell(observer, mode, key, outcome)
                 found = own_copy(found)  # The next replays overwrite it.
+                require_equal_repeats(outcome)
                 raise _padding_read_error(
                     subject,
                     names,
                     outcome,
                     lambda name: (
-                        _compare_runs(
+                        not can_repeat
+                        or _compare_runs(
                             own_copy(run(replay, name, poisons=False)), found, tolerance
                         ).is_equal
                     ),
@@ -187,7 +204,7 @@ def check_padding(
                 _compare_runs(unpadded, found, tolerance).is_equal
             )
             if not outcome.is_equal and not is_tolerated:
-                _tell(observer, mode, key, outcome)
+                require_equal_repeats(outcome)
                 raise VerificationError(
                     subject,
                     expected="the real rows and the state of the unpadded batch, within the "

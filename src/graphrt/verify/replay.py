@@ -23,7 +23,7 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import Node, dotted, own_copy, walk
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.run_state import RunState, SavedState
+from graphrt.verify.run_state import VARYING, RunState, SavedState
 
 NUM_ADVANCING_RUNS = 3
 """Runs in succession that a first check compares where runs advance host values: what alternates or
@@ -70,6 +70,7 @@ def check_replay(
     suspects: Callable[[], Iterable[str]] | None = None,
     observer: Observer | None = None,
     num_runs: int = 1,
+    can_repeat: bool = True,
 ) -> Verification:
     """Run one step eagerly and as a replay, from the same state, and compare.
 
@@ -88,6 +89,8 @@ def check_replay(
     ``num_runs``: how many runs in succession of each side are compared, all from the same state but
     with the host values that the run before left: ``NUM_ADVANCING_RUNS`` where ``before_warmup``
     says that runs advance some, because one run may find those of the capture by chance.
+    ``can_repeat``: a difference may be followed by more replays, which show whether their bits vary
+    from run to run: not where other ranks would have to replay too.
 
     Errors: ``VerificationError`` with key, mode and the first places that differ; errors of the
             two callables pass unchanged.
@@ -120,6 +123,8 @@ def check_replay(
         if states is not None and not states.is_equal:
             found.append(f"state: {states}")
         causes = list(suspects() if suspects is not None else ())
+        if can_repeat and guarded.varies(saved, _as_at_first(run_replay, before_warmup)):
+            causes.append(VARYING)
         if guarded.poisoned:
             causes.append(
                 "rows that may_overwrite names are poisoned before each run, so that a run which "
@@ -134,6 +139,18 @@ def check_replay(
             do=_advice(causes, verification.hooks, before_warmup, guarded.guard is not None),
         )
     return verification
+
+
+def _as_at_first(run: Callable[[], Any], before_warmup: HostSnapshot | None) -> Callable[[], Any]:
+    """``run``, each time with what the callable remembered before its first warm-up."""
+    if before_warmup is None:
+        return run
+
+    def run_restored() -> Any:
+        with before_warmup.restored():
+            return run()
+
+    return run_restored
 
 
 def _run_both(

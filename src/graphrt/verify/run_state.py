@@ -9,12 +9,25 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.graphs.resources import StateGuard, TensorStateGuard
-from graphrt.graphs.values import as_bits
+from graphrt.graphs.values import as_bits, own_copy
+from graphrt.verify.compare import compare
 
 _POISON, _LAST_POISON = 0xC1, 0x5E
 """Bytes of the rows before a run, and before the last one. Finite in every floating dtype, one
 negative and one very large: a run that reads rows which it should only write (a sum, a maximum)
 changes one of the two, where NaN would stay NaN and equal itself."""
+
+NUM_REPEATS = 8
+"""Runs of one call that are compared with each other, to learn whether its bits vary. A kernel that
+gave other bits in a quarter of its runs is found in nine cases of ten."""
+
+VARYING = (
+    "runs of the same replay on the same inputs differ from each other: a kernel's bits vary from "
+    "run to run, as those of cuDNN's attention for one query and of sums by atomics do, or random "
+    "numbers come from a generator that the library was not given (generators=), or an eager "
+    "segment counts its runs. Choose another kernel (torch.backends.cuda.enable_cudnn_sdp(False), "
+    "torch.use_deterministic_algorithms(True)), or give a verify_tolerance"
+)
 
 
 class WrittenRows(NamedTuple):
@@ -128,6 +141,21 @@ class RunState:
                 for bits in (*earlier, last):
                     bits.copy_(torch.where(untouched, before, bits))
                 as_bits(tensor).index_copy_(0, index, last)
+
+    def varies(self, saved: SavedState, run: Callable[[], Any]) -> bool:
+        """True if runs of one call, each from ``saved``, return or leave other bits."""
+        first: Any = None
+        try:
+            for _ in range(NUM_REPEATS):
+                self.restore(saved)
+                found = own_copy(run()), self.save().compared
+                if first is None:
+                    first = found
+                elif not compare(first, found).is_equal:
+                    return True
+        finally:
+            self.restore(saved)
+        return False
 
     def drew_random(self, saved: SavedState) -> bool:
         """True if a generator has advanced since."""
