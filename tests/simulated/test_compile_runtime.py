@@ -258,13 +258,15 @@ class HasBreakPoint(Formula):
         (ReadsValue, GraphBreakError, "item"),
         (SelectsRows, GraphBreakError, "contains"),
         (BranchesOnSize, ShapeGuardError, "> 4"),
-        (HasBreakPoint, BreakError, "splitting ops"),
+        (HasBreakPoint, BreakError, "level 2 nowhere"),
     ],
 )
-def test_code_that_no_trace_can_hold_names_its_line(kind, error, told):
-    model = kind()
+@pytest.mark.parametrize("level", [3, 2])
+def test_code_that_no_trace_can_hold_names_its_line(kind, error, told, level):
+    model, at_2 = kind(), {"compilation": {"level": 2, "splitting_ops": None}}
+    asked = {"mode": "FULL", "asked": at_2} if level == 2 else {}
     with pytest.raises(error, match=told) as caught:
-        compiled(model=Outer(model), compile_part=model)
+        compiled(model=Outer(model), compile_part=model, **asked)
     number = re.search(r"test_compile_runtime\.py(?::|\", line )(\d+)", caught.value.source)[1]
     assert linecache.getline(__file__, int(number)).endswith("# the line\n")
     assert "forward" not in vars(model)

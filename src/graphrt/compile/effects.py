@@ -233,8 +233,8 @@ def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
                         expected="attention cut out of what is compiled, or an operator that takes "
                         "each tensor that was written before it and that it reads",
                         found=f"a store at {line_of(store)}, which a compiler moves behind it",
-                        do="name it in splitting_ops, without use_inductor_graph_partition, or use "
-                        "backend='eager'",
+                        do="name it in splitting_ops at level 3, without "
+                        "use_inductor_graph_partition, or use backend='eager'",
                         source=line_of(node),
                     )
         given = {storage_of(one) for one in piece.inputs} - {0}
