@@ -30,7 +30,6 @@ class Inductor:
     is_opaque = True
 
     def __init__(self, plan: CompilePlan, rank: int) -> None:
-        torch_api.load_inductor()
         check_options(plan.inductor_compile_config)
         if plan.use_inductor_graph_partition:
             refuse_own_cuts(plan.inductor_compile_config)

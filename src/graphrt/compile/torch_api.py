@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -122,12 +121,6 @@ def counting_writes() -> AbstractContextManager[object]:
 
 
 # -- Inductor
-
-
-def load_inductor() -> None:
-    """Import what compiling and loading need, now instead of at the first piece: whoever makes a
-    compiler keeps the garbage collector off meanwhile."""
-    import_module("torch._inductor.compile_fx")
 
 
 def compile_by_inductor(
