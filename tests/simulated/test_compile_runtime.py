@@ -30,6 +30,7 @@ from graphrt.errors import (
     SideEffectError,
     SideEffectWarning,
     SplittingOpError,
+    StateAdvancedError,
 )
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
@@ -484,6 +485,35 @@ def test_custom_op_that_cuts_is_recorded_as_its_own_kernels():
             found = {k: v.clone() for k, v in lab.step(*sizes).items()}
             with torch.no_grad():
                 assert_equal(found, Cut()(**values(*sizes[:2])))
+
+
+def scribble(steps: torch.Tensor, x: torch.Tensor) -> None:
+    """Writes past torch's dispatcher, as a Triton kernel does."""
+    steps.numpy()[...] += 1
+
+
+torch.library.custom_op("graphrt_tests::scribbles", mutates_args=("steps",))(scribble)
+library = torch.library.Library("graphrt_tests", "FRAGMENT")
+library.define("scribbles_plainly(Tensor(a!) steps, Tensor x) -> ()")
+library.impl("scribbles_plainly", scribble, "CompositeExplicitAutograd")
+for _name in ("scribbles", "scribbles_plainly"):
+    torch.library.register_fake(
+        f"graphrt_tests::{_name}", lambda steps, x: None, allow_override=True
+    )
+
+
+@pytest.mark.parametrize("op", ["scribbles", "scribbles_plainly"])
+def test_declared_write_of_a_splitting_op_past_torch_is_told(op):
+    class Scribbles(Formula):
+        def between(self, hidden):
+            getattr(torch.ops.graphrt_tests, op)(self.steps, hidden)
+            return hidden
+
+    with (
+        compiled("PIECEWISE", Scribbles(), ops=[f"graphrt_tests::{op}"]) as lab,
+        pytest.raises(StateAdvancedError, match="steps"),
+    ):
+        lab.runtime.capture()
 
 
 @torch.library.custom_op("graphrt_tests::times", mutates_args=())
