@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,6 +100,32 @@ def test_many_writers_leave_one_good_file(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(write_and_read, payloads * 9))
     assert [path.suffix for path in tmp_path.glob("v*/objects/*/*")] == [".bin"]
+
+
+KILLED_WHILE_IT_WRITES = """
+import os, sys
+from pathlib import Path
+from graphrt.compile.cache import CompileCache
+Path.replace = lambda *_: os._exit(9)
+CompileCache(Path(sys.argv[1]), "torch", "device").write("aa", b"code", {})
+"""
+
+
+def test_prune_removes_what_a_killed_writer_left_after_a_day(tmp_path):
+    cache, key = one_entry(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path)])
+    assert done.returncode == 9
+    (tmp_path / "v2" / "inductor-abc" / "held").mkdir(parents=True)
+    left = {path for path in tmp_path.glob("v2/*-*") if path not in before}
+    assert len(left) == 2
+    assert not cache.prune(older_than=3600)
+    assert all(path.exists() for path in left), "a process may be using them"
+    for path in left:
+        os.utime(path, (1, 1))
+    assert not cache.prune(older_than=3600)
+    assert set(tmp_path.rglob("*")) - {tmp_path / "v2" / "objects" / "aa"} == before
+    assert cache.read(key) == b"code"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere; see the next test")

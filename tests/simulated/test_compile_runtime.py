@@ -30,6 +30,7 @@ from graphrt.errors import (
     SideEffectError,
     SideEffectWarning,
     SplittingOpError,
+    StateAdvancedError,
 )
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
@@ -258,13 +259,15 @@ class HasBreakPoint(Formula):
         (ReadsValue, GraphBreakError, "item"),
         (SelectsRows, GraphBreakError, "contains"),
         (BranchesOnSize, ShapeGuardError, "> 4"),
-        (HasBreakPoint, BreakError, "splitting ops"),
+        (HasBreakPoint, BreakError, "level 2 nowhere"),
     ],
 )
-def test_code_that_no_trace_can_hold_names_its_line(kind, error, told):
-    model = kind()
+@pytest.mark.parametrize("level", [3, 2])
+def test_code_that_no_trace_can_hold_names_its_line(kind, error, told, level):
+    model, at_2 = kind(), {"compilation": {"level": 2, "splitting_ops": None}}
+    asked = {"mode": "FULL", "asked": at_2} if level == 2 else {}
     with pytest.raises(error, match=told) as caught:
-        compiled(model=Outer(model), compile_part=model)
+        compiled(model=Outer(model), compile_part=model, **asked)
     number = re.search(r"test_compile_runtime\.py(?::|\", line )(\d+)", caught.value.source)[1]
     assert linecache.getline(__file__, int(number)).endswith("# the line\n")
     assert "forward" not in vars(model)
@@ -482,6 +485,35 @@ def test_custom_op_that_cuts_is_recorded_as_its_own_kernels():
             found = {k: v.clone() for k, v in lab.step(*sizes).items()}
             with torch.no_grad():
                 assert_equal(found, Cut()(**values(*sizes[:2])))
+
+
+def scribble(steps: torch.Tensor, x: torch.Tensor) -> None:
+    """Writes past torch's dispatcher, as a Triton kernel does."""
+    steps.numpy()[...] += 1
+
+
+torch.library.custom_op("graphrt_tests::scribbles", mutates_args=("steps",))(scribble)
+library = torch.library.Library("graphrt_tests", "FRAGMENT")
+library.define("scribbles_plainly(Tensor(a!) steps, Tensor x) -> ()")
+library.impl("scribbles_plainly", scribble, "CompositeExplicitAutograd")
+for _name in ("scribbles", "scribbles_plainly"):
+    torch.library.register_fake(
+        f"graphrt_tests::{_name}", lambda steps, x: None, allow_override=True
+    )
+
+
+@pytest.mark.parametrize("op", ["scribbles", "scribbles_plainly"])
+def test_declared_write_of_a_splitting_op_past_torch_is_told(op):
+    class Scribbles(Formula):
+        def between(self, hidden):
+            getattr(torch.ops.graphrt_tests, op)(self.steps, hidden)
+            return hidden
+
+    with (
+        compiled("PIECEWISE", Scribbles(), ops=[f"graphrt_tests::{op}"]) as lab,
+        pytest.raises(StateAdvancedError, match="steps"),
+    ):
+        lab.runtime.capture()
 
 
 @torch.library.custom_op("graphrt_tests::times", mutates_args=())

@@ -43,6 +43,21 @@ def test_gc_paused_collects_before_and_after() -> None:
     assert made() is None
 
 
+def test_gc_paused_for_imports_collects_only_if_a_scope_inside_does() -> None:
+    for opens_scope in (False, True):
+        old = weakref.ref(Cycle())
+        with gc_paused(collects=False):
+            assert old() is not None
+            assert not gc.isenabled()
+            assert not is_heap_frozen()
+            if opens_scope:
+                with gc_paused():
+                    assert not gc.isenabled()
+        assert (old() is None) is opens_scope
+        assert gc.isenabled()
+        gc.collect()
+
+
 def test_gc_paused_in_frozen_heap_leaves_the_old_heap_alone() -> None:
     gc.collect()
     old = Cycle()

@@ -24,6 +24,11 @@ from graphrt.events import CacheMiss
 SCHEMA = 2
 _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
+_UNFINISHED = "unfinished-"
+_LEFT_BY_CRASHES = (f"{_UNFINISHED}*", "inductor-*", "objects/*/tmp*")
+"""Folders that a process removes itself unless it is killed; the last where they were before."""
+_LONGEST_USE_S = 24 * 3600
+"""Of such a folder, by a process that lives."""
 
 
 class CacheEntry(NamedTuple):
@@ -105,7 +110,7 @@ class CompileCache:
         try:
             self.prepare()
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            with tempfile.TemporaryDirectory(dir=self._folder, prefix=_UNFINISHED) as folder:
                 unfinished = Path(folder, path.name)
                 unfinished.write_bytes(data)
                 unfinished.replace(path)
@@ -169,7 +174,15 @@ class CompileCache:
         self, *, older_than: float | None = None, max_bytes: int | None = None
     ) -> Sequence[CacheEntry]:
         """Remove entries written more than ``older_than`` seconds ago; then the oldest, until the
-        rest has at most ``max_bytes``. Returns those removed. Raises ``OSError``."""
+        rest has at most ``max_bytes``. Returns those removed. Raises ``OSError``.
+
+        What processes that were killed have left goes too, after a day.
+        """
+        for place in _LEFT_BY_CRASHES:
+            for folder in self.root.glob(f"v*/{place}"):
+                with suppress(FileNotFoundError):  # Another process finished, or prunes too.
+                    if time.time() - folder.stat().st_mtime > _LONGEST_USE_S:
+                        shutil.rmtree(folder)
         removed, kept = [], 0
         for entry in self.entries():
             kept += entry.num_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
 from graphrt.compile.effects import (
     Description,
+    counted,
     refuse_hidden_reads,
     refuse_shared_writes,
     with_layouts,
@@ -33,9 +35,9 @@ from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import (
     Axis,
-    Forms,
     Range,
     Symbols,
+    chosen_by_size,
     cut_at,
     ranges_of,
     refuse_shape_guards,
@@ -195,13 +197,12 @@ class Compiled:
             self._trace(run, varying)
 
     def _trace(self, run: Callable[[], object], varying: Varying) -> None:
-        ones = {axis for tensor, dim, axis in varying if tensor.shape[dim] == 1}
-        if not self._is_backed:
-            ones = set()
-        self._ones = frozenset(ones)
+        self._ones = frozenset(
+            axis for tensor, dim, axis in varying if self._is_backed and tensor.shape[dim] == 1
+        )
         if self._ones in self._traces:
             raise _again("a second call of trace")
-        varying = [one for one in varying if one[2] not in ones]
+        varying = [one for one in varying if one[2] not in self._ones]
         if self._is_backed:
             _refuse_equal_sizes(varying)
         for tensor, dim, axis in varying:
@@ -266,7 +267,7 @@ class Compiled:
             axes.setdefault(id(tensor), {})[dim] = axis
         contract = Contract(args, kwargs, axes, self._limits, 2 if self._is_backed else 1)
         guards: list[Any] = []
-        found = _Compilation(self, axes)
+        found = _Compilation(self, axes, started)
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of this list.
         compilers = [found]
 
@@ -292,7 +293,7 @@ class Compiled:
             raise translated(error) from error
         finally:
             compilers.clear()
-        if not found.began:
+        if found.report is None:
             raise CompileError(
                 "trace",
                 expected="code that computes something with torch",
@@ -308,23 +309,14 @@ class Compiled:
         self._traces[self._ones] = _Trace(entry, contract, audit, guarded)
         if len(self._traces) > 1:
             return outputs
-        self.report = CompileReport(
-            backend=self._compiler.name,
-            seconds={"trace": found.began - started, **found.seconds},
-            num_compiles=sum(found.misses.values()),
+        self.report = found.report._replace(
             pieces=tuple(found.infos),
-            ranges=found.ranges,
-            misses=found.misses,
-            num_loaded=found.num_loaded,
-            unmatched_splitting_ops=found.unmatched,
-            side_effects=found.side_effects,
             num_audited=audit.num_checked,
             unaudited=audit.unchecked,
-            num_noops=found.num_noops,
             notes=self._notes,
         )
         self._dump.json("guards.json", audit.told())
-        self._dump.json("cache.json", {"asked": self._compiler.keys, "misses": found.misses})
+        self._dump.json("cache.json", {"asked": self._compiler.keys, "misses": self.report.misses})
         self._dump.json("report.json", self.report._asdict())
         return outputs
 
@@ -360,93 +352,99 @@ class _Trace(NamedTuple):
 class _Compilation:
     """One traced graph on its way to the function that calls its pieces."""
 
-    def __init__(self, owner: Compiled, axes: Mapping[int, Mapping[int, str]]) -> None:
-        self._axes = axes
-        self._owner = owner
-        self._env: Any = None
-        self._names: Mapping[Any, str] = {}
-        """Axes by symbol."""
-        self._traced: Symbols | None = None
+    def __init__(
+        self, owner: Compiled, axes: Mapping[int, Mapping[int, str]], started: float
+    ) -> None:
+        self._owner, self._axes, self._started = owner, axes, started
         self._limits, self._plan, self._compiler = owner._limits, owner._plan, owner._compiler
+        self._env: Any = None
+        self._traced: Symbols | None = None
         self.stitched: Callable[..., Any] = _ran_uncompiled
         """What ``run`` made; ``given``: the names of what that takes."""
         self.given: list[str] = []
-        self.infos: Sequence[PieceInfo] = ()
-        self.misses: Counter[CacheMiss] = Counter()
-        self.num_loaded = 0
-        self.seconds = {"split": 0.0, "compile": 0.0, "load": 0.0}
         self.source = ""
-        self.began = 0.0
-        self.num_noops = 0
-        self.unmatched: tuple[str, ...] = ()
-        self.side_effects: tuple[str, ...] = ()
-        self.axis = next(iter(self._limits), "")
+        self.infos: list[PieceInfo] = []
+        self.report: CompileReport | None = None
+        self._misses: Counter[CacheMiss] = Counter()
+        self._num_loaded = 0
+        self._seconds = {"compile": 0.0, "load": 0.0}
+        self._axis = next(iter(self._limits), "")
         """That of ranges and sizes."""
-        most = self._limits.get(self.axis, 1)
-        self.ranges = ranges_of(self._plan.ranges, self._plan.sizes, most)
+        most = self._limits.get(self._axis, 1)
+        self._ranges = ranges_of(self._plan.ranges, self._plan.sizes, most)
         self._sized: dict[str, SizedForm] = {}
         self._cuts: Cuts | None = None
         """Where Inductor cuts the graph."""
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo is to call."""
-        owner = self._owner
+        owner, plan, ops, impls = self._owner, self._plan, self._owner._ops, self._owner._impls
         owner._dump.graph("dynamo.py", graph)
-        self.side_effects = refuse_side_effects()
-        self.began = perf_counter()
-        refuse_values(node for node in graph.graph.nodes if owner._ops.find(node) is None)
+        side_effects = refuse_side_effects()
+        began = perf_counter()
+        refuse_values(node for node in graph.graph.nodes if ops.find(node) is None)
         symbols = self._traced = self._symbols(graph, inputs)
         mode = TracingContext.get().fake_mode
         self._env = None if mode is None else mode.shape_env
-        has_passes = self._plan.level == 3 and self._plan.backend in ("eager", "inductor")
-        if has_passes and self._plan.pass_config.enable_noop:
-            self.num_noops = remove_noops(graph, owner._ops)
-        if has_passes:
-            share_masks(graph, owner._ops, owner._impls)
-        self._names = {symbol: axis.name for symbol, axis in symbols.axes.items()}
+        num_noops = 0
+        if plan.level == 3 and plan.backend in ("eager", "inductor"):
+            if plan.pass_config.enable_noop:
+                num_noops = remove_noops(graph, ops)
+            share_masks(graph, ops, impls)
         if self._compiler.name == "inductor":
             called = {operator_of(node) for node in graph.graph.nodes}
             self._sized = {name: form for name, form in sized_forms().items() if name in called}
-            self.ranges = cut_at(self.ranges, {form.largest_size for form in self._sized.values()})
-        impls, is_opaque = owner._impls, self._compiler.is_opaque
-        by_inductor = self._plan.use_inductor_graph_partition
+            largest = {form.largest_size for form in self._sized.values()}
+            self._ranges = cut_at(self._ranges, largest)
+        is_opaque, by_inductor = self._compiler.is_opaque, plan.use_inductor_graph_partition
         marked = cut_operator if by_inductor else None
-        pieces, self.unmatched = cut(graph, owner._ops, impls, self._names, is_opaque, marked)
+        pieces, unmatched = cut(graph, ops, impls, symbols.names, is_opaque, marked)
         owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
-        if self._compiler.is_opaque:
+        if is_opaque:
             refuse_shared_writes(pieces)
             for piece in captured:
-                for readers in (owner._attention, *([owner._ops] if by_inductor else [])):
+                for readers in (owner._attention, *([ops] if by_inductor else [])):
                     refuse_hidden_reads(piece, readers)
         if by_inductor:
             refuse_other_devices(graph)
-            self._cuts = Cuts(graph, owner._ops, impls, owner._wrap, pieces[0].structure)
-        self.seconds["split"] = perf_counter() - self.began
-        forms: dict[str, tuple[Forms, Description]] = {}
+            self._cuts = Cuts(graph, ops, impls, owner._wrap, pieces[0].structure)
+        seconds = {"trace": began - self._started, "split": perf_counter() - began}
+        forms: dict[str, tuple[Callable[..., Any], Description]] = {}
         for piece in captured:
             if piece.structure not in forms:
-                compiled = self._compile(piece, symbols)
-                forms[piece.structure] = compiled, Description(piece)
-        calls, infos = [], []
+                forms[piece.structure] = self._compile(piece, symbols), Description(piece)
+        calls = []
+        self.infos = [] if self._cuts is None else self._cuts.infos
         for index, piece in enumerate(pieces):
             info = PieceInfo(index, piece.name, piece.kind, piece.is_plain, piece.structure[:16])
             call: Callable[..., Any] = piece.module.forward
             if piece.kind == "captured":
                 call, described = forms[piece.structure]
-                call = call.only or call
                 if self._cuts is not None:
                     calls.append(self._cuts.bound(call))
                     continue
-                if self._compiler.is_opaque:
+                if is_opaque:
                     info = info._replace(is_opaque=True, describe=described)
+            elif (written := written_inputs(piece)) and not piece.is_plain:
+                call = counted(call, partial(_at, written))
             calls.append(owner._wrap(call, info))
             # A report is kept for long; what it needs of a piece is a few words.
-            infos.append(info._replace(describe=None))
-        self.infos = infos if self._cuts is None else self._cuts.infos
+            self.infos.append(info._replace(describe=None))
         self.stitched, self.source = stitch(graph, pieces, calls)
         owner._dump.write("stitch.py", lambda: self.source)
         self.given = _names(graph)
+        self.report = CompileReport(
+            backend=self._compiler.name,
+            seconds=seconds | self._seconds,
+            num_compiles=self._misses.total(),
+            ranges=self._ranges,
+            misses=self._misses,
+            num_loaded=self._num_loaded,
+            unmatched_splitting_ops=unmatched,
+            side_effects=side_effects,
+            num_noops=num_noops,
+        )
         return self.stitched
 
     def refuse_shape_guards(self) -> None:
@@ -466,42 +464,41 @@ class _Compilation:
                     axes[size.node.expr] = Axis(name, self._limits[name], order)
         return Symbols(axes, is_backed=self._owner._is_backed)
 
-    def _compile(self, piece: Piece, symbols: Symbols) -> Forms:
-        """Every form of a piece, before any of them is used."""
-        place = symbols.place(piece.inputs, self.axis)
-        wanted = self.ranges
+    def _compile(self, piece: Piece, symbols: Symbols) -> Callable[..., Any]:
+        """A piece, with every form of it, made before any of them is used."""
+        place = symbols.place(piece.inputs, self._axis)
+        wanted = self._ranges
         if place is None:  # Its size does not vary, or with another axis.
-            wanted = (Range(1, self._limits.get(self.axis, 1)),)
+            wanted = (Range(1, self._limits.get(self._axis, 1)),)
         bounds = ", ".join(f"{name} 1-{most}" for name, most in self._limits.items())
         forms = {}
         for sizes in wanted:
             began = perf_counter()
-            mode, inputs = symbols.inputs(piece.inputs, self.axis, sizes)
+            mode, inputs = symbols.inputs(piece.inputs, self._axis, sizes)
             with mode, enable_python_dispatcher():
-                module, structure = self._module_for(piece, sizes, inputs)
+                module, structure = self._module_for(piece, sizes, inputs, symbols)
             job = Job(module, inputs, piece.name, structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
             if mode.shape_env is not None:
                 refuse_shape_guards(mode.shape_env, symbols.made, sizes)
-            forms[sizes] = form.call
+            call = form.call
             if self._cuts is not None:
-                forms[sizes] = torch_api.aligned(form.call, written_inputs(piece))
-            if self._compiler.is_opaque:
-                forms[sizes] = with_layouts(forms[sizes], piece)
+                call = torch_api.aligned(call, written_inputs(piece))
+            forms[sizes] = with_layouts(call, piece) if self._compiler.is_opaque else call
             seconds = perf_counter() - began
-            self.seconds["compile" if form.missed else "load"] += seconds
+            self._seconds["compile" if form.missed else "load"] += seconds
             if form.missed is None:
-                self.num_loaded += self._compiler.is_opaque
+                self._num_loaded += 1
             else:
-                self.misses[form.missed] += 1
+                self._misses[form.missed] += 1
             if self._owner._observer is not None:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
-        return Forms(forms, place, self.axis)
+        return chosen_by_size(forms, place, self._axis)
 
     def _module_for(
-        self, piece: Piece, sizes: Range, inputs: Sequence[Any]
+        self, piece: Piece, sizes: Range, inputs: Sequence[Any], symbols: Symbols
     ) -> tuple[fx.GraphModule, str]:
         """The piece, with plain forms of what is an operator for smaller sizes; its structure."""
         plain = {
@@ -512,7 +509,11 @@ class _Compilation:
         if not any(operator_of(node) in plain for node in piece.nodes):
             return piece.module, piece.structure
         module = written_out(piece.module, plain, inputs)
-        return module, structure_of(module, self._names)
+        return module, structure_of(module, symbols.names)
+
+
+def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:
+    return [args[at] for at in places]
 
 
 def _names(graph: fx.GraphModule) -> list[str]:

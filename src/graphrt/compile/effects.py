@@ -219,6 +219,23 @@ def _expression(value: Any) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
+def counted(
+    call: Callable[..., Any], written: Callable[[Any, Any], Sequence[torch.Tensor]]
+) -> Callable[..., Any]:
+    """``call``, after which the tensors that its schemas declare as written count a write.
+
+    torch counts its own operations only: no kernel that is launched past it, as Triton's are. Who
+    records an eager segment without observing it asks those counts what it wrote.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = call(*args, **kwargs)
+        torch.autograd.graph.increment_version(written(args, kwargs))
+        return results
+
+    return run
+
+
 def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
     """Errors: ``CompileError`` where one of ``readers`` inside a compiled piece may read what the
     piece writes, and does not take it as an argument: a compiler moves the write behind it."""
@@ -233,8 +250,8 @@ def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
                         expected="attention cut out of what is compiled, or an operator that takes "
                         "each tensor that was written before it and that it reads",
                         found=f"a store at {line_of(store)}, which a compiler moves behind it",
-                        do="name it in splitting_ops, without use_inductor_graph_partition, or use "
-                        "backend='eager'",
+                        do="name it in splitting_ops at level 3, without "
+                        "use_inductor_graph_partition, or use backend='eager'",
                         source=line_of(node),
                     )
         given = {storage_of(one) for one in piece.inputs} - {0}

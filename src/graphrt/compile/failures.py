@@ -24,6 +24,8 @@ from graphrt.errors import (
 )
 from graphrt.source import Source, is_user_file
 
+_PUT_ASIDE = "put it into an operator, which level 3 can cut out (splitting_ops)"
+
 
 def translated(error: Exception) -> GraphrtError:
     """The error to raise in place of Dynamo's."""
@@ -36,9 +38,11 @@ def translated(error: Exception) -> GraphrtError:
     if "_refuse_to_cut" in rest:
         stop = BreakError(
             f"break point{at}",
-            expected="no break point in what level 3 compiles: it is cut at splitting ops",
+            expected="no break point in what is traced: level 3 cuts it at splitting ops, level 2 "
+            "nowhere",
             found="one that the trace reached",
-            do="register the function as an operator and name it in splitting_ops, or use level 0",
+            do="register the function as an operator, which level 3 cuts at where splitting_ops "
+            "names it, or use level 0",
         )
         stop.source = str(source)
         return stop
@@ -53,7 +57,7 @@ def translated(error: Exception) -> GraphrtError:
             f"graph break{at}",
             expected="code that is traced as one graph",
             found=first or type(error).__name__,
-            do="remove it, or put it into an operator named in splitting_ops",
+            do=f"remove it, or {_PUT_ASIDE}",
             source=str(source),
         )
     return CompileError(
@@ -71,7 +75,7 @@ def shape_guard(at: str, found: str, source: str) -> ShapeGuardError:
         f"branch on a size{at}",
         expected="code that runs alike for every size, because one trace serves all of them",
         found=found,
-        do="remove the branch, or put it into an operator named in splitting_ops",
+        do=f"remove the branch, or {_PUT_ASIDE}",
         source=source,
     )
 
@@ -86,7 +90,8 @@ def refuse_values(nodes: Iterable[fx.Node]) -> None:
                 f"{node.name} at {source}" if source else node.name,
                 expected="sizes and numbers that do not depend on what a tensor contains",
                 found=f"{node.target}, whose result does",
-                do="keep it on the device, or put it into an operator named in splitting_ops",
+                do="keep it on the device, or put it into an operator that splitting_ops names "
+                "(level 3)",
                 source=source,
             )
 

@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphrt.compile import torch_api
-from graphrt.compile.effects import written_among
+from graphrt.compile.effects import counted, written_among
 from graphrt.compile.failures import line_of
 from graphrt.compile.splitter import FIELD, Impls, PieceInfo, SplittingOps, Wrap, operator_of
 from graphrt.errors import CompileError, ConfigError, SplittingOpError
@@ -61,7 +61,10 @@ class Cuts:
                 impl = impls.of(node)
                 title = operator_of(node)
                 info = PieceInfo(0, title, "splitting", impl is not None, title)
-                call = wrap(impl or torch_api.python_of(title) or op, info)
+                call = impl or torch_api.python_of(title) or op
+                if impl is None and op._schema.is_mutable:
+                    call = counted(call, partial(_declared, op))
+                call = wrap(call, info)
                 self._at[op] = call, info, line_of(node)
 
     def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +94,7 @@ class Cuts:
         """Errors: ``CompileError`` for a write that the schema does not name: Inductor may then run
         what reads it before the operator."""
         call, _, line = self._at[op]
-        declared = _tensors(written_among(op, args, kwargs))
+        declared = _declared(op, args, kwargs)
         named = {tensor.untyped_storage()._cdata for tensor in declared}
         watched = [
             (tensor, tensor._version)
@@ -120,6 +123,11 @@ class Cuts:
     def _note(self, info: PieceInfo) -> None:
         if not self._is_complete:
             self.infos.append(info._replace(number=len(self.infos)))
+
+
+def _declared(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What a call writes, as the schema says."""
+    return _tensors(written_among(op, args, kwargs))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

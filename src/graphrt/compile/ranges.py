@@ -61,46 +61,34 @@ def cut_at(ranges: Sequence[Range], ends: Iterable[int]) -> tuple[Range, ...]:
     return tuple(ranges)
 
 
-class Forms:
-    """The compiled forms of one piece. ``place``: argument and dimension that say the size."""
+def chosen_by_size(
+    forms: Mapping[Range, Callable[..., Any]], place: tuple[int, int] | None, axis: str
+) -> Callable[..., Any]:
+    """What runs the compiled form of an exact size, else of its range. ``place``: argument and
+    dimension that say the size; None: there is one form. Errors: ``ContractError`` above all."""
+    if place is None or len(forms) == 1:
+        return next(iter(forms.values()))
+    argument, dim = place
+    exact = {one.start: form for one, form in forms.items() if one.is_static}
+    ranges = sorted(one for one in forms if not one.is_static)
+    ends = [one.end for one in ranges]
 
-    def __init__(
-        self,
-        forms: Mapping[Range, Callable[..., Any]],
-        place: tuple[int, int] | None,
-        axis: str,
-    ) -> None:
-        self._axis = axis
-        self._exact = {one.start: form for one, form in forms.items() if one.is_static}
-        ranges = sorted(one for one in forms if not one.is_static)
-        self._ends = [one.end for one in ranges]
-        self._forms = [forms[one] for one in ranges]
-        self._place = place
-        self.only = self._forms[0] if place is None or len(forms) == 1 else None
-        """The form that serves every call, if there is one."""
-
-    def __call__(self, *args: Any) -> Any:
-        if self.only is not None:
-            return self.only(*args)
-        assert self._place is not None, "a piece of several forms has a size"
-        argument, dim = self._place
+    def call(*args: Any) -> Any:
         size = args[argument] if dim < 0 else args[argument].shape[dim]
-        return self.form(size)(*args)
+        form = exact.get(size)
+        if form is None:
+            at = bisect_left(ends, size)
+            if at == len(ends):
+                raise ContractError(
+                    f"{size} {axis}",
+                    expected=f"at most {ends[-1]}, the largest size that was compiled for",
+                    found=str(size),
+                    do="raise the limit in the config, and make another runtime",
+                )
+            form = forms[ranges[at]]
+        return form(*args)
 
-    def form(self, size: int) -> Callable[..., Any]:
-        """That of an exact size, else of its range. Errors: ``ContractError`` above all of them."""
-        exact = self._exact.get(size)
-        if exact is not None:
-            return exact
-        at = bisect_left(self._ends, size)
-        if at == len(self._ends):
-            raise ContractError(
-                f"{size} {self._axis}",
-                expected=f"at most {self._ends[-1]}, the largest size that was compiled for",
-                found=str(size),
-                do="raise the limit in the config, and make another runtime",
-            )
-        return self._forms[at]
+    return call
 
 
 class Axis(NamedTuple):
@@ -118,6 +106,7 @@ class Symbols:
 
     def __init__(self, axes: Mapping[Any, Axis], *, is_backed: bool) -> None:
         self.axes = dict(axes)
+        self.names = {symbol: axis.name for symbol, axis in axes.items()}
         self._is_backed = is_backed
         self.made: dict[Any, Axis] = {}
         """The axes by the symbols of what ``inputs`` made last."""

@@ -55,6 +55,7 @@ from graphrt.graphs import (
     Resource,
     StaleCheck,
     StateGuard,
+    gc_paused,
 )
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
@@ -212,10 +213,11 @@ class Runtime:
         fn = model
         self._compiled: CompiledPart | None = None
         if plan.level is not CompilationLevel.NO_COMPILATION:
-            from graphrt.runtime.compiling import CompiledPart  # Here, because it takes seconds.
-
             rank = 0 if ranks is None else ranks.rank
-            made = CompiledPart(self.resolved, model, compile_part, op_impls, observer, rank)
+            with gc_paused(collects=False):
+                from graphrt.runtime.compiling import CompiledPart  # Here: it takes seconds.
+
+                made = CompiledPart(self.resolved, model, compile_part, op_impls, observer, rank)
             self._compiled, fn = made, made.entry
         self._split: SplitSteps | None = None
         self.library = GraphLibrary(
