@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import cache, reduce
 from importlib import import_module
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,11 @@ def starts_early(device: torch.device) -> bool:
     return bool(target.backend == "cuda" and target.arch >= 90)
 
 
+# One call in C for all tensors of a launch.
+_address_of = torch.Tensor.data_ptr
+_dtype_of = attrgetter("dtype")
+
+
 class _Variant(NamedTuple):
     """A compiled kernel, and the parts of it that Triton's own launch uses."""
 
@@ -103,16 +108,9 @@ class Launcher:
 
         ``early``: start while the kernel before still runs, where kernel and device can.
         """
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [*map(_address_of, tensors)]
         device = tensors[0].device
-        variant = (
-            numbers,
-            constants,
-            num_warps,
-            early,
-            device,
-            *[tensor.dtype for tensor in tensors],
-        )
+        variant = (numbers, constants, num_warps, early, device, *map(_dtype_of, tensors))
         compiled = self._variants.get(variant)
         if compiled is None or reduce(or_, addresses) % ALIGNMENT:
             self._launch_by_triton(variant, grid, addresses, tensors)
