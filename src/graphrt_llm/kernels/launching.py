@@ -37,14 +37,19 @@ def power_of_2(length: int) -> int:
 
 @cache
 def hash_triton() -> Future[object]:
-    """Begin to hash Triton's own code, which its first look into its cache of kernels needs.
+    """Begin what Triton's first look into its cache of kernels needs: a hash of its own code, and
+    the version of its assembler.
 
-    That is a library of 400 MB: 0.4 s, nearly all of it outside of the interpreter's lock.
+    That is a library of 400 MB, 0.4 s, and two runs of a process: nearly all of it is outside of
+    the interpreter's lock.
     """
-    from triton.runtime import cache as of_triton
+    from triton.compiler import compiler
+    from triton.runtime import cache as of_triton, driver
 
+    backend = in_thread(lambda: compiler.make_backend(driver.active.get_current_target()).hash())
     # A release that has the function elsewhere hashes in the first launch.
-    hashed = in_thread(getattr(of_triton, "triton_key", lambda: None))
+    triton_key = getattr(of_triton, "triton_key", lambda: None)
+    hashed: Future[object] = in_thread(lambda: (triton_key(), backend.result()))
     with suppress(ImportError):  # What a first launch imports too, in releases that have it.
         import_module("triton.experimental.gluon.nvidia.hopper")
     return hashed
