@@ -148,23 +148,27 @@ def test_kernels_never_start_early_on_a_cpu():
     assert not launching.starts_early(torch.device("cpu"))
 
 
-def test_triton_is_hashed_once_and_beside_other_work(monkeypatch):
+def test_triton_and_its_assembler_are_asked_once_and_beside_other_work(monkeypatch):
     may_end, threads = threading.Event(), []
 
-    def triton_key() -> str:
+    def told(what: str) -> str:
         threads.append(threading.get_ident())
         assert may_end.wait(30)
-        return "hash"
+        return what
 
-    fake = types.SimpleNamespace(triton_key=triton_key)
-    monkeypatch.setitem(sys.modules, "triton.runtime", types.SimpleNamespace(cache=fake))
+    Module = types.SimpleNamespace  # noqa: N806
+    active = Module(get_current_target=lambda: "H200")
+    runtime = Module(cache=Module(triton_key=lambda: told("hash")), driver=Module(active=active))
+    compiler = Module(make_backend=lambda target: Module(hash=lambda: told(f"ptxas of {target}")))
+    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+    monkeypatch.setitem(sys.modules, "triton.compiler", Module(compiler=compiler))
     launching.hash_triton.cache_clear()
     try:
         hashed = launching.hash_triton()
         assert hashed is launching.hash_triton()
         may_end.set()
-        assert hashed.result() == "hash"
-        assert threads
+        assert hashed.result() == ("hash", "ptxas of H200")
+        assert len(set(threads)) == 2
         assert threading.get_ident() not in threads
     finally:
         launching.hash_triton.cache_clear()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import cache, reduce
 from importlib import import_module
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +37,19 @@ def power_of_2(length: int) -> int:
 
 @cache
 def hash_triton() -> Future[object]:
-    """Begin to hash Triton's own code, which its first look into its cache of kernels needs.
+    """Begin what Triton's first look into its cache of kernels needs: a hash of its own code, and
+    the version of its assembler.
 
-    That is a library of 400 MB: 0.4 s, nearly all of it outside of the interpreter's lock.
+    That is a library of 400 MB, 0.4 s, and two runs of a process: nearly all of it is outside of
+    the interpreter's lock.
     """
-    from triton.runtime import cache as of_triton
+    from triton.compiler import compiler
+    from triton.runtime import cache as of_triton, driver
 
+    backend = in_thread(lambda: compiler.make_backend(driver.active.get_current_target()).hash())
     # A release that has the function elsewhere hashes in the first launch.
-    hashed = in_thread(getattr(of_triton, "triton_key", lambda: None))
+    triton_key = getattr(of_triton, "triton_key", lambda: None)
+    hashed: Future[object] = in_thread(lambda: (triton_key(), backend.result()))
     with suppress(ImportError):  # What a first launch imports too, in releases that have it.
         import_module("triton.experimental.gluon.nvidia.hopper")
     return hashed
@@ -58,6 +63,11 @@ def starts_early(device: torch.device) -> bool:
 
     target = driver.active.get_current_target()
     return bool(target.backend == "cuda" and target.arch >= 90)
+
+
+# One call in C for all tensors of a launch.
+_address_of = torch.Tensor.data_ptr
+_dtype_of = attrgetter("dtype")
 
 
 class _Variant(NamedTuple):
@@ -103,16 +113,9 @@ class Launcher:
 
         ``early``: start while the kernel before still runs, where kernel and device can.
         """
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [*map(_address_of, tensors)]
         device = tensors[0].device
-        variant = (
-            numbers,
-            constants,
-            num_warps,
-            early,
-            device,
-            *[tensor.dtype for tensor in tensors],
-        )
+        variant = (numbers, constants, num_warps, early, device, *map(_dtype_of, tensors))
         compiled = self._variants.get(variant)
         if compiled is None or reduce(or_, addresses) % ALIGNMENT:
             self._launch_by_triton(variant, grid, addresses, tensors)

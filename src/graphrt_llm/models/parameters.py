@@ -52,7 +52,9 @@ class Projection(nn.Module):
     @property
     def matrix(self) -> tuple[Tensor, Tensor | None]:
         """Weight [in, out] and bias [out], as the kernels take them."""
-        return self.weight, self.bias
+        # What is asked for before each kernel: a module finds its parameters last of all.
+        weight = self._parameters.get("weight")
+        return self.weight if weight is None else weight, self.bias
 
     def checkpoint_tensors(self, *names: str) -> Iterator[CheckpointTensor]:
         """The parts, in order of rows, as ``name.weight`` and ``name.bias``."""

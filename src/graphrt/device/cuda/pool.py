@@ -109,7 +109,10 @@ class CUDAPool:
 
     def bytes(self) -> int:
         """Bytes of the pool's segments, used or not."""
-        return sum(segment["total_size"] for segment in self._segments())
+        if self._memory is None and not self.is_released:
+            self.refresh()  # Its owner may have grown it.
+        # A snapshot lists every block, and a capture asks twice.
+        return sum(self._ends) - sum(self._starts)
 
     def release(self) -> None:
         """Return the memory, except blocks that a tensor still holds. Idempotent.
