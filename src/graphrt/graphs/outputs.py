@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from graphrt.config.checked import check_choice
+from graphrt.config.checked import check_choice, check_type
 from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError
 from graphrt.graphs.buffers import Sizes
 from graphrt.graphs.bufferspec import remember
@@ -52,11 +52,13 @@ class OutputSpec:
     another among elements that are equal within rounding: verification counts that as a tie.
 
     ``replay_count``: how often outputs were overwritten, as ``unpad`` and ``expire`` count it.
+
+    Errors: ``ConfigError`` for axes that are no mapping, and another policy.
     """
 
     def __init__(
         self,
-        axes: Mapping[str, Length | Mapping[int, Length]] | None,
+        axes: Mapping[str, Length | Mapping[int, Length]],
         policy: OutputPolicy = "clone",
         *,
         chosen_from: Mapping[str, str] = MappingProxyType({}),
@@ -64,13 +66,14 @@ class OutputSpec:
         check_choice("output policy", policy, ("view", "clone", "checked_view"))
         self.policy: OutputPolicy = policy
         self.chosen_from = MappingProxyType(dict(chosen_from))
-        self.axes: Mapping[str, Mapping[int, Length]] | None = None
-        if axes is not None:
-            by_dimension = {
+        do = "pass {} if no output is padded, or use OutputSpec.infer with two captured keys"
+        check_type("output axes", axes, Mapping, "axes by path, such as {'logits': 'tokens'}", do)
+        self.axes: Mapping[str, Mapping[int, Length]] = MappingProxyType(
+            {
                 path: dict(lengths) if isinstance(lengths, Mapping) else {0: lengths}
                 for path, lengths in axes.items()
             }
-            self.axes = MappingProxyType(by_dimension)
+        )
         self.replay_count = 0
 
     @classmethod
@@ -96,13 +99,6 @@ class OutputSpec:
         Errors: ``ConfigError`` for a path or dimension that is not there, or of another size.
         """
         outputs = captured.outputs if isinstance(captured, Program) else captured
-        if self.axes is None:
-            raise ConfigError(
-                "output axes",
-                expected="axes by path, or two captured keys to infer them from",
-                found="neither",
-                do="pass axes={} if no output is padded, or use OutputSpec.infer",
-            )
         bound = BoundOutputs(self, outputs, self.axes)
         if padded is not None:
             _check_sizes(outputs, self.axes, padded)

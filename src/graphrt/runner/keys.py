@@ -313,7 +313,7 @@ def check_capacity(
 
 def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
     """Errors: ``ConfigError`` for an axis of ``outputs`` that no batch has."""
-    for path, lengths in (outputs.axes or {}).items():
+    for path, lengths in outputs.axes.items():
         for axis in lengths.values():
             if isinstance(axis, str) and axis not in capacity:
                 raise ConfigError(
