@@ -84,7 +84,7 @@ class CUDAGraphDispatcher:
             self.keys = tuple((mode, replace(key, variant=variant)) for mode, key in self.keys)
         self._plan = plan
         self._variant = variant
-        self._unavailable = check_keys(unavailable, self.keys)
+        self._unavailable: Unavailable = check_keys(unavailable, self.keys)
         self._families: dict[tuple[RuntimeMode, bool, int, int], _Family] = {}
         for mode, key in reversed(self.keys):
             kind = (mode, key.uniform, key.num_active_loras, key.num_ubatches)

@@ -120,7 +120,7 @@ class RunnerKeys:
     def __init__(self, catalog: Catalog, owner: str, space: KeySpace) -> None:
         self._catalog, self._owner, self._space = catalog, owner, space
         keys = space.make_dispatcher(unavailable={}).keys
-        self.entries = {key: catalog.entry(owner, *key) for key in keys}
+        self.entries: dict[Key, Entry] = {key: catalog.entry(owner, *key) for key in keys}
 
     def select(self, keys: Iterable[Key | BatchDescriptor] | None) -> list[Entry]:
         """The entries of ``keys``, in capture order; of all without any.
