@@ -73,10 +73,7 @@ class CUDAGraphDispatcher:
     )
 
     def __init__(
-        self,
-        plan: Plan,
-        unavailable: Unavailable = MappingProxyType({}),
-        variant: object = None,
+        self, plan: Plan, unavailable: Unavailable = MappingProxyType({}), variant: object = None
     ) -> None:
         self.keys = plan.capture_order
         """Every key with its mode, in capture order, as decisions carry them."""

@@ -361,10 +361,7 @@ class CUDAGraphRunner:
         if chosen:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
-                with (
-                    self._captures.part(self._check, self._refresh) as capture,
-                    frozen_heap(),
-                ):
+                with self._captures.part(self._check, self._refresh) as capture, frozen_heap():
                     capture(self._captures.recheck(chosen), self._options, None)
             finally:
                 if self._captures.fail_the_rest():

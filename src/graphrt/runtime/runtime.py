@@ -62,10 +62,7 @@ from graphrt.runner.examples import Examples
 from graphrt.runner.keys import KeySpace, check_specs
 from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
 from graphrt.runtime.splitting import SplitSteps
-from graphrt.ubatch import (
-    SMControl,
-    wants_split,
-)
+from graphrt.ubatch import SMControl, wants_split
 from graphrt.ubatch.split import sm_pair
 
 if TYPE_CHECKING:
