@@ -45,10 +45,7 @@ if TYPE_CHECKING:
         CUDAGraphDispatcher as CUDAGraphDispatcher,
     )
     from graphrt.errors import GraphrtError as GraphrtError
-    from graphrt.events import (
-        Event as Event,
-        Observer as Observer,
-    )
+    from graphrt.events import Event as Event, Observer as Observer
     from graphrt.graphs import (
         BufferSet as BufferSet,
         BufferSpec as BufferSpec,

@@ -245,9 +245,11 @@ def test_infer_from_ambiguous_keys_is_refused(first: Any, second: Any) -> None:
     assert "declare" in raised.value.do
 
 
-def test_bind_without_axes_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        OutputSpec(None).bind(rows(8))
+@pytest.mark.parametrize("axes", [None, "tokens", ["tokens"]])
+def test_output_spec_without_axes_by_path_is_refused(axes) -> None:
+    with pytest.raises(ConfigError, match="axes") as raised:
+        OutputSpec(axes)
+    assert raised.value.found == repr(axes)
 
 
 @settings(deadline=None, max_examples=50)

@@ -511,7 +511,7 @@ def test_example_carries_step_info_to_the_check():
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"outputs": OutputSpec(None)}, ConfigError),
+        ({"outputs": None}, ConfigError),
         ({"sizes": {}}, ConfigError),
         ({"sizes": None}, ConfigError),
         ({"sizes": {"batch": [], "length": [3]}}, ConfigError),

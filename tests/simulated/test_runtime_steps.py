@@ -20,7 +20,7 @@ from graphrt import (
     get_forward_context,
     no_breaks,
 )
-from graphrt.errors import BatchError, ConfigError, InputMismatchError, MissError, StaleOutputError
+from graphrt.errors import BatchError, InputMismatchError, MissError, StaleOutputError
 from graphrt.events import RanEager, Replayed
 from graphrt.runner import CaptureJob
 from lab import (
@@ -426,11 +426,6 @@ def test_checked_views_of_a_shared_spec_expire_separately():
         rows = one.step(8, 4)["rows"]
         other.step(8, 4)
         assert torch.equal(rows, one.eager(8, 4)["rows"])
-
-
-def test_output_spec_without_axes_is_refused():
-    with pytest.raises(ConfigError, match="axes"):
-        RuntimeLab("FULL", outputs=OutputSpec(None))
 
 
 def test_step_of_each_captured_size_hits_its_own_key(labs):

@@ -16,16 +16,7 @@ from typing import Any
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.config import Plan
 from graphrt.dispatch import CUDAGraphDispatcher
-from graphrt.parallel import (
-    RankVote,
-    Round,
-    SplitRules,
-    decide,
-    make_tag,
-    merge,
-    pack,
-    settle,
-)
+from graphrt.parallel import RankVote, Round, SplitRules, decide, make_tag, merge, pack, settle
 from graphrt.planner import TraceRequest
 from graphrt.ubatch import wants_split
 

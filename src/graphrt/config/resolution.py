@@ -353,11 +353,7 @@ def _check_ubatch(
 
 
 def _decode_sizes(
-    config: RuntimeConfig,
-    mode: CUDAGraphMode,
-    query_len: int,
-    mixed: tuple[int, ...],
-    maximum: int,
+    config: RuntimeConfig, mode: CUDAGraphMode, query_len: int, mixed: tuple[int, ...], maximum: int
 ) -> tuple[int, ...]:
     if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
         return ()

@@ -73,10 +73,7 @@ class CUDAGraphDispatcher:
     )
 
     def __init__(
-        self,
-        plan: Plan,
-        unavailable: Unavailable = MappingProxyType({}),
-        variant: object = None,
+        self, plan: Plan, unavailable: Unavailable = MappingProxyType({}), variant: object = None
     ) -> None:
         self.keys = plan.capture_order
         """Every key with its mode, in capture order, as decisions carry them."""
@@ -84,7 +81,7 @@ class CUDAGraphDispatcher:
             self.keys = tuple((mode, replace(key, variant=variant)) for mode, key in self.keys)
         self._plan = plan
         self._variant = variant
-        self._unavailable = check_keys(unavailable, self.keys)
+        self._unavailable: Unavailable = check_keys(unavailable, self.keys)
         self._families: dict[tuple[RuntimeMode, bool, int, int], _Family] = {}
         for mode, key in reversed(self.keys):
             kind = (mode, key.uniform, key.num_active_loras, key.num_ubatches)

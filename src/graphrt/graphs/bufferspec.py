@@ -111,13 +111,9 @@ class BufferSpec:
             "padding": (Padding | None, "a Padding, such as Padding.fill(0)"),
         }
         for name, (kind, expected) in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                raise StaticBufferError(
-                    f"{name} of static buffer {self.name!r}",
-                    expected=expected,
-                    found=repr(getattr(self, name)),
-                    do="correct it",
-                )
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise self._wrong(expected, repr(value), "correct it", field=f"{name} of ")
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.padding is None:
             if not self._has_default:
@@ -129,26 +125,19 @@ class BufferSpec:
                 )
             object.__setattr__(self, "padding", _DEFAULT)
         if not _holds(self.dtype, self.policy.value):
-            raise StaticBufferError(
-                f"static buffer {self.name!r}",
-                expected=f"a padding value that {self.dtype} can hold",
-                found=repr(self.policy),
-                do="choose another value or dtype",
-            )
+            expected = f"a padding value that {self.dtype} can hold"
+            raise self._wrong(expected, repr(self.policy), "choose another value or dtype")
         if self.policy.kind == "fill_once" and (self.written or self.optional):
-            raise StaticBufferError(
-                f"static buffer {self.name!r}",
-                expected="a Padding.fill_once() buffer is neither staged nor written",
-                found=f"optional={self.optional}, written={self.written}",
-                do="use Padding.zero() or Padding.fill(v) for a buffer whose contents change",
-            )
+            expected = "a Padding.fill_once() buffer is neither staged nor written"
+            do = "use Padding.zero() or Padding.fill(v) for a buffer whose contents change"
+            found = f"optional={self.optional}, written={self.written}"
+            raise self._wrong(expected, found, do)
         if any(size < 0 for size in self.shape if isinstance(size, int)):
-            raise StaticBufferError(
-                f"static buffer {self.name!r}",
-                expected="sizes of 0 or more",
-                found=f"shape {self.shape}",
-                do="correct the shape",
-            )
+            raise self._wrong("sizes of 0 or more", f"shape {self.shape}", "correct the shape")
+
+    def _wrong(self, expected: str, found: str, do: str, field: str = "") -> StaticBufferError:
+        subject = f"{field}static buffer {self.name!r}"
+        return StaticBufferError(subject, expected=expected, found=found, do=do)
 
     @property
     def policy(self) -> Padding:

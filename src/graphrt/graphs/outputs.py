@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from graphrt.config.checked import check_choice
+from graphrt.config.checked import check_choice, check_type
 from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError
 from graphrt.graphs.buffers import Sizes
 from graphrt.graphs.bufferspec import remember
@@ -52,11 +52,13 @@ class OutputSpec:
     another among elements that are equal within rounding: verification counts that as a tie.
 
     ``replay_count``: how often outputs were overwritten, as ``unpad`` and ``expire`` count it.
+
+    Errors: ``ConfigError`` for axes that are no mapping, and another policy.
     """
 
     def __init__(
         self,
-        axes: Mapping[str, Length | Mapping[int, Length]] | None,
+        axes: Mapping[str, Length | Mapping[int, Length]],
         policy: OutputPolicy = "clone",
         *,
         chosen_from: Mapping[str, str] = MappingProxyType({}),
@@ -64,13 +66,14 @@ class OutputSpec:
         check_choice("output policy", policy, ("view", "clone", "checked_view"))
         self.policy: OutputPolicy = policy
         self.chosen_from = MappingProxyType(dict(chosen_from))
-        self.axes: Mapping[str, Mapping[int, Length]] | None = None
-        if axes is not None:
-            by_dimension = {
+        do = "pass {} if no output is padded, or use OutputSpec.infer with two captured keys"
+        check_type("output axes", axes, Mapping, "axes by path, such as {'logits': 'tokens'}", do)
+        self.axes: Mapping[str, Mapping[int, Length]] = MappingProxyType(
+            {
                 path: dict(lengths) if isinstance(lengths, Mapping) else {0: lengths}
                 for path, lengths in axes.items()
             }
-            self.axes = MappingProxyType(by_dimension)
+        )
         self.replay_count = 0
 
     @classmethod
@@ -96,17 +99,7 @@ class OutputSpec:
         Errors: ``ConfigError`` for a path or dimension that is not there, or of another size.
         """
         outputs = captured.outputs if isinstance(captured, Program) else captured
-        if self.axes is None:
-            raise ConfigError(
-                "output axes",
-                expected="axes by path, or two captured keys to infer them from",
-                found="neither",
-                do="pass axes={} if no output is padded, or use OutputSpec.infer",
-            )
-        bound = BoundOutputs(self, outputs, self.axes)
-        if padded is not None:
-            _check_sizes(outputs, self.axes, padded)
-        return bound
+        return BoundOutputs(self, outputs, padded or {})
 
     def expire(self) -> None:
         """Make every checked view invalid: call it before anything of the same library replays."""
@@ -116,19 +109,16 @@ class OutputSpec:
 class BoundOutputs:
     """One program's outputs, cut to real sizes. ``opaque``: paths that no policy can own."""
 
-    __slots__ = ("_axes", "_copy_containers", "_cuts", "_key", "_outputs", "_spec", "opaque")
+    __slots__ = ("_copy_containers", "_cuts", "_key", "_outputs", "_spec", "opaque")
 
-    def __init__(
-        self, spec: OutputSpec, outputs: Any, axes: Mapping[str, Mapping[int, Length]]
-    ) -> None:
+    def __init__(self, spec: OutputSpec, outputs: Any, padded: Mapping[str, int]) -> None:
         nodes = list(walk(outputs))
-        _check_paths(nodes, axes)
+        _check_axes(nodes, spec.axes, padded)
         self.opaque = tuple(dotted(node.path) for node in nodes if node.kind == "opaque")
         self._spec = spec
-        self._axes = axes
         self._outputs = outputs
         self._cuts: dict[Any, Any] = {}
-        self._key = _cache_key(axes)
+        self._key = _cache_key(spec.axes)
         self._copy_containers = _container_copier(nodes)
 
     def unpad(self, n: Sizes) -> Any:
@@ -153,7 +143,7 @@ class BoundOutputs:
 
     def _cut(self, n: Sizes) -> Any:
         def cut_leaf(path: Path, leaf: Any) -> Any:
-            lengths = self._axes.get(dotted(path))
+            lengths = self._spec.axes.get(dotted(path))
             if lengths is None or not isinstance(leaf, torch.Tensor):
                 return leaf
             for dim, length in lengths.items():
@@ -213,7 +203,11 @@ def _container_copier(nodes: list[Node]) -> Callable[[Any], Any] | None:
     return lambda value: map_tensors(value, lambda tensor: tensor)
 
 
-def _check_paths(nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]]) -> None:
+def _check_axes(
+    nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]], padded: Mapping[str, int]
+) -> None:
+    """Refuse paths and dimensions that are not there, and a dimension that is not as long as its
+    axis is padded to: other rows would be cut."""
     tensors: dict[str, torch.Tensor] = {}
     for node in nodes:
         if node.kind == "tensor":
@@ -234,20 +228,14 @@ def _check_paths(nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]]
                 found=", ".join(f"{p!r} {tuple(t.shape)}" for p, t in tensors.items()) or "none",
                 do="correct the path or the dimension",
             )
-
-
-def _check_sizes(
-    outputs: Any, axes: Mapping[str, Mapping[int, Length]], padded: Mapping[str, int]
-) -> None:
-    """Refuse a dimension that is not as long as its axis is padded to: other rows would be cut."""
-    for path, tensor in _tensors(outputs).items():
-        for dim, axis in axes.get(path, {}).items():
+        shape = tuple(tensors[path].shape)
+        for dim, axis in lengths.items():
             expected = padded.get(axis) if isinstance(axis, str) else None
-            if expected is not None and tensor.shape[dim] != expected:
+            if expected is not None and shape[dim] != expected:
                 raise ConfigError(
                     f"output {path!r}, dimension {dim}",
                     expected=f"{expected}, the padded size of axis {axis!r}",
-                    found=f"{tensor.shape[dim]}, in shape {tuple(tensor.shape)}",
+                    found=f"{shape[dim]}, in shape {shape}",
                     do="correct the axis; declare a length of another kind as a function of the "
                     "sizes",
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -63,7 +63,7 @@ class CaptureOptions:
     """
 
     state: StateGuard | None = None
-    may_overwrite: Sequence[torch.Tensor] = ()
+    may_overwrite: Collection[torch.Tensor] = ()
     keep_alive: Sequence[torch.Tensor] = ()
     resources: Sequence[Resource | Workspace] = ()
     stream: Any = None

@@ -29,14 +29,7 @@ from graphrt.errors import (
     RankLostError,
     RankTimeoutError,
 )
-from graphrt.parallel.agreement import (
-    NUM_WORDS,
-    Round,
-    check_round,
-    make_tag,
-    merge,
-    tokens_of,
-)
+from graphrt.parallel.agreement import NUM_WORDS, Round, check_round, make_tag, merge, tokens_of
 from graphrt.waits import within
 
 Wire = Literal["auto", "reduce", "gather"]

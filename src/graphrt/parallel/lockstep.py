@@ -13,13 +13,7 @@ from typing import NoReturn, Protocol
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.config import RankConfig
-from graphrt.errors import (
-    PeerFailedError,
-    RankDesyncError,
-    RankError,
-    RankLostError,
-    with_notes,
-)
+from graphrt.errors import PeerFailedError, RankDesyncError, RankError, RankLostError, with_notes
 from graphrt.parallel.agreement import (
     FAILED,
     NUM_WORDS,

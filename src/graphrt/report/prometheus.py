@@ -68,11 +68,7 @@ class PrometheusObserver(StepMetrics):
 
 
 def _families(metrics: Metrics) -> Iterator[Metric]:
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     def family(kind: Any, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
         """A sample for each of ``values``, whose keys are the labels' values: one, or a tuple."""

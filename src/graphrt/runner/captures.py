@@ -45,9 +45,7 @@ class Captures:
 
     @contextmanager
     def part(
-        self,
-        check: Callable[[HostSnapshot, Entry], None],
-        refresh: Callable[[], None],
+        self, check: Callable[[HostSnapshot, Entry], None], refresh: Callable[[], None]
     ) -> Iterator[Capture]:
         """Around every capture: time it, hold Ctrl-C back, dispatch to what it captured.
 

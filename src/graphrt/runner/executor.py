@@ -114,7 +114,7 @@ class Executor:
     fn: Callable[..., Any]
     library: GraphLibrary
     inputs: InitVar[Inputs]
-    declared: InitVar[OutputSpec | None]
+    declared: InitVar[OutputSpec]
     space: KeySpace
     examples: Examples | None
     options: CaptureOptions
@@ -130,14 +130,7 @@ class Executor:
     num_tokens_across_ranks: tuple[int, ...] | None = None
     """What the forward context of an eager run says: each rank's own size."""
 
-    def __post_init__(self, inputs: Inputs, declared: OutputSpec | None) -> None:
-        if declared is None or declared.axes is None:
-            raise ConfigError(
-                "outputs of a runner",
-                expected="an OutputSpec with declared axes, because sizes differ",
-                found="None",
-                do="name the padded dimension of each output; {} if none is",
-            )
+    def __post_init__(self, inputs: Inputs, declared: OutputSpec) -> None:
         # A copy: outputs of two runners that were given one spec must not expire each other's.
         self.outputs = OutputSpec(declared.axes, declared.policy, chosen_from=declared.chosen_from)
         check_axes(declared, self.space.capacity)

@@ -120,7 +120,7 @@ class RunnerKeys:
     def __init__(self, catalog: Catalog, owner: str, space: KeySpace) -> None:
         self._catalog, self._owner, self._space = catalog, owner, space
         keys = space.make_dispatcher(unavailable={}).keys
-        self.entries = {key: catalog.entry(owner, *key) for key in keys}
+        self.entries: dict[Key, Entry] = {key: catalog.entry(owner, *key) for key in keys}
 
     def select(self, keys: Iterable[Key | BatchDescriptor] | None) -> list[Entry]:
         """The entries of ``keys``, in capture order; of all without any.
@@ -313,7 +313,7 @@ def check_capacity(
 
 def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
     """Errors: ``ConfigError`` for an axis of ``outputs`` that no batch has."""
-    for path, lengths in (outputs.axes or {}).items():
+    for path, lengths in outputs.axes.items():
         for axis in lengths.values():
             if isinstance(axis, str) and axis not in capacity:
                 raise ConfigError(

@@ -171,17 +171,15 @@ class CUDAGraphRunner:
         if self._fixed:
             sizes = {axis: [size] for axis, size in self._fixed.items()}
             outputs = outputs or OutputSpec({})
-        expected = 'an OutputSpec, such as OutputSpec({"": "tokens"})'
-        do = "put the axes of the outputs into one"
-        check_type("outputs", outputs, OutputSpec | None, expected, do)
+        expected = 'an OutputSpec, such as OutputSpec({"": "tokens"}), because sizes differ'
+        do = "name the padded dimension of each output; {} if none is"
+        check_type("outputs", outputs, OutputSpec, expected, do)
+        assert outputs is not None, "told above"
         space = space or key_space(modes, sizes, capacity)
         rows = may_overwrite if isinstance(may_overwrite, Mapping) else {}
         options = CaptureOptions(
             state=state,
-            # Of a mapping its keys; what is no list is told apart there.
-            may_overwrite=(
-                tuple(may_overwrite) if isinstance(may_overwrite, Mapping) else may_overwrite
-            ),
+            may_overwrite=may_overwrite,  # Of a mapping its keys.
             keep_alive=keep_alive,
             resources=resources,
             warmups=warmups,
@@ -363,10 +361,7 @@ class CUDAGraphRunner:
         if chosen:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
-                with (
-                    self._captures.part(self._check, self._refresh) as capture,
-                    frozen_heap(),
-                ):
+                with self._captures.part(self._check, self._refresh) as capture, frozen_heap():
                     capture(self._captures.recheck(chosen), self._options, None)
             finally:
                 if self._captures.fail_the_rest():
@@ -757,31 +752,21 @@ class CUDAGraphRunner:
             for mode in reversed(self._space.modes)
             for entry in self.library.catalog.of_owner(self.name, mode).by_key.values()
         ]
+        programs = [entry.program for entry in entries if entry.program is not None]
+        failed = {item: e.error for item, e in self._entries.items() if e.error is not None}
         counted = self._observer.snapshot() if isinstance(self._observer, StepMetrics) else None
         return RunnerReport(
             device=self.device.name,
             graphs=captured_graphs(entries, self._space.axis_sizes, counted),
             missing=MappingProxyType(self.missing()),
-            failures=MappingProxyType(
-                {
-                    item: with_notes(e.error)
-                    for item, e in self._entries.items()
-                    if e.error is not None
-                }
-            ),
+            failures=MappingProxyType({key: with_notes(error) for key, error in failed.items()}),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
             largest=MappingProxyType(largest_sizes(self._entries, self._space.axis_sizes)),
             capture_seconds=self._captures.seconds,
             missing_seconds=sum(e.seconds.total for e in entries if e.program is None),
             graph_bytes=self.library.charged_bytes,
-            held_bytes=bytes_of(
-                held for e in entries if e.program is not None for held in e.program.externals
-            ),
-            unwatched=tuple(
-                dict.fromkeys(
-                    item for e in entries if e.program is not None for item in e.program.unwatched
-                )
-            ),
+            held_bytes=bytes_of(held for program in programs for held in program.externals),
+            unwatched=tuple(dict.fromkeys(item for p in programs for item in p.unwatched)),
             memory=self._captures.memory,
             memory_taken=self._captures.memory_taken,
         )

@@ -63,10 +63,7 @@ from graphrt.runner.examples import Examples
 from graphrt.runner.keys import KeySpace, check_specs
 from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
 from graphrt.runtime.splitting import SplitSteps
-from graphrt.ubatch import (
-    SMControl,
-    wants_split,
-)
+from graphrt.ubatch import SMControl, wants_split
 from graphrt.ubatch.split import sm_pair
 
 if TYPE_CHECKING:
@@ -197,7 +194,11 @@ class Runtime:
         ranks: Exchange | None = None,
     ) -> None:
         flat = dict(zip(_FIELDS, (mode, sizes, max_num_seqs, max_num_batched_tokens), strict=True))
-        config, self.resolved = _resolve(config, flat, facts, ranks)
+        config, self.resolved = _resolve(config, flat, facts)
+        check_rank_config(config.ranks, ranks is not None)
+        if ranks is not None:
+            config, facts = agree_on_facts(ranks, config, facts)
+            self.resolved = resolve(config, facts)
         lockstep = None if ranks is None else Lockstep(ranks, config.ranks)
         self.config, self.plan = config, self.resolved.plan
         plan = self.plan
@@ -602,27 +603,12 @@ class Runtime:
 
 
 def _resolve(
-    config: RuntimeConfig | None,
-    flat: Mapping[str, Any],
-    facts: Facts | None,
-    ranks: Exchange | None,
+    config: RuntimeConfig | None, flat: Mapping[str, Any], facts: Facts | None
 ) -> tuple[RuntimeConfig, Resolved]:
-    """The config of ``config`` or of the ``flat`` options that are not None, and its plan; of
-    several ranks, what all of them can have.
+    """The config of ``config`` or of the ``flat`` options that are not None, and its plan.
 
     Errors: ``ConfigError``, in the words of whoever asked.
     """
-    config, resolved = _resolve_alone(config, flat, facts)
-    check_rank_config(config.ranks, ranks is not None)
-    if ranks is not None:
-        config, facts = agree_on_facts(ranks, config, facts)
-        resolved = resolve(config, facts)
-    return config, resolved
-
-
-def _resolve_alone(
-    config: RuntimeConfig | None, flat: Mapping[str, Any], facts: Facts | None
-) -> tuple[RuntimeConfig, Resolved]:
     for name, given, kind in (("config", config, RuntimeConfig), ("facts", facts, Facts)):
         check_type(name, given, kind | None, kind.__name__, "pass one, or nothing")
     asked = {name: value for name, value in flat.items() if value is not None}

@@ -157,7 +157,7 @@ def _cut_axes(inputs: Any, outputs: OutputSpec) -> tuple[dict[str, InputAxes], b
         spec.name: InputAxes(place(spec, TOKENS), place(spec, REQUESTS), spec.rebase)
         for spec in inputs
     }
-    lengths = [length for dims in (outputs.axes or {}).values() for length in dims.values()]
+    lengths = [length for dims in outputs.axes.values() for length in dims.values()]
     return axes, REQUESTS in lengths or any(cut.requests is not None for cut in axes.values())
 
 

@@ -110,7 +110,7 @@ class SplitCallable:
             for name, axes in (input_axes or {}).items()
         }
         self._axes = {**KNOWN_AXES, **given}
-        self._outputs = (outputs.axes if outputs is not None else None) or {}
+        self._outputs = {} if outputs is None else outputs.axes
         self._hooks = tuple(capture_hooks)
         self._names = parameters_of(runnable)
         self.__qualname__ = str(getattr(runnable, "__qualname__", type(runnable).__qualname__))
