@@ -256,15 +256,17 @@ def random_rows(sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(sizes["n"], 4, generator=generator)}
 
 
-def rows_runner(fn: Callable[..., Any], sizes: tuple[int, ...] = (2,)) -> CUDAGraphRunner:
+def rows_runner(
+    fn: Callable[..., Any], sizes: tuple[int, ...] = (2,), **options: Any
+) -> CUDAGraphRunner:
     """A runner of ``fn(x)`` [n, 4], which returns as many rows; ``sizes`` of n have keys."""
     return CUDAGraphRunner(
         fn,
         inputs=[BufferSpec("x", ("n", 4), torch.float32)],
         outputs=OutputSpec({"": "n"}),
         sizes={"n": list(sizes)},
-        examples=random_rows,
         device="simulated",
+        **{"examples": random_rows, **options},
     )
 
 

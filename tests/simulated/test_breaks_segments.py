@@ -16,6 +16,7 @@ from graphrt import (
     CaptureJob,
     ForwardContext,
     Program,
+    TensorStateGuard,
     break_at,
     break_call,
     break_point,
@@ -27,11 +28,13 @@ from graphrt.errors import (
     BreakOutputError,
     ConfigError,
     EmptyCaptureError,
+    StateAdvancedError,
     UnkeyedValueError,
+    VerificationError,
 )
 from graphrt.graphs import EagerSegment, GraphSegment
 from graphrt.graphs.recorder import open_cuts
-from lab import FULL, KEY, NONE, PIECEWISE, Lab
+from lab import FULL, KEY, NONE, PIECEWISE, Lab, rows_runner
 
 
 def kinds(program: Program) -> str:
@@ -440,6 +443,99 @@ def test_returned_structure_that_changes_is_refused(lab: Lab, captured: Any, rep
     with pytest.raises(BreakOutputError):
         lab.step(wrapper, x)
     assert program.state == "ready"
+
+
+@pytest.mark.parametrize("reads_argument", [True, False])
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x[1:], lambda x: x.t()])
+def test_result_that_becomes_an_argument_is_refused_where_it_is_written(
+    lab: Lab, part: Any, reads_argument: bool
+) -> None:
+    copies = True
+    eager = break_point(lambda x: part(x).clone() if copies else part(x))
+
+    def model(x: Tensor) -> Tensor:
+        hidden = x + 1
+        found = eager(hidden)
+        (found if reads_argument else hidden).add_(5)
+        return hidden * 2 if reads_argument else found * 2
+
+    x = torch.arange(9.0).view(3, 3)
+    wrapper = lab.wrap(model, PIECEWISE)
+    lab.capture(wrapper, x)
+    assert torch.equal(lab.step(wrapper, x), model(x))
+    copies = False
+    with pytest.raises(BreakOutputError, match="of its own"):
+        lab.step(wrapper, x)
+
+
+def test_result_that_becomes_an_argument_is_copied_where_nothing_is_written(lab: Lab) -> None:
+    copies = True
+    eager = break_point(lambda x: x.clone() if copies else x)
+    model = lambda x: eager(x + 1) * 2  # noqa: E731
+    wrapper, x = lab.wrap(model, PIECEWISE), torch.arange(3.0)
+    lab.capture(wrapper, x)
+    assert torch.equal(lab.step(wrapper, x), (x + 1) * 2)
+    copies = False
+    assert torch.equal(lab.step(wrapper, x), (x + 1) * 2)
+
+
+class Keeps(torch.nn.Module):
+    """Its eager segment returns a tensor that it keeps, and what follows writes into that."""
+
+    def __init__(self, part: Any, declares: bool) -> None:
+        super().__init__()
+        self.kept = torch.zeros(2, 4)
+        self.part = part
+        self.state = TensorStateGuard([self.kept]) if declares else None
+
+    @break_point
+    def first(self, x: Tensor) -> Tensor:
+        return self.part(self.kept)
+
+    @break_point
+    def second(self, x: Tensor) -> Tensor:
+        return self.kept + 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first(x).copy_(self.part(x))
+        return self.second(x)
+
+
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x[1:], lambda x: x.t()])
+def test_kept_tensor_that_a_graph_would_write_is_refused(part: Any) -> None:
+    # Eager execution has written it before the replay that is compared: both give the same.
+    with (
+        rows_runner(Keeps(part, declares=False), modes=["PIECEWISE"]) as runner,
+        pytest.raises(StateAdvancedError, match=r"kept is written at .*return a copy"),
+    ):
+        runner.capture()
+
+
+def test_kept_tensor_that_is_declared_and_not_written_is_refused() -> None:
+    model = Keeps(lambda x: x, declares=True)
+    with (
+        rows_runner(model, modes=["PIECEWISE"], state=model.state) as runner,
+        pytest.raises(VerificationError),
+    ):
+        runner.capture()
+
+
+class Raised(torch.Tensor):
+    def __mul__(self, other: Any) -> Any:
+        return torch.Tensor.__mul__(self, other) + 100
+
+
+@pytest.mark.parametrize("is_plain_first", [True, False])
+def test_result_of_another_class_than_at_capture_is_refused(lab: Lab, is_plain_first: bool) -> None:
+    is_plain = is_plain_first
+    eager = break_point(lambda x: x * 2 if is_plain else (x * 2).as_subclass(Raised))
+    model = lambda x: eager(x + 1) * 2  # noqa: E731
+    wrapper, x = lab.wrap(model, PIECEWISE), torch.ones(2)
+    lab.capture(wrapper, x)
+    assert torch.equal(lab.step(wrapper, x).as_subclass(Tensor), model(x).as_subclass(Tensor))
+    is_plain = not is_plain
+    with pytest.raises(BreakOutputError, match="Raised"):
+        lab.step(wrapper, x)
 
 
 @pytest.mark.parametrize(("captured", "replayed"), [(4, 5), (None, 4), (True, 1), ("a", None)])

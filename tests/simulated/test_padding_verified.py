@@ -664,11 +664,29 @@ def with_info(make_info, **more):
 def test_step_info_held_by_a_graph_has_to_differ():
     refused(reads_step_info, "step_info", examples=with_info(lambda seed: {"n": 4}))
     refused(reads_step_info, "bit for bit", examples=with_info(lambda seed: {"n": 4 + seed}))
+    # The capture ran without: what seed 1 says may be what the callable does then.
+    refused(reads_step_info, "bit for bit", examples=with_info(lambda seed: {"n": 5 - seed}))
     constant = with_info(lambda seed: {"n": 4}, constant_info=True)
     batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
     with make(reads_step_info, examples=constant) as runtime:
         runtime.capture()
         assert runtime.step(**batch, step_info={"n": 4})[0, 0] == 4
+
+
+@pytest.mark.parametrize(
+    ("make_info", "part"),
+    [
+        (lambda seed: {"n": 4, "step": seed}, "step_info['n']"),
+        (lambda seed: {"n": 4, "table": torch.full((2,), seed)}, "step_info['n']"),
+        (lambda seed: {"n": 4 + seed, "table": torch.ones(2)}, "step_info['table']"),
+        (lambda seed: {"n": 4 + seed, "lens": [seed, 7]}, "step_info['lens'][1]"),
+        (lambda seed: {"n": 4} if seed else None, "step_info['n']"),
+        (lambda seed: None if seed else {"n": 4}, "step_info['n']"),
+        (lambda seed: {"n": 4 + seed, "object": object()}, "step_info['object']"),
+    ],
+)
+def test_part_of_step_info_that_no_example_varies_is_refused_by_name(make_info, part):
+    refused(reads_step_info, part, examples=with_info(make_info))
 
 
 def test_step_info_of_no_example_is_refused_in_a_step():

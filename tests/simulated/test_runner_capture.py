@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from queue import SimpleQueue
+
 import pytest
 import torch
 from test_runner_run import batch, encoder, make, tokens_runner
@@ -36,6 +39,7 @@ from graphrt.events import (
     Replayed,
     Verified,
 )
+from lab import rows_runner
 
 FULL = RuntimeMode.FULL
 
@@ -231,6 +235,43 @@ def test_three_failures_in_a_row_stop_capture_next():
         assert runner.capture_next(3) == 0
         errors = runner.report().failures.values()
         assert sum("not attempted" in text for text in errors) == 3
+
+
+class FailsAt(torch.nn.Module):
+    """Counts its calls on the host; one of them fails."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.num_calls = 0
+        self.fails = SimpleQueue()  # Where nothing is put back.
+        for number in range(call + 1):
+            self.fails.put(number == call)
+
+    def forward(self, x):
+        self.num_calls += 1
+        if not self.fails.empty() and self.fails.get():
+            raise ValueError("injected")
+        return x * 2
+
+
+@pytest.mark.parametrize("call", range(6))
+@pytest.mark.parametrize("warmups", [0, 1, 2])
+def test_runs_between_a_failed_capture_and_the_next_stay_counted(call, warmups):
+    model = FailsAt(call)
+    with rows_runner(model, (2, 4), warmups=warmups) as runner:
+        with suppress(ValueError):
+            runner.capture()
+        assert model.num_calls == 0
+        while not model.fails.empty():
+            model.fails.get()
+        for number in range(1, 4):
+            runner.run({"x": torch.ones(5, 4)})  # Eager: no key is as large.
+            assert model.num_calls == number
+        while runner.missing():
+            runner.capture_next()
+            assert model.num_calls == 3
+            runner.capture()
+            assert model.num_calls == 3
 
 
 def test_events_tell_a_life(model):

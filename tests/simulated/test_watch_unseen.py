@@ -21,7 +21,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from graphrt import Reason
+from graphrt import Reason, break_point
 from graphrt.graphs import frozen_heap
 from lab import random_rows, rows_runner
 
@@ -381,3 +381,30 @@ def test_weak_reference_keeps_nothing_alive() -> None:
         for _ in range(math.ceil(runner.num_watched / 4)):
             runner.run(random_rows({"n": 2}, 5))
         assert runner.last_decision.reason is Reason.INVALIDATED
+
+
+class SetsAside(torch.nn.Module):
+    """Each run sets a part of the weight aside, which a capture puts back."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.aside = None
+
+    @break_point
+    def part(self, weight):
+        self.aside = weight
+
+    def forward(self, x):
+        self.part(self.weight[0])
+        return x @ self.weight
+
+
+def test_tensor_that_was_put_back_to_none_is_told_by_its_name():
+    with rows_runner(SetsAside(), modes=["PIECEWISE"]) as runner:
+        runner.capture()
+        for _ in range(3):
+            x = torch.ones(2, 4)
+            assert torch.equal(runner.run({"x": x}), x * 4)
+            assert runner.last_decision.reason is Reason.INVALIDATED
+        assert "aside" in runner.explain()

@@ -32,7 +32,15 @@ from graphrt.graphs.nesting import ReplayInProgress
 from graphrt.graphs.places import Place
 from graphrt.graphs.signature import Checker, InputLeaf, Signature, StaleCheck, generate_checker
 from graphrt.graphs.unwatched import Unwatched
-from graphrt.graphs.values import Path, bytes_of, format_path, same_host_value, storage_start, walk
+from graphrt.graphs.values import (
+    Path,
+    bytes_of,
+    format_path,
+    same_host_value,
+    storage_start,
+    tensors_of,
+    walk,
+)
 
 Replay = Callable[[], None]
 State = Literal["captured", "ready", "invalid", "retired"]
@@ -55,6 +63,8 @@ class Returned:
     argument, or a view of one; host: a value the model's Python has already acted on."""
     value: Any
     """static_output, passed: a tensor over the bytes the next graph reads; host: the value."""
+    subclass: type | None = None
+    """Of a static output: its class, where the model's operators may do something else for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,9 @@ class EagerSegment:
     shared: tuple[SharedBytes, ...] = ()
     has_stub: bool = False
     """True if something else than ``fn`` ran at capture."""
+    owns_results: bool = False
+    """True if its static outputs or its arguments are written afterwards: what it makes may then
+    not be an argument, because the graph would write one where eager execution writes both."""
 
     @property
     def static_outputs(self) -> tuple[torch.Tensor, ...]:
@@ -109,8 +122,22 @@ class EagerSegment:
             for index, node in enumerate(leaves)
             if self.returned[index].kind == "static_output"
         }
+        if self.owns_results:
+            self._require_own(tensors)
         if len(tensors) > 1:
             self._store_shared(tensors)
+
+    def _require_own(self, found: Mapping[int, torch.Tensor]) -> None:
+        given = {storage_start(tensor) for tensor in tensors_of((self.args, self.kwargs))} - {0}
+        for index, tensor in found.items():
+            returned = self.returned[index]
+            if tensor is not returned.value and storage_start(tensor) in given:
+                raise self._misfit(
+                    f"{format_path(returned.path, root='result')}: a tensor of its own, as at "
+                    "capture, because it or an argument is written afterwards",
+                    "an argument, or a view of one",
+                    "return a copy (clone) where it returns an argument",
+                )
 
     def _store_shared(self, found: Mapping[int, torch.Tensor]) -> None:
         groups = shared_storages(found)
@@ -150,6 +177,10 @@ class EagerSegment:
                 f"{found.dtype} of shape {tuple(found.shape)}",
             )
         if expected.kind == "static_output":
+            subclass = subclass_of(found)
+            if subclass is not expected.subclass and not self.has_stub:
+                names = [(kind or torch.Tensor).__name__ for kind in (expected.subclass, subclass)]
+                raise self._misfit(f"{place}: a {names[0]}, as at capture", f"a {names[1]}")
             if copies:
                 # Detached: a step outside no_grad must not tie its history to the static output.
                 value.copy_(found.detach())
@@ -160,13 +191,13 @@ class EagerSegment:
         ):
             raise self._misfit(f"{place}: the argument it returned at capture", "another tensor")
 
-    def _misfit(self, expected: str, found: str) -> BreakOutputError:
-        return BreakOutputError(
-            f"eager segment {self.site}",
-            expected=expected,
-            found=found,
-            do="return the same shapes at every step of a key, or capture again",
-        )
+    def _misfit(
+        self,
+        expected: str,
+        found: str,
+        do: str = "return the same shapes at every step of a key, or capture again",
+    ) -> BreakOutputError:
+        return BreakOutputError(f"eager segment {self.site}", expected=expected, found=found, do=do)
 
 
 def shared_storages(tensors: Mapping[int, torch.Tensor]) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -182,6 +213,11 @@ def shared_storages(tensors: Mapping[int, torch.Tensor]) -> dict[tuple[int, ...]
             starts = [int(tensors[i].storage_offset()) * tensors[i].dtype.itemsize for i in group]
             groups[tuple(group)] = tuple(start - min(starts) for start in starts)
     return groups
+
+
+def subclass_of(tensor: torch.Tensor) -> type | None:
+    """The class of a tensor; None for those of torch that do what any tensor does."""
+    return None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -582,7 +618,7 @@ def _eager_lines(
     constants[f"expected_{number}"] = only.value
     absent = " and result is not None" if segment.writes_out else ""
     lines.append(f"if result is not expected_{number}{absent}:{comment}")
-    if only.kind != "static_output":
+    if only.kind != "static_output" or only.subclass or segment.owns_results:
         return [*lines, f"    store_{number}(result)"]
     # The usual result is one tensor that fits: it is checked and copied in line, because the
     # general way through ``store`` costs several times as much.

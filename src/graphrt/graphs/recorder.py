@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -29,6 +29,7 @@ from graphrt.graphs.program import (
     Segment,
     SharedBytes,
     shared_storages,
+    subclass_of,
 )
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import (
@@ -65,6 +66,40 @@ class OpenCuts:
 
 
 open_cuts = OpenCuts()
+
+
+class _Writes:
+    """Whether a tensor is written from now on, in place or through a view."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._counter: torch.Tensor | None = None
+        # Nothing counts the writes of inference mode, nor those of a tensor made of others.
+        if not tensor.is_inference() and not hasattr(tensor, "__tensor_flatten__"):
+            # It shares the count, and no memory: the pool shall have that back.
+            self._counter = tensor.detach()
+            self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._before = self._counter._version
+
+    def happened(self, *, if_uncounted: bool) -> bool:
+        """True if it was written."""
+        return if_uncounted if self._counter is None else self._counter._version != self._before
+
+
+class _Original(NamedTuple):
+    """The storage of a tensor that an eager segment made, and the copy that stands for it."""
+
+    storage: ReferenceType[torch.UntypedStorage]
+    copy: _Writes
+    site: str
+
+
+class _Shared(NamedTuple):
+    """What one eager segment shares with the graphs. ``segment``: its position."""
+
+    segment: int
+    originals: list[_Original]
+    given: list[_Writes]
+    """Its arguments in the pool."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -107,6 +142,8 @@ class ProgramRecorder:
     )
     """By id of a pool tensor that eager segments are bound to: it, its layout, what is bound.
     Weak, because the pool gets the memory back where the model drops the tensor."""
+    _shared: list[_Shared] = field(default_factory=list)
+    """Of each eager segment: what it shares with the graphs, to see who writes it afterwards."""
     _recording: Recording | None = None
     _eager_failure: BaseException | None = None
 
@@ -146,6 +183,7 @@ class ProgramRecorder:
             # the device drops a result that dies inside the recording as unread.
             self.outputs = _map_kept(result, self.device.weak_alias) if weak_outputs else result
             del result
+            self._settle_shared()
             if not self.graphs:
                 raise EmptyCaptureError(
                     expected="at least one kernel outside eager segments",
@@ -221,6 +259,16 @@ class ProgramRecorder:
                 new = [tensor for tensor in new if storage_start(tensor) not in addresses]
             _require_strided(new, site)
             statics = self._static_outputs(new)
+            self._shared.append(
+                _Shared(
+                    len(self.segments),
+                    [
+                        _Original(ref(t.untyped_storage()), _Writes(statics[id(t)]), site)
+                        for t in new
+                    ],
+                    [_Writes(t) for t in given if not self._is_outside(t)],
+                )
+            )
             value = rebuild(result, self._keep_leaf(given_ids, returned, bind, statics))
             bound = {key: _map_kept(item, bind) for key, item in kwargs.items()}
             if out is not None and out not in kwargs:
@@ -342,6 +390,27 @@ class ProgramRecorder:
         else:
             self.segments.append(GraphSegment(graph))
 
+    def _settle_shared(self) -> None:
+        """Find out what was written of what eager segments and graphs share, now that all ran.
+
+        A graph writes the copy of what a segment returned: whoever keeps the original, which eager
+        execution writes, is told of a write. A segment whose result or arguments are written has to
+        return at each replay what shares memory as it did at capture.
+        """
+        for index, originals, given in self._shared:
+            segment = self.segments[index]
+            assert isinstance(segment, EagerSegment), "noted when it was appended"
+            for item in originals:
+                storage = item.storage()
+                if storage is not None and item.copy.happened(if_uncounted=False):
+                    kept = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                    through = f"{item.site}, through what it returned (return a copy of it)"
+                    self.eager_writes.append(Write(kept, through))
+            shared = [*(item.copy for item in originals), *given]
+            if originals and any(writes.happened(if_uncounted=True) for writes in shared):
+                self.segments[index] = replace(segment, owns_results=True)
+        self._shared.clear()
+
     def _abort(self, error: BaseException) -> BaseException:
         recording, self._recording = self._recording, None
         first = error if recording is None else recording.abort(error)
@@ -391,7 +460,8 @@ class ProgramRecorder:
                     alias = bind if id(value) in given_ids else self.device.weak_alias
                     returned.append(Returned(path, "passed", alias(value)))
                     return value
-                returned.append(Returned(path, "static_output", self.device.weak_alias(static)))
+                known = self.device.weak_alias(static)
+                returned.append(Returned(path, "static_output", known, subclass_of(value)))
                 return static
             kind: Literal["host", "opaque"] = "host" if is_host(value) else "opaque"
             returned.append(Returned(path, kind, kept_host_value(value)))

@@ -172,7 +172,10 @@ class Watch:
                     self._modules.add((id(place.owner), place.name))
                 looks = known.get(id(item), ())
                 if not looks or looks[0].item is not item:
-                    looks = [] if self.mode == "hooks" else [p.now() for p in probes_of(item)]
+                    looks = [] if self.mode == "hooks" else probes_of(item)
+                    # Where no tensor is left, the look has to find what was there.
+                    if not (isinstance(item, HeldTensor) and item.has_moved()):
+                        looks = [probe.now() for probe in looks]
                 self._known[id(item)] = looks
                 found = by_owner.setdefault(id(place.owner), [])
                 for number, probe in enumerate(looks):

@@ -19,7 +19,8 @@ class Example(NamedTuple):
     """Valid inputs of given real sizes: what warm-up, capture and verification run on.
 
     ``values``: By input name.
-    ``step_info``: What ``Resource.prepare`` gets when the example runs for real (verification).
+    ``step_info``: What ``Resource.prepare`` gets when the example runs for real (verification). All
+      of it varies with the seed where a graph holds what it says.
     ``constant_info``: True: ``step_info`` is the same in every step, so that a graph may hold what
       it says.
     """

@@ -32,7 +32,7 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
-from graphrt.graphs.values import own_copy, tensors_of
+from graphrt.graphs.values import format_path, own_copy, tensors_of, walk
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
     KeySpace,
@@ -528,9 +528,10 @@ class Executor:
                 self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
                 return
             subject = f"{entry.mode.name}, {entry.key}"
+            reads_info = ready.program.reads_step_info and not self._has_constant_info
             if captured is not None:
                 require_other_example(subject, captured, (dict(call.values), call.step_info))
-                if ready.program.reads_step_info and not self._has_constant_info:
+                if reads_info:
                     _require_other_info(entry, captured[1], call.step_info)
             with _of_example():
                 verification = self.compare(ready, call, before_warmup, num_runs)
@@ -542,6 +543,9 @@ class Executor:
             ready.program.is_compared = require_compared(
                 subject, verification, left, is_strict=self.is_strict
             )
+            if reads_info and self._has_step_info:
+                # The capture found none: one example may say what the callable does without.
+                self.compare(ready, self._example(entry.key, 0), before_warmup)
             if self.options.warmups == 0:
                 # The capture was the first run of all: a third one shows what counts runs, and
                 # inputs other than before show what a first run kept of its own.
@@ -696,17 +700,29 @@ def _of_example() -> Iterator[None]:
 
 
 def _require_other_info(entry: Entry, captured: Any, step_info: Any) -> None:
-    """Refuse a graph that holds what ``step_info`` said, where no example says anything else."""
-    same = compare(captured, step_info)
-    if step_info is None or not same.is_equal or same.unchecked:
-        return
-    raise VerificationError(
-        f"{entry.mode.name}, {entry.key}: step_info, read by the callable outside eager segments",
-        expected="other host values for each seed, because the graph holds those of the capture",
-        found=f"the same for seeds 0 and 1: {step_info!r}",
-        do="vary them with the seed; read them in an eager segment or pass a tensor if they change "
-        "from step to step; Example(..., constant_info=True) if they never do",
-    )
+    """Refuse a graph that holds what ``step_info`` said, where examples say the same in any part:
+    nobody knows which parts the callable read."""
+    both = [
+        {node.path: node for node in walk(value) if node.kind != "container"}
+        for value in (captured, step_info)
+    ]
+    same = [
+        f"step_info{format_path(path)}"
+        for path in dict.fromkeys([*both[0], *both[1]])
+        if not (path in both[0] and path in both[1])
+        or both[1][path].kind == "opaque"
+        or compare(both[0][path].value, both[1][path].value).is_equal
+    ]
+    if same and not (captured is None and step_info is None):
+        raise VerificationError(
+            f"{entry.mode.name}, {entry.key}: step_info, read by the callable outside eager "
+            "segments",
+            expected="other values for each seed in all parts, because the graph holds those of "
+            "the capture",
+            found=f"the same for seeds 0 and 1, in one alone, or opaque: {', '.join(same)}",
+            do="vary them with the seed; read them in an eager segment or pass a tensor if they "
+            "change from step to step; Example(..., constant_info=True) if they never do",
+        )
 
 
 def _suspects(program: Program) -> list[str]:
