@@ -238,6 +238,7 @@ class Remembers(torch.nn.Module):
         self.n = 0
         self.log: list[int] = []
         self.seen: set[int] = set()
+        self.recent = deque([1, 2, 3], 3)
         self.by_step: dict[int, int] = {}
         self.helper = SimpleNamespace(n=0, tables={})
         self.register_buffer("steps", torch.zeros(()))
@@ -1218,6 +1219,11 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda m: m.register_buffer("added", torch.zeros(1), persistent=False),
     lambda m: m.register_parameter("weight", torch.nn.Parameter(torch.zeros(1))),
     lambda m: setattr(m, "child", torch.nn.Linear(1, 1)),
+    lambda m: m.recent.append(object()),
+    lambda m: m.recent.appendleft(object()),
+    lambda m: m.recent.rotate(),
+    lambda m: setattr(type(m), "late", object()),
+    lambda m: setattr(m, "__dict__", dict(vars(m), n=m.n + 1)),
 ]
 
 
@@ -1225,7 +1231,9 @@ def what_it_holds(model: Remembers) -> list[Any]:
     parts = [vars(model), vars(model.helper), model._buffers, model._parameters, model._modules]
     parts += [model.by_step, model.helper.tables]
     held: list[Any] = [{key: id(value) for key, value in part.items()} for part in parts]
-    return [*held, list(map(id, model.log)), set(map(id, model.seen)), id(type(model).total)]
+    members = {key: id(value) for key, value in vars(type(model)).items()}
+    lists = [list(map(id, kept)) for kept in (model.log, model.recent)]
+    return [*held, *lists, set(map(id, model.seen)), members]
 
 
 @settings(deadline=None)
@@ -1254,6 +1262,8 @@ def test_what_later_runs_change_again_is_put_back(changes: list[Any]) -> None:
     assert (model.n, model.helper.n, model.helper.tables) == (0, 0, {}) or CHANGES[8] in changes
     assert not any(map(len, (model.log, model.by_step, model.seen)))
     assert not hasattr(model, "new")
+    assert not hasattr(Remembers, "late")
+    assert list(model.recent) == [1, 2, 3]
     assert "added" not in model._buffers
     assert not any(map(len, (model._parameters, model._modules)))
 

@@ -796,6 +796,8 @@ class HostSnapshot:
                 self.advances |= any(k is _ALL or _may_turn(change.value(k)) for k in change.keys)
                 if change.is_growth:
                     self._advancing.add((id(change.held.target), _ALL))
+                if change.held.kind == "own":  # A ``__dict__`` goes back with what it held.
+                    self._advancing |= {(id(own), _ALL) for own in change.held.first.values()}
 
     def _note_between(self) -> None:
         changes = self._pending()
