@@ -11,7 +11,6 @@ import gc
 import itertools
 import random
 import threading
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ from graphrt.errors import (
 )
 from graphrt.graphs import GraphSegment
 from graphrt.graphs.gc_pause import MOST_IMMORTAL, is_heap_frozen
-from lab import FULL, KEY, NONE, PIECEWISE, SIZES, Lab
+from lab import FULL, KEY, NONE, PIECEWISE, SIZES, Lab, Tally
 
 
 def graphs_of(program: Program) -> list[Any]:
@@ -715,7 +714,7 @@ class BugClasses:
         workspace = Workspace("scratch", lab.device.torch_device)
         need = {8: 8, 4: 64, 2: 2}
         buffers = lab.buffers(BufferSpec("x", ("tokens",), torch.float32))
-        captured_over = array("Q")  # No list: that would be put back.
+        captured_over = Tally()
 
         def step(x: torch.Tensor) -> torch.Tensor:
             scratch = workspace.get((need[len(x)],), torch.float32)[: len(x)]

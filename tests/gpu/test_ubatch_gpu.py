@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.lab import Lab
+from tests.lab import Lab, Tally
 
 from graphrt import (
     BatchDescriptor,
@@ -37,8 +36,8 @@ class PinnedCopies(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         # One for each micro-batch, because several are under way at the same time.
         self.host = [torch.empty(TOKENS, SENT, pin_memory=True) for _ in range(num_ubatches)]
-        # How many runs of micro-batch 1 until one fails. An array: a capture puts attributes back.
-        self.fails_in = array("b", [0])
+        # How many runs of micro-batch 1 until one fails.
+        self.fails_in = Tally(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in range(4):

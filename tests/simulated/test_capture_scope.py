@@ -6,7 +6,6 @@ import contextvars
 import gc
 import threading
 import weakref
-from array import array
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -37,7 +36,7 @@ from graphrt.errors import (
 )
 from graphrt.events import CaptureFailed
 from graphrt.graphs.gc_pause import is_heap_frozen
-from lab import FULL, KEY, NONE, PIECEWISE, Lab
+from lab import FULL, KEY, NONE, PIECEWISE, Lab, Tally
 
 
 class Log:
@@ -232,7 +231,7 @@ class Prepared:
     """A resource with ``prepare`` and what each subclass adds; writes down every call."""
 
     def __init__(self) -> None:
-        self.note = Mock()
+        self.note = Mock()  # No list: that would be put back.
 
     @property
     def lines(self) -> list[str]:
@@ -291,7 +290,7 @@ def test_resource_that_fails_for_a_key_is_asked_again(lab: Lab) -> None:
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
 def test_warmups_run_and_only_the_last_reports_capturing(lab: Lab, warmups: int) -> None:
-    answers = array("b")  # No list: that would be put back.
+    answers = Tally()
 
     def model(x: Tensor) -> Tensor:
         try:
@@ -359,7 +358,7 @@ def test_grad_mode_at_warm_up_or_capture_is_refused(lab: Lab) -> None:
 
 
 def test_failed_key_is_not_tried_again_until_forgotten(lab: Lab) -> None:
-    calls = array("q")  # No list: that would be put back.
+    calls = Tally()
 
     def model(x: Tensor) -> Tensor:
         calls.append(1)
@@ -387,7 +386,7 @@ def test_failed_key_is_not_tried_again_until_forgotten(lab: Lab) -> None:
 
 
 def test_three_failures_in_a_row_give_up_the_owner(lab: Lab) -> None:
-    calls = array("q")  # No list: that would be put back.
+    calls = Tally()
 
     def model(x: Tensor) -> Tensor:
         calls.append(len(x))

@@ -6,7 +6,6 @@ import gc
 import linecache
 import re
 import weakref
-from array import array
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -43,6 +42,7 @@ from lab import (
     POLICIES,
     WIDTH,
     RuntimeLab,
+    Tally,
     assert_equal,
     values,
 )
@@ -77,7 +77,7 @@ class Outer(torch.nn.Module):
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()
         self.part = part
-        self.runs = array("q", [0])
+        self.runs = Tally(0)
 
     def forward(self, **inputs):
         self.runs[0] += 1

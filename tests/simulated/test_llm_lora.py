@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from array import array
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -33,6 +32,7 @@ from graphrt_llm.kernels import EAGER, eager
 from graphrt_llm.lora import LoRAWeights, random_lora
 from graphrt_llm.request import Request
 from graphrt_llm.scheduler import AdapterSlots, Scheduler
+from lab import Tally
 
 MAX_LORAS = 3
 NUM_ADAPTERS = 4
@@ -237,7 +237,7 @@ class ByToken:
     """What the kernel for few tokens computes, in shapes that a graph can hold."""
 
     def __init__(self) -> None:
-        self.numbers_of_tokens = array("q")
+        self.numbers_of_tokens = Tally()
 
     def __call__(self, x, norm, eps, a, b, slots, ranks, parts, out, gated=None):
         self.numbers_of_tokens.append(len(x))
@@ -297,7 +297,7 @@ def test_few_tokens_have_their_adapters_added_by_the_kernel(mode, monkeypatch):
             for number, rank in enumerate((8, 1, 5)):
                 engine.add_lora(str(number), seed=number, rank=rank)
             engine.capture()
-            kernel.numbers_of_tokens = array("q")
+            kernel.numbers_of_tokens = Tally()
             found.append([engine.generate(asked, FOUR, loras=names) for asked, names in load])
             assert not engine.runtime.report().missing
             if add_lora is not None and mode == "NONE":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from graphrt_llm.attention import (
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import ModelConfig
+from lab import Tally
 
 CONFIG = ModelConfig.tiny()
 
@@ -202,7 +202,7 @@ class Formula:
     def __init__(self, query_len: int = 1) -> None:
         self.query_len = query_len
         self.keep_alive = (torch.zeros(3), torch.zeros(5))
-        self.decoded = array("q")  # No list: that would be put back.
+        self.decoded = Tally()
 
     def __call__(self, heads: torch.Tensor, *inputs: torch.Tensor) -> None:
         self.decoded.append(len(heads))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from array import array
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from graphrt import (
 )
 from graphrt.errors import ConfigError, EmptyCaptureError, VerificationError
 from graphrt.events import Verified
+from lab import Tally
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 KEYS = [BatchDescriptor(n) for n in (4, 2)]
@@ -62,7 +62,7 @@ class Lab:
 
 
 def counting():
-    calls = array("q")  # No list: that would be put back.
+    calls = Tally()
 
     def fn(x):
         calls.append(x.shape[0])
@@ -149,7 +149,7 @@ def test_failing_capture_is_skipped_or_raised(lab):
 def test_key_that_has_a_program_is_not_run_again(lab):
     fn, calls = counting()
     capture_all(lab.library, lab.jobs(fn))
-    del calls[:]
+    calls.clear()
     report = capture_all(lab.library, lab.jobs(fn))
     assert not calls
     assert report == ((), (), (), {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from itertools import product
 
 import pytest
@@ -30,6 +29,7 @@ from graphrt.errors import (
     StaticBufferError,
 )
 from graphrt.events import RanEager, Replayed
+from lab import Tally
 
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE
 WIDTH = 3
@@ -126,7 +126,7 @@ def test_run_every_size_equals_eager(inputs, policy):
 
 
 def test_inputs_of_an_inner_axis_are_contiguous():
-    addresses = array("Q")  # No list: that would be put back.
+    addresses = Tally()
 
     def model(*, x, mask):
         assert x.is_contiguous()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from contextlib import suppress
 
 import torch
@@ -11,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from graphrt import GraphrtError
 from graphrt.events import Captured, Retired, Verified
-from lab import MAX_REQS, MAX_TOKENS, POLICIES, RuntimeLab, Toy, assert_equal
+from lab import MAX_REQS, MAX_TOKENS, POLICIES, RuntimeLab, Tally, Toy, assert_equal
 
 BATCHES = st.integers(1, MAX_TOKENS).flatmap(
     lambda n: st.tuples(st.just(n), st.integers(1, min(n, MAX_REQS)), st.integers(0, 9))
@@ -116,7 +115,7 @@ class Life(RuleBasedStateMachine):
 class Moody(Toy):
     def __init__(self):
         super().__init__()
-        self.countdown = (array("q", [-1]),)  # No list: a capture would put it back.
+        self.countdown = (Tally(-1),)
         self.error = OSError
 
     def forward(self, *, x, ids, lens):

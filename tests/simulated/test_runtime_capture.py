@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-from array import array
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from lab import (
     POLICIES,
     SIZES,
     RuntimeLab,
+    Tally,
     Toy,
     assert_equal,
     example,
@@ -90,7 +90,7 @@ class Counting(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("total", torch.zeros((), dtype=torch.int64))
-        self.num_calls = array("q", [0])
+        self.num_calls = Tally(0)
 
     def forward(self, *, x, ids, lens):
         self.num_calls[0] += 1
@@ -270,7 +270,7 @@ class Interrupted(Toy):
 
     def __init__(self):
         super().__init__()
-        self.countdown = array("q", [-1])
+        self.countdown = Tally(-1)
 
     def forward(self, *, x, ids, lens):
         self.count()
@@ -328,7 +328,7 @@ def test_interrupt_waits_for_the_key_and_a_second_does_not(at):
                     signal.raise_signal(signal.SIGINT)
 
     for twice in (False, True):
-        survived = array("q")  # No list: that would be put back.
+        survived = Tally()
         with RuntimeLab("FULL", model=Signalled()) as lab:
             lab.model.countdown[0] = at
             with pytest.raises(KeyboardInterrupt):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -36,6 +35,7 @@ from lab import (
     WIDTH,
     Lab,
     RuntimeLab,
+    Tally,
     Toy,
     assert_equal,
     values,
@@ -522,7 +522,7 @@ def test_layers_of_the_runtime_are_in_every_context(policy):
 
 
 def test_wrapper_compared_outside_a_step_finds_the_layers():
-    layers, calls = {"attention": object()}, array("q", [0])
+    layers, calls = {"attention": object()}, Tally(0)
 
     def model(x):
         calls[0] += 1

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import io
 import itertools
 import sys
 import threading
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +238,7 @@ class Remembers(torch.nn.Module):
         self.n = 0
         self.log: list[int] = []
         self.seen: set[int] = set()
+        self.recent = deque([1, 2, 3], 3)
         self.by_step: dict[int, int] = {}
         self.helper = SimpleNamespace(n=0, tables={})
         self.register_buffer("steps", torch.zeros(()))
@@ -584,9 +588,36 @@ def set_first(owner: Any, value: float) -> None:
     owner[0] = type(owner[0])(value)
 
 
+def first_of(owner: Any) -> float:
+    return float(owner[0]) if len(owner) else 0.0
+
+
+def append(owner: Any, value: float) -> None:
+    owner.append(int(value))
+
+
+def set_text(owner: Any, value: float) -> None:
+    owner.write(str(value))
+
+
+def set_bytes(owner: Any, value: float) -> None:
+    owner.write(bytes([int(value)]))
+
+
 HELD_BY_OTHERS: dict[str, Callable[[], Any]] = {
-    "bytearray": lambda: memo_in(bytearray(1), lambda owner: owner[0], set_first),
-    "ctypes": lambda: memo_in((ctypes.c_double * 2)(), lambda owner: owner[0], set_first),
+    "bytearray": lambda: memo_in(bytearray(1), first_of, set_first),
+    "bytearray filled": lambda: memo_in(bytearray(), first_of, append),
+    "array": lambda: memo_in(array("d", [0.0]), first_of, set_first),
+    "array filled": lambda: memo_in(array("d"), first_of, append),
+    "array of addresses": lambda: memo_in(array("Q", [0]), first_of, set_first),
+    "view": lambda: memo_in(memoryview(bytearray(8))[4:], first_of, set_first),
+    "view with steps": lambda: memo_in(memoryview(array("l", [0] * 4))[::2], first_of, set_first),
+    "view of an array": lambda: memo_in(memoryview(np.zeros(3)), first_of, set_first),
+    "text": lambda: memo_in(io.StringIO(), lambda owner: float(owner.getvalue() or 0), set_text),
+    "bytes": lambda: memo_in(io.BytesIO(), lambda owner: sum(owner.getvalue()), set_bytes),
+    "full deque": lambda: memo_in(deque([0.0, 0.0], 2), first_of, deque.appendleft),
+    "large bytearray": lambda: memo_in(bytearray(2 << 20), first_of, set_first),
+    "ctypes": lambda: memo_in((ctypes.c_double * 2)(), first_of, set_first),
     "attribute of a tensor": lambda: memo_in(torch.ones(4), scale_of, set_scale),
     "replaced dict": lambda: memo_in(Bag(), scale_of, set_dict),
 }
@@ -645,6 +676,262 @@ def test_memo_of_inputs_is_refused_and_named(kind: Any, name: str) -> None:
             runner.capture()
         assert name in raised.value.do
     assert GLOBAL_MEMO is None
+
+
+# -- a memo that is set where there was nothing before
+
+
+class Meta(type):
+    def memo_of(cls, x: Tensor) -> Any:
+        if getattr(Meta, "memo", None) is None:
+            Meta.memo = x.sum(0)
+        return Meta.memo
+
+
+def memo_by_class_method() -> Any:
+    class Owner:
+        @classmethod
+        def memo_of(cls, x: Tensor) -> Any:
+            if getattr(cls, "memo", None) is None:
+                cls.memo = x.sum(0)
+            return cls.memo
+
+    return lambda x: x + Owner.memo_of(x), lambda: hasattr(Owner, "memo"), "Owner.memo"
+
+
+def memo_on_own_class() -> Any:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if getattr(self, "memo", None) is None:
+                type(self).memo = 1 + float(x.sum())
+            return x + self.memo
+
+    return Model(), lambda: hasattr(Model, "memo"), "Model.memo"
+
+
+def memo_on_a_base() -> Any:
+    class Base(torch.nn.Module):
+        pass
+
+    class Model(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return x + Base.memo
+            except AttributeError:
+                Base.memo = x.sum(0)
+            return x + Base.memo
+
+    return Model(), lambda: hasattr(Base, "memo"), "Base.memo"
+
+
+def memo_on_class_of_a_helper() -> Any:
+    class Helper:
+        pass
+
+    helpers = [Helper()]
+
+    def step(x: Tensor) -> Tensor:
+        if not hasattr(helpers[0], "memo"):
+            helpers[0].__class__.memo = x.sum(0)
+        return x + helpers[0].memo
+
+    return step, lambda: hasattr(Helper, "memo"), "Helper.memo"
+
+
+def memo_on_class_made_in_the_step() -> Any:
+    class Helper:
+        def __init__(self, x: Tensor) -> None:
+            if "memo" not in Helper.__dict__:
+                Helper.memo = x.sum(0)
+            self.total = x + Helper.memo
+
+    return lambda x: Helper(x).total, lambda: hasattr(Helper, "memo"), "Helper.memo"
+
+
+def memo_under_computed_name() -> Any:
+    class Owner:
+        pass
+
+    names = ["memo"]
+
+    def step(x: Tensor) -> Tensor:
+        if not hasattr(Owner, names[0]):
+            setattr(Owner, names[0], x.sum(0))
+        return x + getattr(Owner, names[0])
+
+    return step, lambda: hasattr(Owner, "memo"), "Owner.memo"
+
+
+def memo_on_metaclass() -> Any:
+    class Owner(metaclass=Meta):
+        pass
+
+    return lambda x: x + Owner.memo_of(x), lambda: hasattr(Meta, "memo"), "Meta.memo"
+
+
+def memo_on_a_function() -> Any:
+    def helper() -> None:
+        pass
+
+    def step(x: Tensor) -> Tensor:
+        if not hasattr(helper, "memo"):
+            helper.memo = x.sum(0)
+        return x + helper.memo
+
+    return step, lambda: hasattr(helper, "memo"), "helper.memo"
+
+
+def memo_in_defaults() -> Any:
+    def helper(memo: Any = None) -> Any:
+        return memo
+
+    def step(x: Tensor) -> Tensor:
+        if helper() is None:
+            helper.__defaults__ = (x.sum(0),)
+        return x + helper()
+
+    return step, lambda: helper() is not None, "helper.__defaults__"
+
+
+def memo_in_globals() -> Any:
+    def step(x: Tensor) -> Tensor:
+        if "MEMO_SET_LATER" not in globals():
+            globals()["MEMO_SET_LATER"] = x.sum(0)
+        return x + globals()["MEMO_SET_LATER"]
+
+    return step, lambda: "MEMO_SET_LATER" in globals(), "MEMO_SET_LATER"
+
+
+def memo_on_a_module(owner: Any, name: str) -> Any:
+    def step(x: Tensor) -> Tensor:
+        if not hasattr(owner, "_memo_of_a_test"):
+            owner._memo_of_a_test = x.sum(0)
+        return x + owner._memo_of_a_test
+
+    return step, lambda: hasattr(owner, "_memo_of_a_test"), name
+
+
+def memo_on_an_imported_module() -> Any:
+    def step(x: Tensor) -> Tensor:
+        import lab as imported
+
+        if getattr(imported, "memo", None) is None:
+            imported.memo = x.sum(0)
+        return x + imported.memo
+
+    return step, lambda: hasattr(sys.modules["lab"], "memo"), "lab.memo"
+
+
+def memo_on(owner: Any, name: str = "owner.memo") -> Any:
+    def step(x: Tensor) -> Tensor:
+        if not hasattr(owner, "memo"):
+            owner.memo = x.sum(0)
+        return x + owner.memo
+
+    return step, lambda: hasattr(owner, "memo"), name
+
+
+def memo_of_another_class() -> Any:
+    class Before:
+        memo = None
+
+    class After:
+        memo = torch.zeros(3)
+
+    owner = Before()
+
+    def step(x: Tensor) -> Tensor:
+        if owner.memo is None:
+            After.memo = x.sum(0)
+            owner.__class__ = After
+        return x + owner.memo
+
+    return step, lambda: type(owner) is After, "owner.__class__"
+
+
+def memo_in_another_dict() -> Any:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if "memo" not in self.__dict__:
+                self.__dict__ = dict(self.__dict__, memo=x.sum(0))
+            return x + self.memo
+
+    model = Model()
+    return model, lambda: "memo" in vars(model), "__dict__"
+
+
+def memo_in_a_segment() -> Any:
+    class Owner:
+        pass
+
+    @break_point
+    def segment(x: Tensor) -> Tensor:
+        if not hasattr(Owner, "memo"):
+            Owner.memo = x.sum(0)
+        return x + Owner.memo
+
+    return lambda x: segment(x + 0) + 0, lambda: hasattr(Owner, "memo"), "Owner.memo"
+
+
+class Shade(Enum):
+    DARK = 1
+
+
+SET_LATER: dict[str, Callable[[], Any]] = {
+    "class method": memo_by_class_method,
+    "own class": memo_on_own_class,
+    "base": memo_on_a_base,
+    "class of a helper": memo_on_class_of_a_helper,
+    "class of what a step makes": memo_on_class_made_in_the_step,
+    "computed name": memo_under_computed_name,
+    "metaclass": memo_on_metaclass,
+    "function": memo_on_a_function,
+    "defaults": memo_in_defaults,
+    "globals": memo_in_globals,
+    "torch": lambda: memo_on_a_module(torch, "owner._memo_of_a_test"),
+    "class of torch": lambda: memo_on_a_module(torch.nn.Linear, "owner._memo_of_a_test"),
+    "imported module": memo_on_an_imported_module,
+    "object": lambda: memo_on(SimpleNamespace()),
+    "enum": lambda: memo_on(Shade, "Shade.memo"),
+    "member of an enum": lambda: memo_on(Shade.DARK, "Shade.DARK.memo"),
+    "error": lambda: memo_on(ValueError("one")),
+    "list": lambda: memo_on(type("List", (list,), {})()),
+    "tuple": lambda: memo_on(type("Tuple", (tuple,), {})()),
+    "other class": memo_of_another_class,
+    "other dict": memo_in_another_dict,
+    "segment": memo_in_a_segment,
+}
+
+
+@pytest.mark.parametrize("case", SET_LATER)
+@pytest.mark.parametrize("warmups", [1, 2])
+def test_memo_where_there_was_nothing_is_refused_and_removed(case: str, warmups: int) -> None:
+    step, is_set, name = SET_LATER[case]()
+    options: Any = {"modes": ["PIECEWISE"]} if case == "segment" else {}
+    with make(step, sizes=[4], warmups=warmups, **options) as runner:
+        with pytest.raises(VerificationError) as raised:
+            runner.capture()
+        assert name in raised.value.do
+    assert not is_set(), "nothing serves, so nothing reads it"
+
+
+def test_memo_of_no_inputs_on_a_class_stays_and_is_watched() -> None:
+    class Owner:
+        pass
+
+    def step(x: Tensor) -> Tensor:
+        if not hasattr(Owner, "memo"):
+            Owner.memo, Owner.scale = torch.full((3,), 2.0), 3.0
+        return x * Owner.memo * Owner.scale
+
+    with make(step, sizes=[4]) as runner:
+        runner.capture()
+        memo = Owner.memo
+        assert torch.equal(runner.run(rows()), rows()["x"] * 6)
+        assert Owner.memo is memo
+        Owner.memo, Owner.scale = torch.full((3,), 5.0), 4.0
+        assert set(runner.check_externals().moved) == {"Owner.memo", "Owner.scale"}
+        assert torch.equal(runner.run(rows()), rows()["x"] * 20)
 
 
 CONTEXT_MEMO: ContextVar[Any] = ContextVar("CONTEXT_MEMO", default=None)
@@ -932,6 +1219,11 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda m: m.register_buffer("added", torch.zeros(1), persistent=False),
     lambda m: m.register_parameter("weight", torch.nn.Parameter(torch.zeros(1))),
     lambda m: setattr(m, "child", torch.nn.Linear(1, 1)),
+    lambda m: m.recent.append(object()),
+    lambda m: m.recent.appendleft(object()),
+    lambda m: m.recent.rotate(),
+    lambda m: setattr(type(m), "late", object()),
+    lambda m: setattr(m, "__dict__", dict(vars(m), n=m.n + 1)),
 ]
 
 
@@ -939,7 +1231,9 @@ def what_it_holds(model: Remembers) -> list[Any]:
     parts = [vars(model), vars(model.helper), model._buffers, model._parameters, model._modules]
     parts += [model.by_step, model.helper.tables]
     held: list[Any] = [{key: id(value) for key, value in part.items()} for part in parts]
-    return [*held, list(map(id, model.log)), set(map(id, model.seen)), id(type(model).total)]
+    members = {key: id(value) for key, value in vars(type(model)).items()}
+    lists = [list(map(id, kept)) for kept in (model.log, model.recent)]
+    return [*held, *lists, set(map(id, model.seen)), members]
 
 
 @settings(deadline=None)
@@ -968,6 +1262,8 @@ def test_what_later_runs_change_again_is_put_back(changes: list[Any]) -> None:
     assert (model.n, model.helper.n, model.helper.tables) == (0, 0, {}) or CHANGES[8] in changes
     assert not any(map(len, (model.log, model.by_step, model.seen)))
     assert not hasattr(model, "new")
+    assert not hasattr(Remembers, "late")
+    assert list(model.recent) == [1, 2, 3]
     assert "added" not in model._buffers
     assert not any(map(len, (model._parameters, model._modules)))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from tests.lab import FULL, NONE, PIECEWISE, Lab
+from tests.lab import FULL, NONE, PIECEWISE, Lab, Tally
 from tests.ubatch_models import WIDTH, Layers, uniform_key
 
 from graphrt import (
@@ -392,7 +391,7 @@ def test_multiprocessors_are_divided_and_given_back(lab: Lab) -> None:
 
 
 def test_first_replay_is_compared_with_slices_one_by_one(lab: Lab) -> None:
-    is_wrong = array("b", [0])
+    is_wrong = Tally(0)
 
     def model(x: torch.Tensor) -> torch.Tensor:
         is_worker = threading.current_thread() is not threading.main_thread()
@@ -471,7 +470,7 @@ def test_failing_micro_batch_leaves_nothing_behind(
 ) -> None:
     key, model = uniform_key(12, num_ubatches), Layers(depth=1)
     failing = min(failing, num_ubatches - 1)
-    armed, unwound = array("b", [0]), array("q")  # A capture would put lists back.
+    armed, unwound = Tally(0), Tally()
 
     def fails(x: torch.Tensor) -> torch.Tensor:
         armed_here = armed[0] and ubatch.index() == failing
@@ -490,7 +489,7 @@ def test_failing_micro_batch_leaves_nothing_behind(
     with Wrapped(lab, fails, sm_control=control) as wrapper:
         expected = step(wrapper, NONE, key, slices_of(key), x)
         stream, armed[0] = lab.device.current_stream(), 1
-        del unwound[:]
+        unwound.clear()
         with pytest.raises(KeyError) as caught:
             capture(lab, wrapper, x, key, NONE if is_captured else FULL)
         assert f"in micro-batch {failing} of {num_ubatches}" in caught.value.__notes__[0]

@@ -37,6 +37,9 @@ class Names(NamedTuple):
     empty if it is computed."""
     lines: dict[str, int]
     """The first line that reads a global variable or an attribute."""
+    assigned: set[tuple[str, ...]]
+    """Attributes that are set: a global or closure variable and the names after it, the last of
+    which is set; of what else has it, the last one alone."""
 
 
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD"))
@@ -57,7 +60,9 @@ def names_in(code: CodeType) -> Names:
     line = code.co_firstlineno
     first = code.co_varnames[0] if code.co_argcount else None
     strings: set[str | int] = {item for item in code.co_consts if type(item) in (str, int)}
-    found = Names(set(), set(), {}, strings, set(), set(), set(), set(), set(), {}, set(), {})
+    found = Names(
+        set(), set(), {}, strings, set(), set(), set(), set(), set(), {}, set(), {}, set()
+    )
     aliases: dict[str, str] = {}
     previous: Any = None
     for index, step in enumerate(steps):
@@ -103,6 +108,8 @@ def names_in(code: CodeType) -> Names:
                 found.computed.add(str(last.argval))
             elif type(key.argval) is str:
                 found.asked.add((str(last.argval), key.argval))
+        elif name in ("STORE_ATTR", "DELETE_ATTR"):
+            found.assigned.add(_chain_of(steps, index))
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
             found.stored.add(_container_of(steps, index))
         elif (name == "BINARY_SUBSCR" or step.argrepr == "[]") and last.opname != "LOAD_CONST":
@@ -236,6 +243,18 @@ def _beginning_of(name: Sequence[dis.Instruction]) -> str:
     if first.opname != "LOAD_CONST" or not rest or not is_joined or rest[0].opname in _LOADS:
         return ""
     return "".join(takewhile(lambda c: c.isalnum() or c == "_", str(first.argval)))
+
+
+def _chain_of(steps: Sequence[dis.Instruction], index: int) -> tuple[str, ...]:
+    """See ``Names.assigned``: of the attribute that an instruction sets."""
+    names = [str(steps[index].argval)]
+    while index and steps[index - 1].opname in _LOADS:
+        index -= 1
+        names.append(str(steps[index].argval))
+    root = steps[index - 1]
+    if root.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+        return (names[0],)
+    return (str(root.argval), *reversed(names))
 
 
 def _begin(steps: Sequence[dis.Instruction], index: int) -> int:

@@ -167,6 +167,7 @@ class Reads:
         )
         """Names of what resources own."""
         self._boxes = [box for item in found.objects.values() for box in _boxes(item)]
+        self._boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
         self._sizes = list(map(len, self._boxes))
         self._named = {_id_held(item) for item in tensors}
         self._held: dict[tuple[frozenset[int], frozenset[int]], list[HeldTensor]] = {}

@@ -9,19 +9,22 @@ the same way as the graph. A memo itself stays, because graphs read that very te
 
 from __future__ import annotations
 
+import array
 import ctypes
 import dis
 import functools
 import gc
+import io
 import sys
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
+from enum import Enum
 from itertools import accumulate, chain, compress, count, repeat
 from operator import is_, is_not
-from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
 
@@ -49,7 +52,9 @@ from graphrt.graphs.values import tensors_of
 # The containers of a module that hold its parts; those of hooks are the caller's business.
 _REGISTERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CONTAINERS = (dict, list, set, deque)
-_NO_OBJECTS = (type, tuple, frozenset, ModuleType, BaseException)
+_NO_OBJECTS = (type, ModuleType)
+_NO_MEMOS = (type, ModuleType, FunctionType, BuiltinFunctionType, ReferenceType)
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CACHE = type(functools.lru_cache(lambda: None))
 
@@ -58,6 +63,8 @@ _NOT_LOOKED_AT = ("default", "member", "length", "type")
 _OF_THE_WHOLE = ("length", "keys", "contents", "type", "call", "memo", "target")
 """Kinds of places that say nothing beyond what their owner does."""
 
+_MAY_BE_SET = 1 << 9
+"""The flag of a class that was made by a statement: others have no attributes to set."""
 _ALL: Any = object()
 """In place of a key: all that a container holds."""
 
@@ -69,10 +76,12 @@ Kind = Literal[
     "cell",
     "global",
     "class",
+    "members",
+    "variables",
     "slot",
     "context",
     "script",
-    "dict",
+    "own",
     "large",
 ]
 
@@ -86,15 +95,18 @@ which is refused, because it cannot be put back."""
 class _Held:
     """One object, container or single variable: what it held first, and what it held last."""
 
-    __slots__ = ("first", "get", "kind", "last", "name", "path", "row", "target")
+    __slots__ = ("box", "first", "get", "kind", "last", "name", "path", "row", "target")
 
     def __init__(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
         self.path = path
         self.target = target
-        """The container itself; the ``__dict__`` of an object; else what has ``name``."""
+        """The container itself; the ``__dict__`` of an object; a class; else what has ``name``."""
+        self.box = _dict_of(target) if kind == "members" else target
+        """What is read: of all members of a class, the dict that has them."""
         self.kind: Kind = kind
-        self.name = name
-        """Of a single variable or attribute; other names in ``target`` are not looked at."""
+        self.name = frozenset(target) if kind == "variables" else name
+        """Of a single variable or attribute; other names in ``target`` are not looked at. Of a
+        module, the variables that it had already, which are not looked at either."""
         self.get: Callable[[Any, Any], Any] | None = _GETTERS.get(kind)
         """Reads the one under ``name``, or ``MISSING``."""
         self.row: int | None = None
@@ -105,10 +117,13 @@ class _Held:
 
     def read(self) -> dict[Any, Any]:
         """What it holds now, by key, index or element. Runs no code of the user's but a hash."""
-        target = self.target
+        target = self.box
         if self.get is not None:
             value = self.get(target, self.name)
             return {} if value is MISSING else {self.name: value}
+        if self.kind == "variables":
+            now = dict.copy(target)
+            return {k: now[k] for k in now.keys() - self.name if _is_memo(k, now[k])}
         if self.kind in ("array", "buffer"):
             contents = _bytes_of(target)
             # One object for equal contents, because what is held is compared by identity.
@@ -131,14 +146,16 @@ class _Held:
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
-        target, last = self.target, self.last
+        target, last = self.box, self.last
         if self.get is not None:
             return self.get(target, self.name) is last.get(self.name, MISSING)
+        if self.kind == "variables" and not last and len(target) == len(self.name):
+            return True
         if self.kind in ("array", "buffer"):
             return bool(_bytes_of(target) == last[_ALL])
         if self.kind == "large":
             return bool(contents_of(target) == last[_ALL])
-        now = target if type(target) is dict else self.read()
+        now = target if type(target) is dict and self.kind != "variables" else self.read()
         return (
             len(now) == len(last)
             and all(map(is_, now.values(), last.values()))
@@ -188,7 +205,7 @@ class _Held:
     def _set(self, key: Any, value: Any) -> None:
         """Set or, with ``MISSING``, remove a variable or an attribute."""
         target = self.target
-        if self.kind in ("object", "global"):
+        if self.kind in ("object", "global", "variables"):
             # Not through setattr: a module would register what is registered already.
             methods = _dict_type(target)
             if value is MISSING:
@@ -204,14 +221,17 @@ class _Held:
 
     def name_of(self, key: Any) -> str:
         """How the user writes the place."""
-        if self.kind != "object":
+        if self.kind not in ("object", "members", "variables"):
             return self.path
         return f"{self.path}.{key}" if self.path else str(key)
 
     def change(self, before: dict[Any, Any], now: dict[Any, Any]) -> _Change:
-        is_sequence = isinstance(self.target, list | deque) and self.kind == "container"
-        if is_sequence and len(before) != len(now):
-            return _Change(self, before, now, [_ALL])
+        if self.kind == "container" and isinstance(self.target, list | deque):
+            # What is added to a full deque moves the rest of it.
+            is_deque = isinstance(self.target, deque)
+            is_moved = is_deque and any(map(is_not, before.values(), now.values()))
+            if is_moved or len(before) != len(now):
+                return _Change(self, before, now, [_ALL])
         if len(before) == len(now) and all(map(is_, before, now)):
             differing = list(compress(before, map(is_not, before.values(), now.values())))
         else:
@@ -220,23 +240,51 @@ class _Held:
         return _Change(self, before, now, differing)
 
 
-_BUFFERS = (bytearray, CDATA)
+_FILES = (io.BytesIO, io.StringIO)
+_BUFFERS = (bytearray, array.array, CDATA, *_FILES)
 
 
-def _bytes_of(target: Any) -> bytes:
+def _bytes_of(target: Any) -> Any:
+    """The contents of an array or buffer; of a text or bytes in memory, where it is read too."""
+    kind = type(target)
     if is_array(target):
-        contents: bytes = plain_array(target).tobytes()
-        return contents
-    if issubclass(type(target), CDATA):
+        return plain_array(target).tobytes()
+    if issubclass(kind, CDATA):
         return ctypes.string_at(ctypes.addressof(target), ctypes.sizeof(target))
+    if issubclass(kind, _FILES):
+        methods = _file_type(target)
+        return () if methods.closed.__get__(target) else methods.__getstate__(target)[:-1]
     return memoryview(target).tobytes()
 
 
-def _set_bytes(target: Any, contents: bytes) -> None:
-    if issubclass(type(target), CDATA):
+def _set_bytes(target: Any, contents: Any) -> None:
+    kind = type(target)
+    if issubclass(kind, CDATA):
         ctypes.memmove(ctypes.addressof(target), contents, len(contents))
+    elif issubclass(kind, _FILES):
+        methods = _file_type(target)
+        if contents and not methods.closed.__get__(target):  # Nothing opens it again.
+            methods.__setstate__(target, (*contents, None))
+    elif issubclass(kind, array.array):
+        items = array.array(target.typecode, contents)
+        array.array.__setitem__(target, slice(None), items)
     else:
         bytearray.__setitem__(target, slice(None), contents)
+
+
+def _num_bytes(target: Any) -> int:
+    """Of an array or buffer."""
+    if is_array(target):
+        num_bytes: int = plain_array(target).nbytes
+        return num_bytes
+    if issubclass(type(target), _FILES):
+        contents = _bytes_of(target)
+        return len(contents[0]) if contents else 0
+    return memoryview(target).nbytes
+
+
+def _file_type(target: Any) -> Any:
+    return io.BytesIO if issubclass(type(target), io.BytesIO) else io.StringIO
 
 
 def _is_dead(*values: Any) -> bool:
@@ -271,7 +319,7 @@ _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "slot": _read_slot,
     "context": read_context,
     "script": read_script,
-    "dict": object.__getattribute__,
+    "own": object.__getattribute__,
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
 _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
@@ -280,14 +328,26 @@ _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
         lambda cell, _: delattr(cell, "cell_contents"),
     ),
     "class": (type.__setattr__, type.__delattr__),
+    "members": (type.__setattr__, type.__delattr__),
     "slot": (object.__setattr__, object.__delattr__),
-    "dict": (object.__setattr__, object.__delattr__),
+    "own": (object.__setattr__, object.__delattr__),
     "context": (lambda variable, _, value: variable.set(value), _unset),
     "script": (
         lambda kept, name, value: kept.setattr(name, value),
         lambda kept, name: kept.setattr(name, None),
     ),
 }
+
+
+def _dict_of(kind: type) -> Any:
+    """The dict behind the view that a class gives of its members, to read it like any other."""
+    return gc.get_referents(attributes_of(kind))[0]
+
+
+def _is_memo(name: str, value: object) -> bool:
+    """True for a variable of a module that runs may have made; others are those of imports and of
+    compilers, which look for them later."""
+    return not (name.startswith("__") or isinstance(value, _NO_MEMOS))
 
 
 def _dict_type(target: dict[Any, Any]) -> Any:
@@ -338,6 +398,36 @@ def _put(values: dict[Any, Any], key: Any, value: Any) -> None:
         values[key] = value
 
 
+class _Singles:
+    """Single variables of one kind, as columns."""
+
+    def __init__(self, get: Callable[..., Any], *more: Any) -> None:
+        self._get = get
+        self._more = more
+        """Arguments of ``get`` after what has the variable, and its name."""
+        self._held: list[_Held] = []
+        self._targets: list[Any] = []
+        self._names: list[Any] = []
+        self._values: list[Any] = []
+
+    def add(self, held: _Held) -> None:
+        held.row = len(self._held)
+        self._held.append(held)
+        self._targets.append(held.target)
+        self._names.append(held.name)
+        self._values.append(MISSING)
+        self.note(held)
+
+    def note(self, held: _Held) -> None:
+        """Take what it held last as what it holds."""
+        assert held.row is not None, "it was added"
+        self._values[held.row] = held.last.get(held.name, MISSING)
+
+    def touched(self) -> Iterator[_Held]:
+        now = map(self._get, self._targets, self._names, *self._more)
+        return compress(self._held, map(is_not, now, self._values))
+
+
 class HostSnapshot:
     """What a callable reaches on the host: now, and after each run of it.
 
@@ -355,11 +445,11 @@ class HostSnapshot:
         self._targets: list[dict[Any, Any]] = []
         self._lengths: list[int] = []
         self._values: list[Any] = []
-        self._globals: list[_Held] = []
-        self._spaces: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._settings: list[Any] = []
-        """Global variables in the same way: spaces, names and values."""
+        self._singles: Mapping[Kind, _Singles] = {
+            "global": _Singles(dict.get, repeat(MISSING)),
+            "own": _Singles(object.__getattribute__),
+        }
+        """Global variables and what each object has, in the same way."""
         self._others: list[_Held] = []
         """Other single variables and attributes, and other containers."""
         self._empty: list[tuple[str, Any, Kind]] = []
@@ -406,8 +496,14 @@ class HostSnapshot:
     def _adopt(self, path: str, value: Any) -> Reach:
         """Add everything that ``value`` reaches and that is not in it yet."""
         reached = self._walk.follow(value, path)
+        for space in reached.spaces:
+            self._add_space(space)
         for name, found in reached.objects.items():
             self._add_object(name, found)
+        for name in reached.assigned & {"__class__", *_OF_FUNCTIONS}:
+            for path, found in reached.objects.items():
+                if (type(found) is FunctionType) is (name in _OF_FUNCTIONS):
+                    self._add(f"{path.removesuffix('()')}.{name}", found, "own", name)
         # Two objects may have one path; the places of both are listed.
         entered = set(map(id, reached.objects.values()))
         for place in reached.places:
@@ -417,8 +513,9 @@ class HostSnapshot:
             if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)
             elif kind == "member":
-                base = _base_with(owner if issubclass(type(owner), type) else type(owner), name)
-                if base is not None:
+                of = owner if issubclass(type(owner), type) else type(owner)
+                base = _base_with(of, name) or (of if of is owner else None)
+                if base is not None and (id(base), None) not in self._known:
                     self._add(path, base, "class", name)
             elif owner is sys.modules:
                 pass  # An import is the process's: to undo one would run the module once more.
@@ -431,25 +528,39 @@ class HostSnapshot:
                     self._add_object(path.removesuffix(f".{name}"), owner)
         return reached
 
+    def _add_space(self, space: type | Mapping[str, Any]) -> None:
+        """Add all members of a class, or the variables that a module gets from now on."""
+        if (id(space), None) in self._known:
+            return
+        if not isinstance(space, type):
+            self._add(str(space.get("__name__", "")), space, "variables")
+        elif space.__flags__ & _MAY_BE_SET:
+            path = space.__qualname__.rpartition("<locals>.")[2]
+            self._add(path, space, "members")
+            for name, value in attributes_of(space).items():
+                if issubclass(type(value), Enum):  # One of its own objects.
+                    self._add(f"{path}.{name}", attributes_of(value), "object")
+                elif type(value) in _CONTAINERS and not issubclass(space, Enum):
+                    self._add_object(f"{path}.{name}", value, is_named=False)
+
     def _add_object(self, path: str, value: Any, *, is_named: bool = True) -> None:
         # By class: an object may answer for its class as it likes, or raise.
         kind: Any = type(value)
         if issubclass(kind, _CONTAINERS):
             self._add(path, value, "container")
+            if kind not in _CONTAINERS:  # A subclass may add attributes.
+                self._add_own(path, kind, value)
         elif is_array(value):
-            is_seen = is_named or value.nbytes <= MAX_ARRAY_BYTES
-            if value.flags.writeable and value.nbytes and is_seen:
-                kind_of_array: Kind = "container" if holds_objects(value) else "array"
-                if value.nbytes > MAX_ARRAY_BYTES and (id(value), None) not in self._known:
-                    self._copied_bytes += value.nbytes
-                    if self._copied_bytes > MAX_COPIED_BYTES:
-                        kind_of_array = "large"
-                self._add(path, value, kind_of_array)
-            self._add_own(path, kind, value)  # A subclass may add attributes.
-        elif issubclass(kind, _BUFFERS):
-            if memoryview(value).nbytes <= MAX_ARRAY_BYTES:
-                self._add(path, value, "buffer")
+            if value.flags.writeable and value.nbytes:
+                of: Kind = "container" if holds_objects(value) else "array"
+                self._add_bytes(path, value, of, is_named=is_named)
             self._add_own(path, kind, value)
+        elif issubclass(kind, _BUFFERS):
+            self._add_bytes(path, value, "buffer", is_named=is_named)
+            self._add_own(path, kind, value)
+        elif kind is memoryview:
+            with suppress(ValueError):  # One that was released.
+                self._add_object(path, value.obj, is_named=is_named)
         elif kind is FunctionType:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
@@ -457,12 +568,24 @@ class HostSnapshot:
         elif not issubclass(kind, _NO_OBJECTS):
             self._add_own(path, kind, value)
 
+    def _add_bytes(self, path: str, value: Any, kind: Kind, *, is_named: bool) -> None:
+        num_bytes = _num_bytes(value)
+        if num_bytes > MAX_ARRAY_BYTES and (id(value), None) not in self._known:
+            if not is_named:
+                return
+            self._copied_bytes += num_bytes
+            if self._copied_bytes > MAX_COPIED_BYTES:
+                if issubclass(type(value), io.StringIO):  # Each look would copy all of it.
+                    return
+                kind = "large"
+        self._add(path, value, kind)
+
     def _add_own(self, path: str, kind: type, value: Any) -> None:
         own = attributes_of(value)
         if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
             self._add(path, own, "object")
-            if not issubclass(kind, (torch.nn.Module, torch.Tensor)):  # Another may be set.
-                self._add(f"{path}.__dict__", value, "dict", "__dict__")
+            if not issubclass(kind, torch.Tensor):  # Another may be set.
+                self._add(f"{path}.__dict__", value, "own", "__dict__")
             registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
             for name in registers:
                 if isinstance(own.get(name), _CONTAINERS):  # TorchScript keeps them elsewhere.
@@ -473,7 +596,8 @@ class HostSnapshot:
                     where = f"{path}.{name}" if path else name
                     self._add_object(where, item, is_named=False)
         for base, name in _caches_of(kind):
-            self._add(f"{path}.{name}" if path else name, base, "class", name)
+            if (id(base), None) not in self._known:
+                self._add(f"{path}.{name}" if path else name, base, "class", name)
         for name in _fixed_attributes_of(kind):
             self._add(f"{path}.{name}" if path else name, value, "slot", name)
 
@@ -489,18 +613,14 @@ class HostSnapshot:
             self._keep(_Held(path, target, kind, name))
 
     def _keep(self, held: _Held) -> None:
-        if held.kind == "object" and type(held.target) is dict:
+        if held.kind in ("object", "members") and type(held.box) is dict:
             held.row = len(self._dicts)
             self._dicts.append(held)
-            self._targets.append(held.target)
+            self._targets.append(held.box)
             self._lengths.append(len(held.last))
             self._values += held.last.values()
-        elif held.kind == "global" and type(held.target) is dict:
-            held.row = len(self._globals)
-            self._globals.append(held)
-            self._spaces.append(held.target)
-            self._names.append(held.name)
-            self._settings.append(held.last.get(held.name, MISSING))
+        elif held.kind in self._singles and (held.kind == "own" or type(held.target) is dict):
+            self._singles[held.kind].add(held)
         else:
             self._others.append(held)
         if _CACHE not in map(type, held.last.values()):
@@ -537,8 +657,8 @@ class HostSnapshot:
             ends = list(accumulate(self._lengths))
             rows = dict.fromkeys(bisect_right(ends, place) for place in places)
             touched += [self._dicts[row] for row in rows]
-        settings = map(dict.get, self._spaces, self._names, repeat(MISSING))
-        touched += compress(self._globals, map(is_not, settings, self._settings))
+        for singles in self._singles.values():
+            touched += singles.touched()
         return touched + [held for held in self._others if not held.is_untouched()]
 
     def _pending(self) -> list[_Change]:
@@ -553,8 +673,8 @@ class HostSnapshot:
             held = change.held
             self._moved[held] = None
             held.last = change.now
-            if held.row is not None and held.kind == "global":
-                self._settings[held.row] = held.last.get(held.name, MISSING)
+            if held.row is not None and held.kind in self._singles:
+                self._singles[held.kind].note(held)
             elif held.row is not None:
                 if len(held.last) == self._lengths[held.row]:
                     start = sum(self._lengths[: held.row])
@@ -583,13 +703,15 @@ class HostSnapshot:
         """
         if self._ran is None:
             self._note(self._pending())
-        names = [
-            change.held.name_of(key)
+        # A variable that is assigned by name is among those of its module as well.
+        by_place = {
+            (id(change.held.target), key): change.held.name_of(key)
             for change in self._since_first()
             for key in change.keys
             if self._is_of_a_run(change.held, key)
             and not (only_tensors and not tensors_of(change.value(key)))
-        ]
+        }
+        names = list(by_place.values())
         names += [f"{held.name_of(key)}()" for held, key, _ in self._filled_caches()]
         return tuple(dict.fromkeys(names))
 
@@ -660,7 +782,7 @@ class HostSnapshot:
                 raise VerificationError(
                     change.held.path,
                     expected=f"arrays of at most {MAX_COPIED_BYTES} bytes together that runs write",
-                    found=f"a run wrote into one of {change.held.target.nbytes} more",
+                    found=f"a run wrote into one of {_num_bytes(change.held.target)} more",
                     do="keep in a tensor what runs write, or in an array of its own",
                 )
 
@@ -674,6 +796,8 @@ class HostSnapshot:
                 self.advances |= any(k is _ALL or _may_turn(change.value(k)) for k in change.keys)
                 if change.is_growth:
                     self._advancing.add((id(change.held.target), _ALL))
+                if change.held.kind == "own":  # A ``__dict__`` goes back with what it held.
+                    self._advancing |= {(id(own), _ALL) for own in change.held.first.values()}
 
     def _note_between(self) -> None:
         changes = self._pending()

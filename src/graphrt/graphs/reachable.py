@@ -99,6 +99,11 @@ class Reach(NamedTuple):
     is all."""
     unwatched: tuple[Unwatched, ...] = ()
     """What it reads and what no place says."""
+    spaces: tuple[type | Mapping[str, Any], ...] = ()
+    """Where its code may set attributes and variables that were not there: classes with their bases
+    and metaclasses, and the variables of modules. None of packages that are not its own."""
+    assigned: Set[str] = frozenset()
+    """Attributes that its code sets."""
 
 
 def reach(target: object) -> Reach:
@@ -122,6 +127,8 @@ _NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
 _SEQUENCES = (dict, list, tuple, set, frozenset, deque)
 _GETTERS_BY_NAME = (operator.attrgetter, operator.methodcaller)
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
+_BY_NAME = frozenset(("globals", "vars"))
+"""Functions that give the variables of a module."""
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
 _CACHE = type(functools.lru_cache(lambda: None))
@@ -236,6 +243,9 @@ class Walk:
         self._computed: set[str] = set()
         self._stored: set[str] = set()
         self._guessed: dict[tuple[str, str], CodeType] = {}
+        self._assigned: set[str] = set()
+        self._scopes: dict[int, Mapping[str, Any]] = {}
+        """Variables of modules, by id."""
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
@@ -383,7 +393,22 @@ class Walk:
         places += [*self._methods_of_classes(), *self._of_the_process()]
         places += self._not_there()
         unwatched = tuple(self._told_unwatched())
-        return Reach(tuple(places), dict(self._objects), outside_breaks, lasting, unwatched)
+        return Reach(
+            tuple(places),
+            dict(self._objects),
+            outside_breaks,
+            lasting,
+            unwatched,
+            tuple(self._spaces()),
+            frozenset(self._assigned),
+        )
+
+    def _spaces(self) -> Iterator[type | Mapping[str, Any]]:
+        own = [kind for kind, known in self._classes.items() if not known.is_foreign]
+        own += [type(kind) for kind in own]
+        bases = dict.fromkeys(base for kind in own for base in kind.__mro__)
+        yield from (kind for kind in bases if not self._is_foreign(_MODULE_OF(kind)))
+        yield from self._scopes.values()
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -416,6 +441,7 @@ class Walk:
             return
         elif kind is ModuleType or issubclass(kind, ModuleType):
             if not self._is_foreign(attributes_of(value).get("__name__")):
+                self._scopes[id(attributes_of(value))] = attributes_of(value)
                 self._enter_attributes(path, value, attributes_of(value))
             return
         elif issubclass(kind, type):
@@ -451,6 +477,7 @@ class Walk:
         if value is MISSING or kind in SCALARS or id(value) in self._seen:
             return
         if issubclass(kind, Enum):
+            self._know(kind)
             value = attributes_of(value).get("_value_")
         if not (is_host_scalar(value) or (is_tensor(value) and not attributes_of(value))):
             self._stack.append((place.path, value))
@@ -740,6 +767,9 @@ class Walk:
             Place(f"{function.__qualname__}.__code__", function, None, "type", function.__code__)
         )
         self._strings |= names.strings
+        self._scopes[id(function.__globals__)] = function.__globals__
+        self._assigned.update(chain[-1] for chain in names.assigned)
+        self._add_of_others(function, names)
         for name, string in names.asked:
             self._asked.setdefault(name, []).append(string)
         is_installed = _is_installed(_package_of(function))
@@ -768,6 +798,9 @@ class Walk:
                 self._add(Place(name, scope, name, "global", value))
             elif not hasattr(builtins, name):  # It may be set later.
                 self._places.append(Place(name, scope, name, "global", MISSING))
+        if not _BY_NAME.isdisjoint(names.globals) and not is_installed:
+            for constant in names.strings.intersection(scope).difference(names.globals):
+                self._add(Place(str(constant), scope, constant, "global", scope[str(constant)]))
         for name, level in names.imports:
             self._add_import(name, level, scope)
         for of, name in names.asked:
@@ -778,6 +811,28 @@ class Walk:
                 self._add(place)
         if vars(function):
             self._enter_attributes(function.__name__, function, vars(function))
+
+    def _add_of_others(self, function: FunctionType, names: Names) -> None:
+        """Attributes that code sets on modules and classes of others, or asks them for."""
+        known = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for chain in names.assigned | names.asked:
+            if len(chain) == 1:
+                continue
+            if chain[0] in known:
+                owner = read_cell(known[chain[0]], chain[0])
+            else:
+                owner = function.__globals__.get(chain[0], MISSING)
+            for name in chain[1:-1]:
+                owner = MISSING if owner is MISSING else read_attribute(owner, name)
+            kind = type(owner)
+            if issubclass(kind, type) and self._is_foreign(_MODULE_OF(owner)):
+                found = read_attribute(owner, chain[-1])
+                self._add(Place(".".join(chain), owner, chain[-1], "member", found))
+            elif issubclass(kind, ModuleType):
+                of = attributes_of(owner)
+                if self._is_foreign(of.get("__name__")):
+                    found = of.get(chain[-1], MISSING)
+                    self._add(Place(".".join(chain), of, chain[-1], "global", found))
 
     def _note_code(self, function: FunctionType, names: Names) -> None:
         """What it calls whose results are no places."""
