@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -342,8 +342,12 @@ def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
 
 def check_specs(specs: object) -> tuple[BufferSpec, ...]:
     """``specs`` as a tuple. Errors: ``ConfigError`` for what is no sequence of specs."""
-    found = tuple(specs) if isinstance(specs, Iterable) else (specs,)
-    for spec in found:
+    found: list[BufferSpec] = []
+    try:
+        each: Iterator[object] = iter(specs)  # type: ignore[call-overload]  # or it raises
+    except TypeError:
+        each = iter((specs,))
+    for spec in each:  # Checked one by one, because they may never end.
         if not isinstance(spec, BufferSpec):
             raise ConfigError(
                 "inputs",
@@ -351,7 +355,8 @@ def check_specs(specs: object) -> tuple[BufferSpec, ...]:
                 found=repr(spec),
                 do="declare one BufferSpec for each input",
             )
-    return found
+        found.append(spec)
+    return tuple(found)
 
 
 def check_parameters(fn: Callable[..., Any], specs: Iterable[BufferSpec]) -> None:
