@@ -8,10 +8,14 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, NoReturn
+
+MOST_NAMED = 50
+"""Of many problems, so many are written out."""
 
 
 def open_regular(path: str | Path) -> IO[bytes]:
@@ -19,17 +23,22 @@ def open_regular(path: str | Path) -> IO[bytes]:
 
     Asked before it is opened, because opening a pipe waits for whoever writes into it.
     """
-    mode = Path(path).stat().st_mode
+    try:
+        mode = Path(path).stat().st_mode
+    except ValueError as error:  # It has a zero byte, or text that no path has.
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "a directory", str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "a pipe, a device or a socket, not a file", str(path))
-    return Path(path).open("rb")
+    # What is called a file may wait as well, /proc/kmsg: that has nothing to read then.
+    without_waiting = getattr(os, "O_NONBLOCK", 0)
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | without_waiting))
 
 
 def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
     """Return the rest of ``file``. Raises ``ValueError`` if it has more than ``most_bytes``."""
-    data = file.read(most_bytes + 1)
+    data = file.read(most_bytes + 1) or b""
     if len(data) > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes")
     return data
@@ -58,7 +67,7 @@ def parse_json(text: str) -> tuple[Any, list[str]]:
     def as_dict(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         value: dict[str, Any] = {}
         for name, item in pairs:
-            if name in value:
+            if name in value and len(repeated) < MOST_NAMED:
                 repeated.append(name[:60])
             value[name] = item
         return value

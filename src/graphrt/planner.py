@@ -7,6 +7,7 @@ header and blank lines included, as an editor counts them.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import reprlib
@@ -25,6 +26,8 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
 
 _LONGEST_ROW = 2**20
+_MOST_BYTES = 2**28
+_MOST_BLANK_ROWS = 10**6
 _MOST_REQUESTS = 10**7
 _MOST_TOKENS = 10**9
 _MOST_DIGITS = 18
@@ -81,12 +84,12 @@ def read_azure_csv(path: str | Path, limit: int | None = None) -> list[TraceRequ
     A CSV with the header TIMESTAMP,ContextTokens,GeneratedTokens; timestamps are wall clock, with
     up to nine fractional digits. Raises ``TraceError`` naming file and row.
     """
-    rows = _rows(Path(path))
+    rows = _rows(Path(path), limit)
     header = next(rows, None)
     if header is None:
         raise _empty(Path(path))
     if header.text != AZURE_HEADER:
-        header.wrong(f"the header {AZURE_HEADER}", repr(header.text))
+        header.wrong(f"the header {AZURE_HEADER}", _short(header.text))
     return _requests(Path(path), rows, _azure_row, limit)
 
 
@@ -96,12 +99,12 @@ def read_mooncake_jsonl(path: str | Path, limit: int | None = None) -> list[Trac
     One JSON object a line, with timestamp (milliseconds), input_length and output_length; other
     fields are ignored. Raises ``TraceError`` naming file and row.
     """
-    return _requests(Path(path), _rows(Path(path)), _mooncake_row, limit)
+    return _requests(Path(path), _rows(Path(path), limit), _mooncake_row, limit)
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """Read a trace of either form, recognised by its first line. Raises ``TraceError``."""
-    first = next(_rows(Path(path)), None)
+    first = next(_rows(Path(path), limit), None)
     if first is None:
         raise _empty(Path(path))
     if first.text.startswith("{"):
@@ -120,13 +123,17 @@ def generate_azure_like(num_requests: int, seed: int) -> list[TraceRequest]:
     2024); no row of it is used. Equal arguments give equal requests. Raises ``TraceError`` for
     fewer than one request, or more than 10 million.
     """
-    if not 1 <= num_requests <= _MOST_REQUESTS:
-        raise TraceError(
-            "generate_azure_like",
-            expected=f"from 1 to {_MOST_REQUESTS} requests",
-            found=str(num_requests),
-            do="ask for a number in this range",
-        )
+    for name, value, least, most in (
+        ("num_requests", num_requests, 1, _MOST_REQUESTS),
+        ("seed", seed, -(2**63), 2**64),
+    ):
+        if type(value) is not int or not least <= value <= most:
+            raise TraceError(
+                f"generate_azure_like: {name}",
+                expected=f"an integer from {least} to {most}",
+                found=reprlib.repr(value),
+                do="ask for a number in this range",
+            )
     source = random.Random(seed)
     requests = []
     arrival_s = 0.0
@@ -144,10 +151,26 @@ def _at_quantile(knots: tuple[tuple[float, int], ...], quantile: float) -> int:
     return round(below + (above - below) * (quantile - low) / (high - low))
 
 
-def _rows(path: Path) -> Iterator[_Row]:
+def _rows(path: Path, limit: int | None) -> Iterator[_Row]:
     """Lines that are not blank, decoded one by one, so that an error can name the row."""
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise TraceError(
+            str(path),
+            expected="a limit: an integer >= 1, or None",
+            found=reprlib.repr(limit),
+            do="read more",
+        )
+    num_blank = 0
     try:
         with open_regular(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if limit is None and num_bytes > _MOST_BYTES:
+                raise TraceError(
+                    str(path),
+                    expected=f"at most {_MOST_BYTES} bytes",
+                    found=f"{num_bytes} bytes",
+                    do="read the first rows of it with a limit",
+                )
             lines = iter(partial(file.readline, _LONGEST_ROW + 1), b"")
             for number, line in enumerate(lines, start=1):
                 if len(line) > _LONGEST_ROW:
@@ -158,6 +181,10 @@ def _rows(path: Path) -> Iterator[_Row]:
                     _Row(path, number, "").wrong("text in UTF-8", str(error.reason), error)
                 if text:
                     yield _Row(path, number, text)
+                    continue
+                num_blank += 1
+                if num_blank > _MOST_BLANK_ROWS:
+                    _Row(path, number, "").wrong(f"at most {_MOST_BLANK_ROWS} blank rows", "more")
     except OSError as error:
         raise TraceError(
             str(path),
@@ -173,10 +200,6 @@ def _requests(
     parse: Callable[[_Row], tuple[int, int, int]],
     limit: int | None,
 ) -> list[TraceRequest]:
-    if limit is not None and limit < 1:
-        raise TraceError(
-            str(path), expected="a limit of at least 1", found=str(limit), do="read more"
-        )
     requests: list[TraceRequest] = []
     first_ns = last_ns = 0
     for row in rows:
@@ -203,7 +226,7 @@ def _azure_row(row: _Row) -> tuple[int, int, int]:
         row.wrong(f"3 fields ({AZURE_HEADER})", f"{len(fields)}: {_short(row.text)}")
     found = _TIMESTAMP.fullmatch(fields[0])
     if found is None:
-        row.wrong("a TIMESTAMP such as 2023-11-16 18:15:46.6805900", repr(fields[0]))
+        row.wrong("a TIMESTAMP such as 2023-11-16 18:15:46.6805900", _short(fields[0]))
     second, fraction, zone = found.groups()
     try:
         moment = datetime.fromisoformat(second + (zone or ""))

@@ -100,7 +100,16 @@ def test_size_without_its_key_is_said(
 
 # --- limits
 
+MANY = [f"{sign}rule{number}" for number in range(2**15) for sign in "+-"]
+KEYS: dict[str, Any] = dict.fromkeys(map("key{}".format, range(10**5)), 1)
 HUGE: list[dict[str, Any]] = [
+    KEYS,
+    {"compilation": KEYS},
+    {"compilation": {"pass_config": KEYS}},
+    {"ubatch": KEYS},
+    {"compilation": {"custom_ops": MANY}},
+    {"compilation": {"custom_ops": ",".join([*MANY, "+more"])}},
+    {"compilation": {"custom_ops": "x" * 10**6}},
     {"max_loras": 10**8},
     {"max_num_batched_tokens": 10**12},
     {"max_num_seqs": 10**9},
@@ -180,9 +189,15 @@ def test_bucket_axes_with_too_many_keys_are_refused() -> None:
         BucketDispatcher({name: range(1, 10_000) for name in "abcd"})
 
 
-def test_more_generated_requests_than_fit_are_refused() -> None:
+@pytest.mark.parametrize("number", [10**12, 0, -1, 1.5, True, "8", float("nan")])
+def test_number_of_generated_requests_that_does_not_fit_is_refused(number: Any) -> None:
     with pytest.raises(TraceError):
-        generate_azure_like(10**12, seed=0)
+        generate_azure_like(number, seed=0)
+
+
+def test_facts_with_too_many_attention_groups_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        Facts(attention_groups=dict.fromkeys(KEYS, "ALWAYS"))
 
 
 def test_error_of_many_problems_shows_the_first_ones() -> None:

@@ -191,6 +191,51 @@ def test_trace_row_that_says_no_one_thing_is_named(row: str, tmp_path: Path) -> 
     assert len(read_trace(path, limit=1)) == 1
 
 
+AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.mark.parametrize("head", [b"", AZURE], ids=["at first", "after the header"])
+@pytest.mark.parametrize("limit", [None, 1])
+def test_trace_of_blank_rows_is_refused(head: bytes, limit: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(head + b"\n" * (10**6 + 1))
+    with pytest.raises(TraceError, match="blank"):
+        read_trace(path, limit)
+
+
+def test_whole_trace_of_gigabytes_is_refused_and_its_first_rows_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    with path.open("wb") as file:
+        file.write(f"{ROW}\n".encode())
+        file.truncate(10 * 2**30)
+    with pytest.raises(TraceError, match="bytes"):
+        read_trace(path)
+    assert len(read_trace(path, limit=1)) == 1
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "1", float("nan")])
+def test_limit_of_a_trace_that_is_no_count_is_refused(limit: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(f"{ROW}\n{ROW}\n")
+    with pytest.raises(TraceError, match="limit"):
+        read_trace(path, limit)
+
+
+@pytest.mark.parametrize("text", ["{" + '"a": 1, ' * 50_000 + ROW[1:], "x," * 100_000])
+def test_error_of_a_long_row_is_short(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(f"{ROW}\n{text}")
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert len(str(caught.value)) < 4_000
+
+
+def test_path_with_a_zero_byte_is_refused(tmp_path: Path) -> None:
+    for read, error in READERS[:3]:
+        with pytest.raises(error):
+            read(tmp_path / "a\0b")
+
+
 def test_endless_stdin_is_refused_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(io.RawIOBase):
         def readable(self) -> bool:
@@ -218,6 +263,10 @@ for words in (
     ["dispatch", "config.json", "long"],
     ["dispatch", "config.json", "pipe"],
     ["dispatch", "config.json", "-"],
+    ["resolve", "keys"],
+    ["simulate-ranks", "--ranks", "2", "--trace", "blank"],
+    ["simulate-ranks", "--ranks", "2", "--trace", "tokens"],
+    ["cache", "list", "--dir", "x" * 5_000],
     ["demo", "--trace", "/dev/zero"],
     ["demo", "--trace", "pipe"],
     ["demo", "--trace", "long"],
@@ -232,6 +281,16 @@ for words in (
 """
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/kmsg"), reason="a file of Linux's that waits")
+@pytest.mark.parametrize(("read", "error"), [READERS[0], *READERS[2:]], ids=lambda i: i.__name__)
+def test_file_that_waits_for_what_comes_is_not_waited_for(
+    read: Callable[[Path], Any], error: type[Exception], tmp_path: Path
+) -> None:
+    (tmp_path / "input").symlink_to("/proc/kmsg")
+    with pytest.raises(error):
+        read(tmp_path / "input")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and sizes of a process are Linux's")
 def test_commands_refuse_endless_input_in_little_memory(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -240,6 +299,9 @@ def test_commands_refuse_endless_input_in_little_memory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with (tmp_path / "long").open("wb") as file:
         file.truncate(64 * 2**30)
+    (tmp_path / "keys").write_text(json.dumps({f"key{number}": 1 for number in range(200_000)}))
+    (tmp_path / "blank").write_bytes(b"\n" * (200 * 2**20))
+    (tmp_path / "tokens").write_text(ROW[:-1] + "000000000}")
     with Path("/dev/zero").open("rb") as zeros:
         done = subprocess.run(
             [sys.executable, "-c", LIMITED],
@@ -252,8 +314,12 @@ def test_commands_refuse_endless_input_in_little_memory(tmp_path: Path) -> None:
         )
     assert done.returncode == 0, done.stderr
     errors = [json.loads(line)["error"]["type"] for line in done.stdout.splitlines()]
-    assert errors == ["ConfigError"] * 3 + ["BatchError"] * 4 + ["TraceError"] * 3 + [
-        "ModelConfigError"
+    assert errors == [
+        *["ConfigError"] * 3,
+        *["BatchError"] * 4,
+        *["ConfigError", "TraceError", "TraceError", "ConfigError"],
+        *["TraceError"] * 3,
+        "ModelConfigError",
     ]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from graphrt.compile import CacheEntry, CompileCache
+from graphrt.config.checked import shown
 from graphrt.config.environment import read_environment
 from graphrt.errors import ConfigError
 
@@ -18,11 +20,12 @@ def run_cache(
     Errors: ``ConfigError`` for options that do not go together, and a folder that cannot be found
     or changed.
     """
-    if folder is not None and not folder.is_dir():
+    # Not ``is_dir``, which raises for a name that is too long.
+    if folder is not None and not os.path.isdir(folder):
         raise ConfigError(
-            f"graphrt cache --dir {folder}",
+            f"graphrt cache --dir {shown(str(folder))}",
             expected="a folder that exists",
-            found="a file" if folder.exists() else "nothing there",
+            found="a file" if os.path.exists(folder) else "nothing there",
             do="check the path",
         )
     folder = folder or read_environment().cache_dir

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.config import CompilationConfig, Facts, RuntimeConfig, UBatchConfig
-from graphrt.config.checked import config_error, shown, unknown_key
+from graphrt.config.checked import config_error, shown, unknown_key, unknown_keys
 from graphrt.dispatch import CUDAGraphDispatcher
 from graphrt.errors import BatchError, ConfigError, ConfigProblem
 from graphrt.files import open_regular, parse_json, read_at_most
@@ -126,16 +126,12 @@ def read_config(source: str) -> tuple[RuntimeConfig, Facts]:
 
     problems = [ConfigProblem(name, "the same key twice", "each key once") for name in repeated]
     known = ("compilation", *RUNTIME_KEYS, *FACT_KEYS)
-    problems += [unknown_key(name, known) for name in value if name not in known]
+    problems += unknown_keys(value, known)
     options: dict[str, Any] = {name: value[name] for name in RUNTIME_KEYS if name in value}
     compilation = value.get("compilation", {})
     if isinstance(compilation, dict):
-        inner = options["compilation"] = {}
-        for name in compilation:
-            if name in COMPILATION_KEYS:
-                inner[name] = compilation[name]
-            else:
-                problems.append(unknown_key(name, COMPILATION_KEYS, inside="compilation."))
+        problems += unknown_keys(compilation, COMPILATION_KEYS, inside="compilation.")
+        options["compilation"] = {n: compilation[n] for n in COMPILATION_KEYS if n in compilation}
     else:
         problems.append(ConfigProblem("compilation", _kind(compilation), "a JSON object"))
     try:

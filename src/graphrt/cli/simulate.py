@@ -16,6 +16,7 @@ from typing import Any
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.config import Plan
 from graphrt.dispatch import CUDAGraphDispatcher
+from graphrt.errors import TraceError
 from graphrt.parallel import RankVote, Round, SplitRules, decide, make_tag, merge, pack, settle
 from graphrt.planner import TraceRequest
 from graphrt.ubatch import wants_split
@@ -38,6 +39,9 @@ COUNTS = (
     "padding_by_slowest_rank",
     "padding_of_idle_ranks",
 )
+
+MOST_STEPS = 10**6
+"""Of one request."""
 
 
 class Rank:
@@ -77,7 +81,22 @@ class Rank:
 def simulate_ranks(
     trace: Sequence[TraceRequest], plan: Plan, num_ranks: int, step_s: float, speed: float
 ) -> dict[str, Any]:
-    """Serve ``trace``, ``speed`` times as fast as it was, and count what the ranks agree on."""
+    """Serve ``trace``, ``speed`` times as fast as it was, and count what the ranks agree on.
+
+    Errors: ``TraceError`` for a request that alone would take more than a million steps.
+    """
+    longest = max(
+        request.num_prompt_tokens // plan.max_num_batched_tokens
+        + request.num_output_tokens // plan.query_len
+        for request in trace
+    )
+    if longest > MOST_STEPS:
+        raise TraceError(
+            "simulate-ranks",
+            expected=f"requests of at most {MOST_STEPS} steps",
+            found=f"one of {longest} steps",
+            do="cut its prompt or its output",
+        )
     ranks = [Rank(plan) for _ in range(num_ranks)]
     dispatch, rules = CUDAGraphDispatcher(plan).dispatch, SplitRules.of(plan)
     # Of all ranks together, by step; then of each rank that has work.

@@ -18,14 +18,14 @@ import pydantic.dataclasses
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from graphrt.errors import ConfigError, ConfigProblem
+from graphrt.files import MOST_NAMED
 from graphrt.source import is_user_file
 
 T = TypeVar("T")
 
-_MOST_SHOWN = 50
 _LONGEST_SHOWN = 200
 _REPR = Repr()
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = _MOST_SHOWN
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = MOST_NAMED
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _LONGEST_SHOWN
 
 # Far above what any engine runs. Checked before a table is built, because tables have an entry for
@@ -64,6 +64,8 @@ def config_class(cls: type[T]) -> type[T]:
         kwargs, problems, warned = (
             built._prepare(kwargs) if hasattr(built, "_prepare") else Prepared(kwargs, [], [])
         )
+        if len(kwargs.keys() - known) > MOST_NAMED:  # Each would be told at length.
+            raise config_error(cls.__name__, [*problems, *unknown_keys(kwargs, known)])
         try:
             construct(self, *args, **kwargs)
         except ValidationError as error:
@@ -134,7 +136,7 @@ def config_error(subject: str, problems: Iterable[ConfigProblem]) -> ConfigError
     """One error that names every problem."""
     listed = tuple(problems)
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
-    shown, num_more = listed[:_MOST_SHOWN], len(listed) - _MOST_SHOWN
+    shown, num_more = listed[:MOST_NAMED], len(listed) - MOST_NAMED
     more = [f"and {num_more} more"] if num_more > 0 else []
     # One line each, below one another under the label of their part.
     next_line = "\n" + " " * len("  expected: ")
@@ -163,6 +165,17 @@ def unknown_key(name: str, known: Iterable[str], *, inside: str = "") -> ConfigP
     nearest = get_close_matches(name, names, n=1, cutoff=0.0)
     guess = f"nearest is {nearest[0]!r}; " if nearest else ""
     return ConfigProblem(f"{inside}{name}", "an unknown key", f"{guess}known: {', '.join(names)}")
+
+
+def unknown_keys(
+    names: Iterable[str], known: Sequence[str], *, inside: str = ""
+) -> Sequence[ConfigProblem]:
+    """The problem of each name that is not known; where these are many, one of them all."""
+    unknown = [name for name in names if name not in known]
+    if len(unknown) <= MOST_NAMED:
+        return [unknown_key(name, known, inside=inside) for name in unknown]
+    found = f"{len(unknown)} unknown keys, the first of them {shown(unknown[0])}"
+    return [ConfigProblem(f"{inside}*", found, f"known: {', '.join(sorted(known))}")]
 
 
 def _problems(error: ValidationError, known: tuple[str, ...]) -> Iterable[ConfigProblem]:
@@ -207,6 +220,12 @@ def as_tuple(value: object) -> object:
     if isinstance(value, list | tuple) and len(value) > MOST_SIZES:
         raise ValueError(f"at most {MOST_SIZES} entries")
     return tuple(value) if isinstance(value, list) else value
+
+
+def as_dict(value: object) -> object:
+    if isinstance(value, Mapping) and len(value) > MOST_SIZES:
+        raise ValueError(f"at most {MOST_SIZES} entries")
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 ListAsTuple = BeforeValidator(as_tuple)

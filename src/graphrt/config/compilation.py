@@ -31,7 +31,7 @@ from graphrt.config.checked import (
     shown,
 )
 from graphrt.errors import ConfigProblem, ConfigWarning
-from graphrt.files import parse_json
+from graphrt.files import MOST_NAMED, parse_json
 
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """In ``compile_sizes``: the sizes that are captured."""
@@ -109,7 +109,7 @@ def _check_backend(name: str) -> str:
 
 def _as_rules(value: object) -> object:
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
+        value = [part.strip() for part in value.split(",")] if value.strip() else []
     return as_tuple(value)
 
 
@@ -117,14 +117,15 @@ def _check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
     accepted = "'all', 'none', '+name', '-name'"
     for rule in rules:
         if rule not in ("all", "none") and not (rule[:1] in ("+", "-") and rule[1:].strip()):
-            raise ValueError(f"{accepted}; {rule!r} is none of them")
+            raise ValueError(f"{accepted}; {shown(rule)} is none of them")
+    named = set(rules)
     pairs = [(word, word) for word in ("all", "none") if rules.count(word) > 1]
-    pairs += [("all", "none")] if {"all", "none"} <= set(rules) else []
+    pairs += [("all", "none")] if {"all", "none"} <= named else []
     pairs += [
-        (rule, f"-{rule[1:]}") for rule in rules if rule[0] == "+" and f"-{rule[1:]}" in rules
+        (rule, f"-{rule[1:]}") for rule in rules if rule[0] == "+" and f"-{rule[1:]}" in named
     ]
     if pairs:
-        told = ", ".join(f"{one!r} with {other!r}" for one, other in pairs)
+        told = ", ".join(f"{shown(one)} with {shown(other)}" for one, other in pairs[:MOST_NAMED])
         raise ValueError(f"{accepted}, but not {told}")
     return tuple(dict.fromkeys(rules))
 

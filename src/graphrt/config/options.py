@@ -19,6 +19,7 @@ from graphrt.config.checked import (
     ListAsTuple,
     Positive,
     Tokens,
+    as_dict,
     by_name,
     config_class,
     from_mapping,
@@ -195,7 +196,7 @@ class Facts:
     attention_support: Support = AttentionSupport.ALWAYS
     attention_groups: Annotated[
         Mapping[str, Support],
-        BeforeValidator(lambda value: dict(value) if isinstance(value, Mapping) else value),
+        BeforeValidator(as_dict),
         AfterValidator(FrozenMapping),
     ] = FrozenMapping({})
     has_break_points: bool = True

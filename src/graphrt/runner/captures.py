@@ -79,7 +79,7 @@ class Captures:
                 yield partial(self._capture, compare, self._host, check_interrupt)
         finally:
             self.seconds += perf_counter() - started
-            if not any(entry.valid_program for entry in self._keys.entries.values()):
+            if not any(entry.valid_program for entry in self.keys.entries.values()):
                 # All is as it was before, and what runs change until the next part is theirs.
                 self._host = None
             refresh()

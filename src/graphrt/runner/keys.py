@@ -326,11 +326,12 @@ def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
 
 def check_specs(specs: object) -> tuple[BufferSpec, ...]:
     """``specs`` as a tuple. Errors: ``ConfigError`` for what is no sequence of specs."""
-    found = tuple(specs) if isinstance(specs, Iterable) else (specs,)
-    for spec in found:
+    found: list[Any] = []
+    for spec in specs if isinstance(specs, Iterable) else (specs,):  # They may never end.
         do = "declare one BufferSpec for each input"
         check_type("inputs", spec, BufferSpec, "a list of BufferSpec", do)
-    return found
+        found.append(spec)
+    return tuple(found)
 
 
 def check_parameters(fn: Callable[..., Any], specs: Iterable[BufferSpec]) -> None:
