@@ -24,7 +24,6 @@ from graphrt.graphs import (
     CaptureOptions,
     Entry,
     GraphLibrary,
-    GraphSegment,
     HostSnapshot,
     OutputSpec,
     Program,
@@ -385,7 +384,7 @@ class Executor:
             runnable=self.fn,
             before_warmup=before_warmup,
             tolerance=self.tolerance,
-            suspects=lambda: _suspects(ready.program),
+            find_moved=ready.program.find_moved,
             observer=self.observer,
             num_runs=num_runs,
             can_repeat=self.wait_for_ranks is None,
@@ -723,18 +722,3 @@ def _require_other_info(entry: Entry, captured: Any, step_info: Any) -> None:
             do="vary them with the seed; read them in an eager segment or pass a tensor if they "
             "change from step to step; Example(..., constant_info=True) if they never do",
         )
-
-
-def _suspects(program: Program) -> list[str]:
-    """What is known to make a replay differ from eager."""
-    found = []
-    if moved := program.find_moved():
-        found.append(f"moved since the capture: {', '.join(moved)}")
-    graphs = (item.graph for item in program.segments if isinstance(item, GraphSegment))
-    # A capture that was not observed only says that it might.
-    if program.is_observed and any(graph.uses_rng for graph in graphs):
-        found.append(
-            "it draws random numbers: from a generator other than the device's own, which the "
-            "library has to be given (generators=)"
-        )
-    return found

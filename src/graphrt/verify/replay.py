@@ -67,7 +67,7 @@ def check_replay(
     runnable: object = None,
     before_warmup: HostSnapshot | None = None,
     tolerance: float | None = None,
-    suspects: Callable[[], Iterable[str]] | None = None,
+    find_moved: Callable[[], Iterable[str]] = tuple,
     observer: Observer | None = None,
     num_runs: int = 1,
     can_repeat: bool = True,
@@ -85,7 +85,7 @@ def check_replay(
     ``before_warmup``: what it remembered before its first warm-up. With it the eager side runs as
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
     ``tolerance``: as for ``compare``; None asks for equal bits.
-    ``suspects``: called after a difference; says in words what is known to be amiss.
+    ``find_moved``: called after a difference; names tensors that moved since the capture.
     ``num_runs``: how many runs in succession of each side are compared, all from the same state but
     with the host values that the run before left: ``NUM_ADVANCING_RUNS`` where ``before_warmup``
     says that runs advance some, because one run may find those of the capture by chance.
@@ -122,7 +122,8 @@ def check_replay(
         found = [f"outputs: {comparison}"] if not comparison.is_equal else []
         if states is not None and not states.is_equal:
             found.append(f"state: {states}")
-        causes = list(suspects() if suspects is not None else ())
+        moved = ", ".join(find_moved())
+        causes = [f"moved since the capture: {moved}"] if moved else []
         if can_repeat and guarded.varies(saved, _as_at_first(run_replay, before_warmup)):
             causes.append(VARYING)
         if guarded.poisoned:
