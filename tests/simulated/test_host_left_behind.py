@@ -40,7 +40,8 @@ def planned_runs(model: Planned, snapshot: HostSnapshot, number: int) -> list[we
 
 def test_plans_of_earlier_runs_are_let_go_of():
     model = Planned()
-    plans = planned_runs(model, HostSnapshot(model), NUM_RUNS)
+    snapshot = HostSnapshot(model)
+    plans = planned_runs(model, snapshot, NUM_RUNS)
     assert sum(plan() is not None for plan in plans) <= 2 * MOST_NEW
     assert plans[-1]() is model.plan
 
@@ -75,3 +76,17 @@ def test_a_plan_that_took_the_place_of_many_is_put_back_when_a_run_changes_it():
     assert model.plan == [1]
     snapshot.restore_advanced()
     assert model.calls == 0
+
+
+def test_a_plan_that_something_else_still_holds_is_looked_at():
+    model = Planned()
+    snapshot = HostSnapshot(model)
+    with snapshot.run(is_first=True):
+        model.kept = [model.plan]
+    model.plan = held = Numbers([3])
+    with snapshot.run(is_first=False):
+        model(torch.ones(2))
+    planned_runs(model, snapshot, NUM_RUNS)
+    with snapshot.restored():
+        held.append(4)
+    assert held == [3]
