@@ -10,6 +10,8 @@ launches before and after. Everything is computed in float32.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -265,6 +267,7 @@ def argmax(logits: Tensor) -> Tensor:
     return out.view(logits.shape[:-1])
 
 
+@cache
 def _warps(width: int) -> int:
     """Warps of a program that holds a whole row: about 8 elements a thread."""
     return min(16, max(1, power_of_2(width) // 256))
