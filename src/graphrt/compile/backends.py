@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch._dynamo.backends.registry import list_backends, lookup_backend
 
 from graphrt.compile import torch_api
 from graphrt.compile.ranges import Range
+from graphrt.compile.splitter import callable_at
 from graphrt.errors import BackendError, ConfigError, GraphrtError
 from graphrt.events import CacheMiss
 
@@ -42,24 +42,11 @@ class Form(NamedTuple):
     missed: CacheMiss | None
 
 
-class Compiler(Protocol):
-    """Compiles pieces."""
-
-    name: str
-    is_opaque: bool
-    """Whether its code hides kernels from dispatch modes, and may move what the graph writes."""
-    keys: Sequence[Mapping[str, object]]
-    """What each entry of the cache depends on that was asked for."""
-
-    def compile(self, job: Job) -> Form: ...
-
-
 def find_backend(name: str) -> Callable[..., Any]:
     """A backend of torch's registry, or the callable at a dotted path."""
     if name in list_backends(exclude_tags=()):
         return lookup_backend(name)
-    module, _, attribute = name.rpartition(".")
-    if not module:
+    if "." not in name:
         known = list_backends(exclude_tags=())
         nearest = get_close_matches(name, known, n=1, cutoff=0.0)
         raise ConfigError(
@@ -69,9 +56,7 @@ def find_backend(name: str) -> Callable[..., Any]:
             do="correct it, or import what registers it before the runtime is made",
         )
     try:
-        found = getattr(import_module(module), attribute)
-        if not callable(found):
-            raise TypeError(f"a {type(found).__name__}, which cannot be called")
+        return callable_at(name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{FIELD}: {name!r}",
@@ -79,17 +64,18 @@ def find_backend(name: str) -> Callable[..., Any]:
             found=f"{type(error).__name__}: {error}",
             do="correct it, or install the package",
         ) from error
-    return found  # type: ignore[no-any-return]
 
 
 class BlackBox:
     """Any backend, called as ``backend(graph, fake inputs)``. Nothing of it is cached."""
 
-    def __init__(self, name: str, backend: Callable[..., Any]) -> None:
+    keys: Sequence[Mapping[str, object]] = ()
+
+    def __init__(self, name: str) -> None:
         self.name = name
+        self._backend = find_backend(name)
         self.is_opaque = name not in _SEEN_BY_RECORDERS
-        self._backend = backend
-        self.keys: Sequence[Mapping[str, object]] = ()
+        """Whether its code hides kernels from dispatch modes, and may move what is written."""
 
     def compile(self, job: Job) -> Form:
         if self.name == "eager":

@@ -16,44 +16,17 @@ from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from graphrt.compile import torch_api
-from graphrt.compile.backends import BlackBox, Compiler, Job, find_backend
+from graphrt.compile import effects, ranges, splitter, torch_api
+from graphrt.compile.backends import BlackBox, Job
 from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
-from graphrt.compile.effects import (
-    Description,
-    counted,
-    refuse_hidden_reads,
-    refuse_shared_writes,
-    with_layouts,
-    written_inputs,
-)
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.inductor import Inductor
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
-from graphrt.compile.ranges import (
-    Axis,
-    Range,
-    Symbols,
-    chosen_by_size,
-    cut_at,
-    ranges_of,
-    refuse_shape_guards,
-)
-from graphrt.compile.splitter import (
-    Impls,
-    Piece,
-    PieceInfo,
-    SplittingOps,
-    Wrap,
-    cut,
-    operator_of,
-    stitch,
-    structure_of,
-    written_out,
-)
+from graphrt.compile.ranges import Axis, Range, Symbols
+from graphrt.compile.splitter import Piece, PieceInfo, Wrap
 from graphrt.config import CompilePlan
 from graphrt.errors import CompileError, ContractError, RecompileError, ShapeGuardError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
@@ -140,16 +113,13 @@ class Compiled:
         self.report: CompileReport | None = None
         self.source = ""
         """The generated function that calls the pieces."""
-        self._ops = SplittingOps(plan.splitting_ops)
-        self._attention = SplittingOps(plan.attention_ops)
-        self._compiler: Compiler = (
-            Inductor(plan, rank)
-            if plan.backend == "inductor"
-            else BlackBox(plan.backend, find_backend(plan.backend))
-        )
+        self._ops = splitter.SplittingOps(plan.splitting_ops)
+        self._attention = splitter.SplittingOps(plan.attention_ops)
+        is_inductor = plan.backend == "inductor"
+        self._compiler = Inductor(plan, rank) if is_inductor else BlackBox(plan.backend)
         self._dump = Dump(plan.debug_dump_path, rank)
         self._plan = plan
-        self._impls = Impls(dict(impls or {}))
+        self._impls = splitter.Impls(dict(impls or {}))
         self._wrap = wrap
         self._limits = dict(limits)
         self._observer = observer
@@ -371,7 +341,7 @@ class _Compilation:
         self._axis = next(iter(self._limits), "")
         """That of ranges and sizes."""
         most = self._limits.get(self._axis, 1)
-        self._ranges = ranges_of(self._plan.ranges, self._plan.sizes, most)
+        self._ranges = ranges.ranges_of(self._plan.ranges, self._plan.sizes, most)
         self._sized: dict[str, SizedForm] = {}
         self._cuts: Cuts | None = None
         """Where Inductor cuts the graph."""
@@ -392,28 +362,28 @@ class _Compilation:
                 num_noops = remove_noops(graph, ops)
             share_masks(graph, ops, impls)
         if self._compiler.name == "inductor":
-            called = {operator_of(node) for node in graph.graph.nodes}
+            called = {splitter.operator_of(node) for node in graph.graph.nodes}
             self._sized = {name: form for name, form in sized_forms().items() if name in called}
             largest = {form.largest_size for form in self._sized.values()}
-            self._ranges = cut_at(self._ranges, largest)
+            self._ranges = ranges.cut_at(self._ranges, largest)
         is_opaque, by_inductor = self._compiler.is_opaque, plan.use_inductor_graph_partition
         marked = cut_operator if by_inductor else None
-        pieces, unmatched = cut(graph, ops, impls, symbols.names, is_opaque, marked)
+        pieces, unmatched = splitter.cut(graph, ops, impls, symbols.names, is_opaque, marked)
         owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
         if is_opaque:
-            refuse_shared_writes(pieces)
+            effects.refuse_shared_writes(pieces)
             for piece in captured:
                 for readers in (owner._attention, *([ops] if by_inductor else [])):
-                    refuse_hidden_reads(piece, readers)
+                    effects.refuse_hidden_reads(piece, readers)
         if by_inductor:
             refuse_other_devices(graph)
             self._cuts = Cuts(graph, ops, impls, owner._wrap, pieces[0].structure)
         seconds = {"trace": began - self._started, "split": perf_counter() - began}
-        forms: dict[str, tuple[Callable[..., Any], Description]] = {}
+        forms: dict[str, tuple[Callable[..., Any], effects.Description]] = {}
         for piece in captured:
             if piece.structure not in forms:
-                forms[piece.structure] = self._compile(piece, symbols), Description(piece)
+                forms[piece.structure] = self._compile(piece, symbols), effects.Description(piece)
         calls = []
         self.infos = [] if self._cuts is None else self._cuts.infos
         for index, piece in enumerate(pieces):
@@ -426,12 +396,12 @@ class _Compilation:
                     continue
                 if is_opaque:
                     info = info._replace(is_opaque=True, describe=described)
-            elif (written := written_inputs(piece)) and not piece.is_plain:
-                call = counted(call, partial(_at, written))
+            elif (written := effects.written_inputs(piece)) and not piece.is_plain:
+                call = effects.noting_writes(call, partial(_at, written))
             calls.append(owner._wrap(call, info))
             # A report is kept for long; what it needs of a piece is a few words.
             self.infos.append(info._replace(describe=None))
-        self.stitched, self.source = stitch(graph, pieces, calls)
+        self.stitched, self.source = splitter.stitch(graph, pieces, calls)
         owner._dump.write("stitch.py", lambda: self.source)
         self.given = _names(graph)
         self.report = CompileReport(
@@ -450,7 +420,7 @@ class _Compilation:
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
         if self._owner._is_backed and self._env is not None and self._traced is not None:
-            refuse_shape_guards(self._env, self._traced.axes, None)
+            ranges.refuse_shape_guards(self._env, self._traced.axes, None)
 
     def _symbols(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
         """Which symbol stands for which axis, by the tensors whose dimensions were marked."""
@@ -481,11 +451,11 @@ class _Compilation:
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
             if mode.shape_env is not None:
-                refuse_shape_guards(mode.shape_env, symbols.made, sizes)
+                ranges.refuse_shape_guards(mode.shape_env, symbols.made, sizes)
             call = form.call
             if self._cuts is not None:
-                call = torch_api.aligned(call, written_inputs(piece))
-            forms[sizes] = with_layouts(call, piece) if self._compiler.is_opaque else call
+                call = torch_api.aligned(call, effects.written_inputs(piece))
+            forms[sizes] = effects.with_layouts(call, piece) if self._compiler.is_opaque else call
             seconds = perf_counter() - began
             self._seconds["compile" if form.missed else "load"] += seconds
             if form.missed is None:
@@ -495,7 +465,7 @@ class _Compilation:
             if self._owner._observer is not None:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
-        return chosen_by_size(forms, place, self._axis)
+        return ranges.chosen_by_size(forms, place, self._axis)
 
     def _module_for(
         self, piece: Piece, sizes: Range, inputs: Sequence[Any], symbols: Symbols
@@ -506,10 +476,10 @@ class _Compilation:
             for name, form in self._sized.items()
             if sizes.start > form.largest_size
         }
-        if not any(operator_of(node) in plain for node in piece.nodes):
+        if not any(splitter.operator_of(node) in plain for node in piece.nodes):
             return piece.module, piece.structure
-        module = written_out(piece.module, plain, inputs)
-        return module, structure_of(module, symbols.names)
+        module = splitter.written_out(piece.module, plain, inputs)
+        return module, splitter.structure_of(module, symbols.names)
 
 
 def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:

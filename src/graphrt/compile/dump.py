@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +59,10 @@ class Dump:
 
 
 def _new_folder(parent: Path) -> Path:
-    number = 0
-    while True:
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in count():
         folder = parent / f"model_{number}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if not parent.is_dir():
-                raise
-            number += 1
-        else:
-            return folder
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
+    return folder

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
@@ -27,9 +27,8 @@ _WRITING_OPERATORS = frozenset(
 )
 
 
-class _Known(NamedTuple):
-    outputs: list[Callable[[Sequence[Any]], Any]]
-    written: tuple[int, ...]
+_Known = tuple[list[Callable[[Sequence[Any]], Any]], tuple[int, ...]]
+"""What makes each output of the arguments; positions of what is written."""
 
 
 class Description:
@@ -47,10 +46,10 @@ class Description:
         key = tuple(
             (arg.shape, arg.stride()) if isinstance(arg, torch.Tensor) else arg for arg in args
         )
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._describe(args)
-        return tuple(output(args) for output in known.outputs), known.written
+        if key not in self._known:
+            self._known[key] = self._describe(args)
+        outputs, written = self._known[key]
+        return tuple(output(args) for output in outputs), written
 
     def _describe(self, args: Sequence[Any]) -> _Known:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -69,7 +68,7 @@ class Description:
             for at, fake in enumerate(fakes)
             if isinstance(fake, torch.Tensor)
         }
-        return _Known([_output(one, given) for one in outputs], tuple(written))
+        return [_output(one, given) for one in outputs], tuple(written)
 
 
 def _version(value: Any) -> int:
@@ -219,7 +218,7 @@ def _expression(value: Any) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
-def counted(
+def noting_writes(
     call: Callable[..., Any], written: Callable[[Any, Any], Sequence[torch.Tensor]]
 ) -> Callable[..., Any]:
     """``call``, after which the tensors that its schemas declare as written count a write.

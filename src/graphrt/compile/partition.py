@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphrt.compile import torch_api
-from graphrt.compile.effects import counted, written_among
+from graphrt.compile.effects import noting_writes, written_among
 from graphrt.compile.failures import line_of
 from graphrt.compile.splitter import FIELD, Impls, PieceInfo, SplittingOps, Wrap, operator_of
 from graphrt.errors import CompileError, ConfigError, SplittingOpError
@@ -40,12 +40,7 @@ class Cuts:
     """What one runtime runs at the splitting ops of its compiled code, and the pieces it met."""
 
     def __init__(
-        self,
-        graph: fx.GraphModule,
-        ops: SplittingOps,
-        impls: Impls,
-        wrap: Wrap,
-        unique_id: str,
+        self, graph: fx.GraphModule, ops: SplittingOps, impls: Impls, wrap: Wrap, unique_id: str
     ) -> None:
         self.infos: list[PieceInfo] = []
         """In call order; complete after the first call."""
@@ -63,7 +58,7 @@ class Cuts:
                 info = PieceInfo(0, title, "splitting", impl is not None, title)
                 call = impl or torch_api.python_of(title) or op
                 if impl is None and op._schema.is_mutable:
-                    call = counted(call, partial(_declared, op))
+                    call = noting_writes(call, partial(_declared, op))
                 call = wrap(call, info)
                 self._at[op] = call, info, line_of(node)
 

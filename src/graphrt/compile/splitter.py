@@ -87,7 +87,10 @@ class SplittingOps:
             elif "::" in name:
                 raise _unknown(name, "no operator of that name is registered")
             else:
-                function = _python_callable(name)
+                try:
+                    function = callable_at(name)
+                except (ImportError, AttributeError, TypeError, ValueError) as error:
+                    raise _unknown(name, str(error)) from error
                 self._functions.append(function)  # Its id stays its own.
                 self._of_function[id(function)] = name
 
@@ -105,8 +108,7 @@ class SplittingOps:
         found = self._of_op.get((f"{namespace}::{op}", ""))
         if found is None and overload:
             found = self._of_op.get((f"{namespace}::{op}", overload[0]))
-        tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-        if found is None and tag is not None and tag in getattr(target, "tags", ()):
+        if found is None and torch.Tag.cudagraph_unsafe in getattr(target, "tags", ()):
             return ""
         return found
 
@@ -134,14 +136,16 @@ def _operator(name: str) -> tuple[str, str] | None:
     return f"{namespace}::{op}", overload
 
 
-def _python_callable(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _unknown(name, str(error)) from error
+def callable_at(path: str) -> Callable[..., Any]:
+    """What the dotted path of a Python callable stands for.
+
+    Errors: ``ImportError``, ``AttributeError``, ``ValueError``, and ``TypeError`` for what cannot
+    be called.
+    """
+    module, _, attribute = path.rpartition(".")
+    found: Callable[..., Any] = getattr(import_module(module), attribute)
     if not callable(found):
-        raise _unknown(name, f"a {type(found).__name__}, which cannot be called")
+        raise TypeError(f"a {type(found).__name__}, which cannot be called")
     return found
 
 

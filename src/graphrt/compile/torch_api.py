@@ -360,8 +360,6 @@ def matmul_precision() -> Sequence[str]:
     """
     backends: Any = torch.backends
     kinds = (backends.cuda.matmul, backends.cudnn, backends.mkldnn)
-    if not hasattr(backends.cuda.matmul, "fp32_precision"):
-        return (torch.get_float32_matmul_precision(),)
     products = (kind.matmul for kind in kinds if hasattr(kind, "matmul"))
     return [getattr(kind, "fp32_precision", "") for kind in (backends, *kinds, *products)]
 
