@@ -184,6 +184,19 @@ def test_key_captured_blindly_is_captured_again(lab):
     assert all(program.is_valid and program.is_observed for program in report.programs)
 
 
+def test_gate_that_raises_behind_a_capture_leaves_no_program(lab):
+    fn, _ = counting()
+
+    def gate(job, at):
+        if at == "captured":
+            raise OSError("no room")
+        return True
+
+    with pytest.raises(OSError, match="no room"):
+        capture_all(lab.library, lab.jobs(fn), gate=gate)
+    assert not lab.library.programs
+
+
 def test_gate_refusing_a_second_capture_is_obeyed(lab):
     """A key captured blindly is captured again once another shows a tensor that nothing names."""
     asked, fn = [], reading_hidden()
