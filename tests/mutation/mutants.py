@@ -272,6 +272,13 @@ MUTANTS = [
         UNPAD,
     ),
     Mutant(
+        "axis of another length is cut",
+        GRAPHS + "outputs.py",
+        "if expected is not None and shape[dim] != expected:",
+        "if False:",
+        "simulated/test_padding_verified.py",
+    ),
+    Mutant(
         "cloned outputs are views",
         GRAPHS + "outputs.py",
         "return own_copy(cut)",
@@ -306,6 +313,27 @@ MUTANTS = [
         "with before_warmup.restored() if before_warmup is not None else nullcontext():",
         "with nullcontext():",
         REPLAY,
+    ),
+    Mutant(
+        "runs that advance host values are compared once",
+        VERIFY + "replay.py",
+        "for num_before in range(num_runs):",
+        "for num_before in range(1):",
+        "simulated/test_runtime_verify.py " + REPLAY,
+    ),
+    Mutant(
+        "state stays as a failed run left it",
+        VERIFY + "replay.py",
+        "    except BaseException:\n        guarded.restore(saved)\n        raise\n",
+        "    except BaseException:\n        raise\n",
+        REPLAY,
+    ),
+    Mutant(
+        "capture that a gate fails keeps its programs",
+        RUNNER + "jobs.py",
+        "        except BaseException:\n            self._drop(scope, before)\n            raise\n",
+        "        except BaseException:\n            raise\n",
+        "simulated/test_runner_jobs.py",
     ),
     Mutant(
         "poisoned padding is not put back",
@@ -456,6 +484,20 @@ MUTANTS = [
         "while len(self._in_flight) > 1 or (",
         "while False or (",
         "simulated/test_llm_launches.py",
+    ),
+    Mutant(
+        "process that ends builds kernels",
+        "graphrt_llm/attention/building.py",
+        "or not main_thread().is_alive()",
+        "or False",
+        "simulated/test_llm_flashinfer.py",
+    ),
+    Mutant(
+        "imports of a process that ends pause",
+        "graphrt_llm/attention/building.py",
+        "if took > BURST_S and main_thread().is_alive():",
+        "if took > BURST_S:",
+        "simulated/test_llm_flashinfer.py",
     ),
     # Adapters and drafts
     Mutant(

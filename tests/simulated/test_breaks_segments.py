@@ -415,6 +415,39 @@ def test_out_keyword_receives_the_static_output(lab: Lab) -> None:
         assert outs[-1] is static_output
 
 
+def test_given_out_and_several_results_are_asked_for_at_each_replay(lab: Lab) -> None:
+    returns = [True]
+
+    @break_point(out="out")
+    def eager(x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        return (x + 1, x + 2) if returns[0] else None
+
+    def model(x: Tensor, buffer: Tensor) -> Tensor:
+        one, two = eager(x * 1, out=buffer)
+        return one + two
+
+    wrapper, args = lab.wrap(model, PIECEWISE), (torch.zeros(2), torch.zeros(2))
+    lab.capture(wrapper, *args)
+    assert lab.step(wrapper, *args).tolist() == [3, 3]
+    returns[0] = False
+    with pytest.raises(BreakOutputError):
+        lab.step(wrapper, *args)
+
+
+def test_keywords_that_are_no_names_reach_an_eager_segment(lab: Lab) -> None:
+    @break_point
+    def eager(x: Tensor, **others: Any) -> Tensor:
+        return x + others["two words"] * others["class"]
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return eager(x * 1, **{"two words": y * 2, "class": 3}) + 1
+
+    wrapper, args = lab.wrap(model, PIECEWISE), (torch.zeros(2), torch.ones(2))
+    lab.capture(wrapper, *args)
+    args[1].fill_(4)
+    assert lab.step(wrapper, *args).tolist() == [25, 25]
+
+
 def test_out_keyword_without_a_tensor_result_is_refused(lab: Lab) -> None:
     eager = break_point(out="into")(lambda x, into=None: None)
     with pytest.raises(BreakError):

@@ -171,13 +171,35 @@ def test_gate_that_refuses_leaves_no_program(lab, phase):
     assert lab.num_verified == 1
 
 
+def reading_hidden():
+    """A callable of which the smallest key alone reads a tensor that nothing names."""
+    hidden = itertools.repeat(torch.ones(2))  # No walk finds what it repeats.
+    return lambda x: x + next(hidden).view(2) if x.shape[0] == 2 else x + 1
+
+
+def test_key_captured_blindly_is_captured_again(lab):
+    jobs = lab.jobs(reading_hidden(), keys=[BatchDescriptor(n) for n in (8, 4, 2)])
+    report = capture_all(lab.library, jobs, CaptureOptions(observe="ends"))
+    assert sorted(program.key.num_tokens for program in report.programs) == [2, 4, 8]
+    assert all(program.is_valid and program.is_observed for program in report.programs)
+
+
+def test_gate_that_raises_behind_a_capture_leaves_no_program(lab):
+    fn, _ = counting()
+
+    def gate(job, at):
+        if at == "captured":
+            raise OSError("no room")
+        return True
+
+    with pytest.raises(OSError, match="no room"):
+        capture_all(lab.library, lab.jobs(fn), gate=gate)
+    assert not lab.library.programs
+
+
 def test_gate_refusing_a_second_capture_is_obeyed(lab):
     """A key captured blindly is captured again once another shows a tensor that nothing names."""
-    hidden = itertools.repeat(torch.ones(2))  # No walk finds what it repeats.
-    asked = []
-
-    def fn(x):
-        return x + next(hidden).view(2) if x.shape[0] == 2 else x + 1
+    asked, fn = [], reading_hidden()
 
     def gate(job, at):
         asked.append((job.key.num_tokens, at))

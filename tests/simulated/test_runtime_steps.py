@@ -19,7 +19,13 @@ from graphrt import (
     get_forward_context,
     no_breaks,
 )
-from graphrt.errors import BatchError, InputMismatchError, MissError, StaleOutputError
+from graphrt.errors import (
+    BatchError,
+    InputMismatchError,
+    MissError,
+    StaleOutputError,
+    StreamRaceError,
+)
 from graphrt.events import RanEager, Replayed
 from graphrt.runner import CaptureJob
 from lab import (
@@ -426,6 +432,15 @@ def test_checked_views_of_a_shared_spec_expire_separately():
         rows = one.step(8, 4)["rows"]
         other.step(8, 4)
         assert torch.equal(rows, one.eager(8, 4)["rows"])
+
+
+def test_step_on_another_stream_is_refused_where_pointers_are_checked():
+    with RuntimeLab("FULL", asked={"stale_check": "pointer"}) as lab:
+        lab.runtime.capture()
+        expected = lab.step(8, 4)["rows"].clone()
+        with lab.device.use(lab.device.stream("other")), pytest.raises(StreamRaceError):
+            lab.step(8, 4)
+        assert torch.equal(lab.step(8, 4)["rows"], expected)
 
 
 def test_step_of_each_captured_size_hits_its_own_key(labs):

@@ -121,6 +121,21 @@ def test_replay_check_copies_what_the_replay_overwrites() -> None:
         check(lambda: buffer.fill_(1), lambda: buffer.fill_(2))
 
 
+@pytest.mark.parametrize("failing", ["eager", "replay"])
+def test_replay_check_of_a_run_that_fails_leaves_the_state_of_before(failing: str) -> None:
+    counter = torch.zeros(1)
+
+    def run(side: str) -> torch.Tensor:
+        counter.add_(1)
+        if side == failing:
+            raise OSError(side)
+        return torch.ones(1)
+
+    with pytest.raises(OSError, match=failing):
+        check(lambda: run("eager"), lambda: run("replay"), state=TensorStateGuard([counter]))
+    assert counter.item() == 0
+
+
 def test_replay_check_passes_errors_of_the_step_on() -> None:
     error = ValueError("mine")
 

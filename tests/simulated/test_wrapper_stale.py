@@ -165,6 +165,15 @@ def test_stale_check_of_more_or_fewer_arguments_raises(
             checker_for(args, kwargs)(other_args, other_kwargs)
 
 
+def test_stale_check_of_an_attribute_in_place_of_another_names_it() -> None:
+    captured, now = Meta([]), Meta([])
+    captured.mask, now.bias = torch.ones(2), torch.ones(2)
+    check = checker_for((captured,), {})
+    with pytest.raises(StaleInputError, match=r"args\[0\]\.mask") as caught:
+        check((now,), {})
+    assert caught.value.found == "nothing"
+
+
 def test_stale_check_of_a_grown_list_raises() -> None:
     items = [torch.ones(1), torch.ones(1)]
     check = checker_for((items,), {})

@@ -209,16 +209,15 @@ class Catalog:
 
     def withdraw(self, program: Program) -> None:
         """Remove ``program``, unless another one of its key has taken its place."""
-        entry = self.get(program.owner, program.mode, program.key)
-        if entry is None:
-            return
+        entries = self._owners[program.owner, program.mode]
+        entry = entries.by_key[program.key]
         if entry.staged is program:
             entry.staged = None
         if entry.program is program:
             entry.program = None
             if entry.error is None:
                 entry.reason = Reason.NOT_CAPTURED_YET
-        self._owners[program.owner, program.mode].forget_memo()
+        entries.forget_memo()
 
     def mark_unchecked(self, entry: Entry) -> None:
         """Let nobody dispatch to the entry's new program before its first replay was right."""

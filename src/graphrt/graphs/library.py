@@ -161,7 +161,7 @@ class GraphLibrary:
         self._scope_lock = threading.Lock()
         self._retire_later: list[Generation] = []
         self._refusal: Callable[[], GraphrtError] | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._most_wait_s = math.inf
         self._give_up: Callable[[RankError], None] = lambda error: None
         self._warned_of: set[str] = set()
@@ -611,10 +611,6 @@ class GraphLibrary:
     # -- suspension and end
 
     @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
-    @property
     def has_ranks(self) -> bool:
         """True after ``limit_waits``."""
         return self._most_wait_s < math.inf
@@ -672,7 +668,7 @@ class GraphLibrary:
 
     def resume(self) -> ExternalsReport:
         """Let replays run again; programs whose externals moved in between become invalid."""
-        if self._is_closed or self._refusal is not _suspended_error:
+        if self.is_closed or self._refusal is not _suspended_error:
             self._require_usable()
         self._refuse_all(None)
         report = self.check_externals()
@@ -689,7 +685,7 @@ class GraphLibrary:
                 ``RankLostError`` where the device does not end in time; the library is closed then,
                 and keeps its graphs and their memory where the device does not end at all.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
         self._require_no_scope("close")
         is_forked = self._refusal is _forked_error  # The device is the parent's.
@@ -721,7 +717,7 @@ class GraphLibrary:
         self.static_buffers = ()
         self._prepared.clear()
         self.device.forget_stream(self._stream)
-        self._is_closed = True
+        self.is_closed = True
         if owns_device:
             self.device.close()
 
@@ -732,7 +728,7 @@ class GraphLibrary:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True) and self.num_graphs:
+        if not getattr(self, "is_closed", True) and self.num_graphs:
             warnings.warn(
                 f"a GraphLibrary with {self.num_graphs} graphs was never closed",
                 ResourceWarning,
@@ -761,7 +757,7 @@ class GraphLibrary:
                 program.disable(error)
 
     def _require_usable(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise _closed_error()
         if self._refusal is not None:
             raise self._refusal()

@@ -109,8 +109,6 @@ class EagerSegment:
         Errors: ``BreakOutputError`` for another structure, shape or dtype, or other tensors that
         share memory; ``UnkeyedValueError`` for another host value.
         """
-        if result is None and self.writes_out:
-            return
         leaves = [node for node in walk(result) if node.kind != "container"]
         if [leaf.path for leaf in leaves] != [leaf.path for leaf in self.returned]:
             raise self._misfit("the structure returned at capture", f"{type(result).__name__}")

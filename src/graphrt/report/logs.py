@@ -63,12 +63,12 @@ def _told(event: Event) -> tuple[int, str]:
         case Compiled(piece, start, end, seconds, missed):
             came = "loaded" if missed is None else f"compiled ({missed})"
             return debug, f"{piece} for {start} to {end} tokens: {came} in {seconds:.2f} s"
-        case Verified(mode, key, equal, difference):
-            found = f"{mode.name} {key} {_compared(equal, difference)}"
-            return debug if equal else warning, f"replay of {found} eager execution"
-        case PaddingVerified(mode, key, equal, difference):
-            found = f"{mode.name} {key} {_compared(equal, difference)}"
-            return debug if equal else warning, f"padded replay of {found} the unpadded batch"
+        case Verified(mode, key, equal, difference) | PaddingVerified(mode, key, equal, difference):
+            of_padding = isinstance(event, PaddingVerified)
+            told = f"{'padded ' * of_padding}replay of {mode.name} {key}"
+            told += " equals " if equal else f" DIFFERS by {difference:g} from "
+            told += "the unpadded batch" if of_padding else "eager execution"
+            return debug if equal else warning, told
         case Invalidated(owner, programs, names):
             replaced = ", ".join(names) or "by hand"
             return warning, f"{owner}: {programs} programs invalid, replaced: {replaced}"
@@ -81,10 +81,6 @@ def _told(event: Event) -> tuple[int, str]:
         case RanEager(reason, num_tokens):
             ran = f"{num_tokens} tokens ran eager"
     return debug, f"{ran} ({reason.name}{_split(event)}) in {event.host_us:.1f} us"
-
-
-def _compared(equal: bool, difference: float) -> str:
-    return "equals" if equal else f"DIFFERS by {difference:g} from"
 
 
 def _split(event: Replayed | RanEager) -> str:

@@ -119,8 +119,7 @@ def padding_by_size(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
             if len(sizes) > 8:
                 panel.tick_params(axis="x", labelrotation=90, labelsize=8)
         _label_outer(panels, "captured size (tokens)", "tokens", columns)
-        if panels:
-            _legend(figure, *panels[0].get_legend_handles_labels())
+        _legend(figure, *panels[0].get_legend_handles_labels())
 
     rows = _rows(sum(bool(run.metrics.by_captured_size()) for run in runs), columns)
     return _svg(draw, width, height=0.8 + 1.9 * rows)
@@ -183,9 +182,8 @@ def host_times(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
             panel.xaxis.set_minor_formatter(NullFormatter())
             panel.set_yticks([])
             panel.spines["left"].set_visible(False)
-        if panels:
-            panels[-1].set_xlabel("host time a step (logarithmic)")
-            figure.supylabel("share of steps", fontsize=9)
+        panels[-1].set_xlabel("host time a step (logarithmic)")
+        figure.supylabel("share of steps", fontsize=9)
 
     each = 1.05 if width == WIDE else 1.25
     return _svg(draw, width, height=0.9 + each * max(1, len(runs)))
@@ -207,9 +205,7 @@ def _rows(count: int, columns: int) -> int:
 
 
 def _panels(figure: Figure, count: int, columns: int, shares_y: bool = True) -> list[Axes]:
-    """``count`` panels with the same axes, row by row; one panel fills the width."""
-    if not count:
-        return []
+    """``count`` panels, one or more, with the same axes, row by row; one fills the width."""
     columns = min(columns, count)
     rows = _rows(count, columns)
     grid = figure.subplots(rows, columns, sharex=True, sharey=shares_y, squeeze=False)

@@ -441,15 +441,11 @@ class _Run:
 
     def _is_captured(self, job: CaptureJob) -> bool:
         """True for a key whose program exists already: it is not run again."""
-        entry = self._entry(job)
+        entry, is_new = self._entry(job), self.options.generation == "new"
         if not job.is_direct:
-            served = entry.inner
-            if self.options.generation == "new":
-                served = ()
-            return bool(served) and all(program.is_valid for program in served)
-        if self.options.generation == "new":
-            return entry.staged is not None and entry.staged.is_valid
-        return entry.valid_program is not None
+            return not is_new and bool(entry.inner) and all(p.is_valid for p in entry.inner)
+        program = entry.staged if is_new else entry.program
+        return program is not None and program.is_valid
 
     def _drop(self, scope: CaptureScope, before: int) -> None:
         self.library.drop(scope.programs[before:])

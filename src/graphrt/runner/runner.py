@@ -266,7 +266,7 @@ class CUDAGraphRunner:
         Errors: ``InputMismatchError`` for an unknown name, a shape that is not its spec's, inputs
                 that disagree, and an axis of no given input.
         """
-        self._require_open()
+        self.require_open()
         return {**self._fixed, **self._executor.real_sizes(values)}
 
     # -- capture
@@ -489,7 +489,7 @@ class CUDAGraphRunner:
                   run differs from eager: that program is not replayed again (``CAPTURE_FAILED``). A
                   failed replay is never repeated eagerly.
         """
-        self._require_open()
+        self.require_open()
         started = perf_counter_ns()
         staged = None
         if key is not None:
@@ -555,7 +555,7 @@ class CUDAGraphRunner:
                 # What is staged, and what eager segments return, must not grow a graph of its own.
                 set_grad_enabled(False)
             if mode is _EAGER:
-                self._require_open()
+                self.require_open()
                 self._misses.setdefault(reason, Misses()).add(sizes)
                 if self._executor.is_strict:
                     largest = largest_sizes(self._entries, self._space.axis_sizes)
@@ -606,7 +606,7 @@ class CUDAGraphRunner:
 
     def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
         """Look at everything; ``decision``, or an eager one where its program is invalid now."""
-        self._require_open()
+        self.require_open()
         self._ask()
         self._refresh()
         mode, key, _ = decision
@@ -650,7 +650,7 @@ class CUDAGraphRunner:
 
     def _find_ready(self, decision: Decision) -> ReadyGraph:
         """The graph of a decision whose key equals a key of this runner but is another object."""
-        self._require_open()
+        self.require_open()
         mode, key, _ = decision
         entry = self._entries.get((mode, key))
         ready = None if entry is None else self._ready[mode].get(id(entry.key))
@@ -734,7 +734,7 @@ class CUDAGraphRunner:
         Programs that read one become invalid: their runs are eager (``INVALIDATED``) until
         ``capture()`` is called again.
         """
-        self._require_open()
+        self.require_open()
         report = self._ask()
         self._refresh()
         return report
@@ -834,12 +834,13 @@ class CUDAGraphRunner:
         self._captures.forget_host()
         self.dispatcher = NoDispatcher(closed_error)
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Errors: ``LibraryClosedError`` after ``close()``."""
         if self._is_closed:
             raise closed_error()
 
     def _require_idle(self, what: str) -> None:
-        self._require_open()
+        self.require_open()
         if self._is_running:
             raise ReentrantStepError(
                 f"{what} inside a run of the same runner",
