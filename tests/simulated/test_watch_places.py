@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as torch_module
 
 from graphrt import (
@@ -976,6 +977,86 @@ def test_harmless_change_stays_a_hit(change) -> None:
         assert torch.equal(out, model(**example({"n": 2}, 5)))
 
 
+def sets(owner: Any, name: str) -> Any:
+    return lambda value: setattr(owner, name, value)
+
+
+MATMUL, CUDNN, CUDA = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+FLAGS_SET = {
+    "torch.backends.cuda.matmul.fp32_precision": (
+        torch.set_float32_matmul_precision,
+        ("high", "highest"),
+    ),
+    "torch.backends.cudnn.conv.fp32_precision": (sets(CUDNN, "allow_tf32"), (False, True)),
+    "torch.backends.cudnn.rnn.fp32_precision": (
+        sets(CUDNN.rnn, "fp32_precision"),
+        ("ieee", "tf32"),
+    ),
+    "torch.backends.cudnn.benchmark": (sets(CUDNN, "benchmark"), (True, False)),
+    "torch.backends.cudnn.deterministic": (sets(CUDNN, "deterministic"), (True, False)),
+    "torch.backends.cudnn.enabled": (sets(CUDNN, "enabled"), (False, True)),
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        sets(MATMUL, "allow_bf16_reduced_precision_reduction"),
+        (False, True),
+    ),
+    "torch.backends.cuda.matmul.allow_fp16_accumulation": (
+        sets(MATMUL, "allow_fp16_accumulation"),
+        (True, False),
+    ),
+    "torch.backends.cuda.flash_sdp_enabled()": (CUDA.enable_flash_sdp, (False, True)),
+    "torch.backends.cuda.math_sdp_enabled()": (CUDA.enable_math_sdp, (False, True)),
+    "torch.nn.attention.sdpa_kernel(set_priority=True)": (
+        torch._C._set_sdp_priority_order,
+        ([0, 1, 2, 3, 4], torch._C._get_sdp_priority_order()),
+    ),
+    "torch.are_deterministic_algorithms_enabled()": (
+        torch.use_deterministic_algorithms,
+        (True, False),
+    ),
+}
+"""Of each flag of torch's: what sets it, to another value and back."""
+
+
+@pytest.mark.parametrize("name", FLAGS_SET)
+def test_flag_of_torch_is_noticed_and_named(name) -> None:
+    set_to, (other, usual) = FLAGS_SET[name]
+    with make(lambda x: x * 2) as runner:
+        runner.capture()
+        set_to(other)
+        set_to(usual)
+        for _ in range(2 * laps(runner)):
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT, "it is as it was"
+        set_to(other)
+        try:
+            for _ in range(laps(runner)):
+                run(runner)
+            assert runner.last_decision.reason is Reason.INVALIDATED
+            assert name in runner.explain()
+        finally:
+            set_to(usual)
+        runner.capture()
+        run(runner)
+        assert runner.last_decision.reason is Reason.HIT
+
+
+def test_flag_that_the_callable_sets_for_itself_is_a_hit() -> None:
+    def fn(x):
+        with sdpa_kernel(SDPBackend.MATH):
+            precision = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            out = x * 2
+            torch.set_float32_matmul_precision(precision)
+            return out
+
+    with make(fn, sizes=(2, 4)) as runner:
+        runner.capture()
+        for _ in range(2 * laps(runner)):
+            run(runner)
+            fn(torch.ones(1))
+            assert runner.last_decision.reason is Reason.HIT
+
+
 class Counting(torch.nn.Module):
     """Advances a counter, sets a flag and keeps its last input at each eager call."""
 
@@ -1354,7 +1435,7 @@ def test_guarded_state_is_no_change() -> None:
     with make(fn, state=TensorStateGuard([count])) as runner:
         runner.capture()
         for step in range(2 * laps(runner)):
-            assert torch.equal(run(runner), example({"n": 2}, 5)["x"] + step + 1)
+            assert torch.equal(run(runner), example({"n": 2}, 5)["x"] + (step + 1))
             assert runner.last_decision.reason is Reason.HIT
 
 

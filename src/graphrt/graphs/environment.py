@@ -6,12 +6,79 @@ records kernels that nothing has warmed up.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.device.base import Device, Stream
 from graphrt.errors import EnvironmentMismatchError
+
+
+class _Precisions(dict[str, str]):
+    """One object for each. Unset is as exact as can be, and is that once it was set and reset."""
+
+    def __missing__(self, name: str) -> str:
+        return self.setdefault(name, "ieee" if name == "none" else name)
+
+
+@lru_cache(maxsize=256)
+def _one_object(value: object) -> object:
+    """The same for equal values."""
+    return value
+
+
+_MATMUL, _CUDNN, _CUDA = "backends.cuda.matmul.", "backends.cudnn.", "backends.cuda."
+_BOOLS = {
+    f"{_MATMUL}allow_fp16_accumulation": "cublas_allow_fp16_accumulation",
+    f"{_CUDNN}enabled": "cudnn_enabled",
+    f"{_CUDNN}benchmark": "cudnn_benchmark",
+    f"{_CUDNN}deterministic": "cudnn_deterministic",
+    f"{_CUDA}flash_sdp_enabled()": "flash_sdp_enabled",
+    f"{_CUDA}mem_efficient_sdp_enabled()": "mem_efficient_sdp_enabled",
+    f"{_CUDA}math_sdp_enabled()": "math_sdp_enabled",
+    f"{_CUDA}cudnn_sdp_enabled()": "cudnn_sdp_enabled",
+    f"{_CUDA}fp16_bf16_reduction_math_sdp_allowed()": "math_sdp_allow_fp16_bf16_reduction",
+    "are_deterministic_algorithms_enabled()": "deterministic_algorithms",
+}
+"""By the name that users know, how C++ calls it; a release may lack one."""
+_TUPLES = {
+    f"{_MATMUL}allow_fp16_reduced_precision_reduction": (
+        "cublas_allow_fp16_reduced_precision_reduction"
+    ),
+    f"{_MATMUL}allow_bf16_reduced_precision_reduction": (
+        "cublas_allow_bf16_reduced_precision_reduction"
+    ),
+    "nn.attention.sdpa_kernel(set_priority=True)": "sdp_priority_order",
+}
+_PRECISIONS = {
+    f"{_MATMUL}fp32_precision": ("cuda", "matmul"),
+    f"{_CUDNN}conv.fp32_precision": ("cuda", "conv"),
+    f"{_CUDNN}rnn.fp32_precision": ("cuda", "rnn"),
+    "backends.mkldnn.matmul.fp32_precision": ("mkldnn", "matmul"),
+}
+
+
+def _flags() -> Iterator[tuple[str, Iterator[Any]]]:
+    """Iterators, because a step asks these without any Python of its own."""
+    never, one_of = object(), _Precisions()
+    yield "get_default_dtype()", iter(torch.get_default_dtype, never)
+    for name, of_torch in (_BOOLS | _TUPLES).items():
+        get = getattr(torch._C, f"_get_{of_torch}", None)
+        if get is not None:
+            found: Iterator[Any] = iter(get, never)
+            if isinstance(get(), list):
+                found = map(tuple, found)
+            yield name, map(_one_object, found) if name in _TUPLES else found
+    for name, of_operator in _PRECISIONS.items():
+        ask = partial(torch._C._get_fp32_precision_getter, *of_operator)
+        yield name, map(one_of.__getitem__, iter(ask, never))
+
+
+FLAGS: Mapping[str, Iterator[Any]] = {f"torch.{name}": found for name, found in _flags()}
+"""What chooses kernels, and how exact they are, in the whole process: a graph holds those of its
+capture. Each ``next`` says what it is now; equal values are one object."""
 
 
 class CaptureEnvironment(NamedTuple):
@@ -27,7 +94,7 @@ class CaptureEnvironment(NamedTuple):
     deterministic: tuple[bool, bool]
     """Deterministic algorithms, and warn only."""
     float32_precision: tuple[str, ...]
-    """TF32 switches: matmul on CUDA, convolution, matmul elsewhere."""
+    """Of ``_PRECISIONS``: matmul on CUDA, convolution, recurrence, matmul elsewhere."""
 
     @classmethod
     def read(cls, device: Device) -> CaptureEnvironment:
@@ -53,11 +120,7 @@ class CaptureEnvironment(NamedTuple):
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
-            float32_precision=(
-                backends.cuda.matmul.fp32_precision,
-                backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # set at run time
-                backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]  # as above
-            ),
+            float32_precision=tuple(next(FLAGS[f"torch.{name}"]) for name in _PRECISIONS),
         )
 
     def require_equal(self, capture: CaptureEnvironment) -> None:

@@ -543,6 +543,8 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
         boxes = attributes_of(owner)
     elif kind in ("item", "global"):
         boxes = owner
+    elif kind == "call":
+        return next, owner, None
     if type(boxes) is dict and name in boxes:
         return dict.get, boxes, name
     if type(boxes) is tuple:

@@ -348,7 +348,7 @@ _READ = {
     "contents": lambda owner, _: contents_of(owner),
     "keys": lambda owner, _: tuple(owner),
     "type": lambda owner, _: code_of(owner),
-    "call": lambda owner, _: owner(),
+    "call": lambda owner, _: next(owner),
     "script": read_script,
     "memo": read_memo,
     "target": lambda owner, _: id(ReferenceType.__call__(owner)),

@@ -49,6 +49,7 @@ import torch
 
 from graphrt.config.environment import environment_entries
 from graphrt.graphs.code_names import Names, names_in
+from graphrt.graphs.environment import FLAGS
 from graphrt.graphs.places import (
     MAX_ITEMS,
     MISSING,
@@ -529,14 +530,9 @@ class Walk:
         self._large.clear()
 
     def _of_the_process(self) -> Iterator[Place]:
-        """Torch's default dtype and hooks, and variables of the environment that code names."""
-        yield Place(
-            "torch.get_default_dtype()",
-            torch.get_default_dtype,
-            None,
-            "call",
-            torch.get_default_dtype(),
-        )
+        """Torch's flags and hooks, and variables of the environment that code names."""
+        for flag, answers in FLAGS.items():
+            yield Place(flag, answers, None, "call", next(answers))
         for name in _HOOKS:
             hooks = getattr(torch.nn.modules.module, f"_global{name}")
             yield _length(f"torch.nn.modules.module._global{name}", hooks, len(hooks))
