@@ -24,6 +24,7 @@ from graphrt.graphs.places import (
     REGISTERS,
     Place,
     attributes_of,
+    contents_of,
     entries_of,
     is_host_scalar,
     is_tensor,
@@ -419,11 +420,13 @@ class _Turns:
     def __init__(self, contents: Any, first: int, step: int, in_turns: bool) -> None:
         self._parts = [(number, contents[number]) for number in range(first, len(contents), step)]
         self._next = cycle(self._parts).__next__
-        self._in_turns = in_turns
+        self._all = None if in_turns else contents
 
     def is_same(self, owner: Any) -> bool:
-        parts = (self._next(),) if self._in_turns else self._parts
-        return all(same_host_value(expected, part_of(owner, number)) for number, expected in parts)
+        if self._all is not None:
+            return same_host_value(self._all, contents_of(owner))
+        number, expected = self._next()
+        return same_host_value(expected, part_of(owner, number))
 
 
 MAX_TURNS = 64
@@ -549,7 +552,13 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
         return dict.get, boxes, name
     if type(boxes) is tuple:
         return tuple.__getitem__, boxes, name
+    if type(boxes) is list:
+        return _item_of_list, boxes, name
     return _read, place, None
+
+
+def _item_of_list(box: list[Any], index: int) -> Any:
+    return box[index] if index < len(box) else MISSING
 
 
 def _part(item: HeldTensor, place: Place) -> Any:

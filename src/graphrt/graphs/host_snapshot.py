@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from enum import Enum
-from itertools import accumulate, chain, compress, count, repeat
+from itertools import accumulate, chain, compress, count, repeat, starmap, zip_longest
 from operator import is_, is_not
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
@@ -35,6 +35,7 @@ from graphrt.graphs.places import (
     CDATA,
     MISSING,
     attributes_of,
+    blocks_of,
     contents_of,
     holds_objects,
     is_array,
@@ -45,6 +46,7 @@ from graphrt.graphs.places import (
     read_context,
     read_global,
     read_script,
+    same_bytes,
 )
 from graphrt.graphs.reachable import Reach, Walk, reach
 from graphrt.graphs.values import tensors_of
@@ -133,19 +135,25 @@ class _Held:
             known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
             return next(known, {_ALL: contents})
         if self.kind == "large":
-            hashes = contents_of(target)
+            hashes = _hashes_of(target)
             known = (held for held in (self.last, self.first) if held.get(_ALL) == hashes)
             return next(known, {_ALL: hashes})
-        if isinstance(target, dict):
-            if isinstance(target, OrderedDict):  # It has an order of its own.
+        if issubclass(type(target), dict):
+            if issubclass(type(target), OrderedDict):  # It has an order of its own.
                 return dict(OrderedDict.items(target))
             return dict.copy(target)
-        if isinstance(target, set):
-            return {v: v for v in set.__iter__(target)}
+        if issubclass(type(target), set):
+            return {v: v for v in self._elements()}
+        return dict(enumerate(self._elements()))
+
+    def _elements(self) -> Iterator[Any]:
+        """Of a container that is no dict. A subclass may give other elements."""
+        target = self.target
         if is_array(target):
-            return dict(enumerate(plain_array(target).flat))
-        methods: Any = list if isinstance(target, list) else deque
-        return dict(enumerate(methods.__iter__(target)))  # A subclass may give other elements.
+            return iter(plain_array(target).flat)
+        methods: Any = next(kind for kind in (list, set, deque) if issubclass(type(target), kind))
+        elements: Iterator[Any] = methods.__iter__(target)
+        return elements
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
@@ -154,15 +162,21 @@ class _Held:
             return self.get(target, self.name) is last.get(self.name, MISSING)
         if self.kind == "variables" and not last and len(target) == len(self.name):
             return True
-        if self.kind in ("array", "buffer"):
+        if self.kind == "array":
+            return same_bytes(target, last[_ALL])
+        if self.kind == "buffer":
             return bool(_bytes_of(target) == last[_ALL])
         if self.kind == "large":
-            return bool(contents_of(target) == last[_ALL])
+            return bool(_hashes_of(target) == last[_ALL])
+        if not issubclass(type(target), dict):
+            # Not ``read``, whose dict takes five times as long.
+            pairs = zip_longest(self._elements(), last.values(), fillvalue=MISSING)
+            return all(starmap(is_, pairs))
         now = target if type(target) is dict and self.kind != "variables" else self.read()
         return (
             len(now) == len(last)
             and all(map(is_, now.values(), last.values()))
-            and (not isinstance(target, dict) or all(map(is_, now, last)))
+            and all(map(is_, now, last))
         )
 
     def write(self, wanted: dict[Any, Any]) -> None:
@@ -181,7 +195,7 @@ class _Held:
             contents = plain.copy()
             contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
             plain[...] = contents
-        elif isinstance(target, set):  # Also the one that a module keeps of its buffers.
+        elif issubclass(type(target), set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
         elif self.kind != "container":
@@ -190,7 +204,7 @@ class _Held:
                 value = wanted.get(key, MISSING)
                 if was.get(key, MISSING) is not value:
                     self._set(key, value)
-        elif isinstance(target, dict):
+        elif issubclass(type(target), dict):
             methods = _dict_type(target)
             methods.clear(target)
             for key, value in wanted.items():
@@ -258,6 +272,12 @@ def _bytes_of(target: Any) -> Any:
         methods = _file_type(target)
         return () if methods.closed.__get__(target) else methods.__getstate__(target)[:-1]
     return memoryview(target).tobytes()
+
+
+def _hashes_of(target: Any) -> tuple[Any, ...]:
+    if not is_array(target):
+        return contents_of(target)
+    return target.dtype, target.shape, target.strides, *map(hash, blocks_of(target))
 
 
 def _set_bytes(target: Any, contents: Any) -> None:
@@ -355,7 +375,7 @@ def _is_memo(name: str, value: object) -> bool:
 
 def _dict_type(target: dict[Any, Any]) -> Any:
     """The class whose methods read and write it, without those of a user's subclass."""
-    return OrderedDict if isinstance(target, OrderedDict) else dict
+    return OrderedDict if issubclass(type(target), OrderedDict) else dict
 
 
 class _Change(NamedTuple):
@@ -442,10 +462,11 @@ class HostSnapshot:
 
     def __init__(self, runnable: object) -> None:
         self.runnable = runnable
-        # Of attributes and entries: targets, lengths and values as columns, which are compared in
-        # one go, because a call for each would cost ten times as much.
-        self._dicts: list[_Held] = []
-        self._targets: list[dict[Any, Any]] = []
+        # Of attributes and of elements of lists: what shows them now, lengths and values as
+        # columns, which are compared in one go, because a call for each would cost ten times as
+        # much.
+        self._rows: list[_Held] = []
+        self._views: list[Collection[Any]] = []
         self._lengths: list[int] = []
         self._values: list[Any] = []
         self._singles: Mapping[Kind, _Singles] = {
@@ -617,10 +638,11 @@ class HostSnapshot:
             self._keep(_Held(path, target, kind, name))
 
     def _keep(self, held: _Held) -> None:
-        if held.kind in ("object", "members") and type(held.box) is dict:
-            held.row = len(self._dicts)
-            self._dicts.append(held)
-            self._targets.append(held.box)
+        is_list = held.kind == "container" and type(held.target) is list
+        if is_list or (held.kind in ("object", "members") and type(held.box) is dict):
+            held.row = len(self._rows)
+            self._rows.append(held)
+            self._views.append(held.target if is_list else dict.values(held.box))
             self._lengths.append(len(held.last))
             self._values += held.last.values()
         elif held.kind in self._singles and (held.kind == "own" or type(held.target) is dict):
@@ -648,19 +670,19 @@ class HostSnapshot:
                     self._empty.append((path, target, kind))
                     self._empty_targets.append(target)
         touched = []
-        now: list[Any] = list(map(dict.values, self._targets))
+        now: list[Collection[Any]] = list(self._views)
         if list(map(len, now)) != self._lengths:
             for row, length in enumerate(self._lengths):
                 if len(now[row]) != length:
-                    touched.append(self._dicts[row])
-                    now[row] = self._dicts[row].last.values()
+                    touched.append(self._rows[row])
+                    now[row] = self._rows[row].last.values()
         # Mostly nothing is: to ask that alone takes two thirds of the time.
         if any(map(is_not, chain.from_iterable(now), self._values)):
             places = compress(count(), map(is_not, chain.from_iterable(now), self._values))
-            # Few are: to ask each dict would cost more than to find those that hold them.
+            # Few are: to ask each one would cost more than to find those that hold them.
             ends = list(accumulate(self._lengths))
             rows = dict.fromkeys(bisect_right(ends, place) for place in places)
-            touched += [self._dicts[row] for row in rows]
+            touched += [self._rows[row] for row in rows]
         for singles in self._singles.values():
             touched += singles.touched()
         return touched + [held for held in self._others if not held.is_untouched()]
@@ -685,7 +707,7 @@ class HostSnapshot:
                     self._values[start : start + len(held.last)] = held.last.values()
                 else:
                     self._lengths[held.row] = len(held.last)
-                    self._values = [value for each in self._dicts for value in each.last.values()]
+                    self._values = [value for each in self._rows for value in each.last.values()]
         for change in changes:
             for key in change.keys:
                 for value in change.value(key) if key is _ALL else (change.value(key),):

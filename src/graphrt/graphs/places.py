@@ -53,6 +53,8 @@ MAX_ITEMS = 4096
 MAX_TEXT = 1 << 20
 """A longer text in memory is not compared, because each look would copy all of it."""
 _BYTES_OF_A_PART, _ITEMS_OF_A_PART = 4096, 256
+_BYTES_AT_ONCE = 1 << 20
+"""A copy of so many stays in the caches."""
 CDATA = ctypes.c_int.__mro__[-2]
 """Of every ctypes value: numbers, arrays, structures, pointers; of no library."""
 
@@ -107,6 +109,58 @@ def plain_array(value: Any) -> Any:
     return ndarray.view(value, ndarray)
 
 
+def packed_array(value: Any) -> Any:
+    """The same elements in one dimension, each that is in memory once: a view where that has no
+    gaps, else an iterator. Of windows that overlap, the bytes from the first to the last."""
+    plain = plain_array(value)
+    if plain.flags.c_contiguous:
+        return plain.reshape(-1)
+    # A dimension without a step shows the same elements again; others in the order of memory.
+    plain = plain[tuple(slice(None, None if step else 1) for step in plain.strides)]
+    plain = plain.transpose(sorted(range(plain.ndim), key=lambda dim: -abs(plain.strides[dim])))
+    plain = plain[tuple(slice(None, None, -1 if step < 0 else 1) for step in plain.strides)]
+    if plain.flags.c_contiguous:
+        return plain.reshape(-1)
+    steps = zip(plain.shape, plain.strides, strict=True)
+    num_bytes = plain.itemsize + sum((size - 1) * step for size, step in steps)
+    if plain.nbytes > num_bytes:
+        numpy = sys.modules["numpy"]
+        first = plain[(slice(1),) * plain.ndim].reshape(-1).view("u1")
+        return numpy.lib.stride_tricks.as_strided(first, (num_bytes,), (1,), writeable=False)
+    return plain.flat
+
+
+def same_bytes(value: Any, expected: bytes) -> bool:
+    """True if an array has these bytes, as ``tobytes`` gives them."""
+    plain = plain_array(value)
+    if plain.nbytes != len(expected) or not plain.flags.c_contiguous:
+        return bool(plain.tobytes() == expected)
+    held, flat = memoryview(expected), plain.reshape(-1)
+    count = max(1, _BYTES_AT_ONCE // plain.itemsize)
+    return all(
+        flat[first : first + count].tobytes()
+        == held[first * plain.itemsize : (first + count) * plain.itemsize].tobytes()
+        for first in range(0, plain.size, count)
+    )
+
+
+def blocks_of(value: Any) -> Iterator[bytes]:
+    """The bytes of an array, each that is in memory once, a block at a time."""
+    packed = packed_array(value)
+    return _blocks_of(packed if is_array(packed) else plain_array(value))
+
+
+def _blocks_of(plain: Any) -> Iterator[bytes]:
+    row = plain[:1].nbytes
+    if row > _BYTES_AT_ONCE and plain.ndim > 1:
+        for part in plain.reshape(1, -1) if plain.flags.c_contiguous else plain:
+            yield from _blocks_of(part)
+    else:
+        count = max(1, _BYTES_AT_ONCE // max(1, row))
+        for first in range(0, len(plain), count):
+            yield plain[first : first + count].tobytes()
+
+
 def holds_objects(value: Any) -> bool:
     """True for an array whose bytes are references: to objects, or to strings of any length."""
     return bool(value.dtype.hasobject or value.dtype.kind == "T")
@@ -140,14 +194,32 @@ def _view_of(value: Any) -> memoryview:
 def contents_of(value: Any) -> tuple[Any, ...]:
     """What a buffer or a long sequence has: its form, then its parts, each as its hash or as it
     is. The parts that a program depends on are compared later, and need no copy."""
+    if is_array(value) and not holds_objects(value):
+        return part_of(value, 0), *_hashes_of(packed_array(value))
     return tuple(part_of(value, number) for number in range(1 + _num_parts(value)))
+
+
+def _hashes_of(packed: Any) -> Iterator[int]:
+    """Of each part of an array; many parts are taken out in one go."""
+    itemsize = _itemsize_of(packed)
+    of_a_part = max(1, _BYTES_OF_A_PART // itemsize)
+    at_once = of_a_part * max(1, _BYTES_AT_ONCE // (of_a_part * itemsize))
+    size = of_a_part * itemsize
+    for first in range(0, len(packed), at_once):
+        data = packed[first : first + at_once].tobytes()
+        yield from (hash(data[start : start + size]) for start in range(0, len(data), size))
+
+
+def _itemsize_of(packed: Any) -> int:
+    """Of an array, or of what goes through one."""
+    return int((packed if is_array(packed) else packed.base).itemsize)
 
 
 def _num_parts(value: Any) -> int:
     if issubclass(type(value), (list, tuple)):
         return -(-len(value) // _ITEMS_OF_A_PART)
-    if is_array(value):
-        return -(-int(value.size) // _items_of_a_part(value))
+    if is_array(value):  # Of objects: others have hashes.
+        return -(-int(value.size) // _ITEMS_OF_A_PART)
     if issubclass(type(value), io.StringIO):
         return -(-len(_text_of(value)) // _BYTES_OF_A_PART)
     try:
@@ -155,10 +227,6 @@ def _num_parts(value: Any) -> int:
             return -(-view.nbytes // _BYTES_OF_A_PART)
     except ValueError:  # One that was released holds nothing.
         return 0
-
-
-def _items_of_a_part(value: Any) -> int:
-    return max(1, _BYTES_OF_A_PART // int(value.itemsize))
 
 
 def part_of(value: Any, number: int) -> Any:
@@ -171,12 +239,14 @@ def part_of(value: Any, number: int) -> Any:
         return tuple(part) if number else len(value)
     if is_array(value):
         if not number:
-            return str(value.dtype), value.shape
-        count, flat = _items_of_a_part(value), plain_array(value).flat
-        first, end = (number - 1) * count, number * count
+            return str(value.dtype), value.shape, value.strides
         if holds_objects(value):  # One by one: NumPy copies no slice of strings without harm.
-            return tuple(flat[place] for place in range(first, min(end, value.size)))
-        return hash(flat[first:end].tobytes())
+            flat, first = plain_array(value).flat, (number - 1) * _ITEMS_OF_A_PART
+            end = min(first + _ITEMS_OF_A_PART, value.size)
+            return tuple(flat[place] for place in range(first, end))
+        packed = packed_array(value)
+        count = max(1, _BYTES_OF_A_PART // _itemsize_of(packed))
+        return hash(packed[(number - 1) * count : number * count].tobytes())
     if issubclass(kind, io.StringIO):
         text = _text_of(value)
         first = (number - 1) * _BYTES_OF_A_PART

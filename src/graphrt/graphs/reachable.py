@@ -498,7 +498,7 @@ class Walk:
             for key, item in dict.items(value):
                 self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
         elif num_items > MAX_ITEMS:
-            if not (has_contents(value) and all(map(is_host_scalar, base.__iter__(value)))):
+            if not (has_contents(value) and _are_host_scalars(base.__iter__(value))):
                 because = f"of more than {MAX_ITEMS} elements, none is followed"
                 self._unread.setdefault(id(value), (path, value, because))
             return
@@ -990,6 +990,11 @@ def _is_data(member: Any) -> bool:
         or issubclass(kind, torch.Tensor)
         or not any("__get__" in base.__dict__ for base in kind.__mro__)
     )
+
+
+def _are_host_scalars(values: Iterable[Any]) -> bool:
+    values = list(values)
+    return SCALARS.issuperset(map(type, values)) or all(map(is_host_scalar, values))
 
 
 def _length(path: str, owner: Any, length: int) -> Place:
