@@ -39,13 +39,15 @@ class Inductor:
         self.keys: Sequence[Mapping[str, object]] = ()
 
     def compile(self, job: Job) -> Form:
-        missed = self._why_uncached()
-        is_whole = self._plan.use_inductor_graph_partition
+        plan = self._plan
+        is_whole = plan.use_inductor_graph_partition
         partitions = partitioned(job.module) if is_whole else nullcontext()
-        with compiling(self.name, job.name), _folders(self._plan.cache_dir), partitions:
-            if missed is not None:
+        with compiling(self.name, job.name), _folders(plan.cache_dir), partitions:
+            if not plan.compile_cache or plan.cache_dir is None or plan.unhashable_passes:
+                is_asked = plan.compile_cache and plan.cache_dir is not None
+                missed = CacheMiss.UNHASHABLE_PASS if is_asked else CacheMiss.DISABLED
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
-            cache, key = self._entry(job)
+            cache, key = self._entry(job, plan.cache_dir)
             try:
                 form = self._loaded_or_compiled(job, cache, key)
             except Exception as error:
@@ -76,11 +78,6 @@ class Inductor:
         cache.write(key, payload, about)
         return Form(call, found)
 
-    def _why_uncached(self) -> CacheMiss | None:
-        if not self._plan.compile_cache or self._plan.cache_dir is None:
-            return CacheMiss.DISABLED
-        return CacheMiss.UNHASHABLE_PASS if self._plan.unhashable_passes else None
-
     def _compiled(self, job: Job) -> Any:
         options = dict(self._plan.inductor_compile_config)
         on_cpu = all(one.device.type == "cpu" for one in _tensors(job))
@@ -89,11 +86,11 @@ class Inductor:
         sizes = f"{job.sizes}, {job.bounds}"
         return torch_api.compile_by_inductor(job.module, job.inputs, options, sizes)
 
-    def _entry(self, job: Job) -> tuple[CompileCache, str]:
+    def _entry(self, job: Job, root: Path) -> tuple[CompileCache, str]:
         devices = {one.device for one in _tensors(job)}
         factors = {
             "torch": torch_api.versions(),
-            "device": _device_of(devices),
+            "device": ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)})),
             "structure": job.structure,
             "sizes": (*job.sizes, job.bounds),
             "plan": self._plan.compute_hash(),
@@ -106,9 +103,8 @@ class Inductor:
             },
         }
         if self._cache is None:
-            assert self._plan.cache_dir is not None, "asked in _why_uncached"
             torch_, device = key_of(torch_api.versions()), str(factors["device"])
-            self._cache = CompileCache(self._plan.cache_dir, torch_, device)
+            self._cache = CompileCache(root, torch_, device)
         key = key_of(factors)
         self.keys = [*self.keys, {"piece": job.name, "key": key, **factors}]
         return self._cache, key
@@ -152,8 +148,3 @@ def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
         if os.access(folder, os.W_OK) and " " not in str(folder):
             return environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(folder))
     return nullcontext()
-
-
-def _device_of(devices: set[torch.device]) -> str:
-    """What compiled code is made for, in words."""
-    return ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)}))

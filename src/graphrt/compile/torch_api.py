@@ -283,6 +283,7 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
     fast: Callable[[list[Any]], Any] | None = None
     unchecked: Callable[[list[Any]], Any] | None = None
     is_known = False
+    watchers = _compiled_code.watchers
 
     def other_call(args: tuple[Any, ...]) -> Any:
         nonlocal fast, unchecked, is_known
@@ -294,7 +295,7 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
             seen.append((graph.current_callable, given, found))
             return found
 
-        if is_known or _compiled_code.is_watched:
+        if is_known or threading.get_ident() in watchers:
             return slow(*args)
         with _compiled_code.watched(look):
             results = slow(*args)
@@ -303,8 +304,6 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
             fast = seen[0][0]
             unchecked = without_checks(fast)
         return results
-
-    watchers = _compiled_code.watchers
 
     def call(*args: Any) -> Any:
         # Its products refuse to write their results for parameters while gradients are recorded.
@@ -411,11 +410,6 @@ class _CompiledCode:
         self.watchers: dict[int, list[Watcher]] = {}
         """By thread, the one that counts last."""
         self._original: Any = None
-
-    @property
-    def is_watched(self) -> bool:
-        """On this thread."""
-        return threading.get_ident() in self.watchers
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
