@@ -89,9 +89,6 @@ Kind = Literal[
 
 MAX_ARRAY_BYTES = 1 << 20
 """What runs change in a larger array is seen only if code names the array."""
-MOST_NEW = 16
-"""Containers and arrays that runs, or what goes on between them, may have left behind before those
-that nothing else holds any more are let go of."""
 MAX_COPIED_BYTES = 64 << 20
 """Of the arrays that code names, so much is copied; of the rest it is seen that a run writes them,
 which is refused, because it cannot be put back."""
@@ -497,7 +494,6 @@ class HostSnapshot:
         self._walk = Walk(runnable, enters_locals=True)
         self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
-        self._most_others = len(self._others) + MOST_NEW
 
     def reach(self) -> Reach:
         """What the callable reaches, if no run is going on: of the walk that was made already,
@@ -713,31 +709,6 @@ class HostSnapshot:
                 for value in change.value(key) if key is _ALL else (change.value(key),):
                     if not (issubclass(type(value), torch.Tensor) or is_host_scalar(value)):
                         self._adopt(change.held.name_of(key), value)
-        if len(self._others) > self._most_others:
-            self._let_go()
-            self._most_others = len(self._others) + MOST_NEW
-
-    def _let_go(self) -> None:
-        """Of containers and arrays that nothing but this holds: nobody can read or write them.
-
-        What a resource makes anew before each run would be compared in each look from then on.
-        """
-        with_caches = {id(held) for held, *_ in self._caches}
-        gone: set[int] = set()
-        kept: list[_Held] = []
-        for held in self._others:
-            is_whole = held.kind in ("container", "array", "buffer") and id(held) not in with_caches
-            # Held by it, by the walk, and as the argument here.
-            if is_whole and sys.getrefcount(held.target) <= 3:
-                gone.add(id(held.target))
-                self._moved.pop(held, None)
-                self._walk.forget(held.target)
-            else:
-                kept.append(held)
-        self._others = kept
-        # Other objects may get their ids.
-        for places in (self._known, self._between, self._advancing, self._ran or set()):
-            places -= {place for place in places if place[0] in gone}
 
     def _since_first(self) -> list[_Change]:
         """What differs from the snapshot, as of what was noted last."""

@@ -280,10 +280,6 @@ class Walk:
             found = self._run(path, target)
         return found
 
-    def forget(self, value: object) -> None:
-        """Let go of an object that was entered: one that takes its id is another."""
-        self._seen.pop(id(value), None)
-
     def _run(self, path: str, target: object) -> Reach:
         self._places, self._objects, self._unnamed, self._unread = [], {}, {}, {}
         self._skipped.clear()
