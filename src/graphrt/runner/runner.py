@@ -528,13 +528,23 @@ class CUDAGraphRunner:
             num_tokens = sizes[self.axes[0]]
             num_reqs = sizes.get("requests", 0)
             if mode is RuntimeMode.NONE:
-                self._observer(RanEager(reason, num_tokens, num_reqs, served.uniform, host_us))
+                self.tell(RanEager(reason, num_tokens, num_reqs, served.uniform, host_us))
             else:
                 padded = served.num_tokens
-                self._observer(
+                self.tell(
                     Replayed(mode, reason, num_tokens, padded, num_reqs, served.uniform, host_us)
                 )
         return outputs
+
+    def tell(self, event: Replayed | RanEager) -> None:
+        """Give the observer the event of a run, as a part of that run: another one inside it would
+        overwrite outputs that the caller has not got yet."""
+        assert self._observer is not None, "only an observer is told"
+        self._is_running = True
+        try:
+            self._observer(event)
+        finally:
+            self._is_running = False
 
     def execute(
         self,

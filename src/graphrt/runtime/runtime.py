@@ -449,7 +449,7 @@ class Runtime:
             mode, key, reason = runner.last_decision or decision
             shape = (num_reqs, uniform, host_us, num_active_loras)
             served = (key.num_active_loras, key.num_ubatches, why)
-            observer(
+            runner.tell(
                 RanEager(reason, num_tokens, *shape, key.num_ubatches, why)
                 if mode is _EAGER
                 else Replayed(mode, reason, num_tokens, key.num_tokens, *shape, *served)
