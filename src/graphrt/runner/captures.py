@@ -54,6 +54,8 @@ class Captures:
         self._lockstep = lockstep
         self._host: HostSnapshot | None = None
         """What ``fn`` remembered on the host before the first part of a capture."""
+        self._num_captured = 0
+        """Graphs that the library had captured by then."""
 
     @contextmanager
     def part(
@@ -83,6 +85,7 @@ class Captures:
         self._executor.outputs.expire()
         if self._host is None:
             self._host = HostSnapshot(self._fn)
+            self._num_captured = self._library.num_cudagraph_captured
         else:
             self._host.rebase()
         try:
@@ -94,9 +97,6 @@ class Captures:
                 yield partial(self._capture, compare, emit, self._host, check_interrupt)
         finally:
             self.seconds += perf_counter() - started
-            if not any(entry.valid_program for entry in self._keys.entries.values()):
-                # All is as it was before, and what runs change until the next part is theirs.
-                self._host = None
             refresh()
 
     def forget_host(self) -> None:
@@ -219,6 +219,10 @@ class Captures:
             self.memory = (self.memory or (memory.before,))[0], after
             self.memory_taken = self.memory_taken.plus(taken)
         finally:
+            if self._library.num_cudagraph_captured == self._num_captured:
+                # No graph reads what the runs have set, and what others change is theirs.
+                host.restore_advanced(memos=True)
+                self._host = None
             self._executor.forget_examples()
             if entries:
                 num_served = sum(entry.reason is Reason.HIT for entry in known.values())
