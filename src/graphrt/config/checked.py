@@ -239,6 +239,12 @@ def check_callable(name: str, value: object) -> None:
         raise _wrong(name, "a callable", type(value).__qualname__, "pass one")
 
 
+def check_is(name: str, value: object, kind: Any, expected: str) -> None:
+    """Errors: ``ConfigError`` for a value that is no ``kind``: ``expected`` in words."""
+    if not isinstance(value, kind):
+        raise _wrong(name, expected, repr(value))
+
+
 def check_number(name: str, value: object) -> None:
     """Errors: ``ConfigError`` for what is no number >= 0."""
     if not isinstance(value, Real) or not float(value) >= 0:

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.config.checked import check_count, check_is
 from graphrt.context import ForwardContext
 from graphrt.device import DeviceName, make_device
 from graphrt.device.base import Device, Pool, Stream
@@ -120,13 +121,9 @@ class GraphLibrary:
         before_suspend: Sequence[Callable[[], None]] = (),
         after_resume: Sequence[Callable[[], None]] = (),
     ) -> None:
-        if generation_size < 1:
-            raise ConfigError(
-                "generation_size",
-                expected="an integer >= 1",
-                found=repr(generation_size),
-                do="correct it",
-            )
+        check_count("generation_size", generation_size)
+        check_is("stale_check", stale_check, StaleCheck, "a StaleCheck")
+        check_is("budget", budget, GraphBudget | None, "a GraphBudget")
         if observer is not None and not callable(observer):
             raise ConfigError(
                 "observer", expected="a callable", found=repr(observer), do="pass a function"
@@ -743,6 +740,9 @@ class GraphLibrary:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise copy_error(self)
+
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True) and self.num_graphs:
             warnings.warn(
@@ -799,6 +799,16 @@ def _unseen_key_error(
     )
     error.locate(owner=entries.owner, mode=entries.mode.name, key=str(key))
     return error
+
+
+def copy_error(owner: object) -> ConfigError:
+    """What copying and pickling raise."""
+    return ConfigError(
+        f"a copy of a {type(owner).__name__}",
+        expected="one object, which owns the memory of its graphs",
+        found="copy, deepcopy or pickle",
+        do="make another one, or copy what it was made of",
+    )
 
 
 def _names_in(programs: Mapping[Program, Sequence[str]]) -> tuple[str, ...]:

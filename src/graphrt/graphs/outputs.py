@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from graphrt.config.checked import check_choice
+from graphrt.config.checked import check_choice, check_is
 from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError
 from graphrt.graphs.buffers import Sizes
 from graphrt.graphs.bufferspec import remember
@@ -66,10 +66,21 @@ class OutputSpec:
         self.chosen_from = MappingProxyType(dict(chosen_from))
         self.axes: Mapping[str, Mapping[int, Length]] | None = None
         if axes is not None:
+            check_is("axes of outputs", axes, Mapping, "a dict by path, such as {'': 'tokens'}")
             by_dimension = {
                 path: dict(lengths) if isinstance(lengths, Mapping) else {0: lengths}
                 for path, lengths in axes.items()
             }
+            for path, lengths in by_dimension.items():
+                for dim, length in lengths.items():
+                    check_is(f"a dimension of output {path!r}", dim, int, "an integer")
+                    if not isinstance(length, str) and not callable(length):
+                        raise ConfigError(
+                            f"length of output {path!r}",
+                            expected="the name of an axis, or a function of the sizes",
+                            found=repr(length),
+                            do="leave out outputs whose size is fixed",
+                        )
             self.axes = MappingProxyType(by_dimension)
         self.replay_count = 0
 

@@ -81,9 +81,9 @@ class CaptureOptions:
         check_choice("generation", self.generation, ("current", "new", "lazy"))
         check_choice("checks", self.checks, ("all", "none"))
         check_choice("observe", self.observe, ("ends", "always", "never", None))
-        if self.warmups < 0:
+        if type(self.warmups) is not int or self.warmups < 0:
             raise ConfigError(
-                "warmups", expected="0 or more", found=str(self.warmups), do="correct it"
+                "warmups", expected="0 or more", found=repr(self.warmups), do="correct it"
             )
         for name in ("may_overwrite", "keep_alive", "resources", "allow_escape"):
             value = getattr(self, name)

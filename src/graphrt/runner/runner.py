@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from time import perf_counter_ns
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
-from graphrt.config.checked import check_callable, check_choice, check_count
+from graphrt.config.checked import check_callable, check_choice, check_count, check_is
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
@@ -42,6 +42,7 @@ from graphrt.graphs import (
     frozen_heap,
 )
 from graphrt.graphs.held import bytes_of
+from graphrt.graphs.library import copy_error
 from graphrt.graphs.values import own_copy
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress, StepMetrics, shown
@@ -63,6 +64,7 @@ from graphrt.runner.keys import (
     make_key,
     miss_error,
     no_examples_error,
+    require_decision,
     require_sizes,
 )
 from graphrt.runner.report import (
@@ -165,6 +167,9 @@ class CUDAGraphRunner:
         for which, given in (("examples", examples), ("observer", observer)):
             if given is not None:
                 check_callable(which, given)
+        check_is("name", name, str | None, "a text")
+        check_is("reads_padding", reads_padding, str, "why results depend on padding, in words")
+        check_is("library", library, GraphLibrary | None, "a GraphLibrary")
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
         has_keys = bool(sizes or capacity or space)
@@ -357,6 +362,8 @@ class CUDAGraphRunner:
         self._require_idle("capture_next")
         self._require_alone("capture_next")
         check_count("at_most", at_most)
+        if allow is not None:
+            check_callable("allow", allow)
         wanted = self._keys.select([first]) if first is not None else []
         order = [entry for entry in wanted if entry.reason is Reason.NOT_CAPTURED_YET]
         order += [entry for entry in self._keys.by_misses() if entry not in order]
@@ -517,7 +524,9 @@ class CUDAGraphRunner:
             sizes = self.real_sizes(values)
         else:
             require_sizes(sizes, self.axes)
-        if decision is None:
+        if decision is not None:
+            require_decision(decision)
+        else:
             decision = self.decide(sizes)
             if decision.reason is Reason.NOT_CAPTURED_YET:
                 self.note_miss(sizes, real_sizes=sizes)
@@ -887,6 +896,9 @@ class CUDAGraphRunner:
                 found=f"a call of {what}",
                 do="call capture() on every rank",
             )
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise copy_error(self)
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from time import perf_counter_ns
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
@@ -56,6 +56,7 @@ from graphrt.graphs import (
     StaleCheck,
     StateGuard,
 )
+from graphrt.graphs.library import copy_error
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
@@ -591,6 +592,9 @@ class Runtime:
     def _end_split(self) -> None:
         if self._split is not None:
             self._split.callable.close()
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise copy_error(self)
 
     def __enter__(self) -> Self:
         return self
