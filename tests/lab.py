@@ -290,16 +290,22 @@ def random_rows(sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
 
 
 def rows_runner(
-    fn: Callable[..., Any], sizes: tuple[int, ...] = (2,), **options: Any
+    fn: Callable[..., Any], sizes: tuple[int, ...] | Mapping[Any, Any] = (2,), **options: Any
 ) -> CUDAGraphRunner:
-    """A runner of ``fn(x)`` [n, 4], which returns as many rows; ``sizes`` of n have keys."""
+    """A runner of ``fn(x)`` [n, 4], which returns as many rows; ``sizes`` of n have keys.
+
+    ``options``: of the runner, in place of these.
+    """
     return CUDAGraphRunner(
         fn,
         inputs=[BufferSpec("x", ("n", 4), torch.float32)],
-        outputs=OutputSpec({"": "n"}),
-        sizes={"n": list(sizes)},
         device="simulated",
-        **{"examples": random_rows, **options},
+        **{
+            "outputs": OutputSpec({"": "n"}),
+            "sizes": sizes if isinstance(sizes, Mapping) else {"n": list(sizes)},
+            "examples": random_rows,
+            **options,
+        },
     )
 
 

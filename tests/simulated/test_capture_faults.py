@@ -13,6 +13,7 @@ from graphrt import (
     CUDAGraphWrapper,
     RuntimeMode,
     SimulatedDevice,
+    TensorStateGuard,
     break_point,
     capture_all,
 )
@@ -232,3 +233,21 @@ def test_capture_failure_skipped_keeps_no_pool_memory(lab: Lab) -> None:
     with lab.library.capture_scope(on_error="skip", warmups=0) as scope:
         capture_all(scope.library, [lab.job(wrapper, torch.ones(64))])
         assert not lab.library.generations[0].pool.live_blocks()
+
+
+class FailsToRestore(TensorStateGuard):
+    def restore(self, token: list[Tensor]) -> None:
+        super().restore(token)
+        raise OSError("the state is gone")
+
+
+def test_state_guard_that_fails_after_a_recording_leaves_no_graph(lab: Lab) -> None:
+    guard = FailsToRestore([torch.zeros(4)])
+    x = torch.randn(4)
+    free = lab.device.memory().free_bytes
+    with pytest.raises(OSError, match="the state is gone") as caught:
+        lab.capture(lab.wrap(model, PIECEWISE), x, scope={"state": guard})
+    caught.value.__traceback__ = None
+    del caught
+    lab.library.retire()
+    assert lab.device.memory().free_bytes == free

@@ -32,7 +32,8 @@ from graphrt.errors import (
     UnverifiedWarning,
     VerificationError,
 )
-from graphrt.events import PaddingVerified, Verified
+from graphrt.events import PaddingVerified, RanEager, Replayed, Verified
+from lab import rows_runner
 
 X = BufferSpec("x", ("tokens", 3), torch.float32)
 SLOTS = BufferSpec("slots", ("tokens",), torch.int64, Padding.fill(31))
@@ -765,6 +766,44 @@ def test_step_inside_the_check_of_a_capture_raises():
         box["runtime"] = runtime
         with pytest.raises(ReentrantStepError):
             runtime.capture()
+
+
+@pytest.mark.parametrize("what", ["step", "capture", "capture_next"])
+def test_call_from_the_observer_of_a_step_raises(what):
+    box = {}
+
+    def look(event):
+        if isinstance(event, Replayed | RanEager) and (inner := box.pop("inner", None)):
+            inner()
+
+    batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
+    other = {"values": {"x": torch.zeros(4, 3)}, "num_tokens": 4, "num_reqs": 1}
+    with make(lambda x: x * 2, observer=look) as runtime:
+        runtime.capture()
+        calls = {
+            "step": lambda: runtime.step(**other),
+            "capture": runtime.capture,
+            "capture_next": runtime.capture_next,
+        }
+        box["inner"] = calls[what]
+        with pytest.raises(ReentrantStepError):
+            runtime.step(**batch)
+        assert runtime.step(**batch).eq(2).all()
+
+
+def test_run_from_the_observer_of_a_run_raises():
+    box = {}
+
+    def look(event):
+        if isinstance(event, Replayed) and (inner := box.pop("inner", None)):
+            inner()
+
+    with rows_runner(lambda x: x * 2, observer=look) as runner:
+        runner.capture()
+        box["inner"] = lambda: runner.run({"x": torch.zeros(2, 4)})
+        with pytest.raises(ReentrantStepError):
+            runner.run({"x": torch.ones(2, 4)})
+        assert runner.run({"x": torch.ones(2, 4)}).eq(2).all()
 
 
 def test_autocast_of_capture_and_step_has_to_agree():

@@ -274,6 +274,50 @@ def test_runs_between_a_failed_capture_and_the_next_stay_counted(call, warmups):
             assert model.num_calls == 3
 
 
+@pytest.mark.parametrize("call", range(3))
+@pytest.mark.parametrize("warmups", [0, 1, 2])
+def test_calls_of_a_capture_that_failed_beside_a_graph_are_put_back(call, warmups):
+    model = FailsAt(99)
+    with rows_runner(model, (2, 4), warmups=warmups) as runner:
+        runner.capture()
+        runner.withdraw([runner.key(n=2)], "another kernel")
+        runner.run({"x": torch.ones(5, 4)})
+        before = model.num_calls
+        while not model.fails.empty():
+            model.fails.get()
+        for number in range(call + 1):
+            model.fails.put(number == call)
+        with suppress(ValueError):
+            runner.capture_next()
+        assert model.num_calls == before
+
+
+class FailsToPrepare:
+    def __init__(self, at):
+        self.left = at
+
+    def prepare(self, key, step_info):
+        self.left -= 1
+        if self.left == 0:
+            raise OSError("injected")
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("warmups", [0, 1, 2])
+def test_calls_are_put_back_wherever_a_preparation_fails(at, warmups):
+    model = FailsAt(99)
+    options = {
+        "warmups": warmups,
+        "on_capture_error": "skip",
+        "resources": [FailsToPrepare(4 + at)],
+    }
+    with rows_runner(model, (2, 4), **options) as runner:
+        for _ in range(4):
+            runner.run({"x": torch.ones(5, 4)})
+        runner.capture()
+        assert model.num_calls == 4
+
+
 def test_events_tell_a_life(model):
     events = []
     with make(model, observer=events.append, sizes={"batch": [2], "length": [3]}) as runner:

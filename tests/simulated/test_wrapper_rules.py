@@ -154,7 +154,7 @@ def test_w11_wrapper_without_init_raises_and_does_not_recurse(lab: Lab) -> None:
         _ = empty.anything
     copied = copy.copy(lab.wrap(Counting()))
     assert copied.unwrap().calls == 0
-    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+    with pytest.raises(ConfigError, match="a copy of a GraphLibrary"):
         pickle.dumps(lab.wrap(Counting()))
 
 

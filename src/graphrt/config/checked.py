@@ -270,7 +270,7 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
         raise _wrong(name, f"an integer >= {least}", repr(value))
 
 
-def check_type(name: str, value: object, kind: Any, expected: str, do: str) -> None:
+def check_type(name: str, value: object, kind: Any, expected: str, do: str = "correct it") -> None:
     """Errors: ``ConfigError`` for what is no ``kind``, a type or a union of some."""
     if not isinstance(value, kind):
         raise _wrong(name, expected, shown(value), do)

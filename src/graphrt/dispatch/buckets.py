@@ -123,6 +123,13 @@ class BucketDispatcher:
         return self._none(real, why)
 
     def _in_order(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        if not hasattr(sizes, "keys"):
+            raise BatchError(
+                "sizes",
+                expected=f"a size for each of {list(self.axes)}",
+                found=repr(sizes),
+                do="pass a dict axis -> real size",
+            )
         if sizes.keys() != self.axes.keys():
             raise BatchError(
                 f"axes {sorted(sizes)}",

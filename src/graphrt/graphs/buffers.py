@@ -97,7 +97,12 @@ class BoundBuffers:
         non_blocking = owner._non_blocking
         for destinations, pick in plan.groups:
             chosen = sources if pick is None else pick(sources)
-            torch._foreach_copy_(destinations, chosen, non_blocking=non_blocking)
+            try:
+                torch._foreach_copy_(destinations, chosen, non_blocking=non_blocking)
+            except RuntimeError:
+                owner._clean_for = None
+                plan.group_copies(sources)  # Says what is wrong with a source, a sparse one say.
+                raise
 
     @property
     def specs(self) -> Mapping[str, BufferSpec]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from graphrt.config.checked import check_choice, check_type
 from graphrt.errors import PaddingRequiredError, StaticBufferError
 
 Box = tuple[int, ...]
@@ -38,6 +39,10 @@ class Padding:
     kind: Literal["keep", "zero", "fill", "fill_once"]
     value: float | int | bool = 0
     arbitrary: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("kind of padding", self.kind, ("keep", "zero", "fill", "fill_once"))
+        check_type("value of a padding", self.value, float | int, "a number, or a bool")
 
     @classmethod
     def keep(cls) -> Padding:
@@ -115,6 +120,15 @@ class BufferSpec:
             if not isinstance(value, kind):
                 raise self._wrong(expected, repr(value), "correct it", field=f"{name} of ")
         object.__setattr__(self, "shape", tuple(self.shape))
+        check_choice(f"rebase of {self.name!r}", self.rebase, (None, "tokens", "requests"))
+        for size in self.shape:
+            if not (isinstance(size, str) or type(size) is int):
+                raise StaticBufferError(
+                    f"static buffer {self.name!r}",
+                    expected="a shape of integers and names of axes",
+                    found=f"{size!r} in {self.shape}",
+                    do="correct the shape",
+                )
         if self.padding is None:
             if not self._has_default:
                 raise PaddingRequiredError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 
@@ -122,6 +122,8 @@ class GraphLibrary:
         after_resume: Sequence[Callable[[], None]] = (),
     ) -> None:
         check_count("generation_size", generation_size)
+        check_type("stale_check", stale_check, StaleCheck, "a StaleCheck")
+        check_type("budget", budget, GraphBudget | None, "a GraphBudget")
         if observer is not None:
             check_callable("observer", observer)
         self._owns_device = isinstance(device, str)
@@ -727,6 +729,9 @@ class GraphLibrary:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise copy_error(self)
+
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True) and self.num_graphs:
             warnings.warn(
@@ -783,6 +788,16 @@ def _unseen_key_error(
     )
     error.locate(owner=entries.owner, mode=entries.mode.name, key=str(key))
     return error
+
+
+def copy_error(owner: object) -> ConfigError:
+    """What copying and pickling raise."""
+    return ConfigError(
+        f"a copy of a {type(owner).__name__}",
+        expected="one object, which owns the memory of its graphs",
+        found="copy, deepcopy or pickle",
+        do="make another one, or copy what it was made of",
+    )
 
 
 def _names_in(programs: Mapping[Program, Sequence[str]]) -> tuple[str, ...]:

@@ -68,12 +68,17 @@ class OutputSpec:
         self.chosen_from = MappingProxyType(dict(chosen_from))
         do = "pass {} if no output is padded, or use OutputSpec.infer with two captured keys"
         check_type("output axes", axes, Mapping, "axes by path, such as {'logits': 'tokens'}", do)
-        self.axes: Mapping[str, Mapping[int, Length]] = MappingProxyType(
-            {
-                path: dict(lengths) if isinstance(lengths, Mapping) else {0: lengths}
-                for path, lengths in axes.items()
-            }
-        )
+        by_dimension = {
+            path: dict(lengths) if isinstance(lengths, Mapping) else {0: lengths}
+            for path, lengths in axes.items()
+        }
+        for path, lengths in by_dimension.items():
+            for dim, length in lengths.items():
+                check_type(f"a dimension of output {path!r}", dim, int, "an integer")
+                expected = "the name of an axis, or a function of the sizes"
+                do = "leave out outputs whose size is fixed"
+                check_type(f"length of output {path!r}", length, str | Callable, expected, do)
+        self.axes: Mapping[str, Mapping[int, Length]] = MappingProxyType(by_dimension)
         self.replay_count = 0
 
     @classmethod

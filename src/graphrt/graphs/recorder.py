@@ -206,7 +206,11 @@ class ProgramRecorder:
             open_cuts.add(-cuts)
             self._eager_failure = None
             if self.state is not None and self._saved:
-                self.state.restore(self._saved.pop())
+                try:
+                    self.state.restore(self._saved.pop())
+                except BaseException:
+                    self.reset()
+                    raise
 
     def run_eager(
         self,

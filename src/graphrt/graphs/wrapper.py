@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
+from graphrt.config.checked import check_callable, check_type
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError
 from graphrt.graphs.capture import capture_program
@@ -61,6 +62,8 @@ class CUDAGraphWrapper:
         *,
         name: str | None = None,
     ) -> None:
+        check_callable("the callable of a wrapper", runnable)
+        check_type("library", library, GraphLibrary, "a GraphLibrary")
         self.runnable = runnable
         self.library = library
         self.runtime_mode = _single_mode(runtime_mode)

@@ -42,6 +42,8 @@ class Captures:
     memory_taken: MemoryTaken = field(default_factory=MemoryTaken)
     _host: HostSnapshot | None = None
     """What the callable remembered on the host before the first part of a capture."""
+    _num_captured: int = 0
+    """Graphs that the library had captured by then."""
 
     @contextmanager
     def part(
@@ -68,6 +70,7 @@ class Captures:
         self.executor.outputs.expire()
         if self._host is None:
             self._host = HostSnapshot(self.executor.fn)
+            self._num_captured = self.executor.library.num_cudagraph_captured
         else:
             self._host.rebase()
         try:
@@ -79,9 +82,6 @@ class Captures:
                 yield partial(self._capture, compare, self._host, check_interrupt)
         finally:
             self.seconds += perf_counter() - started
-            if not any(entry.valid_program for entry in self.keys.entries.values()):
-                # All is as it was before, and what runs change until the next part is theirs.
-                self._host = None
             refresh()
 
     def forget_host(self) -> None:
@@ -205,6 +205,10 @@ class Captures:
             self.memory = (self.memory or (memory.before,))[0], after
             self.memory_taken = self.memory_taken.plus(taken)
         finally:
+            if self.executor.library.num_cudagraph_captured == self._num_captured:
+                # No graph reads what the runs have set, and what others change is theirs.
+                host.restore_advanced(memos=True)
+                self._host = None
             self.executor.forget_examples()
             if entries:
                 num_served = sum(entry.reason is Reason.HIT for entry in known.values())

@@ -654,14 +654,14 @@ class Executor:
     def _call(self, sizes: Sizes, seed: int) -> Call:
         assert self.examples is not None, "runners without examples capture nothing"
         made = self.examples(sizes, seed)
-        if not isinstance(made, Example | Mapping):
+        example = made if isinstance(made, Example) else Example(made)
+        if not isinstance(example.values, Mapping):
             raise ConfigError(
                 f"examples({dict(sizes)}, {seed})",
                 expected="an Example, or values by input name",
                 found=repr(made),
                 do="return {name: tensor} for every input",
             )
-        example = made if isinstance(made, Example) else Example(made)
         self._has_step_info = self._has_step_info or example.step_info is not None
         self._has_constant_info = example.constant_info
         return Call(example.values, sizes, sizes, example.step_info)

@@ -343,11 +343,15 @@ class _Run:
                     self._entry(job).inner = tuple(scope.programs[before:])
             if is_first and host.changed() and id(host) not in self._ran_again:
                 # A memo or a counter? One more run tells, where there was no warm-up.
-                self._ran_again.add(id(host))
                 args, kwargs = self._inputs(job)
                 run = host.run(is_first=False)
                 with _guarded(self.options.state), run, scope.step(RuntimeMode.NONE, job.key):
                     job.target(*args, **kwargs)
+                self._ran_again.add(id(host))
+        except BaseException:
+            self._drop(scope, before)
+            raise
+        try:
             is_kept = self.gate(job, "captured")
         except BaseException:
             self._drop(scope, before)

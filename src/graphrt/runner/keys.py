@@ -227,6 +227,17 @@ def smaller_by_axis(
     return found
 
 
+def require_decision(decision: object) -> None:
+    """Errors: ``BatchError`` for what is no ``Decision``."""
+    if not isinstance(decision, Decision):
+        raise BatchError(
+            "decision",
+            expected="what decide() or a dispatcher said",
+            found=repr(decision),
+            do="decide(sizes) first, or leave it out",
+        )
+
+
 def require_sizes(sizes: object, axes: Iterable[str]) -> None:
     """Errors: ``BatchError`` for what is no mapping."""
     if not isinstance(sizes, Mapping):
@@ -262,24 +273,26 @@ def sizes_of_key(capacity: Mapping[str, int], key: BatchDescriptor) -> dict[str,
 
     Errors: ``BatchError`` for another key, or a size beyond the capacity.
     """
-    if not isinstance(key.variant, BucketKey) or len(key.variant.sizes) != len(capacity):
+    variant = getattr(key, "variant", None)
+    if not isinstance(variant, BucketKey) or len(variant.sizes) != len(capacity):
         raise BatchError(
             repr(key),
             expected=f"a key with a size for each of {list(capacity)}",
             found="another key",
             do="make it with runner.key(...)",
         )
-    return in_order(capacity, dict(zip(capacity, key.variant.sizes, strict=True)), "padded")
+    return in_order(capacity, dict(zip(capacity, variant.sizes, strict=True)), "padded")
 
 
 def check_modes(modes: Sequence[object]) -> tuple[RuntimeMode, ...]:
     """The runtime modes, best first. Errors: ``ConfigError`` for anything else."""
-    found = {str(getattr(mode, "name", mode)).upper() for mode in modes}
+    given = modes if isinstance(modes, Iterable) else (modes,)
+    found = {str(getattr(mode, "name", mode)).upper() for mode in given}
     if not found or not found <= {"FULL", "PIECEWISE"}:
         raise ConfigError(
             "modes",
             expected="FULL, PIECEWISE, or both",
-            found=repr(tuple(modes)),
+            found=repr(modes),
             do="name at least one of the two",
         )
     return tuple(sorted((RuntimeMode[name] for name in found), reverse=True))
@@ -295,6 +308,11 @@ def check_capacity(
     expected = "a dict by axis, such as sizes={'batch': [2, 4]}"
     for name, given in (("sizes", sizes), ("capacity", capacity)):
         check_type(name, given, Mapping | None, expected, "name the axis")
+    for axis, each in (sizes or {}).items():
+        check_type("an axis of sizes", axis, str, "a name")
+        check_type(f"sizes of axis {axis!r}", each, Iterable, "a list of integers >= 1")
+        for size in each:
+            check_count(f"a size of axis {axis!r}", size)
     listed = {axis: max(each, default=0) for axis, each in (sizes or {}).items()}
     limits = dict(listed if capacity is None else capacity)
     if listed and listed.keys() == limits.keys():

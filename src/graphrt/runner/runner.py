@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from time import perf_counter_ns
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 
@@ -42,6 +42,7 @@ from graphrt.graphs import (
     frozen_heap,
 )
 from graphrt.graphs.held import bytes_of
+from graphrt.graphs.library import copy_error
 from graphrt.graphs.values import own_copy
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress, StepMetrics, shown
@@ -62,6 +63,7 @@ from graphrt.runner.keys import (
     make_key,
     miss_error,
     no_examples_error,
+    require_decision,
     require_sizes,
 )
 from graphrt.runner.report import (
@@ -164,6 +166,9 @@ class CUDAGraphRunner:
         for which, given in (("examples", examples), ("observer", observer)):
             if given is not None:
                 check_callable(which, given)
+        check_type("name", name, str | None, "a text")
+        check_type("reads_padding", reads_padding, str, "why results depend on padding, in words")
+        check_type("library", library, GraphLibrary | None, "a GraphLibrary")
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
         has_keys = bool(sizes or capacity or space)
@@ -354,6 +359,8 @@ class CUDAGraphRunner:
         self._require_idle("capture_next")
         self._require_alone("capture_next")
         check_count("at_most", at_most)
+        if allow is not None:
+            check_callable("allow", allow)
         wanted = self._keys.select([first]) if first is not None else []
         order = [entry for entry in wanted if entry.reason is Reason.NOT_CAPTURED_YET]
         order += [entry for entry in self._keys.by_misses() if entry not in order]
@@ -507,7 +514,9 @@ class CUDAGraphRunner:
             sizes = self.real_sizes(values)
         else:
             require_sizes(sizes, self.axes)
-        if decision is None:
+        if decision is not None:
+            require_decision(decision)
+        else:
             decision = self.decide(sizes)
             if decision.reason is Reason.NOT_CAPTURED_YET:
                 self.note_miss(sizes, real_sizes=sizes)
@@ -518,13 +527,23 @@ class CUDAGraphRunner:
             num_tokens = sizes[self.axes[0]]
             num_reqs = sizes.get("requests", 0)
             if mode is RuntimeMode.NONE:
-                self._observer(RanEager(reason, num_tokens, num_reqs, served.uniform, host_us))
+                self.tell(RanEager(reason, num_tokens, num_reqs, served.uniform, host_us))
             else:
                 padded = served.num_tokens
-                self._observer(
+                self.tell(
                     Replayed(mode, reason, num_tokens, padded, num_reqs, served.uniform, host_us)
                 )
         return outputs
+
+    def tell(self, event: Replayed | RanEager) -> None:
+        """Give the observer the event of a run, as a part of that run: another one inside it would
+        overwrite outputs that the caller has not got yet."""
+        assert self._observer is not None, "only an observer is told"
+        self._is_running = True
+        try:
+            self._observer(event)
+        finally:
+            self._is_running = False
 
     def execute(
         self,
@@ -858,6 +877,9 @@ class CUDAGraphRunner:
                 found=f"a call of {what}",
                 do="call capture() on every rank",
             )
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise copy_error(self)
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from time import perf_counter_ns
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
@@ -57,6 +57,7 @@ from graphrt.graphs import (
     StateGuard,
     gc_paused,
 )
+from graphrt.graphs.library import copy_error
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
@@ -451,7 +452,7 @@ class Runtime:
             mode, key, reason = runner.last_decision or decision
             shape = (num_reqs, uniform, host_us, num_active_loras)
             served = (key.num_active_loras, key.num_ubatches, why)
-            observer(
+            runner.tell(
                 RanEager(reason, num_tokens, *shape, key.num_ubatches, why)
                 if mode is _EAGER
                 else Replayed(mode, reason, num_tokens, key.num_tokens, *shape, *served)
@@ -593,6 +594,9 @@ class Runtime:
     def _end_split(self) -> None:
         if self._split is not None:
             self._split.callable.close()
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise copy_error(self)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,140 @@
+"""What is typed wrongly on the first day ends in an error of graphrt that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import BufferSpec, CUDAGraphWrapper, Example, GraphLibrary, OutputSpec, Padding
+from graphrt.errors import BatchError, ConfigError, GraphrtError, InputMismatchError
+from graphrt.report import Progress
+from lab import FULL, Lab, RuntimeLab, random_rows, rows_runner
+
+ROWS = torch.ones(2, 4)
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sizes": {"n": 4}},
+        {"sizes": {"n": None}},
+        {"sizes": {"n": "24"}},
+        {"sizes": {"n": [2.0]}},
+        {"sizes": {"n": ["2"]}},
+        {"sizes": {"n": [True]}},
+        {"sizes": {"n": torch.tensor([2, 4])}},
+        {"sizes": {1: [2]}},
+        {"modes": None},
+        {"modes": 5},
+        {"warmups": 1.5},
+        {"warmups": "1"},
+        {"library": 5},
+        {"name": 5},
+        {"reads_padding": True},
+        {"outputs": {"": "n"}},
+    ],
+    ids=repr,
+)
+def test_wrong_option_of_a_runner_is_refused_by_name(options: dict[str, Any]) -> None:
+    [name] = options
+    with pytest.raises(ConfigError, match=name.removesuffix("s")):
+        rows_runner(double, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OutputSpec("n"),
+        lambda: OutputSpec(["n"]),
+        lambda: OutputSpec({"": 5}),
+        lambda: OutputSpec({"": None}),
+        lambda: OutputSpec({"": {"a": "n"}}),
+        lambda: Padding.fill("a"),
+        lambda: Padding.fill(None),
+        lambda: Padding.fill(1j),
+        lambda: Padding("zeros"),
+        lambda: BufferSpec("x", ("n", 4.0), torch.float32),
+        lambda: BufferSpec("x", (None, 4), torch.float32),
+        lambda: BufferSpec("x", ("n", True), torch.float32),
+        lambda: BufferSpec("x", ("n",), torch.float32, rebase="rows"),
+        lambda: GraphLibrary("simulated", stale_check="pointer"),
+        lambda: GraphLibrary("simulated", budget=5),
+        lambda: GraphLibrary("simulated", generation_size="a"),
+        lambda: CUDAGraphWrapper(double, None, FULL),
+    ],
+)
+def test_wrong_value_is_refused_where_it_is_made(make: Any) -> None:
+    with pytest.raises(GraphrtError):
+        make()
+
+
+def test_wrapper_of_no_callable_is_refused(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match="callable"):
+        lab.wrap(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda runner: runner.decide(2), BatchError),
+        (lambda runner: runner.decide(None), BatchError),
+        (lambda runner: runner.run({"x": ROWS}, key="a"), BatchError),
+        (lambda runner: runner.run({"x": ROWS}, decision=5), BatchError),
+        (lambda runner: runner.capture(progress=5), ConfigError),
+        (lambda runner: runner.capture_next(allow=5), ConfigError),
+    ],
+)
+def test_wrong_argument_of_a_runner_is_refused(call: Any, error: type[Exception]) -> None:
+    with rows_runner(double) as runner:
+        with pytest.raises(error):
+            call(runner)
+        runner.capture()
+        assert torch.equal(runner.run({"x": ROWS}), ROWS * 2)
+
+
+@pytest.mark.parametrize("values", [[ROWS], "x", None])
+def test_example_of_no_values_by_name_is_refused(values: Any) -> None:
+    with (
+        rows_runner(double, examples=lambda sizes, seed: Example(values)) as runner,
+        pytest.raises(ConfigError, match="examples"),
+    ):
+        runner.capture()
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn])
+def test_value_without_strides_is_refused_after_one_with_them(make: Any) -> None:
+    with rows_runner(double) as runner:
+        runner.capture()
+        for _ in range(2):
+            assert torch.equal(runner.run({"x": ROWS}), ROWS * 2)
+            with pytest.raises(InputMismatchError, match="dense"):
+                runner.run({"x": make(ROWS)})
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda call: call.__name__
+)
+def test_copy_of_what_owns_graphs_is_refused(duplicate: Any) -> None:
+    with rows_runner(double) as runner, RuntimeLab("FULL") as lab:
+        runner.capture()
+        for owner in (runner, runner.library, lab.runtime):
+            with pytest.raises(ConfigError, match=f"a copy of a {type(owner).__name__}"):
+                duplicate(owner)
+        assert torch.equal(runner.run({"x": ROWS}), ROWS * 2)
+
+
+def test_progress_that_is_false_tells_nobody() -> None:
+    told: list[int] = []
+    with rows_runner(double, (2, 4), examples=random_rows) as runner:
+        runner.capture([runner.key(n=4)], progress=False)
+        tell: Progress = lambda done, total, key: told.append(done)  # noqa: E731
+        runner.capture(progress=tell)
+    assert told == [1, 2]
