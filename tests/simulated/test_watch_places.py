@@ -28,6 +28,7 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as torch_module
 
+import lab as laboratory
 from graphrt import (
     BatchDescriptor,
     BufferSpec,
@@ -975,6 +976,56 @@ def test_harmless_change_stays_a_hit(change) -> None:
             out = run(runner)
             assert runner.last_decision.reason is Reason.HIT
         assert torch.equal(out, model(**example({"n": 2}, 5)))
+
+
+class Late(type):
+    """A metaclass that code asks for an attribute."""
+
+
+class Owner(metaclass=Late):
+    @classmethod
+    def scaled(cls, x):
+        return x * getattr(cls, "scale", 1.0)
+
+    def of_its_class(self, x):
+        return x * getattr(type(self), "scale", 1.0)
+
+    def own(self, x):
+        return x * (3 if hasattr(self, "scale") else 1)
+
+
+def helper():
+    """Has no attributes."""
+
+
+LATER = {
+    "class": (Owner, lambda x: x * getattr(Owner, "scale", 1.0)),
+    "class method": (Owner, Owner.scaled),
+    "class of an object": (Owner, Owner().of_its_class),
+    "object of a step": (Owner, lambda x: Owner().own(x)),
+    "dict of a class": (Owner, lambda x: x * (3 if "scale" in Owner.__dict__ else 1)),
+    "vars of a class": (Owner, lambda x: x * vars(Owner).get("scale", 1.0)),
+    "metaclass": (Late, lambda x: x * getattr(type(Owner), "scale", 1.0)),
+    "function": (helper, lambda x: x * getattr(helper, "scale", 1.0)),
+    "module": (laboratory, lambda x: x * getattr(laboratory, "scale", 1.0)),
+    "module of torch": (torch, lambda x: x * (3 if hasattr(torch, "scale") else 1)),
+    "globals": (sys.modules[__name__], lambda x: x * globals().get("scale", 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_attribute_that_is_set_where_none_was_is_noticed(name, monkeypatch) -> None:
+    owner, fn = LATER[name]
+    with make(fn) as runner:
+        runner.capture()
+        for _ in range(laps(runner)):
+            run(runner)
+            assert runner.last_decision.reason is Reason.HIT
+        monkeypatch.setattr(owner, "scale", 3.0, raising=False)
+        for _ in range(laps(runner)):
+            out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, example({"n": 2}, 5)["x"] * 3)
 
 
 def sets(owner: Any, name: str) -> Any:

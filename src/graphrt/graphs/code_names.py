@@ -21,7 +21,8 @@ class Names(NamedTuple):
     strings: set[str | int]
     """And numbers: constants, which may be keys of a dict."""
     asked: set[tuple[str, str]]
-    """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``."""
+    """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``;
+    ``__class__`` of ``type(a)``, and ``__dict__`` of ``vars(a)`` and ``globals()``."""
     iterated: set[str]
     """Variables and attributes that are gone through, counted or tested for being empty."""
     computed: set[str]
@@ -49,6 +50,7 @@ _THROUGH = "len list tuple set dict sorted sum min max any all iter enumerate"
 _GOES_THROUGH = frozenset(_THROUGH.split())
 """Built-in functions of which one argument is gone through or counted."""
 _WRITES_ALL = frozenset(("update", "copy", "clear", "pop", "setdefault"))
+_GIVEN_BY = {"type": "__class__", "vars": "__dict__", "globals": "__dict__"}
 _MAKING = frozenset(("BUILD_STRING", "BINARY_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"))
 _STORES = "setdefault update pop popitem clear append appendleft extend add"
 _STORING = frozenset(_STORES.split())
@@ -65,6 +67,7 @@ def names_in(code: CodeType) -> Names:
     )
     aliases: dict[str, str] = {}
     previous: Any = None
+    before = 0
     for index, step in enumerate(steps):
         name, value, last = step.opname, step.argval, steps[index - 1]
         line = getattr(step.positions, "lineno", None) or line
@@ -99,7 +102,7 @@ def names_in(code: CodeType) -> Names:
             if value == "getattr":
                 found.guessed.update(_guessed_of(steps, index))
         elif name == "LOAD_CONST" and type(value) is str and previous is not None:
-            found.asked.add((str(previous.argval), value))
+            found.asked.add((_asked_at(steps, before), value))
         elif name == "STORE_FAST" and last.opname.startswith("LOAD_"):
             aliases[value] = str(last.argval)
         elif name == "CONTAINS_OP":
@@ -107,7 +110,7 @@ def names_in(code: CodeType) -> Names:
             if key.opname != "LOAD_CONST":
                 found.computed.add(str(last.argval))
             elif type(key.argval) is str:
-                found.asked.add((str(last.argval), key.argval))
+                found.asked.add((_asked_at(steps, index - 1), key.argval))
         elif name in ("STORE_ATTR", "DELETE_ATTR"):
             found.assigned.add(_chain_of(steps, index))
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
@@ -132,7 +135,7 @@ def names_in(code: CodeType) -> Names:
             if value != "get":
                 found.iterated.add(str(previous.argval))
             continue  # What follows is asked of the dict.
-        previous = step
+        previous, before = step, index
 
     for told in (found.iterated, found.computed, found.stored):
         told.update([aliases[name] for name in told if name in aliases])
@@ -243,6 +246,16 @@ def _beginning_of(name: Sequence[dis.Instruction]) -> str:
     if first.opname != "LOAD_CONST" or not rest or not is_joined or rest[0].opname in _LOADS:
         return ""
     return "".join(takewhile(lambda c: c.isalnum() or c == "_", str(first.argval)))
+
+
+def _asked_at(steps: Sequence[dis.Instruction], index: int) -> str:
+    """What is asked for a string: a variable or attribute that was just loaded; the class of
+    something, or its attributes."""
+    asked = steps[index]
+    if asked.opname == "CALL":
+        called = steps[_begin(steps, index)]
+        return _GIVEN_BY.get(called.argval, "") if called.opname == "LOAD_GLOBAL" else ""
+    return str(asked.argval)
 
 
 def _chain_of(steps: Sequence[dis.Instruction], index: int) -> tuple[str, ...]:

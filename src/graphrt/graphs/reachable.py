@@ -130,6 +130,8 @@ _GETTERS_BY_NAME = (operator.attrgetter, operator.methodcaller)
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _BY_NAME = frozenset(("globals", "vars"))
 """Functions that give the variables of a module."""
+_ASKING = frozenset(("getattr", "hasattr", "vars", "globals"))
+_OF_ANY = ("__class__", "__dict__")
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
 _CACHE = type(functools.lru_cache(lambda: None))
@@ -245,6 +247,9 @@ class Walk:
         self._stored: set[str] = set()
         self._guessed: dict[tuple[str, str], CodeType] = {}
         self._assigned: set[str] = set()
+        self._asked_of_own: set[str] = set()
+        self._asked_of_any: set[str] = set()
+        """Of what objects of the class are asked by a string, and of what code does not name."""
         self._scopes: dict[int, Mapping[str, Any]] = {}
         """Variables of modules, by id."""
         self._unnamed: dict[str, list[Place]] = {}
@@ -551,8 +556,9 @@ class Walk:
     def _not_there(self) -> Iterator[Place]:
         """What code asks for by a string, and what is not there: it may be set later. And the
         length of a dict that code goes through, or asks for computed keys."""
+        yield from self._not_in_classes()
         for path, owner in self._objects.items():
-            last = path.rpartition(".")[2]
+            last = path.rpartition(".")[2].removesuffix("()")
             is_dict = issubclass(type(owner), dict)
             if issubclass(type(owner), _SEQUENCES):
                 # A dict gets entries of other keys: a memo for each size; and one that makes what
@@ -572,8 +578,18 @@ class Walk:
             for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
-                elif attributes_of(owner) and read_attribute(owner, name) is MISSING:
-                    yield Place(f"{path}.{name}", owner, name, "attribute", MISSING)
+                elif _may_be_set(owner) and read_attribute(owner, name) is MISSING:
+                    where = path.removesuffix("()")
+                    yield Place(f"{where}.{name}", owner, name, "attribute", MISSING)
+
+    def _not_in_classes(self) -> Iterator[Place]:
+        """What code asks for by a string of its own class, or of what it does not name."""
+        for kind, known in self._classes.items():
+            missing = self._asked_of_any | known.unset.intersection(self._asked_of_own)
+            for name in () if known.is_foreign else missing:
+                if read_attribute(kind, name) is MISSING:
+                    path = f"{kind.__qualname__}.{name}"
+                    yield Place(path, kind, name, "member", MISSING)
 
     def _is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
@@ -714,9 +730,10 @@ class Walk:
                     self._add_attribute(known, prefix + name, meta, name, "member", value)
 
     def _enter_method(self, path: str, method: MethodType) -> None:
-        owner, function = method.__self__, method.__func__
+        owner: Any = method.__self__
+        function = method.__func__
         if type(function) is FunctionType:
-            known = None if issubclass(type(owner), type) else self._class_of(owner)
+            known = self._know(owner if issubclass(type(owner), type) else type(owner))
             self._seen[id(function)] = function
             self._enter_function(function, known)
         self._stack.append((path, owner))
@@ -768,6 +785,11 @@ class Walk:
         self._add_of_others(function, names)
         for name, string in names.asked:
             self._asked.setdefault(name, []).append(string)
+        is_asking = not _ASKING.isdisjoint(names.globals) or "__dict__" in names.attributes
+        for of, string in names.asked if is_asking else ():
+            self._asked_of_own.add(string)
+            if of in _OF_ANY:
+                self._asked_of_any.add(string)
         is_installed = _is_installed(_package_of(function))
         for of, key in names.asked_by:
             if of in ("environ", "getenv"):
@@ -795,8 +817,10 @@ class Walk:
             elif not hasattr(builtins, name):  # It may be set later.
                 self._places.append(Place(name, scope, name, "global", MISSING))
         if not _BY_NAME.isdisjoint(names.globals) and not is_installed:
-            for constant in names.strings.intersection(scope).difference(names.globals):
-                self._add(Place(str(constant), scope, constant, "global", scope[str(constant)]))
+            asked = {name for of, name in names.asked if of == "__dict__"}
+            for constant in asked | names.strings.intersection(scope).difference(names.globals):
+                found = scope.get(str(constant), MISSING)
+                self._add(Place(str(constant), scope, constant, "global", found))
         for name, level in names.imports:
             self._add_import(name, level, scope)
         for of, name in names.asked:
@@ -826,8 +850,8 @@ class Walk:
                 self._add(Place(".".join(chain), owner, chain[-1], "member", found))
             elif issubclass(kind, ModuleType):
                 of = attributes_of(owner)
-                if self._is_foreign(of.get("__name__")):
-                    found = of.get(chain[-1], MISSING)
+                found = of.get(chain[-1], MISSING)
+                if found is MISSING or self._is_foreign(of.get("__name__")):
                     self._add(Place(".".join(chain), of, chain[-1], "global", found))
 
     def _note_code(self, function: FunctionType, names: Names) -> None:
@@ -976,6 +1000,12 @@ def _guessed_by_descriptor(kind: type) -> set[str]:
         return set()
     asked = get.__code__.co_varnames[1:2]
     return {begin for owner, begin in names_in(get.__code__).guessed if owner in asked}
+
+
+def _may_be_set(owner: Any) -> bool:
+    """True for what may get attributes: it has a ``__dict__``."""
+    own = attributes_of(owner)
+    return issubclass(type(owner), type) or (type(own) is dict and own is attributes_of(owner))
 
 
 def _is_data(member: Any) -> bool:
