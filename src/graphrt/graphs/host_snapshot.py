@@ -146,7 +146,7 @@ class _Held:
         if self.kind == "buffer":
             return bool(_bytes_of(target) == last[_ALL])
         if self.kind == "large":
-            return _hashes_of(target) == last[_ALL]
+            return bool(_hashes_of(target) == last[_ALL])
         if not issubclass(type(target), dict):
             # Not ``read``, whose dict takes five times as long.
             pairs = zip_longest(self._elements(), last.values(), fillvalue=MISSING)
@@ -288,7 +288,7 @@ _GETTERS: Mapping[Kind, Callable[[Any, Any], Any]] = {
     "slot": _read_slot,
     "context": read_context,
     "script": read_script,
-    "dict": object.__getattribute__,
+    "dict": lambda owner, _: attributes_of(owner),
     "class": lambda owner, name: attributes_of(owner).get(name, MISSING),
 }
 _SETTERS: Mapping[Kind, tuple[Callable[..., None], Callable[..., None]]] = {
@@ -486,7 +486,8 @@ class HostSnapshot:
                 if isinstance(own.get(name), _CONTAINERS):  # TorchScript keeps them elsewhere.
                     self._add(path, own[name], "object")
             for name, item in own.items():
-                if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:
+                is_box = any(type(item) is box for box in _CONTAINERS)
+                if (is_box or is_array(item)) and name not in registers:
                     # Also where no code names it: it may be reached in another way.
                     where = f"{path}.{name}" if path else name
                     self._add_object(where, item, is_named=False)
@@ -523,7 +524,7 @@ class HostSnapshot:
             self._settings.append(held.last.get(held.name, MISSING))
         else:
             self._others.append(held)
-        if _CACHE not in map(type, held.last.values()):
+        if not any(map(is_, map(type, held.last.values()), repeat(_CACHE))):
             return
         for key, value in held.last.items():
             if type(value) is _CACHE:

@@ -52,6 +52,7 @@ from graphrt.graphs.code_names import Names, names_in
 from graphrt.graphs.places import (
     MAX_ITEMS,
     MISSING,
+    ODD,
     REGISTERS,
     SCALARS,
     OfThread,
@@ -63,7 +64,11 @@ from graphrt.graphs.places import (
     has_contents,
     is_foreign,
     is_host_scalar,
+    is_odd,
     is_tensor,
+    keys_of,
+    length_of,
+    module_of,
     read_attribute,
     read_cell,
     read_context,
@@ -125,8 +130,6 @@ _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
 _CACHE = type(functools.lru_cache(lambda: None))
-_MODULE_OF = type.__dict__["__module__"].__get__
-"""Also of types written in C, which have no entry for it."""
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
 
@@ -176,7 +179,7 @@ class _Class:
         for base in kind.__mro__:
             if base is torch.nn.Module or base is object or (is_others and not self.is_module):
                 break
-            if not self.is_module and is_foreign(_MODULE_OF(base)):
+            if not self.is_module and is_foreign(module_of(base)):
                 continue
             for name, value in base.__dict__.items():
                 if type(value) is MemberDescriptorType:
@@ -387,6 +390,9 @@ class Walk:
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
+        if is_odd(kind) or (issubclass(kind, type) and is_odd(value)):
+            self._unread.setdefault(id(value), (path, value, ODD))
+            return
         if _is_fleeting(kind):  # type: ignore[arg-type]  # types are hashable
             self._fleeting.append((path, value))
             return
@@ -421,7 +427,7 @@ class Walk:
         elif issubclass(kind, type):
             self._enter_class(path, value)
             return
-        elif kind.__module__ != "builtins":
+        elif module_of(kind) != "builtins":
             self._enter_object(path, value)
             if not has_contents(value):
                 return
@@ -448,6 +454,9 @@ class Walk:
         self._places.append(place)
         value = place.value
         kind = type(value)
+        if is_odd(kind):
+            self._stack.append((place.path, value))
+            return
         if value is MISSING or kind in SCALARS or id(value) in self._seen:
             return
         if issubclass(kind, Enum):
@@ -474,11 +483,13 @@ class Walk:
             for item in base.__iter__(value):
                 self._add(Place(f"{path}[{_key(item)}]", value, item, "element", item))
         else:
-            fields = getattr(kind, "_fields", None)
+            fields = kind.__dict__.get("_fields")
+            if type(fields) is not tuple or len(fields) != num_items:
+                fields = None
             for index, item in enumerate(base.__iter__(value)):
                 step = f".{fields[index]}" if fields else f"[{index}]"
                 self._add(Place(f"{path}{step}", value, index, "item", item))
-        if kind.__module__ not in ("builtins", "collections"):
+        if module_of(kind) not in ("builtins", "collections"):
             self._enter_object(path, value)
 
     def _enter_late(self) -> None:
@@ -540,10 +551,10 @@ class Walk:
                     and not hasattr(type(owner), "__missing__")
                 )
                 is_through = last in self._iterated and last not in self._stored
-                if is_dict and is_through and is_host_scalar(tuple(owner)):
-                    yield Place(f"{path}.keys()", owner, None, "keys", tuple(owner))
+                if is_dict and is_through and is_host_scalar(keys_of(owner)):
+                    yield Place(f"{path}.keys()", owner, None, "keys", keys_of(owner))
                 elif is_through or is_fixed or (not is_dict and last not in self._stored):
-                    yield _length(path, owner, len(owner))
+                    yield _length(path, owner, length_of(owner))
             if last not in self._stored and has_contents(owner):
                 yield Place(f"{path}[:]", owner, None, "contents", MISSING)
             for name in self._asked.get(last, ()):
@@ -568,7 +579,7 @@ class Walk:
         self._objects[path] = module
         prefix = f"{path}." if path else ""
         places = self._places
-        own = vars(module)
+        own = attributes_of(module)
         if issubclass(type(module), torch.jit.ScriptModule):
             self._enter_script(prefix, module)
             return
@@ -606,12 +617,12 @@ class Walk:
         runnable = attributes_of(value).get("runnable") if known.is_foreign else None
         if runnable is not None:  # A wrapper of graphrt.
             self._stack.append((path, runnable))
-        elif not is_foreign(type(value).__module__):
+        elif not is_foreign(module_of(type(value))):
             self._objects.setdefault(path, value)
             known.own.update(*(held_by(base) or () for base in type(value).__mro__))
             self._note_unread(path, value)
             self._enter_attributes(path, value, attributes_of(value))
-        elif type(value).__module__ == "logging":
+        elif module_of(type(value)) == "logging":
             self._loggers.append((path, value))
         else:
             self._enter_held(path, value)
@@ -686,7 +697,7 @@ class Walk:
             for name, value in known.data.items():
                 self._add_attribute(known, prefix + name, kind, name, "member", value)
             meta = type(kind)
-            if meta is not type and not is_foreign(meta.__module__):
+            if meta is not type and not is_foreign(module_of(meta)):
                 for name, value in self._know(meta).data.items():
                     self._add_attribute(known, prefix + name, meta, name, "member", value)
 
@@ -797,7 +808,7 @@ class Walk:
         yield from self._told.values()
         for path, value, because in self._unread.values():
             name = path.removesuffix("()").rpartition(".")[2].partition("[")[0]
-            yield Unwatched(path, type(value).__name__, because, self._line_of(name))
+            yield Unwatched(path, _name_of(type(value)), because, self._line_of(name))
 
     def _line_of(self, name: str) -> Source:
         for function in self._objects.values():
@@ -828,7 +839,7 @@ class Walk:
         known = self._classes.get(kind)
         if known is None:
             # A lazy module is a module: what its own code keeps is how it imports.
-            is_others = issubclass(kind, ModuleType) or self._is_foreign(_MODULE_OF(kind))
+            is_others = issubclass(kind, ModuleType) or self._is_foreign(module_of(kind))
             known = self._classes[kind] = _Class(kind, is_others)
             for name, values in known.members.items():
                 if name in self._names or name.startswith("__"):
@@ -905,7 +916,7 @@ class Walk:
                 value = value.fget
             elif type(value) in (functools.cached_property, functools.partialmethod):
                 value = value.func
-            elif not self._is_foreign(type(value).__module__) and not _is_data(value):
+            elif not self._is_foreign(module_of(type(value))) and not _is_data(value):
                 known.guessed |= _guessed_by_descriptor(type(value))
                 self._stack.append((type(value).__name__, value))
             if type(value) is FunctionType and id(value) not in self._seen:
@@ -931,7 +942,8 @@ def _is_data(member: Any) -> bool:
     """True for a member of a class that instances share as a value, not as a method."""
     kind = type(member)
     return (
-        kind in SCALARS
+        is_odd(kind)
+        or kind in SCALARS
         or issubclass(kind, torch.Tensor)
         or not any("__get__" in base.__dict__ for base in kind.__mro__)
     )
@@ -939,7 +951,9 @@ def _is_data(member: Any) -> bool:
 
 def _are_host_scalars(values: Iterable[Any]) -> bool:
     values = list(values)
-    return SCALARS.issuperset(map(type, values)) or all(map(is_host_scalar, values))
+    kinds = {id(kind): kind for kind in map(type, values)}.values()
+    is_plain = not any(map(is_odd, kinds)) and SCALARS.issuperset(kinds)
+    return is_plain or all(map(is_host_scalar, values))
 
 
 def _length(path: str, owner: Any, length: int) -> Place:
@@ -947,4 +961,8 @@ def _length(path: str, owner: Any, length: int) -> Place:
 
 
 def _key(key: Any) -> str:
-    return repr(key) if type(key) in SCALARS else type(key).__name__
+    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else _name_of(type(key))
+
+
+_name_of = type.__dict__["__name__"].__get__
+"""Without any code of a metaclass."""
