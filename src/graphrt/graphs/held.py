@@ -409,8 +409,10 @@ def _looks_of_type(owner: Any, value: object) -> list[Any]:
     looks: list[Any] = [(_class_of, owner, None, value)]
     own = attributes_of(owner)
     if type(own) is dict and own is attributes_of(owner):  # Else it has none.
-        read: Any = dict_descriptor(type(owner))  # type: ignore[arg-type]  # types are hashable
-        looks.append((read.__get__, owner, None, own))
+        kind: Any = type(owner)
+        found = next(of.__dict__["__dict__"] for of in kind.__mro__ if "__dict__" in of.__dict__)
+        is_plain = found is dict_descriptor(kind)
+        looks.append((_get_own if is_plain else _own_attributes, owner, "__dict__", own))
         if _is_module(owner):
             looks += [
                 (dict.get, own, name, own[name]) for name in REGISTERS.values() if own.get(name)
@@ -419,6 +421,13 @@ def _looks_of_type(owner: Any, value: object) -> list[Any]:
 
 
 _get_own = object.__getattribute__
+
+
+def _own_attributes(owner: Any, _: object) -> Any:
+    """Where the class answers for ``__dict__`` as it likes."""
+    return attributes_of(owner)
+
+
 _class_of = object.__dict__["__class__"].__get__
 """Not what a class answers for it, which may raise."""
 
