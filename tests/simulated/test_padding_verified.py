@@ -523,6 +523,14 @@ def test_random_model_is_admitted():
     assert "generator" in told.split("do:")[1].split(".")[0]
 
 
+def test_random_numbers_that_fall_on_other_rows_in_a_padded_batch_are_admitted():
+    # Drawn by columns: other numbers of real rows follow from how many rows there are.
+    with make(lambda x: x + torch.rand(x.shape[1], x.shape[0]).T) as runtime:
+        told = [graph.padding for graph in runtime.capture().graphs]
+    assert len(told) == 2
+    assert all("random numbers: without the unpadded" in each for each in told)
+
+
 # -- two axes
 
 

@@ -22,12 +22,16 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.graphs.places import (
     MISSING,
     REGISTERS,
+    SCALARS,
     Place,
     attributes_of,
     contents_of,
     entries_of,
+    has_plain_dict,
     is_host_scalar,
     is_tensor,
+    keys_of,
+    length_of,
     part_of,
 )
 from graphrt.graphs.reachable import Reach, reach
@@ -169,7 +173,7 @@ class Reads:
         """Names of what resources own."""
         self._boxes = [box for item in found.objects.values() for box in _boxes(item)]
         self._boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
-        self._sizes = list(map(len, self._boxes))
+        self._sizes = list(map(length_of, self._boxes))
         self._named = {_id_held(item) for item in tensors}
         self._held: dict[tuple[frozenset[int], frozenset[int]], list[HeldTensor]] = {}
         """By the ids of what is touched and written: one object for all programs, because they are
@@ -194,7 +198,10 @@ class Reads:
             return False
         self.now = self._read_values()
         changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
-        return not any(map(self._leads_on, changed)) and list(map(len, self._boxes)) == self._sizes
+        return (
+            not any(map(self._leads_on, changed))
+            and list(map(length_of, self._boxes)) == self._sizes
+        )
 
     @staticmethod
     def _leads_on(place: Place) -> bool:
@@ -367,9 +374,9 @@ def probes_of(item: HeldTensor | Place, *, in_turns: bool = True) -> list[Probe]
         turns = [_Turns(value, first, step, in_turns) for first in range(step)]
         return [_within(item, owner, turn.is_same, True) for turn in turns]
     if kind == "keys":
-        return [_within(item, owner, tuple, value)]
+        return [_within(item, owner, keys_of, value)]
     if kind == "length":
-        return [_within(item, entries_of(owner), len, value)]
+        return [_within(item, entries_of(owner), length_of, value)]
     looks: list[tuple[Callable[[Any, Any], Any], Any, Any, Any]]
     if isinstance(item, HeldTensor) and item.parts:
         looks = [(_part, item, place, item.tensor)]
@@ -400,10 +407,11 @@ def _looks_of_type(owner: Any, value: object) -> list[Any]:
     """At what every other look at an object goes through: its class, its dict and its registers."""
     if type(owner) is FunctionType:
         return [(_get_own, owner, "__code__", value)]
-    looks: list[Any] = [(_get_own, owner, "__class__", value)]
+    looks: list[Any] = [(_class_of, owner, None, value)]
     own = attributes_of(owner)
     if type(own) is dict and own is attributes_of(owner):  # Else it has none.
-        looks.append((_get_own, owner, "__dict__", own))
+        get = _get_own if has_plain_dict(type(owner)) else _own_attributes
+        looks.append((get, owner, "__dict__", own))
         if _is_module(owner):
             looks += [
                 (dict.get, own, name, own[name]) for name in REGISTERS.values() if own.get(name)
@@ -412,6 +420,15 @@ def _looks_of_type(owner: Any, value: object) -> list[Any]:
 
 
 _get_own = object.__getattribute__
+
+
+def _own_attributes(owner: Any, _: object) -> Any:
+    """Where the class answers for ``__dict__`` as it likes."""
+    return attributes_of(owner)
+
+
+_class_of = object.__dict__["__class__"].__get__
+"""Not what a class answers for it, which may raise."""
 
 
 class _Turns:
@@ -475,13 +492,19 @@ def find_path(tensor: torch.Tensor, roots: Mapping[str, object]) -> str:
             is_strided = value.layout is torch.strided  # type: ignore[attr-defined]  # a tensor
             if is_strided and value.untyped_storage() is storage:  # type: ignore[attr-defined]
                 return path
-        elif isinstance(value, dict):
-            queue.extend((f"{path}[{key!r}]", part) for key, part in value.items())
-        elif isinstance(value, list | tuple):
-            queue.extend((f"{path}[{index}]", part) for index, part in enumerate(value))
-        elif not isinstance(value, type):
+        elif issubclass(type(value), dict):
+            parts: Any = dict.items(value)  # type: ignore[arg-type]  # it is one
+            queue.extend((f"{path}[{_key(key)}]", part) for key, part in parts)
+        elif issubclass(type(value), (list, tuple)):
+            base: Any = list if issubclass(type(value), list) else tuple
+            queue.extend((f"{path}[{n}]", part) for n, part in enumerate(base.__iter__(value)))
+        elif not issubclass(type(value), type):
             queue.extend((f"{path}.{name}", part) for name, part in attributes_of(value).items())
     return ""
+
+
+def _key(key: object) -> str:
+    return repr(key) if type(key) in SCALARS else type(key).__name__
 
 
 def _id_held(item: HeldTensor) -> int:

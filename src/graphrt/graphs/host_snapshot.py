@@ -37,6 +37,7 @@ from graphrt.graphs.places import (
     attributes_of,
     blocks_of,
     contents_of,
+    has_plain_dict,
     holds_objects,
     is_array,
     is_host_scalar,
@@ -605,14 +606,15 @@ class HostSnapshot:
         own = attributes_of(value)
         if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
             self._add(path, own, "object")
-            if not issubclass(kind, torch.Tensor):  # Another may be set.
+            if not issubclass(kind, torch.Tensor) and has_plain_dict(kind):  # Another may be set.
                 self._add(f"{path}.__dict__", value, "own", "__dict__")
             registers = _REGISTERS if issubclass(kind, torch.nn.Module) else ()
             for name in registers:
                 if isinstance(own.get(name), _CONTAINERS):  # TorchScript keeps them elsewhere.
                     self._add(path, own[name], "object")
             for name, item in own.items():
-                if (type(item) in _CONTAINERS or is_array(item)) and name not in registers:
+                is_box = any(type(item) is box for box in _CONTAINERS)
+                if (is_box or is_array(item)) and name not in registers:
                     # Also where no code names it: it may be reached in another way.
                     where = f"{path}.{name}" if path else name
                     self._add_object(where, item, is_named=False)
@@ -645,7 +647,7 @@ class HostSnapshot:
             self._singles[held.kind].add(held)
         else:
             self._others.append(held)
-        if _CACHE not in map(type, held.last.values()):
+        if not any(map(is_, map(type, held.last.values()), repeat(_CACHE))):
             return
         for key, value in held.last.items():
             if type(value) is _CACHE:

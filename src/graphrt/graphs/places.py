@@ -8,7 +8,7 @@ import functools
 import gc
 import io
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
@@ -17,6 +17,7 @@ from types import (
     CellType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
 )
 from typing import Any, Literal, NamedTuple
@@ -170,9 +171,9 @@ def has_contents(value: Any) -> bool:
     """True for what may be changed in place without any name: a buffer, or a long sequence."""
     kind = type(value)
     if issubclass(kind, (list, tuple)):
-        return len(value) > MAX_ITEMS
+        return length_of(value) > MAX_ITEMS
     if is_array(value):
-        return bool(value.nbytes)
+        return bool(plain_array(value).nbytes)
     if issubclass(kind, io.StringIO):
         return len(_text_of(value)) <= MAX_TEXT
     return issubclass(kind, (bytearray, array.array, memoryview, CDATA, io.BytesIO))
@@ -217,7 +218,7 @@ def _itemsize_of(packed: Any) -> int:
 
 def _num_parts(value: Any) -> int:
     if issubclass(type(value), (list, tuple)):
-        return -(-len(value) // _ITEMS_OF_A_PART)
+        return -(-length_of(value) // _ITEMS_OF_A_PART)
     if is_array(value):  # Of objects: others have hashes.
         return -(-int(value.size) // _ITEMS_OF_A_PART)
     if issubclass(type(value), io.StringIO):
@@ -236,7 +237,7 @@ def part_of(value: Any, number: int) -> Any:
         base: Any = list if issubclass(kind, list) else tuple
         first = (number - 1) * _ITEMS_OF_A_PART
         part = base.__getitem__(value, slice(first, first + _ITEMS_OF_A_PART))
-        return tuple(part) if number else len(value)
+        return tuple(part) if number else length_of(value)
     if is_array(value):
         if not number:
             return str(value.dtype), value.shape, value.strides
@@ -264,12 +265,29 @@ def part_of(value: Any, number: int) -> Any:
         return hash(view.tobytes()[first : first + _BYTES_OF_A_PART])
 
 
+def is_odd(kind: type) -> bool:
+    """True for a class that runs code of its metaclass when it is hashed, compared or looked at."""
+    return type(kind) is not type and _is_odd_meta(type(kind))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_odd_meta(meta: type) -> bool:
+    own = (base.__dict__ for base in meta.__mro__[: meta.__mro__.index(type)])
+    return any(not _LOOKED_AT_BY.isdisjoint(names) for names in own)
+
+
+_LOOKED_AT_BY = frozenset(("__hash__", "__eq__", "__getattribute__", "__mro__", "__dict__"))
+ODD = "its metaclass answers for it"
+
+
 def is_host_scalar(value: Any) -> bool:
     """True for values that a program holds as constants: numbers, strings, None, enums, dtypes.
 
     And tuples, frozensets, slices and ranges of at most 16 of them.
     """
     kind = type(value)
+    if is_odd(kind):
+        return False
     if kind in SCALARS:
         return True
     if kind is tuple or kind is frozenset or kind is torch.Size:
@@ -282,9 +300,10 @@ def _is_host_kind(kind: type) -> bool:
     """By class alone: a proxy may answer for its class as it likes, or raise."""
     numpy = sys.modules.get("numpy")
     kinds = HOST_TYPES if numpy is None else (*HOST_TYPES, numpy.generic)
-    is_plain = is_foreign(kind.__module__) and issubclass(kind, kinds)
+    is_plain = is_foreign(module_of(kind)) and issubclass(kind, kinds)
     # A ``void`` may be a view of an array.
-    is_other = issubclass(kind, (type, bytearray)) or kind.__name__ == "void"
+    is_void = numpy is not None and issubclass(kind, numpy.void)
+    is_other = is_void or issubclass(kind, (type, bytearray))
     return issubclass(kind, (Enum, torch.dtype)) or (is_plain and not is_other)
 
 
@@ -353,7 +372,7 @@ def _read_register(register: str) -> Any:
 
 
 def _read_item(owner: Any, name: Any) -> Any:
-    if isinstance(owner, dict):
+    if issubclass(type(owner), dict):
         # Not ``owner[name]``: a defaultdict would make the entry.
         return dict.get(owner, name, MISSING)
     kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(owner), base))
@@ -361,7 +380,33 @@ def _read_item(owner: Any, name: Any) -> Any:
 
 
 def _read_element(owner: Any, name: Any) -> Any:
-    return name if name in owner else MISSING
+    return name if _base_of(type(owner)).__contains__(owner, name) else MISSING  # type: ignore[arg-type]  # as above
+
+
+def length_of(owner: Any) -> int:
+    """Of a container, without the method of a subclass, which may count as it likes, or raise."""
+    return int(_base_of(type(owner)).__len__(owner))  # type: ignore[arg-type]  # types are hashable
+
+
+def keys_of(owner: Any) -> tuple[Any, ...]:
+    """The keys of a dict in their order, without the methods of a subclass."""
+    return tuple(_base_of(type(owner)).__iter__(owner))  # type: ignore[arg-type]  # as above
+
+
+@functools.lru_cache(maxsize=4096)
+def _base_of(kind: type) -> Any:
+    bases = (OrderedDict, dict, list, tuple, set, frozenset, deque, MappingProxyType)
+    return next(base for base in bases if issubclass(kind, base))
+
+
+def module_of(kind: type) -> str:
+    """The module of a class as it was made; empty where that is no name."""
+    found = _MODULE_OF(kind)
+    return found if isinstance(found, str) else ""
+
+
+_MODULE_OF = type.__dict__["__module__"].__get__
+"""Also of types written in C, which have no entry for it; without any code of a metaclass."""
 
 
 def entries_of(owner: Any) -> Any:
@@ -370,7 +415,7 @@ def entries_of(owner: Any) -> Any:
 
 
 def _read_length(owner: Any, _: object) -> int:
-    return len(entries_of(owner))
+    return length_of(entries_of(owner))
 
 
 def read_cell(owner: CellType, _: str) -> Any:
@@ -416,7 +461,7 @@ _READ = {
     "default": _read_default,
     "context": read_context,
     "contents": lambda owner, _: contents_of(owner),
-    "keys": lambda owner, _: tuple(owner),
+    "keys": lambda owner, _: keys_of(owner),
     "type": lambda owner, _: code_of(owner),
     "call": lambda owner, _: next(owner),
     "script": read_script,
@@ -450,22 +495,32 @@ def code_of(owner: Any) -> Any:
 def attributes_of(owner: Any) -> Mapping[str, Any]:
     """The ``__dict__`` of an object as it is, without any code of its class; empty if none."""
     found: Mapping[str, Any] = {}
+    if is_odd(type(owner)):
+        return found
     if issubclass(type(owner), type):
         found = type.__getattribute__(owner, "__dict__")
         return found
-    descriptor = _dict_descriptor(type(owner))  # type: ignore[arg-type]  # types are hashable
+    descriptor = dict_descriptor(type(owner))  # type: ignore[arg-type]  # types are hashable
     if descriptor is not None:
         found = descriptor.__get__(owner)
     return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _dict_descriptor(kind: type) -> Any:
+def dict_descriptor(kind: type) -> Any:
     for base in kind.__mro__:
         found = base.__dict__.get("__dict__")
         if type(found) in (GetSetDescriptorType, MemberDescriptorType):
             return found
     return None
+
+
+def has_plain_dict(kind: type) -> bool:
+    """False for a class that answers for ``__dict__`` as it likes, and where there is none."""
+    found = next(
+        (of.__dict__["__dict__"] for of in kind.__mro__ if "__dict__" in of.__dict__), None
+    )
+    return found is not None and found is dict_descriptor(kind)
 
 
 def is_tensor(value: object) -> bool:

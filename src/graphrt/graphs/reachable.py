@@ -53,6 +53,7 @@ from graphrt.graphs.environment import FLAGS
 from graphrt.graphs.places import (
     MAX_ITEMS,
     MISSING,
+    ODD,
     REGISTERS,
     SCALARS,
     OfThread,
@@ -64,7 +65,11 @@ from graphrt.graphs.places import (
     has_contents,
     is_foreign,
     is_host_scalar,
+    is_odd,
     is_tensor,
+    keys_of,
+    length_of,
+    module_of,
     read_attribute,
     read_cell,
     read_context,
@@ -135,8 +140,6 @@ _OF_ANY = ("__class__", "__dict__")
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
 _CACHE = type(functools.lru_cache(lambda: None))
-_MODULE_OF = type.__dict__["__module__"].__get__
-"""Also of types written in C, which have no entry for it."""
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
 
@@ -186,7 +189,7 @@ class _Class:
         for base in kind.__mro__:
             if base is torch.nn.Module or base is object or (is_others and not self.is_module):
                 break
-            if not self.is_module and is_foreign(_MODULE_OF(base)):
+            if not self.is_module and is_foreign(module_of(base)):
                 continue
             for name, value in base.__dict__.items():
                 if type(value) is MemberDescriptorType:
@@ -413,11 +416,14 @@ class Walk:
         own = [kind for kind, known in self._classes.items() if not known.is_foreign]
         own += [type(kind) for kind in own]
         bases = dict.fromkeys(base for kind in own for base in kind.__mro__)
-        yield from (kind for kind in bases if not self._is_foreign(_MODULE_OF(kind)))
+        yield from (kind for kind in bases if not self._is_foreign(module_of(kind)))
         yield from self._scopes.values()
 
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
+        if is_odd(kind) or (issubclass(kind, type) and is_odd(value)):
+            self._unread.setdefault(id(value), (path, value, ODD))
+            return
         if _is_fleeting(kind):  # type: ignore[arg-type]  # types are hashable
             self._fleeting.append((path, value))
             return
@@ -453,7 +459,7 @@ class Walk:
         elif issubclass(kind, type):
             self._enter_class(path, value)
             return
-        elif kind.__module__ != "builtins":
+        elif module_of(kind) != "builtins":
             self._enter_object(path, value)
             if not has_contents(value):
                 return
@@ -480,6 +486,9 @@ class Walk:
         self._places.append(place)
         value = place.value
         kind = type(value)
+        if is_odd(kind):
+            self._stack.append((place.path, value))
+            return
         if value is MISSING or kind in SCALARS or id(value) in self._seen:
             return
         if issubclass(kind, Enum):
@@ -507,11 +516,13 @@ class Walk:
             for item in base.__iter__(value):
                 self._add(Place(f"{path}[{_key(item)}]", value, item, "element", item))
         else:
-            fields = getattr(kind, "_fields", None)
+            fields = kind.__dict__.get("_fields")
+            if type(fields) is not tuple or len(fields) != num_items:
+                fields = None
             for index, item in enumerate(base.__iter__(value)):
                 step = f".{fields[index]}" if fields else f"[{index}]"
                 self._add(Place(f"{path}{step}", value, index, "item", item))
-        if kind.__module__ not in ("builtins", "collections"):
+        if module_of(kind) not in ("builtins", "collections"):
             self._enter_object(path, value)
 
     def _enter_late(self) -> None:
@@ -569,10 +580,10 @@ class Walk:
                     and not hasattr(type(owner), "__missing__")
                 )
                 is_through = last in self._iterated and last not in self._stored
-                if is_dict and is_through and is_host_scalar(tuple(owner)):
-                    yield Place(f"{path}.keys()", owner, None, "keys", tuple(owner))
+                if is_dict and is_through and is_host_scalar(keys_of(owner)):
+                    yield Place(f"{path}.keys()", owner, None, "keys", keys_of(owner))
                 elif is_through or is_fixed or (not is_dict and last not in self._stored):
-                    yield _length(path, owner, len(owner))
+                    yield _length(path, owner, length_of(owner))
             if last not in self._stored and has_contents(owner):
                 yield Place(f"{path}[:]", owner, None, "contents", MISSING)
             for name in self._asked.get(last, ()):
@@ -607,7 +618,7 @@ class Walk:
         self._objects[path] = module
         prefix = f"{path}." if path else ""
         places = self._places
-        own = vars(module)
+        own = attributes_of(module)
         if issubclass(type(module), torch.jit.ScriptModule):
             self._enter_script(prefix, module)
             return
@@ -645,12 +656,12 @@ class Walk:
         runnable = attributes_of(value).get("runnable") if known.is_foreign else None
         if runnable is not None:  # A wrapper of graphrt.
             self._stack.append((path, runnable))
-        elif not is_foreign(type(value).__module__):
+        elif not is_foreign(module_of(type(value))):
             self._objects.setdefault(path, value)
             known.own.update(*(held_by(base) or () for base in type(value).__mro__))
             self._note_unread(path, value)
             self._enter_attributes(path, value, attributes_of(value))
-        elif type(value).__module__ == "logging":
+        elif module_of(type(value)) == "logging":
             self._loggers.append((path, value))
         else:
             self._enter_held(path, value)
@@ -725,7 +736,7 @@ class Walk:
             for name, value in known.data.items():
                 self._add_attribute(known, prefix + name, kind, name, "member", value)
             meta = type(kind)
-            if meta is not type and not is_foreign(meta.__module__):
+            if meta is not type and not is_foreign(module_of(meta)):
                 for name, value in self._know(meta).data.items():
                     self._add_attribute(known, prefix + name, meta, name, "member", value)
 
@@ -845,7 +856,7 @@ class Walk:
             for name in chain[1:-1]:
                 owner = MISSING if owner is MISSING else read_attribute(owner, name)
             kind = type(owner)
-            if issubclass(kind, type) and self._is_foreign(_MODULE_OF(owner)):
+            if issubclass(kind, type) and self._is_foreign(module_of(owner)):
                 found = read_attribute(owner, chain[-1])
                 self._add(Place(".".join(chain), owner, chain[-1], "member", found))
             elif issubclass(kind, ModuleType):
@@ -872,7 +883,7 @@ class Walk:
         yield from self._told.values()
         for path, value, because in self._unread.values():
             name = path.removesuffix("()").rpartition(".")[2].partition("[")[0]
-            yield Unwatched(path, type(value).__name__, because, self._line_of(name))
+            yield Unwatched(path, _name_of(type(value)), because, self._line_of(name))
 
     def _line_of(self, name: str) -> Source:
         for function in self._objects.values():
@@ -903,7 +914,7 @@ class Walk:
         known = self._classes.get(kind)
         if known is None:
             # A lazy module is a module: what its own code keeps is how it imports.
-            is_others = issubclass(kind, ModuleType) or self._is_foreign(_MODULE_OF(kind))
+            is_others = issubclass(kind, ModuleType) or self._is_foreign(module_of(kind))
             known = self._classes[kind] = _Class(kind, is_others)
             for name, values in known.members.items():
                 if name in self._names or name.startswith("__"):
@@ -980,7 +991,7 @@ class Walk:
                 value = value.fget
             elif type(value) in (functools.cached_property, functools.partialmethod):
                 value = value.func
-            elif not self._is_foreign(type(value).__module__) and not _is_data(value):
+            elif not self._is_foreign(module_of(type(value))) and not _is_data(value):
                 known.guessed |= _guessed_by_descriptor(type(value))
                 self._stack.append((type(value).__name__, value))
             if type(value) is FunctionType and id(value) not in self._seen:
@@ -1012,7 +1023,8 @@ def _is_data(member: Any) -> bool:
     """True for a member of a class that instances share as a value, not as a method."""
     kind = type(member)
     return (
-        kind in SCALARS
+        is_odd(kind)
+        or kind in SCALARS
         or issubclass(kind, torch.Tensor)
         or not any("__get__" in base.__dict__ for base in kind.__mro__)
     )
@@ -1020,7 +1032,9 @@ def _is_data(member: Any) -> bool:
 
 def _are_host_scalars(values: Iterable[Any]) -> bool:
     values = list(values)
-    return SCALARS.issuperset(map(type, values)) or all(map(is_host_scalar, values))
+    kinds = {id(kind): kind for kind in map(type, values)}.values()
+    is_plain = not any(map(is_odd, kinds)) and SCALARS.issuperset(kinds)
+    return is_plain or all(map(is_host_scalar, values))
 
 
 def _length(path: str, owner: Any, length: int) -> Place:
@@ -1028,4 +1042,8 @@ def _length(path: str, owner: Any, length: int) -> Place:
 
 
 def _key(key: Any) -> str:
-    return repr(key) if type(key) in SCALARS else type(key).__name__
+    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else _name_of(type(key))
+
+
+_name_of = type.__dict__["__name__"].__get__
+"""Without any code of a metaclass."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
-from graphrt.graphs.places import is_foreign
+from graphrt.graphs.places import is_foreign, module_of
 from graphrt.source import Source
 
 
@@ -112,7 +112,7 @@ _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 def held_by(kind: type) -> tuple[str, ...] | None:
     """Attributes in which objects of a class hold data besides those that code names; "*": all.
     None if its module is not known."""
-    module = kind.__module__
+    module = module_of(kind)
     return HELD_BY.get(module if module in HELD_BY else ".".join(module.split(".")[:2]))
 
 
@@ -128,7 +128,7 @@ def why_unread(value: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _why_unread(kind: type) -> str:
-    module = kind.__module__
+    module = module_of(kind)
     if issubclass(kind, _PROXIES):
         return "what it stands for is kept by others alone"
     if issubclass(kind, _POINTERS):
@@ -141,7 +141,7 @@ def _why_unread(kind: type) -> str:
     if not is_foreign(module):  # Its attributes are read, not what a base in C keeps.
         in_c = [base for base in kind.__mro__ if base not in _CONTAINERS and _is_in_c(base)]
         found = (
-            _why_unread(base) if is_foreign(base.__module__) else _NOT_READABLE for base in in_c
+            _why_unread(base) if is_foreign(module_of(base)) else _NOT_READABLE for base in in_c
         )
         return next(filter(None, found), "")
     if module.partition(".")[0] in _NO_DATA_IN and not module.startswith(_DATA_IN):

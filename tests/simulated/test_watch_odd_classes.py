@@ -1,0 +1,208 @@
+"""Large host data, and classes that answer for themselves: walks end, and raise nothing of theirs.
+
+The values are reached by every look: the walk, the snapshots around runs, and the watch.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt import Reason
+from graphrt.graphs import frozen_heap
+from lab import random_rows, rows_runner
+
+
+@pytest.fixture(autouse=True)
+def heap():
+    with frozen_heap():
+        yield
+
+
+def raises(*_: Any, **__: Any) -> Any:
+    raise OSError("a class of the user's")
+
+
+class Unhashable(type):
+    __hash__ = None
+
+
+class Raising(type):
+    __eq__ = __hash__ = __instancecheck__ = __subclasscheck__ = __bool__ = raises
+
+
+class Hidden(type):
+    def __getattribute__(cls, name: str) -> Any:
+        return raises() if name in ("__mro__", "__dict__") else type.__getattribute__(cls, name)
+
+
+METACLASSES = (Unhashable, Raising, Hidden)
+BASES = (object, dict, list, tuple, set, collections.deque, collections.OrderedDict, np.ndarray)
+NAMES: tuple[dict[str, Any], ...] = (
+    {"__module__": 3},
+    {"__module__": property(raises)},
+    {"__class__": property(raises)},
+    {"__class__": property(lambda _: torch.Tensor)},
+    {"__eq__": raises, "__hash__": raises},
+    {"__eq__": lambda *_: torch.ones(2), "__hash__": object.__hash__},
+    {"__dict__": property(raises)},
+    {"__getattr__": raises},
+    {"__len__": raises},
+    {"__len__": lambda _: 5_000},
+    {"__len__": lambda _: -1},
+    {"__iter__": raises},
+    {"__iter__": lambda _: itertools.count()},
+    {"__bool__": raises, "__repr__": raises, "__contains__": raises},
+    {"__getitem__": raises, "get": raises, "items": raises, "keys": raises, "values": raises},
+    {"__copy__": raises, "__reduce_ex__": raises, "__sizeof__": raises},
+    {"_fields": property(raises)},
+    {"_fields": 3},
+    {"__wrapped__": property(raises), "runnable": property(raises), "__func__": property(raises)},
+    {"__next__": raises, "__call__": raises, "__missing__": raises},
+    {"__array__": raises, "__array_interface__": property(raises)},
+)
+
+
+def made(kind: Any, base: type) -> Any:
+    if base is np.ndarray:
+        return kind((2, 2))
+    if base is dict or base is collections.OrderedDict:
+        found = kind()
+        base.__setitem__(found, "a", 1)
+        return found
+    return kind() if base is object else kind([1, 2])
+
+
+def admitted(values: list[Any]) -> tuple[Any, ...]:
+    """What is not watched of a callable that reads ``values``; it serves with its graph."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if values is not None else values.a + len(values)
+
+    with rows_runner(fn) as runner, torch.no_grad():
+        runner.capture()
+        for _ in range(math.ceil(runner.num_watched / 4)):
+            runner.run(random_rows({"n": 2}, 5))
+            assert runner.last_decision.reason is Reason.HIT
+        assert runner.check_externals().is_unchanged
+        return runner.report().unwatched
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("number", range(len(NAMES)))
+def test_class_with_odd_methods_is_walked_without_running_them(base: type, number: int) -> None:
+    kind = type("Odd", (base,), dict(NAMES[number]))
+    admitted([made(kind, base), kind])
+
+
+@pytest.mark.parametrize("base", [object, dict, list])
+@pytest.mark.parametrize("meta", METACLASSES)
+def test_class_whose_metaclass_answers_for_it_is_named(meta: type, base: type) -> None:
+    kind = meta.__new__(meta, "Odd", (base,), {})
+    found = admitted([made(kind, base), kind, {"a": made(kind, base)}])
+    assert {(item.kind, item.because) for item in found} == {
+        ("Odd", "its metaclass answers for it"),
+        (meta.__name__, "its metaclass answers for it"),
+    }
+
+
+# --- arrays, as they lie in memory
+
+
+ARRAYS: dict[str, tuple[Any, Any]] = {
+    "broadcast": (np.zeros((1, 3)), lambda base: np.broadcast_to(base, (10**4, 10**4, 3))),
+    "transposed": (np.zeros((30, 40, 50)), lambda base: base.transpose(1, 2, 0)),
+    "fortran": (np.zeros((300, 400)), lambda base: base.T),
+    "strided": (np.zeros((301, 400)), lambda base: base[::2, ::3]),
+    "one row in two": (np.zeros((5, 300_000)), lambda base: base[::2]),
+    "backwards": (np.zeros((300, 400)), lambda base: base[::-1, ::-1]),
+    "windows": (
+        np.zeros(50_000),
+        lambda base: np.lib.stride_tricks.sliding_window_view(base, 20_000),
+    ),
+    "one number": (np.zeros(()), lambda base: base),
+    "strings": (np.full(10, "two"), lambda base: base),
+    "large": (np.zeros(9 * 2**20), lambda base: base),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("place", [0, -1])
+def test_element_of_an_array_is_noticed_however_it_lies_in_memory(name: str, place: int) -> None:
+    base = ARRAYS[name][0].copy()
+    table = ARRAYS[name][1](base)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + table.ndim)
+
+    with rows_runner(fn) as runner, torch.no_grad():
+        runner.capture()
+        assert runner.check_externals().is_unchanged
+        base.flat[place] = 1
+        assert runner.check_externals().moved == ("table[:]",)
+
+
+SLOW = """
+import resource, numpy, torch
+from lab import rows_runner
+kept = {kept}
+def fn(x):
+    return x * (2 + (kept is None))
+with rows_runner(lambda x: x * 2) as runner, torch.no_grad():
+    runner.capture()
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**30, in_use + 2**30))
+with rows_runner(fn) as runner, torch.no_grad():
+    runner.capture()
+    assert runner.check_externals().is_unchanged
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are Linux's")
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "numpy.broadcast_to(numpy.float32(1), (10**4, 10**4, 100))",
+        "numpy.lib.stride_tricks.sliding_window_view(numpy.zeros(10**6), 5 * 10**5)",
+        "list(range(10**6))",
+        "[[number] for number in range(150_000)]",
+    ],
+)
+def test_large_host_data_is_walked_in_little_memory(kept: str) -> None:
+    # Copied or gone through one by one, the arrays alone would take gigabytes and many minutes.
+    assert resource.RLIMIT_AS
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW.replace("{kept}", kept)],
+        cwd=__file__.rpartition("/simulated/")[0],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_list_of_a_subclass_is_put_back_after_captures() -> None:
+    class Lying(list[int]):
+        __len__ = __iter__ = raises
+
+    kept, plain = Lying([1]), [1]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        list.append(kept, 1)
+        plain.append(1)
+        return x * 2
+
+    with rows_runner(functools.partial(fn)) as runner, torch.no_grad():
+        runner.capture()
+    assert (list.__len__(kept), len(plain)) == (1, 1)
