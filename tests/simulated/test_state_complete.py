@@ -1268,6 +1268,16 @@ def test_what_later_runs_change_again_is_put_back(changes: list[Any]) -> None:
     assert not any(map(len, (model._parameters, model._modules)))
 
 
+def test_full_deque_is_put_back_whole() -> None:
+    recent = deque([1, 2, 3], 3)
+    snapshot = HostSnapshot(lambda: recent)
+    for is_first in (True, False):
+        with snapshot.run(is_first=is_first):
+            recent.append(3)  # In the second run the first place alone is another.
+    snapshot.restore_advanced()
+    assert list(recent) == [1, 2, 3]
+
+
 def test_what_others_change_between_runs_is_left_alone() -> None:
     model = SimpleNamespace(plan=None, memo=None)
 
