@@ -328,6 +328,7 @@ NAMED = {
     objects_in_a_long_list: ("values", "of more than 4096 elements, none is followed"),
     simple_queue: ("kept", "its contents cannot be read"),
     (lambda _: lambda x: x * eval("KEPT.scale")): ("eval()", "what it names is in a string"),
+    (lambda _: lambda x: x * len(os.getcwd())): ("getcwd()", "it is state of the process"),
     (lambda _: lambda x: x * (decimal.getcontext().prec > 1)): (
         "getcontext()",
         "it is state of the interpreter",
