@@ -7,8 +7,12 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from graphrt.graphs.held import Reads
+from graphrt.graphs.unwatched import Unwatched
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("[0-9]*.py"))
 
@@ -26,8 +30,18 @@ def test_example_prints_what_it_shows(
     example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(example.parent))  # As ``python examples/...`` does.
+    unwatched: list[Unwatched] = []
+    make = Reads.__init__
+
+    def note(self: Reads, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        unwatched.extend(self.unwatched)
+
+    monkeypatch.setattr(Reads, "__init__", note)
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.splitlines() == shown(example)
+    # An ordinary model reads nothing that cannot be compared.
+    assert not unwatched
 
 
 def test_examples_are_numbered_without_a_gap() -> None:

@@ -21,7 +21,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from graphrt import Reason, break_point
+from graphrt import BufferSpec, CUDAGraphRunner, OutputSpec, Padding, Reason, break_point
 from graphrt.graphs import frozen_heap
 from lab import random_rows, rows_runner
 
@@ -328,6 +328,7 @@ NAMED = {
     objects_in_a_long_list: ("values", "of more than 4096 elements, none is followed"),
     simple_queue: ("kept", "its contents cannot be read"),
     (lambda _: lambda x: x * eval("KEPT.scale")): ("eval()", "what it names is in a string"),
+    (lambda _: lambda x: x * len(os.getcwd())): ("getcwd()", "it is state of the process"),
     (lambda _: lambda x: x * (decimal.getcontext().prec > 1)): (
         "getcontext()",
         "it is state of the interpreter",
@@ -360,6 +361,50 @@ def test_what_holds_no_data_is_not_named() -> None:
             return torch.nn.functional.relu(x) * math.pi
 
     with rows_runner(fn) as runner, torch.no_grad():
+        runner.capture()
+        assert not runner.report().unwatched
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [("Llama", "ForCausalLM"), ("Qwen3", "ForCausalLM"), ("Bert", "Model")]
+)
+def test_models_of_transformers_have_nothing_that_cannot_be_watched(family, head) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**SMALL, use_cache=False)
+    model = getattr(transformers, f"{family}{head}")(config).eval()
+
+    def fn(ids, mask):
+        return model(input_ids=ids, attention_mask=mask)[0]
+
+    def masked(sizes, seed):
+        generator = torch.Generator().manual_seed(seed)
+        mask = torch.ones(sizes["n"], 8, dtype=torch.int64)
+        mask[:, : 1 + seed % 3] = 0
+        return {"ids": torch.randint(0, 64, (sizes["n"], 8), generator=generator), "mask": mask}
+
+    runner = CUDAGraphRunner(
+        fn,
+        inputs=[
+            BufferSpec("ids", ("n", 8), torch.int64, Padding.fill(0, arbitrary=True)),
+            BufferSpec("mask", ("n", 8), torch.int64, Padding.fill(1)),
+        ],
+        outputs=OutputSpec({"": "n"}),
+        sizes={"n": [2]},
+        examples=masked,
+        device="simulated",
+    )
+    with runner, torch.no_grad():
         runner.capture()
         assert not runner.report().unwatched
 
