@@ -126,7 +126,7 @@ ARRAYS: dict[str, tuple[Any, Any]] = {
     "strided": (np.zeros((301, 400)), lambda base: base[::2, ::3]),
     "one row in two": (np.zeros((5, 300_000)), lambda base: base[::2]),
     "backwards": (np.zeros((300, 400)), lambda base: base[::-1, ::-1]),
-    "windows": (
+    "overlapping": (
         np.zeros(50_000),
         lambda base: np.lib.stride_tricks.sliding_window_view(base, 20_000),
     ),

@@ -429,16 +429,16 @@ def test_weak_reference_keeps_nothing_alive() -> None:
 
 
 class SetsAside(torch.nn.Module):
-    """Each run sets a part of the weight aside, which a capture puts back."""
+    """Each run keeps a part of the weight apart, which a capture puts back."""
 
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
-        self.aside = None
+        self.kept_apart = None
 
     @break_point
     def part(self, weight):
-        self.aside = weight
+        self.kept_apart = weight
 
     def forward(self, x):
         self.part(self.weight[0])
@@ -452,4 +452,4 @@ def test_tensor_that_was_put_back_to_none_is_told_by_its_name():
             x = torch.ones(2, 4)
             assert torch.equal(runner.run({"x": x}), x * 4)
             assert runner.last_decision.reason is Reason.INVALIDATED
-        assert "aside" in runner.explain()
+        assert "kept_apart" in runner.explain()

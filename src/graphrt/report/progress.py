@@ -57,9 +57,10 @@ class ProgressBars:
 def shown(progress: Progress | bool | None, name: str) -> Iterator[Progress | None]:
     """The callable to tell; for True one that draws a bar on stderr, while this is entered."""
     if progress is not True:
-        if progress:
-            check_callable("progress", progress)
-        yield progress or None
+        asked = None if progress is False else progress
+        if asked is not None:
+            check_callable("progress", asked)
+        yield asked
         return
     with ProgressBars() as bars:
         bars.show(f"{name}: capture", 0, None)  # Warm-ups come first, and are not counted.

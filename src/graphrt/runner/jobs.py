@@ -348,10 +348,6 @@ class _Run:
                 with _guarded(self.options.state), run, scope.step(RuntimeMode.NONE, job.key):
                     job.target(*args, **kwargs)
                 self._ran_again.add(id(host))
-        except BaseException:
-            self._drop(scope, before)
-            raise
-        try:
             is_kept = self.gate(job, "captured")
         except BaseException:
             self._drop(scope, before)
