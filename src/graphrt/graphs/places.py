@@ -111,8 +111,8 @@ def plain_array(value: Any) -> Any:
 
 
 def packed_array(value: Any) -> Any:
-    """The same elements in one dimension, each that is in memory once: a view where that has no
-    gaps, else an iterator. Of rows that overlap, the bytes from the first to the last."""
+    """The same elements in one dimension, each that is in memory once: a view where no others lie
+    between, else an iterator. Of rows that overlap, the bytes from the first to the last."""
     plain = plain_array(value)
     if plain.flags.c_contiguous:
         return plain.reshape(-1)
