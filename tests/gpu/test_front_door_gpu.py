@@ -21,6 +21,10 @@ from graphrt import (
     RuntimeConfig,
 )
 
+MOST_UNNAMED = 2 << 20
+"""Bytes that a capture may take without a name."""
+MOST_TRIES = 12
+
 
 @contextmanager
 def runtime_of(nvtx: bool) -> Iterator[Runtime]:
@@ -76,8 +80,9 @@ def test_env_tells_of_the_gpu() -> None:
 
 
 def test_memory_that_a_capture_takes_is_named() -> None:
-    rests = []
-    for _ in range(3):
+    rests: list[int] = []
+    # Free memory is the whole GPU's: another process may begin or end during most of them.
+    while len(rests) < MOST_TRIES and min(rests, default=MOST_UNNAMED + 1) > MOST_UNNAMED:
         with make_engine(LLAMA, "FULL_AND_PIECEWISE") as engine:
             report = engine.runtime.report()
             before, after = report.memory
@@ -90,5 +95,4 @@ def test_memory_that_a_capture_takes_is_named() -> None:
         for name in ("taken by captures", "pools of graphs"):
             assert any(line.strip().startswith(name) for line in text.splitlines()), name
         rests.append(abs(taken.rest))
-    # Free memory is the whole GPU's: another process may begin or end during one of them.
-    assert min(rests) <= 2 << 20
+    assert min(rests) <= MOST_UNNAMED
