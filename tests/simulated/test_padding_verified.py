@@ -741,26 +741,39 @@ def test_num_reqs_that_is_no_count_raises(num_reqs):
 
 
 @pytest.mark.parametrize("what", ["step", "capture", "capture_next"])
-def test_call_inside_a_step_of_the_same_runtime_raises(what):
+@pytest.mark.parametrize(
+    ("where", "num_tokens"), [("model", 12), ("observer", 4)], ids=["model", "observer"]
+)
+def test_call_inside_a_step_of_the_same_runtime_raises(where, num_tokens, what):
     box = {}
 
-    def model(x):
-        if inner := box.pop("inner", None):
+    def call_inner(asked):
+        if asked == where and (inner := box.pop("inner", None)):
             inner()
+
+    def model(x):
+        call_inner("model")
         return x * 2
 
-    batch = {"values": {"x": torch.ones(12, 3)}, "num_tokens": 12, "num_reqs": 1}
-    with make(model) as runtime:
+    def look(event):
+        if isinstance(event, Replayed | RanEager):
+            call_inner("observer")
+
+    def batch(value):
+        x = torch.full((num_tokens, 3), value)
+        return {"values": {"x": x}, "num_tokens": num_tokens, "num_reqs": 1}
+
+    with make(model, observer=look) as runtime:
         runtime.capture()
         calls = {
-            "step": lambda: runtime.step(**batch),
+            "step": lambda: runtime.step(**batch(0.0)),
             "capture": runtime.capture,
             "capture_next": runtime.capture_next,
         }
         box["inner"] = calls[what]
         with pytest.raises(ReentrantStepError):
-            runtime.step(**batch)
-        assert runtime.step(**batch).eq(2).all()
+            runtime.step(**batch(1.0))
+        assert runtime.step(**batch(1.0)).eq(2).all()
 
 
 def test_step_inside_the_check_of_a_capture_raises():
@@ -774,29 +787,6 @@ def test_step_inside_the_check_of_a_capture_raises():
         box["runtime"] = runtime
         with pytest.raises(ReentrantStepError):
             runtime.capture()
-
-
-@pytest.mark.parametrize("what", ["step", "capture", "capture_next"])
-def test_call_from_the_observer_of_a_step_raises(what):
-    box = {}
-
-    def look(event):
-        if isinstance(event, Replayed | RanEager) and (inner := box.pop("inner", None)):
-            inner()
-
-    batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
-    other = {"values": {"x": torch.zeros(4, 3)}, "num_tokens": 4, "num_reqs": 1}
-    with make(lambda x: x * 2, observer=look) as runtime:
-        runtime.capture()
-        calls = {
-            "step": lambda: runtime.step(**other),
-            "capture": runtime.capture,
-            "capture_next": runtime.capture_next,
-        }
-        box["inner"] = calls[what]
-        with pytest.raises(ReentrantStepError):
-            runtime.step(**batch)
-        assert runtime.step(**batch).eq(2).all()
 
 
 def test_run_from_the_observer_of_a_run_raises():
