@@ -563,11 +563,14 @@ class Executor:
         """
         ready, call = self.make_ready(entry), self._example(entry.key, 1)
         captured = self._captured_with.get(entry.key)
-        with self._state_kept():
+        whole, left = self._overwritten()
+        with self._state_kept(whole) as restore:
             if before_warmup is None:
                 with noted_eager_segments():
                     self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
                 return
+            generators = RunState(generators=self._generators)
+            before = generators.save()
             subject = f"{entry.mode.name}, {entry.key}"
             reads_info = ready.program.reads_step_info and not self._has_constant_info
             if captured is not None:
@@ -580,7 +583,6 @@ class Executor:
                 require_varied_for_memos(
                     subject, captured[0], dict(call.values), before_warmup, is_strict=self.is_strict
                 )
-            _, left = self._overwritten()
             ready.program.is_compared = require_compared(
                 subject, verification, left, is_strict=self.is_strict
             )
@@ -594,9 +596,9 @@ class Executor:
                     self.compare(ready, self._example(entry.key, seed))
             compared: list[str] = []
             unlike: dict[str, Comparison] = {}
-            generators = RunState(generators=self._generators)
-            before = generators.save()
             for sizes in self._sizes_to_pad(entry):
+                # A batch of these sizes may have the rows that the full one left in scratch.
+                restore()
                 with _of_example():
                     self.compare_padding(ready, self._call(sizes, 1), before_warmup, unlike.update)
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
@@ -607,13 +609,15 @@ class Executor:
                 entry.padding += f"; {_tell_unlike(subject, unlike, is_strict=self.is_strict)}"
 
     @contextmanager
-    def _state_kept(self) -> Iterator[None]:
-        state = RunState(self.options.state, generators=self._generators, wait=self._wait_for(()))
-        saved = state.save()
+    def _state_kept(self, overwritten: Sequence[torch.Tensor] = ()) -> Iterator[Callable[[], None]]:
+        """Put everything back at the end, and whenever the yielded function is called."""
+        tensors, wait = _numbered(overwritten), self._wait_for(overwritten)
+        state = RunState(self.options.state, tensors, generators=self._generators, wait=wait)
+        restore = partial(state.restore, state.save())
         try:
-            yield
+            yield restore
         finally:
-            state.restore(saved)
+            restore()
 
     def time_replays(self, entries: Sequence[Entry], wait: Callable[[], None]) -> list[int]:
         """Nanoseconds of a replay of each, on an example: the least of several, taken in turns.
