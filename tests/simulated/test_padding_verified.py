@@ -728,6 +728,7 @@ def test_step_info_declared_constant_may_change_where_no_graph_holds_it():
 def test_step_info_held_by_the_second_mode_of_a_key_has_to_differ_too():
     same = with_info(lambda seed: {"n": 4})
     mode = "FULL_AND_PIECEWISE"
+
     def model(x):
         return eager_part(x + 0) * 1
 

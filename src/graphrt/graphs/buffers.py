@@ -71,12 +71,12 @@ class BoundBuffers:
         """As ``stage``, for callers that have gradients off: a step asks for that once."""
         owner = self._owner
         try:
+            sources = list(values.values())  # First, because an iterator may not end.
             names = tuple(values)
             plan = self._plans[n if type(n) is int else owner._pick(n), names]
-        except (LookupError, TypeError):
+        except (LookupError, TypeError, AttributeError, RuntimeError):
             _require_mapping(values)
             plan = self._find_plan(n, names)
-        sources = list(values.values())
         try:
             layout = list(map(_layout, sources))
         except AttributeError:
@@ -285,7 +285,8 @@ class BufferSet:
                 two inputs that disagree about an axis, and for an axis of no given input.
         """
         try:
-            place = (*values, *map(_shape, values.values()))
+            shapes = tuple(map(_shape, values.values()))  # First, because iterators may not end.
+            place = (*values, *shapes)
             return self._sizes_of_shapes[place].copy()
         except (KeyError, AttributeError, TypeError, RuntimeError):
             # A tensor has values() too, which raises the last of these.
