@@ -512,6 +512,28 @@ def test_nothing_to_compare_warns_and_is_refused_in_strict_mode():
     refused(model, "nothing was compared", asked={"on_miss": "strict"}, **options)
 
 
+def test_sum_in_a_tensor_too_large_to_be_put_back_is_named_as_a_cause():
+    big = torch.zeros(1 << 25)
+
+    def model(x):
+        big[:1].add_(1)
+        return x + big[:1]
+
+    told = refused(model, "differ from each other", may_overwrite=[big])
+    assert "may_overwrite that is too large to be put back" in told
+
+
+def test_sum_in_scratch_is_put_back_before_causes_are_looked_for():
+    small = torch.zeros(4)
+
+    def model(x):
+        small[:1].add_(1)
+        return x + x.mean(0) + small[:1]
+
+    assert "differ from each other" not in refused(model, "padding is read", may_overwrite=[small])
+    assert small[1:].eq(0).all()
+
+
 def test_random_model_is_admitted():
     with make(lambda x: x + torch.rand_like(x)) as runtime:
         told = [graph.padding for graph in runtime.capture().graphs]
