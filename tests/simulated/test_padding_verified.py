@@ -748,13 +748,15 @@ def test_step_info_declared_constant_may_change_where_no_graph_holds_it():
 
 
 def test_step_info_held_by_the_second_mode_of_a_key_has_to_differ_too():
-    same = with_info(lambda seed: {"n": 4})
-    mode = "FULL_AND_PIECEWISE"
+    def of_sizes(sizes, seed):
+        return Example({"x": torch.full((sizes["n"], 4), 1.0 + seed)}, {"n": 4})
 
-    def model(x):
-        return eager_part(x + 0) * 1
-
-    assert "FULL" in refused(model, "step_info", examples=same, mode=mode)
+    modes = ("FULL", "PIECEWISE")  # One key for both.
+    with (
+        rows_runner(lambda x: eager_part(x + 0) * 1, modes=modes, examples=of_sizes) as runner,
+        pytest.raises(VerificationError, match=r"FULL.*step_info"),
+    ):
+        runner.capture()
 
 
 @pytest.mark.parametrize("place", [31, 3])
