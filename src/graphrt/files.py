@@ -25,8 +25,8 @@ def open_regular(path: str | Path) -> IO[bytes]:
     """
     try:
         mode = Path(path).stat().st_mode
-    except ValueError as error:  # It has a zero byte, or text that no path has.
-        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    except (TypeError, ValueError) as error:  # It is no path, or has a zero byte.
+        raise OSError(errno.EINVAL, str(error), str(path)[:200]) from error
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "a directory", str(path))
     if not stat.S_ISREG(mode):

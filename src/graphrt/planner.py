@@ -84,7 +84,7 @@ def read_azure_csv(path: str | Path, limit: int | None = None) -> list[TraceRequ
     A CSV with the header TIMESTAMP,ContextTokens,GeneratedTokens; timestamps are wall clock, with
     up to nine fractional digits. Raises ``TraceError`` naming file and row.
     """
-    rows = _rows(Path(path), limit)
+    rows = _rows(_as_path(path), limit)
     header = next(rows, None)
     if header is None:
         raise _empty(Path(path))
@@ -99,12 +99,12 @@ def read_mooncake_jsonl(path: str | Path, limit: int | None = None) -> list[Trac
     One JSON object a line, with timestamp (milliseconds), input_length and output_length; other
     fields are ignored. Raises ``TraceError`` naming file and row.
     """
-    return _requests(Path(path), _rows(Path(path), limit), _mooncake_row, limit)
+    return _requests(Path(path), _rows(_as_path(path), limit), _mooncake_row, limit)
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """Read a trace of either form, recognised by its first line. Raises ``TraceError``."""
-    first = next(_rows(Path(path), limit), None)
+    first = next(_rows(_as_path(path), limit), None)
     if first is None:
         raise _empty(Path(path))
     if first.text.startswith("{"):
@@ -112,6 +112,12 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
     if first.text == AZURE_HEADER:
         return read_azure_csv(path, limit)
     first.wrong(f"the header {AZURE_HEADER}, or a JSON object", _short(first.text))
+
+
+def _as_path(path: object) -> Path:
+    if isinstance(path, str | Path):
+        return Path(path)
+    raise TraceError("trace", expected="the path of a file", found=reprlib.repr(path))
 
 
 def generate_azure_like(num_requests: int, seed: int) -> list[TraceRequest]:

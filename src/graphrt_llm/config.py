@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphrt import RuntimeConfig
+from graphrt.config.checked import shown
 from graphrt_llm.blocks import blocks_for
 from graphrt_llm.errors import EngineConfigError
 
@@ -92,7 +93,7 @@ class EngineConfig:
         def check(is_met: bool, name: str, expected: str) -> None:
             if not is_met:
                 raise EngineConfigError(
-                    f"EngineConfig.{name}", expected=expected, found=repr(getattr(self, name))
+                    f"EngineConfig.{name}", expected=expected, found=shown(getattr(self, name))
                 )
 
         for name, most in (

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from graphrt.config.checked import shown
 from graphrt.files import read_json
 from graphrt_llm.errors import ModelConfigError
 
@@ -109,14 +110,24 @@ class ModelConfig:
             "rms_norm_eps",
             "rope_theta",
         )
+        of_any_kind = ("rms_norm_eps", "rope_theta")
         for name in sizes:
             value = getattr(self, name)
             most = MOST_OF.get(name, MOST_ELEMENTS)
-            if not (0 < value <= most and math.isfinite(value)):
+            is_number = type(value) is int or (type(value) is float and name in of_any_kind)
+            if not (is_number and 0 < value <= most and math.isfinite(value)):
                 raise ModelConfigError(
                     f"model field {name!r}",
-                    expected=f"a number above 0, at most {most}",
-                    found=repr(value),
+                    expected=f"a number above 0, at most {most}, an integer where it counts",
+                    found=shown(value),
+                )
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= MOST_ELEMENTS:
+                raise ModelConfigError(
+                    f"model field {name!r}",
+                    expected=f"an integer of 0 to {MOST_ELEMENTS}",
+                    found=shown(value),
                 )
         if (self.architecture == "Qwen3MoeForCausalLM") != (self.num_experts > 0) or (
             self.num_experts

@@ -159,7 +159,7 @@ def open_safetensors(path: Path, files: ExitStack) -> Iterator[tuple[str, _Store
         # The reader of the format would wait for whoever writes into a pipe.
         open_regular(path).close()
         handle = files.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise WeightsFileError(
             str(path),
             expected="a complete safetensors file",

@@ -231,8 +231,8 @@ MUTANTS = [
     Mutant(
         "first replay advances guarded state",
         RUNNER + "executor.py",
-        "            state.restore(saved)\n",
-        "            pass\n",
+        "        finally:\n            restore()\n",
+        "        finally:\n            pass\n",
         "simulated/test_runtime_capture.py simulated/test_runner_jobs.py",
     ),
     Mutant(

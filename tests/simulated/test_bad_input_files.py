@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from graphrt.cli.files import read_batches, read_config
+from graphrt.config.checked import shown
 from graphrt.errors import BatchError, ConfigError, TraceError
+from graphrt.files import open_regular
 from graphrt.planner import read_trace
 from graphrt_llm import EngineConfig
 from graphrt_llm.errors import EngineConfigError, ModelConfigError, WeightsFileError
@@ -323,7 +326,29 @@ def test_commands_refuse_endless_input_in_little_memory(tmp_path: Path) -> None:
     ]
 
 
+NO_SIZES = [10**18, 10**5000, -1, 2.5, float("nan"), True, "a" * 10**6, itertools.count()]
+
+
 @pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_model_len"])
-def test_engine_number_that_would_fill_memory_is_refused(name: str) -> None:
-    with pytest.raises(EngineConfigError):
-        EngineConfig(**{name: 10**12})
+@pytest.mark.parametrize("value", NO_SIZES, ids=shown)
+def test_engine_number_that_is_no_size_is_refused_in_short(name: str, value: Any) -> None:
+    with pytest.raises(EngineConfigError) as raised:
+        EngineConfig(**{name: value})
+    assert len(str(raised.value)) < 1_000
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "num_layers", "num_heads", "num_experts"])
+@pytest.mark.parametrize("value", NO_SIZES, ids=shown)
+def test_model_number_that_is_no_size_is_refused_in_short(name: str, value: Any) -> None:
+    fields = {slot: getattr(ModelConfig.tiny(), slot) for slot in ModelConfig.__slots__}
+    with pytest.raises(ModelConfigError) as raised:
+        ModelConfig(**{**fields, name: value})
+    assert len(str(raised.value)) < 1_000
+
+
+@pytest.mark.parametrize("path", [5, True, None, [], 1.5, b"trace.csv"], ids=repr)
+def test_path_of_another_type_is_refused(path: Any) -> None:
+    with pytest.raises(TraceError, match="the path of a file"):
+        read_trace(path)
+    with pytest.raises(OSError, match="Errno"):
+        open_regular(path)

@@ -34,7 +34,7 @@ from graphrt.errors import (
 )
 from graphrt.graphs import EagerSegment, GraphSegment
 from graphrt.graphs.recorder import open_cuts
-from lab import FULL, KEY, NONE, PIECEWISE, Lab, rows_runner
+from lab import FULL, KEY, NONE, PIECEWISE, Lab, Tally, rows_runner
 
 
 def kinds(program: Program) -> str:
@@ -790,3 +790,46 @@ def test_capture_of_both_modes_gives_the_same_result(lab: Lab) -> None:
     assert [kinds(program) for program in report.programs] == ["GEG", "G"]
     for mode in (PIECEWISE, FULL):
         assert torch.equal(lab.step(outer, x, mode=mode), model(x))
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_error_of_an_eager_segment_in_the_first_replay_says_what_a_replay_does_not_run(
+    verify: str,
+) -> None:
+    model = SimpleNamespace(scale=None)
+
+    @break_point
+    def scaled(x):
+        return x * model.scale["n"]
+
+    def forward(x):
+        model.scale = {"n": 2}
+        y = scaled(x + 1)
+        model.scale = None
+        return y * 1
+
+    with rows_runner(forward, modes=("PIECEWISE",), verify=verify) as runner:
+        with pytest.raises(TypeError, match="not subscriptable") as raised:
+            runner.capture()
+        (note,) = raised.value.__notes__
+        assert "without the Python of the model before, between and after them" in note
+        failure = str(*runner.report().failures.values())
+        assert note in failure
+
+
+def test_error_of_an_eager_run_in_a_first_check_gets_no_note_of_replays() -> None:
+    calls = Tally(0)
+
+    def forward(x):
+        calls[0] += 1
+        if calls[0] > 3:
+            raise KeyError("weights")
+        return once(x + 1) * 1
+
+    once = break_point(lambda x: x * 2)
+    with (
+        rows_runner(forward, modes=("PIECEWISE",), warmups=2) as runner,
+        pytest.raises(KeyError) as raised,
+    ):
+        runner.capture()
+    assert not hasattr(raised.value, "__notes__")

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from graphrt import BufferSpec, CUDAGraphWrapper, Example, GraphLibrary, OutputSpec, Padding
-from graphrt.errors import BatchError, ConfigError, GraphrtError, InputMismatchError
+from graphrt import (
+    BucketDispatcher,
+    BufferSet,
+    BufferSpec,
+    CUDAGraphWrapper,
+    Decision,
+    Example,
+    GraphLibrary,
+    OutputSpec,
+    Padding,
+    TensorStateGuard,
+    Workspace,
+)
+from graphrt.config.checked import shown
+from graphrt.errors import (
+    BatchError,
+    ConfigError,
+    GraphrtError,
+    InputMismatchError,
+    StaticBufferError,
+)
 from graphrt.report import Progress
 from lab import FULL, Lab, RuntimeLab, random_rows, rows_runner
 
 ROWS = torch.ones(2, 4)
+NARROW = BufferSpec("x", ("n",), torch.float32)
+WIDE = BufferSpec("x", ("n", 10**15), torch.float32)
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -32,6 +55,26 @@ def double(x: torch.Tensor) -> torch.Tensor:
         {"sizes": {"n": [True]}},
         {"sizes": {"n": torch.tensor([2, 4])}},
         {"sizes": {1: [2]}},
+        {"sizes": {"n": range(1, 10**12)}},
+        {"sizes": {"n": itertools.count(1)}},
+        {"sizes": {"n": itertools.repeat(2)}},
+        {"sizes": {"n": torch.tensor(2)}},
+        {"sizes": {"n": [10**5000]}},
+        {"capacity": {"n": float("nan")}},
+        {"capacity": {"n": 10**5000}},
+        {"modes": itertools.repeat("FULL")},
+        {"modes": torch.tensor(1)},
+        {"resources": itertools.repeat(Workspace("scratch"))},
+        {"resources": itertools.count()},
+        {"resources": torch.tensor(1)},
+        {"resources": numpy.ones(())},
+        {"keep_alive": itertools.repeat(ROWS)},
+        {"may_overwrite": itertools.repeat(ROWS)},
+        {"layers": itertools.count()},
+        {"verify_every": 10**5000},
+        {"verify_tolerance": 10**5000},
+        {"verify_tolerance": float("inf")},
+        {"verify_tolerance": float("nan")},
         {"modes": None},
         {"modes": 5},
         {"warmups": 1.5},
@@ -41,7 +84,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
         {"reads_padding": True},
         {"outputs": {"": "n"}},
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_wrong_option_of_a_runner_is_refused_by_name(options: dict[str, Any]) -> None:
     [name] = options
@@ -69,6 +112,16 @@ def test_wrong_option_of_a_runner_is_refused_by_name(options: dict[str, Any]) ->
         lambda: GraphLibrary("simulated", budget=5),
         lambda: GraphLibrary("simulated", generation_size="a"),
         lambda: CUDAGraphWrapper(double, None, FULL),
+        lambda: BufferSet([WIDE], {"n": 2}, lambda key: {"n": 2}, torch.device("cpu")),
+        lambda: BufferSet([NARROW], {"n": 10**5000}, dict, torch.device("cpu")),
+        lambda: TensorStateGuard(itertools.repeat(ROWS)),
+        lambda: TensorStateGuard(itertools.count()),
+        lambda: TensorStateGuard(torch.tensor(1)),
+        lambda: BucketDispatcher({"n": itertools.count(1)}),
+        lambda: BucketDispatcher({"n": range(1, 10**12)}),
+        lambda: BucketDispatcher({"n": [4]}).dispatch({"n": 10**5000}),
+        lambda: BucketDispatcher({"n": [4]}).dispatch({"n": 4}, itertools.count()),
+        lambda: BucketDispatcher({"n": [4]}).dispatch({"n": 4}, 5),
     ],
 )
 def test_wrong_value_is_refused_where_it_is_made(make: Any) -> None:
@@ -88,6 +141,22 @@ def test_wrapper_of_no_callable_is_refused(lab: Lab) -> None:
         (lambda runner: runner.decide(None), BatchError),
         (lambda runner: runner.run({"x": ROWS}, key="a"), BatchError),
         (lambda runner: runner.run({"x": ROWS}, decision=5), BatchError),
+        (lambda runner: runner.run({"x": ROWS}, decision=Decision(5, 6, 7)), BatchError),
+        (lambda runner: runner.run({"x": ROWS}, decision=Decision(FULL, [], 7)), BatchError),
+        (lambda runner: runner.run({"x": ROWS}, sizes={"n": 10**5000}), GraphrtError),
+        (lambda runner: runner.run(itertools.count()), InputMismatchError),
+        (lambda runner: runner.run(itertools.count(), sizes={"n": 2}), InputMismatchError),
+        (lambda runner: runner.run({"x": ROWS[:1, :1].expand(10**12, 4)}), StaticBufferError),
+        (lambda runner: runner.decide({"n": 2}, itertools.count()), BatchError),
+        (lambda runner: runner.decide({"n": 10**5000}), BatchError),
+        (lambda runner: runner.key(n=10**5000), BatchError),
+        (lambda runner: runner.key(n=2, variant=[]), ConfigError),
+        (lambda runner: runner.capture(itertools.repeat(runner.keys[0])), ConfigError),
+        (lambda runner: runner.capture(itertools.count()), ConfigError),
+        (lambda runner: runner.capture(5), ConfigError),
+        (lambda runner: runner.capture_next(10**5000), ConfigError),
+        (lambda runner: runner.withdraw(itertools.count(), "new kernels"), ConfigError),
+        (lambda runner: runner.withdraw([], 5), ConfigError),
         (lambda runner: runner.capture(progress=5), ConfigError),
         (lambda runner: runner.capture_next(allow=5), ConfigError),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -511,6 +512,28 @@ def test_nothing_to_compare_warns_and_is_refused_in_strict_mode():
     refused(model, "nothing was compared", asked={"on_miss": "strict"}, **options)
 
 
+def test_sum_in_a_tensor_too_large_to_be_put_back_is_named_as_a_cause():
+    big = torch.zeros(1 << 25)
+
+    def model(x):
+        big[:1].add_(1)
+        return x + big[:1]
+
+    told = refused(model, "differ from each other", may_overwrite=[big])
+    assert "may_overwrite that is too large to be put back" in told
+
+
+def test_sum_in_scratch_is_put_back_before_causes_are_looked_for():
+    small = torch.zeros(4)
+
+    def model(x):
+        small[:1].add_(1)
+        return x + x.mean(0) + small[:1]
+
+    assert "differ from each other" not in refused(model, "padding is read", may_overwrite=[small])
+    assert small[1:].eq(0).all()
+
+
 def test_random_model_is_admitted():
     with make(lambda x: x + torch.rand_like(x)) as runtime:
         told = [graph.padding for graph in runtime.capture().graphs]
@@ -680,6 +703,86 @@ def test_step_info_held_by_a_graph_has_to_differ():
     with make(reads_step_info, examples=constant) as runtime:
         runtime.capture()
         assert runtime.step(**batch, step_info={"n": 4})[0, 0] == 4
+
+
+@dataclass
+class Info:
+    n: float = 0.0
+    table: torch.Tensor | None = None
+
+
+def test_step_info_declared_constant_is_compared_in_each_step():
+    batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
+    changing = {"n": 4, "lens": [1, 2]}
+    for make_info, other in (
+        (lambda: changing, {"n": 5, "lens": [1, 2]}),
+        (lambda: {"n": 4, "lens": [1, 2]}, {"n": 4, "lens": [1, 3]}),
+        (lambda: {"n": 4, "lens": [1, 2]}, {"n": 4}),
+        (lambda: {"n": 4, "info": Info(0.0, torch.ones(2))}, {"n": 4, "info": Info(-0.0)}),
+        (lambda: {"n": 4, "info": Info(0.0)}, {"n": 4, "info": Info(-0.0)}),
+        (lambda: {"n": 4}, {"n": 4.0}),
+        (lambda: {"n": 4}, None),
+    ):
+        declared = with_info(lambda seed, make_info=make_info: make_info(), constant_info=True)
+        with make(reads_step_info, examples=declared) as runtime:
+            runtime.capture()
+            # Another object that says the same, with tensors of its own.
+            assert runtime.step(**batch, step_info=make_info())[0, 0] == 4
+            assert runtime.last_decision.mode.name == "FULL"
+            for _ in range(2):
+                with pytest.raises(UnkeyedValueError, match="constant_info"):
+                    runtime.step(**batch, step_info=other)
+            assert runtime.step(**batch, step_info=make_info())[0, 0] == 4
+            if make_info() is changing:  # Changed in place.
+                changing["n"] = 5
+                with pytest.raises(UnkeyedValueError, match="constant_info"):
+                    runtime.step(**batch, step_info=changing)
+
+
+def test_step_info_declared_constant_may_change_where_no_graph_holds_it():
+    constant = with_info(lambda seed: {"n": 4}, constant_info=True)
+    batch = {"values": {"x": torch.ones(4, 3)}, "num_tokens": 4, "num_reqs": 1}
+    with make(lambda x: eager_part(x + 0) * 1, examples=constant, mode="PIECEWISE") as runtime:
+        runtime.capture()
+        assert runtime.step(**batch, step_info={"n": 9})[0, 0] == 9
+
+
+def test_step_info_held_by_the_second_mode_of_a_key_has_to_differ_too():
+    def of_sizes(sizes, seed):
+        return Example({"x": torch.full((sizes["n"], 4), 1.0 + seed)}, {"n": 4})
+
+    modes = ("FULL", "PIECEWISE")  # One key for both.
+    with (
+        rows_runner(lambda x: eager_part(x + 0) * 1, modes=modes, examples=of_sizes) as runner,
+        pytest.raises(VerificationError, match=r"FULL.*step_info"),
+    ):
+        runner.capture()
+
+
+@pytest.mark.parametrize("place", [31, 3])
+def test_padding_that_falls_on_real_rows_of_scratch_is_told(place):
+    cache, big = torch.zeros(32, 3), torch.zeros(1 << 25)
+    slots = BufferSpec("slots", ("tokens",), torch.int64, Padding.fill(place))
+
+    def model(x, slots):
+        cache.index_copy_(0, slots, x)
+        big[: x.shape[0]].copy_(x[:, 0])
+        return x * 2
+
+    def in_order(sizes, seed):
+        values = examples(sizes, seed).values
+        return {**values, "slots": torch.arange(sizes["tokens"]) + 3}
+
+    options = {"inputs": (X, slots), "examples": in_order, "may_overwrite": [cache, big]}
+    falls = place == 3
+    with make(model, **options) as runtime, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        told = [graph.padding for graph in runtime.capture().graphs]
+    assert [item.category for item in caught] == [UnverifiedWarning] * 2 * falls
+    assert all(("may_overwrite 0 is left otherwise" in each) is falls for each in told)
+    assert all("without 1 of may_overwrite" in each for each in told)
+    if falls:
+        refused(model, "may_overwrite 0 is left", asked={"on_miss": "strict"}, **options)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ from graphrt.errors import (
     BreakError,
     CaptureInProgressError,
     LibraryClosedError,
+    MutatedInputError,
     NestedReplayError,
+    StateAdvancedError,
     SuspendedError,
     TooManyFailuresError,
 )
@@ -142,15 +144,18 @@ def test_eager_segment_may_call_another_library_at_capture(lab: Lab) -> None:
         assert total.item() == 66
 
 
-def runner_in(lab: Lab) -> CUDAGraphRunner:
+def runner_in(
+    lab: Lab, fn: Callable[[Tensor], Tensor] = lambda x: x + 1, **options: Any
+) -> CUDAGraphRunner:
     return CUDAGraphRunner(
-        lambda x: x + 1,
+        fn,
         inputs=[BufferSpec("x", ("tokens", 2), torch.float32)],
         outputs=OutputSpec({"": "tokens"}),
         sizes={"tokens": [4]},
         examples=lambda sizes, seed: {"x": torch.full((sizes["tokens"], 2), 1.0 + seed)},
         library=lab.library,
         name="runner",
+        **options,
     )
 
 
@@ -173,6 +178,56 @@ def test_runner_inside_an_eager_segment_is_refused(lab: Lab, pair: Pair) -> None
     with pytest.raises(NestedReplayError, match="which is being captured"):
         lab.capture(lab.wrap(lambda x: eager(x + 1) + 1, PIECEWISE), torch.ones(2))
     runner.close()
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_runner_of_another_library_may_run_inside_an_eager_segment(
+    lab: Lab, captures: bool
+) -> None:
+    """As the refusal of a runner of the same library advises."""
+    with Lab(lab.device) as other:
+        inner = runner_in(other)
+        if captures:
+            inner.capture()
+
+        @break_point
+        def eager(x: Tensor) -> Tensor:
+            return inner.run({"x": x}) * 1
+
+        with runner_in(lab, lambda x: eager(x + 1) * 3, modes=("PIECEWISE",)) as outer:
+            outer.capture()
+            for rows in (4, 3, 1):
+                x = torch.arange(2.0 * rows).view(rows, 2)
+                assert torch.equal(outer.run({"x": x}), (x + 2) * 3)
+                assert outer.last_decision.mode is PIECEWISE
+        inner.close()
+
+
+@pytest.mark.parametrize("is_its_own", [True, False])
+def test_buffer_staged_inside_an_eager_segment_is_refused_where_anything_else_writes_it(
+    lab: Lab, is_its_own: bool
+) -> None:
+    with Lab(lab.device) as other:
+        buffers = (lab if is_its_own else other).buffers(BufferSpec("x", (2,), torch.float32))
+        bound, by_hand = buffers.bind(KEY), [lambda: None]
+
+        @break_point
+        def eager(x: Tensor) -> Tensor:
+            bound.stage(2, {"x": x})
+            by_hand[0]()
+            return bound.views["x"] * 1
+
+        def capture(name: str) -> None:
+            lab.capture(lab.wrap(lambda x: eager(x + 1) + 1, PIECEWISE, name), torch.ones(2))
+
+        if is_its_own:  # Graphs of this library may read it as an input.
+            with pytest.raises(MutatedInputError):
+                capture("staged")
+            return
+        capture("staged")
+        by_hand[0] = lambda: bound.views["x"].add_(1)
+        with pytest.raises(StateAdvancedError, match="<lambda>; no state"):
+            capture("by hand")
 
 
 def test_library_is_left_alone_inside_an_eager_segment(lab: Lab, pair: Pair) -> None:

@@ -249,7 +249,7 @@ def from_mapping(kind: type) -> BeforeValidator:
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Errors: ``ConfigError`` for a value that is none of ``choices``."""
     if value not in choices:
-        raise _wrong(name, " or ".join(map(repr, choices)), repr(value), "choose one of them")
+        raise _wrong(name, " or ".join(map(repr, choices)), shown(value), "choose one of them")
 
 
 def check_callable(name: str, value: object) -> None:
@@ -259,21 +259,42 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Errors: ``ConfigError`` for what is no number >= 0."""
-    if not isinstance(value, Real) or not float(value) >= 0:
-        raise _wrong(name, "a number >= 0", repr(value))
+    """Errors: ``ConfigError`` for what is no finite number >= 0."""
+    if not isinstance(value, Real) or not 0.0 <= value <= sys.float_info.max:  # type: ignore[operator]  # numbers have it
+        raise _wrong(name, "a finite number >= 0", shown(value))
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> None:
-    """Errors: ``ConfigError`` for what is no integer >= ``least``."""
-    if type(value) is not int or value < least:
-        raise _wrong(name, f"an integer >= {least}", repr(value))
+    """Errors: ``ConfigError`` for what is no integer >= ``least`` of 64 bits."""
+    if type(value) is not int or not least <= value <= sys.maxsize:
+        raise _wrong(name, f"an integer >= {least}", shown(value))
 
 
 def check_type(name: str, value: object, kind: Any, expected: str, do: str = "correct it") -> None:
     """Errors: ``ConfigError`` for what is no ``kind``, a type or a union of some."""
     if not isinstance(value, kind):
         raise _wrong(name, expected, shown(value), do)
+
+
+def checked_list(
+    name: str, value: object, kind: Any, expected: str, do: str = "put it into a list"
+) -> tuple[Any, ...]:
+    """The items of ``value``, each asked for as it comes, because an iterator may never end.
+
+    Errors: ``ConfigError`` for what cannot be iterated, more than 2**16 items, and one that is no
+            ``kind``.
+    """
+    try:
+        items = iter(value)  # type: ignore[call-overload]  # what it raises is the answer
+    except TypeError:
+        raise _wrong(name, expected, shown(value), do) from None
+    found: list[Any] = []
+    for item in items:
+        check_type(name, item, kind, expected, do)
+        if len(found) == MOST_SIZES:
+            raise _wrong(name, f"at most {MOST_SIZES} items", "more", "leave some out")
+        found.append(item)
+    return tuple(found)
 
 
 def _wrong(name: str, expected: str, found: str, do: str = "correct it") -> ConfigError:

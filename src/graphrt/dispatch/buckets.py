@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.config.checked import checked_list, shown
 from graphrt.config.plan import MOST_KEYS
 from graphrt.dispatch.dispatcher import NOTHING, Unavailable, check_count, check_keys, check_modes
 from graphrt.errors import BatchError, ConfigError
@@ -48,14 +49,18 @@ class BucketDispatcher:
         unavailable: Unavailable = MappingProxyType({}),
         variant: object = None,
     ) -> None:
-        self.axes = {name: tuple(sorted(set(sizes))) for name, sizes in axes.items()}
+        expected = "at least one size, each an integer >= 1"
+        self.axes = {
+            name: tuple(sorted(set(checked_list(f"axis {name!r}", sizes, int, expected))))
+            for name, sizes in axes.items()
+        }
         """Axis name -> its sizes, ascending."""
         for name, listed in self.axes.items():
             if not listed or not all(type(size) is int and size >= 1 for size in listed):
                 raise ConfigError(
                     f"axis {name!r}",
-                    expected="at least one size, each an integer >= 1",
-                    found=repr(list(axes[name])),
+                    expected=expected,
+                    found=shown(list(axes[name])),
                     do="list the sizes this axis is padded to",
                 )
         if not axes or mode is CUDAGraphMode.FULL_DECODE_ONLY:
@@ -127,7 +132,7 @@ class BucketDispatcher:
             raise BatchError(
                 "sizes",
                 expected=f"a size for each of {list(self.axes)}",
-                found=repr(sizes),
+                found=shown(sizes),
                 do="pass a dict axis -> real size",
             )
         if sizes.keys() != self.axes.keys():

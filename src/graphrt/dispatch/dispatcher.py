@@ -7,15 +7,17 @@ builds nothing; decisions of rarer calls are built on first use and then shared 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
 from itertools import pairwise
 from operator import index
+from sys import maxsize
 from types import MappingProxyType
 from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.config import Plan
+from graphrt.config.checked import shown
 from graphrt.errors import BatchError, ConfigError
 
 NOTHING: frozenset[RuntimeMode] = frozenset()
@@ -270,18 +272,19 @@ def check_keys(
 
 
 def check_count(name: str, value: int, *, least: int) -> int:
-    """Return ``value`` as an int. Raises ``BatchError`` if it is none, or below ``least``."""
-    if type(value) is int and value >= least:
+    """Return ``value`` as an int. Raises ``BatchError`` if it is none of 64 bits, or below
+    ``least``."""
+    if type(value) is int and least <= value <= maxsize:
         return value
     try:
         number = index(value)
     except TypeError:
         number = least - 1
-    if number < least:
+    if not least <= number <= maxsize:
         raise BatchError(
-            f"{name} = {value!r}",
+            f"{name} = {shown(value)}",
             expected=f"an integer >= {least}",
-            found=f"{type(value).__name__} {value!r}",
+            found=f"{type(value).__name__} {shown(value)}",
             do="count what is in the batch",
         )
     return number
@@ -290,14 +293,15 @@ def check_count(name: str, value: int, *, least: int) -> int:
 def check_modes(exclude: Iterable[RuntimeMode]) -> frozenset[RuntimeMode]:
     """Return the excluded modes, without NONE. Raises ``BatchError`` for anything else."""
     try:
-        named = frozenset(exclude)
+        # An iterator may never end.
+        named = frozenset(exclude) if isinstance(exclude, Sized) else None
     except TypeError:
         named = None  # Not even a set; the message is the same.
     if named is None or not named <= EVERY_MODE:
         raise BatchError(
-            f"exclude = {exclude!r}",
+            "exclude",
             expected="a set of RuntimeMode members",
-            found=f"{type(exclude).__name__} {exclude!r}",
+            found=shown(exclude),
             do="exclude RuntimeMode.FULL, RuntimeMode.PIECEWISE, or both",
         )
     return named - {RuntimeMode.NONE} if RuntimeMode.NONE in named else named

@@ -8,10 +8,11 @@ declares. Staging tracks which padded rows hold stale data and refills only thos
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -70,12 +71,12 @@ class BoundBuffers:
         """As ``stage``, for callers that have gradients off: a step asks for that once."""
         owner = self._owner
         try:
+            sources = list(values.values())  # First, because an iterator may not end.
             names = tuple(values)
             plan = self._plans[n if type(n) is int else owner._pick(n), names]
-        except (LookupError, TypeError):
+        except (LookupError, TypeError, AttributeError, RuntimeError):
             _require_mapping(values)
             plan = self._find_plan(n, names)
-        sources = list(values.values())
         try:
             layout = list(map(_layout, sources))
         except AttributeError:
@@ -284,7 +285,8 @@ class BufferSet:
                 two inputs that disagree about an axis, and for an axis of no given input.
         """
         try:
-            place = (*values, *map(_shape, values.values()))
+            shapes = tuple(map(_shape, values.values()))  # First, because iterators may not end.
+            place = (*values, *shapes)
             return self._sizes_of_shapes[place].copy()
         except (KeyError, AttributeError, TypeError, RuntimeError):
             # A tensor has values() too, which raises the last of these.
@@ -497,6 +499,14 @@ class _Plan:
             ]
         self.rests = rests
         self.layout = list(map(_layout, sources))
+
+
+def is_staging() -> bool:
+    """True in what ``stage`` calls: asked by who observes writes, so that no step notes it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not BoundBuffers.stage_without_grad.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _pick_items(positions: list[int]) -> operator.itemgetter[Any]:

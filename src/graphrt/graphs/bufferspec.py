@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.config.checked import check_choice, check_type
+from graphrt.config.checked import check_choice, check_type, shown
 from graphrt.errors import PaddingRequiredError, StaticBufferError
 
 Box = tuple[int, ...]
@@ -201,7 +201,15 @@ class Buffer:
     def __init__(self, spec: BufferSpec, capacity: Mapping[str, int], device: torch.device) -> None:
         self.spec = spec
         shape = self.box(capacity)
-        self.tensor = torch.full(shape, spec.policy.value, dtype=spec.dtype, device=device)
+        try:
+            self.tensor = torch.full(shape, spec.policy.value, dtype=spec.dtype, device=device)
+        except (RuntimeError, TypeError) as error:  # Of TypeError: a size of more than 64 bits.
+            raise StaticBufferError(
+                f"static buffer {spec.name!r} of shape {shown(shape)}",
+                expected=f"memory of {device} for as many {spec.dtype}",
+                found=str(error).partition("\n")[0][:200],
+                do="declare a smaller shape, sizes or capacity",
+            ) from error
         self.views: dict[Box, torch.Tensor] = {}
 
     def box(self, sizes: Mapping[str, int]) -> Box:

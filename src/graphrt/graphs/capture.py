@@ -332,7 +332,13 @@ def _refuse_advanced_state(
     library: GraphLibrary,
     options: CaptureOptions,
 ) -> None:
-    undeclared = _undeclared(written, library, options)
+    # A runner of another library stages anew in each of its runs.
+    staged = {_storage_of(write.tensor) for write in writes if write.is_staged}
+    writes = [write for write in writes if not write.is_staged]
+    staged -= {_storage_of(write.tensor) for write in writes}
+    undeclared = [
+        item for item in _undeclared(written, library, options) if item.storage not in staged
+    ]
     if not undeclared:
         return
     places: dict[str, str] = {}

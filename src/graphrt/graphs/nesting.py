@@ -53,5 +53,5 @@ class ReplayInProgress:
             "all of them share memory",
             found=f"an eager segment of {self.title}",
             do="run it eagerly there (ForwardContext mode NONE), do it between two steps, or "
-            "capture it with a library of its own",
+            "capture it with a library of its own on the same device: GraphLibrary(library.device)",
         )

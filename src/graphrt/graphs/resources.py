@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from graphrt.config.checked import checked_list
 from graphrt.context import get_forward_context
 from graphrt.device.torch_modes import wait_for_pinned
 from graphrt.errors import FrozenBufferError
@@ -66,7 +67,9 @@ class TensorStateGuard:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
-        self.tensors = list(tensors.values() if isinstance(tensors, Mapping) else tensors)
+        given = tensors.values() if isinstance(tensors, Mapping) else tensors
+        expected = "a list of tensors, or a mapping with them as values"
+        self.tensors = list(checked_list("TensorStateGuard", given, torch.Tensor, expected))
 
     def save(self) -> list[torch.Tensor]:
         wait_for_pinned(self.tensors)

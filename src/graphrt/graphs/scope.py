@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.config.checked import check_choice, check_count, check_type
+from graphrt.config.checked import check_choice, check_count, check_type, checked_list
 from graphrt.context import CaptureContext, ForwardContext
 from graphrt.device.base import Device, Stream
 from graphrt.errors import ConfigError
@@ -82,23 +82,25 @@ class CaptureOptions:
         check_choice("checks", self.checks, ("all", "none"))
         check_choice("observe", self.observe, ("ends", "always", "never", None))
         check_count("warmups", self.warmups, least=0)
-        for name in ("may_overwrite", "keep_alive", "resources", "allow_escape"):
+        resources = "a list of objects with a method prepare(key, step_info), and workspaces"
+        add = "add the method; reserve, prepare_for_capture and freeze may be left out"
+        for name, kind, expected, do in (
+            ("may_overwrite", torch.Tensor, "a list of tensors", "leave out what is no tensor"),
+            ("keep_alive", torch.Tensor, "a list of tensors", "leave out what is no tensor"),
+            ("resources", Resource | Workspace, resources, add),
+            ("allow_escape", str, "a list of names", "put it into a list"),
+        ):
             value = getattr(self, name)
             # A tensor would be taken for the list of its rows.
-            if not isinstance(value, Iterable) or isinstance(value, torch.Tensor | str):
+            if isinstance(value, torch.Tensor | str):
                 found, do = type(value).__qualname__, "put it into a list"
                 raise ConfigError(name, expected="a list", found=found, do=do)
-            object.__setattr__(self, name, tuple(value))
-        for name in ("may_overwrite", "keep_alive"):
-            for item in getattr(self, name):
-                check_type(name, item, torch.Tensor, "tensors", "leave out what is no tensor")
+            object.__setattr__(self, name, checked_list(name, value, kind, expected, do))
         expected = "an object with the methods save() and restore(token)"
         do = "TensorStateGuard([...]) guards tensors"
         check_type("state", self.state, StateGuard | None, expected, do)
-        expected = "objects with a method prepare(key, step_info), and workspaces"
-        do = "add the method; reserve, prepare_for_capture and freeze may be left out"
-        for resource in self.resources:
-            check_type("resources", resource, Resource | Workspace, expected, do)
+        expected = "a mapping of objects by name"
+        check_type("layers", self.layers, Mapping | None, expected, "name them")
 
     @property
     def workspaces(self) -> list[Workspace]:

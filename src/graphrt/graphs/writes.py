@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.device.torch_modes import is_for_parts
+from graphrt.graphs.buffers import is_staging
 from graphrt.graphs.values import tensors_of
 from graphrt.source import caller_source
 
@@ -24,11 +25,14 @@ class Write(NamedTuple):
     tensor: torch.Tensor
     source: str
     """The user's line; empty where there is none."""
+    is_staged: bool = False
+    """True where a ``BufferSet`` filled one of its buffers."""
 
 
 @contextmanager
 def observed_writes() -> Iterator[list[Write]]:
-    """Collect, one for each storage, the writes to tensors that the body did not make itself."""
+    """Collect the first write to each storage that the body did not make itself, and the first by
+    a ``BufferSet``."""
     observer = _WriteObserver()
     with observer:
         yield observer.writes
@@ -51,7 +55,7 @@ class _WriteObserver(TorchDispatchMode):
         # By address: one that was given stays, since its tensor outlives the body or is never
         # looked at again.
         self._given: set[int] = set()
-        self._written: set[int] = set()
+        self._written: set[tuple[int, bool]] = set()
         self._made: set[int] = set()
 
     def __torch_dispatch__(
@@ -73,11 +77,12 @@ class _WriteObserver(TorchDispatchMode):
         return result
 
     def _note(self, tensors: Sequence[torch.Tensor]) -> None:
+        is_staged = bool(tensors) and is_staging()
         for tensor in tensors:
             address = _address(tensor)
-            if address and address not in self._made and address not in self._written:
-                self._written.add(address)
-                self.writes.append(Write(tensor, str(caller_source())))
+            if address and address not in self._made and (address, is_staged) not in self._written:
+                self._written.add((address, is_staged))
+                self.writes.append(Write(tensor, str(caller_source()), is_staged))
 
 
 def _address(tensor: torch.Tensor) -> int:

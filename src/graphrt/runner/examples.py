@@ -22,7 +22,8 @@ class Example(NamedTuple):
     ``step_info``: What ``Resource.prepare`` gets when the example runs for real (verification). All
       of it varies with the seed where a graph holds what it says.
     ``constant_info``: True: ``step_info`` is the same in every step, so that a graph may hold what
-      it says.
+      it says. Where one does, a step with other host values in it is refused; what its tensors hold
+      is not compared.
     """
 
     values: Values

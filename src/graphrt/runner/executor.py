@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
@@ -15,7 +16,13 @@ import torch
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
-from graphrt.errors import ConfigError, InputMismatchError, UnkeyedValueError, VerificationError
+from graphrt.errors import (
+    ConfigError,
+    InputMismatchError,
+    UnkeyedValueError,
+    UnverifiedWarning,
+    VerificationError,
+)
 from graphrt.events import Event, Observer
 from graphrt.graphs import (
     BoundBuffers,
@@ -31,7 +38,15 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
-from graphrt.graphs.values import format_path, own_copy, tensors_of, walk
+from graphrt.graphs.values import (
+    format_path,
+    kept_host_value,
+    map_leaves,
+    own_copy,
+    same_host_value,
+    tensors_of,
+    walk,
+)
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
     KeySpace,
@@ -42,12 +57,14 @@ from graphrt.runner.keys import (
     make_key,
 )
 from graphrt.verify import (
+    Comparison,
     RunState,
     Verification,
     WrittenRows,
     check_padding,
     check_replay,
     compare,
+    noted_eager_segments,
     require_compared,
     require_other_example,
     require_varied_for_memos,
@@ -140,6 +157,8 @@ class Executor:
         self._has_step_info = False
         """True once an example came with ``step_info``."""
         self._has_constant_info = False
+        self._constant_info: dict[BatchDescriptor, Any] = {}
+        """By key: what the captured example said that every step says."""
         self._captured_with: dict[BatchDescriptor, Any] = {}
         """By key: copies of the example that was captured, until its program is checked."""
         self._resources = tuple(self.options.prepared)
@@ -232,8 +251,10 @@ class Executor:
         """What is compared before each replay beside what costs nothing; None if that is all."""
         is_pointer = self.library.stale_check is StaleCheck.POINTER
         never_informed = program.reads_step_info and not self._has_step_info
-        if not (is_pointer or never_informed or program.autocast):
+        is_constant = program.reads_step_info and program.key in self._constant_info
+        if not (is_pointer or never_informed or is_constant or program.autocast):
             return None
+        constant = self._constant_info.get(program.key)
 
         def check(step_info: Any) -> None:
             if autocast_dtype(self._device_kind) is not program.autocast:
@@ -246,6 +267,15 @@ class Executor:
                     found="a value",
                     do="give examples a step_info that differs by seed, or read it in an eager "
                     "segment",
+                )
+            if is_constant and not _is_same_info(constant, step_info):
+                raise UnkeyedValueError(
+                    f"{program.title}: step_info",
+                    expected=f"{constant!r}, as in the example, because its constant_info=True "
+                    "says that every step has the same, and the graph holds it",
+                    found=repr(step_info),
+                    do="vary it with the seed of the example, and read in an eager segment what "
+                    "changes from step to step",
                 )
             if is_pointer:
                 program.check((), bound.views)
@@ -391,7 +421,11 @@ class Executor:
         )
 
     def compare_padding(
-        self, ready: ReadyGraph, call: Call, before_warmup: HostSnapshot | None = None
+        self,
+        ready: ReadyGraph,
+        call: Call,
+        before_warmup: HostSnapshot | None = None,
+        tell_scratch: Callable[[Mapping[str, Comparison]], None] | None = None,
     ) -> Any:
         """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
 
@@ -421,6 +455,8 @@ class Executor:
                         view.copy_(unpadded.views[name])
             return outputs
 
+        # Not compared as state is, because rows of padding may be written to a place of their own.
+        scratch = self._overwritten()[0] if tell_scratch is not None else ()
         return check_padding(
             mode=ready.mode,
             key=key,
@@ -429,13 +465,16 @@ class Executor:
             stage=stage,
             replay=lambda: self._replay_compared(ready, sizes, step_info),
             run_unpadded=run_unpadded if staged == sizes else None,
-            state=self._run_state(call, bound, real, (), poisons=before_warmup is not None),
+            state=self._run_state(
+                call, bound, real, (), scratch, poisons=before_warmup is not None
+            ),
             reads_padding=self.reads_padding,
             chosen_from=self.outputs.chosen_from,
             tolerance=self.tolerance,
             before_warmup=before_warmup,
             observer=self.observer,
             can_repeat=self.wait_for_ranks is None,
+            tell_scratch=tell_scratch,
         )
 
     def _meet_ranks(self) -> None:
@@ -476,6 +515,7 @@ class Executor:
         bound: BoundBuffers,
         views: Values,
         overwritten: Sequence[torch.Tensor],
+        scratch: Sequence[torch.Tensor] = (),
         *,
         poisons: bool,
     ) -> RunState:
@@ -483,7 +523,7 @@ class Executor:
         tensors = {
             f"buffer {name}": view for name, view in views.items() if bound.specs[name].written
         }
-        tensors |= {f"may_overwrite {n}": tensor for n, tensor in enumerate(overwritten)}
+        tensors |= _numbered(overwritten)
         rows = {}
         for number, (tensor, name) in enumerate(self.written_rows.items()):
             if name not in call.values:
@@ -502,8 +542,9 @@ class Executor:
             tensors,
             rows,
             self._generators,
+            scratch=_numbered(scratch),
             poisons=poisons,
-            wait=self._wait_for(tensors.values()),
+            wait=self._wait_for([*tensors.values(), *scratch]),
         )
 
     def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
@@ -521,11 +562,15 @@ class Executor:
         that fills the key, and batches that are padded to it. State stays as it was.
         """
         ready, call = self.make_ready(entry), self._example(entry.key, 1)
-        captured = self._captured_with.pop(entry.key, None)
-        with self._state_kept():
+        captured = self._captured_with.get(entry.key)
+        whole, left = self._overwritten()
+        with self._state_kept(whole) as restore:
             if before_warmup is None:
-                self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
+                with noted_eager_segments():
+                    self.replay(ready, call.values, call.sizes, call.staged, call.step_info)
                 return
+            generators = RunState(generators=self._generators)
+            before = generators.save()
             subject = f"{entry.mode.name}, {entry.key}"
             reads_info = ready.program.reads_step_info and not self._has_constant_info
             if captured is not None:
@@ -538,7 +583,6 @@ class Executor:
                 require_varied_for_memos(
                     subject, captured[0], dict(call.values), before_warmup, is_strict=self.is_strict
                 )
-            _, left = self._overwritten()
             ready.program.is_compared = require_compared(
                 subject, verification, left, is_strict=self.is_strict
             )
@@ -550,23 +594,30 @@ class Executor:
                 # inputs other than before show what a first run kept of its own.
                 for seed in (0, 1):
                     self.compare(ready, self._example(entry.key, seed))
-            compared = []
-            generators = RunState(generators=self._generators)
-            before = generators.save()
+            compared: list[str] = []
+            unlike: dict[str, Comparison] = {}
             for sizes in self._sizes_to_pad(entry):
+                # A batch of these sizes may have the rows that the full one left in scratch.
+                restore()
                 with _of_example():
-                    self.compare_padding(ready, self._call(sizes, 1), before_warmup)
+                    self.compare_padding(ready, self._call(sizes, 1), before_warmup, unlike.update)
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
             entry.padding = self._describe_padding(compared, generators.drew_random(before))
+            if compared and left:
+                entry.padding += f"; without {len(left)} of may_overwrite, too large without rows"
+            if unlike:
+                entry.padding += f"; {_tell_unlike(subject, unlike, is_strict=self.is_strict)}"
 
     @contextmanager
-    def _state_kept(self) -> Iterator[None]:
-        state = RunState(self.options.state, generators=self._generators, wait=self._wait_for(()))
-        saved = state.save()
+    def _state_kept(self, overwritten: Sequence[torch.Tensor] = ()) -> Iterator[Callable[[], None]]:
+        """Put everything back at the end, and whenever the yielded function is called."""
+        tensors, wait = _numbered(overwritten), self._wait_for(overwritten)
+        state = RunState(self.options.state, tensors, generators=self._generators, wait=wait)
+        restore = partial(state.restore, state.save())
         try:
-            yield
+            yield restore
         finally:
-            state.restore(saved)
+            restore()
 
     def time_replays(self, entries: Sequence[Entry], wait: Callable[[], None]) -> list[int]:
         """Nanoseconds of a replay of each, on an example: the least of several, taken in turns.
@@ -646,6 +697,9 @@ class Executor:
             bound.stage(self.space.axis_sizes(key), kept[0])
         if seed == 0 and key not in self._captured_with:  # The capture takes that of the warm-up.
             self._captured_with[key] = own_copy(kept)
+            self._constant_info.pop(key, None)
+            if self._has_constant_info:
+                self._constant_info[key] = map_leaves(kept[1], kept_host_value)
         return (), bound.views
 
     def _example(self, key: BatchDescriptor, seed: int) -> Call:
@@ -684,6 +738,30 @@ class ProfiledExecutor(Executor):
             return super().eager(key, call)
 
 
+def _numbered(overwritten: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"may_overwrite {number}": tensor for number, tensor in enumerate(overwritten)}
+
+
+def _tell_unlike(subject: str, unlike: Mapping[str, Comparison], *, is_strict: bool) -> str:
+    """Warn of tensors that a padded replay left otherwise than the batch alone, or refuse them:
+    rows of padding may have fallen on real ones, or they are scratch, which nobody reads again."""
+    found = "; ".join(
+        f"{name} is left otherwise by a padded replay: {outcome}"
+        for name, outcome in unlike.items()
+    )
+    expected = "what the batch alone writes there, unless it is scratch that no later run reads"
+    do = (
+        "let padded rows point at a place of their own; may_overwrite={tensor: 'input that indexes "
+        "its rows'} compares the real rows"
+    )
+    if is_strict:
+        raise VerificationError(subject, expected=expected, found=found, do=do)
+    warnings.warn(
+        f"{subject}: expected {expected}, found {found}; {do}", UnverifiedWarning, stacklevel=2
+    )
+    return found
+
+
 @contextmanager
 def _of_example() -> Iterator[None]:
     """Around the staging of an example: say what to do if it does not fit."""
@@ -696,6 +774,30 @@ def _of_example() -> Iterator[None]:
             "those of a key, and smaller ones, which check the padding"
         )
         raise
+
+
+def _is_same_info(constant: Any, found: Any) -> bool:
+    """True if a step says the host values that the example said, in the same containers.
+
+    What tensors hold, and objects that nothing looks into, is not compared. In plain Python for
+    what mostly comes, because a step asks.
+    """
+    kind = type(constant)
+    if kind is not type(found):
+        return False
+    if kind is dict:
+        return constant.keys() == found.keys() and all(
+            _is_same_info(value, found[name]) for name, value in constant.items()
+        )
+    if kind is int or kind is str:
+        return bool(constant == found)
+    left, right = list(walk(constant)), list(walk(found))
+    return len(left) == len(right) and all(
+        one.path == other.path
+        and one.kind == other.kind
+        and (one.kind != "host" or same_host_value(one.value, other.value))
+        for one, other in zip(left, right, strict=True)
+    )
 
 
 def _require_other_info(entry: Entry, captured: Any, step_info: Any) -> None:

@@ -12,10 +12,18 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
-from graphrt.config.checked import check_choice, check_count, check_number, check_type
+from graphrt.config.checked import (
+    check_choice,
+    check_count,
+    check_number,
+    check_type,
+    checked_list,
+    shown,
+)
 from graphrt.dispatch import BucketDispatcher, BucketKey
 from graphrt.errors import BatchError, ConfigError, GraphrtError, LibraryClosedError, MissError
 from graphrt.events import KeysChanged
+from graphrt.files import MOST_NAMED
 from graphrt.graphs import BufferSpec, Catalog, Entry, Key, OutputSpec
 
 
@@ -103,7 +111,8 @@ def key_space(
     capacity: Mapping[str, int] | None,
 ) -> KeySpace:
     """The keys of every combination of ``sizes``, or the caller's. Errors: ``ConfigError``."""
-    served, limits = check_modes(modes), check_capacity(sizes, capacity)
+    served, sizes = check_modes(modes), check_listed(sizes)
+    limits = check_capacity(sizes, capacity)
     sizes_of = partial(sizes_of_key, limits)
     smaller_sizes = partial(smaller_by_axis, sizes or {}, sizes_of)
     if sizes is None:
@@ -131,7 +140,8 @@ class RunnerKeys:
         if keys is None:
             return list(self.entries.values())
         chosen: dict[Key, None] = {}
-        for item in keys:
+        expected = "a list of keys of this runner, each with its mode or alone"
+        for item in checked_list("keys", keys, BatchDescriptor | tuple, expected):
             if isinstance(item, BatchDescriptor):
                 chosen.update(((mode, item), None) for mode in self._space.modes)
             else:
@@ -141,7 +151,7 @@ class RunnerKeys:
             raise ConfigError(
                 "keys to capture",
                 expected="keys of this runner's plan, each with its mode",
-                found=", ".join(map(str, unknown)),
+                found=", ".join(map(shown, unknown[:MOST_NAMED])),
                 do="take the pairs from `keys` or plan.capture_order",
             )
         for mode, key in unknown:
@@ -229,11 +239,15 @@ def smaller_by_axis(
 
 def require_decision(decision: object) -> None:
     """Errors: ``BatchError`` for what is no ``Decision``."""
-    if not isinstance(decision, Decision):
+    if not (
+        isinstance(decision, Decision)
+        and isinstance(decision.mode, RuntimeMode)
+        and isinstance(decision.descriptor, BatchDescriptor)
+    ):
         raise BatchError(
             "decision",
             expected="what decide() or a dispatcher said",
-            found=repr(decision),
+            found=shown(decision),
             do="decide(sizes) first, or leave it out",
         )
 
@@ -244,7 +258,7 @@ def require_sizes(sizes: object, axes: Iterable[str]) -> None:
         raise BatchError(
             "sizes",
             expected=f"a size for each of {', '.join(axes)}",
-            found=repr(sizes),
+            found=shown(sizes),
             do="pass a dict axis -> real size",
         )
 
@@ -262,7 +276,7 @@ def in_order(limits: Mapping[str, int], sizes: Mapping[str, int], what: str) -> 
             raise BatchError(
                 f"axis {axis!r}",
                 expected=f"a {what} size of 0 to {limit}" if is_known else f"one of {list(limits)}",
-                found=repr(size),
+                found=shown(size),
                 do="name every axis once, with a size within its limit",
             )
     return {axis: sizes[axis] for axis in limits}
@@ -286,16 +300,38 @@ def sizes_of_key(capacity: Mapping[str, int], key: BatchDescriptor) -> dict[str,
 
 def check_modes(modes: Sequence[object]) -> tuple[RuntimeMode, ...]:
     """The runtime modes, best first. Errors: ``ConfigError`` for anything else."""
-    given = modes if isinstance(modes, Iterable) else (modes,)
-    found = {str(getattr(mode, "name", mode)).upper() for mode in given}
+    given = (modes,) if isinstance(modes, RuntimeMode) else modes
+    listed = checked_list("modes", given, str | RuntimeMode, "FULL, PIECEWISE, or both")
+    found = {str(getattr(mode, "name", mode)).upper() for mode in listed}
     if not found or not found <= {"FULL", "PIECEWISE"}:
         raise ConfigError(
             "modes",
             expected="FULL, PIECEWISE, or both",
-            found=repr(modes),
+            found=shown(modes),
             do="name at least one of the two",
         )
     return tuple(sorted((RuntimeMode[name] for name in found), reverse=True))
+
+
+_BY_AXIS = "a dict by axis, such as sizes={'batch': [2, 4]}"
+
+
+def check_listed(
+    sizes: Mapping[str, Iterable[int]] | None,
+) -> dict[str, tuple[int, ...]] | None:
+    """The sizes of each axis. Errors: ``ConfigError`` for anything but positive integers."""
+    check_type("sizes", sizes, Mapping | None, _BY_AXIS, "name the axis")
+    if sizes is None:
+        return None
+    for axis in sizes:
+        check_type("an axis of sizes", axis, str, "a name")
+    listed = {}
+    for axis, each in sizes.items():
+        what = f"sizes of axis {axis!r}"
+        listed[axis] = checked_list(what, each, int, "a list of integers >= 1", "correct it")
+        for size in listed[axis]:
+            check_count(f"a size of axis {axis!r}", size)
+    return listed
 
 
 def check_capacity(
@@ -305,14 +341,10 @@ def check_capacity(
 
     Errors: ``ConfigError``.
     """
-    expected = "a dict by axis, such as sizes={'batch': [2, 4]}"
-    for name, given in (("sizes", sizes), ("capacity", capacity)):
-        check_type(name, given, Mapping | None, expected, "name the axis")
-    for axis, each in (sizes or {}).items():
-        check_type("an axis of sizes", axis, str, "a name")
-        check_type(f"sizes of axis {axis!r}", each, Iterable, "a list of integers >= 1")
-        for size in each:
-            check_count(f"a size of axis {axis!r}", size)
+    check_type("capacity", capacity, Mapping | None, _BY_AXIS, "name the axis")
+    for axis, size in (capacity or {}).items():
+        check_type("an axis of capacity", axis, str, "a name")
+        check_count(f"capacity of axis {axis!r}", size, least=0)
     listed = {axis: max(each, default=0) for axis, each in (sizes or {}).items()}
     limits = dict(listed if capacity is None else capacity)
     if listed and listed.keys() == limits.keys():
@@ -344,12 +376,8 @@ def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
 
 def check_specs(specs: object) -> tuple[BufferSpec, ...]:
     """``specs`` as a tuple. Errors: ``ConfigError`` for what is no sequence of specs."""
-    found: list[Any] = []
-    for spec in specs if isinstance(specs, Iterable) else (specs,):  # They may never end.
-        do = "declare one BufferSpec for each input"
-        check_type("inputs", spec, BufferSpec, "a list of BufferSpec", do)
-        found.append(spec)
-    return tuple(found)
+    do = "declare one BufferSpec for each input"
+    return checked_list("inputs", specs, BufferSpec, "a list of BufferSpec", do)
 
 
 def check_parameters(fn: Callable[..., Any], specs: Iterable[BufferSpec]) -> None:

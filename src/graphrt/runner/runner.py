@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from time import perf_counter_ns
@@ -261,8 +261,10 @@ class CUDAGraphRunner:
     def key(self, *, variant: object = None, **sizes: int) -> BatchDescriptor:
         """The key of these padded sizes, one for each axis.
 
-        Errors: ``BatchError`` for a missing or unknown axis, or a size beyond the capacity.
+        Errors: ``BatchError`` for a missing or unknown axis, or a size beyond the capacity;
+                ``ConfigError`` for a ``variant`` that cannot be hashed.
         """
+        check_type("variant", variant, Hashable, "a value that can be hashed")
         return make_key(in_order(self.capacity, sizes, "padded"), variant)
 
     def real_sizes(self, values: Values) -> dict[str, int]:
@@ -389,7 +391,8 @@ class CUDAGraphRunner:
         """
         self._require_idle("withdraw")
         self._require_alone("withdraw")
-        chosen = self._keys.select(list(keys))
+        check_type("reason", reason, str, "why the keys are withdrawn, in words")
+        chosen = self._keys.select(keys)
         programs = [entry.program for entry in chosen if entry.program is not None]
         if programs:
             self._executor.outputs.expire()

@@ -21,6 +21,7 @@ from graphrt.verify.replay import (
     Verification as Verification,
     check_replay as check_replay,
     forward_hooks as forward_hooks,
+    noted_eager_segments as noted_eager_segments,
     require_compared as require_compared,
     require_other_example as require_other_example,
     require_varied_for_memos as require_varied_for_memos,

@@ -114,6 +114,7 @@ def check_padding(
     before_warmup: HostSnapshot | None = None,
     observer: Observer | None = None,
     can_repeat: bool = True,
+    tell_scratch: Callable[[Mapping[str, Comparison]], None] | None = None,
 ) -> Any:
     """Prove twice that the padding of a replay matters to no real row; return its outputs.
 
@@ -133,6 +134,8 @@ def check_padding(
     from run to run. ``before_warmup``: each run starts with what the callable remembered then.
     ``can_repeat``: a difference may be followed by more replays, which tell its cause: not where
     other ranks would have to replay too.
+    ``tell_scratch``: told of the scratch of ``state`` that the replay left otherwise than the
+    unpadded run, among the elements which that run wrote; nothing where there is no such run.
 
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
             padded size or varies from run to run, with the first rows that differ.
@@ -174,6 +177,7 @@ def check_padding(
         # A replay first: a GPU is busy with it while the host launches the eager run.
         varied = own_copy(run(replay, *names)) if names else None
         unpadded = None if run_unpadded is None else own_copy(run(run_unpadded))
+        left = state.save() if unpadded is not None and tell_scratch is not None else None
         is_random = run_unpadded is not None and state.drew_random(saved)
         earlier = [each[1] for each in (unpadded, varied) if each is not None]
         found = run(replay, is_last=True, poisons=bool(earlier))
@@ -216,6 +220,8 @@ def check_padding(
     except BaseException:
         state.restore(saved)
         raise
+    if left is not None and tell_scratch is not None:
+        tell_scratch(state.unlike_scratch(saved, left, UNPADDED_TOLERANCE))
     if outcome is not None:
         _tell(observer, mode, key, outcome)
     return found[0]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.errors import UnverifiedWarning, VerificationError
+from graphrt.errors import GraphrtError, UnverifiedWarning, VerificationError
 from graphrt.events import Observer, Verified
 from graphrt.graphs.held import modules_of
 from graphrt.graphs.host_snapshot import HostSnapshot
@@ -173,17 +173,39 @@ def _run_both(
             # The replay may overwrite what eager returned: an output can view a static input.
             expected = own_copy(run_eager())
         left_by_eager = guarded.save().compared
-        for _ in range(num_before):  # Eager segments of a replay advance host values too.
-            guarded.begin(saved)
-            run_replay()
-        guarded.begin(saved, is_last=True)
-        outputs = run_replay()
+        with noted_eager_segments():
+            for _ in range(num_before):  # Eager segments of a replay advance host values too.
+                guarded.begin(saved)
+                run_replay()
+            guarded.begin(saved, is_last=True)
+            outputs = run_replay()
         left_by_replay = guarded.save().compared
         guarded.settle(saved, left_by_eager, left_by_replay)
     except BaseException:
         guarded.restore(saved)
         raise
     return expected, left_by_eager, outputs, left_by_replay
+
+
+@contextmanager
+def noted_eager_segments() -> Iterator[None]:
+    """Around a first replay: say of an error of an eager segment what is not there in a replay."""
+    try:
+        yield
+    except GraphrtError:
+        raise
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<graphrt "):
+            trace = trace.tb_next
+        if trace is not None:
+            error.add_note(
+                "in the first replay of a graph: a replay runs eager segments alone, without the "
+                "Python of the model before, between and after them. What that sets for a segment "
+                "(an attribute, a variable, a context) is not there, or is what was left last: "
+                "pass it as an argument or step_info, or set it in the segment"
+            )
+        raise
 
 
 def require_other_example(subject: str, captured: Any, checked: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.graphs.resources import StateGuard, TensorStateGuard
 from graphrt.graphs.values import as_bits, own_copy
-from graphrt.verify.compare import compare
+from graphrt.verify.compare import Comparison, compare
 
 _POISON, _LAST_POISON = 0xC1, 0x5E
 """Bytes of the rows before a run, and before the last one. Finite in every floating dtype, one
@@ -25,7 +25,9 @@ VARYING = (
     "runs of the same replay on the same inputs differ from each other: a kernel's bits vary from "
     "run to run, as those of cuDNN's attention for one query and of sums by atomics do, or random "
     "numbers come from a generator that the library was not given (generators=), or an eager "
-    "segment counts its runs. Choose another kernel (torch.backends.cuda.enable_cudnn_sdp(False), "
+    "segment counts its runs, or a run reads what the one before wrote in a tensor of "
+    "may_overwrite that is too large to be put back without its rows. Choose another "
+    "kernel (torch.backends.cuda.enable_cudnn_sdp(False), "
     "torch.use_deterministic_algorithms(True)), or give a verify_tolerance"
 )
 
@@ -45,6 +47,7 @@ class SavedState(NamedTuple):
     """Of the guard."""
     compared: Mapping[str, Any]
     generators: tuple[torch.Tensor, ...]
+    scratch: Mapping[str, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -53,6 +56,7 @@ class RunState:
 
     ``guard``: the user's. ``tensors``: written whole, by name. ``rows``: written in part, by name.
     ``generators``: where random numbers come from; each run starts from the same ones.
+    ``scratch``: may hold anything between runs, by name; only ``unlike_scratch`` looks at it.
     ``poisons`` False: for a run whose outputs are handed out, because it may read those rows first.
     A tensor of a ``TensorStateGuard`` whose rows are given too may be read before it is written: of
     it these rows are compared, and not poisoned.
@@ -65,6 +69,7 @@ class RunState:
     rows: Mapping[str, WrittenRows] = field(default_factory=dict)
     generators: Sequence[torch.Generator] = ()
     _: KW_ONLY
+    scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
     poisons: bool = True
     wait: Callable[[], None] | None = None
 
@@ -94,7 +99,9 @@ class RunState:
             compared[name] = tensor.clone()
         for name, (tensor, index) in self.rows.items():
             compared[name] = tensor.index_select(0, index)
-        return SavedState(token, compared, tuple(item.get_state() for item in self.generators))
+        generators = tuple(item.get_state() for item in self.generators)
+        scratch = {name: tensor.clone() for name, tensor in self.scratch.items()}
+        return SavedState(token, compared, generators, scratch)
 
     def restore(self, saved: SavedState, besides: Container[str] = ()) -> None:
         """Write everything back in place, ``besides`` some rows: graphs hold the addresses."""
@@ -107,6 +114,8 @@ class RunState:
         with torch.inference_mode():
             for name, tensor in self.tensors.items():
                 tensor.copy_(compared[name])
+            for name, tensor in self.scratch.items():
+                tensor.copy_(saved.scratch[name])
             for name, (tensor, index) in self.rows.items():
                 if name not in besides:
                     as_bits(tensor).index_copy_(0, index, as_bits(compared[name]))
@@ -156,6 +165,21 @@ class RunState:
         finally:
             self.restore(saved)
         return False
+
+    def unlike_scratch(
+        self, saved: SavedState, expected: SavedState, tolerance: Mapping[torch.dtype, float]
+    ) -> dict[str, Comparison]:
+        """Scratch that is not as one run left it, among the elements that this run wrote."""
+        found = {}
+        for name, tensor in self.scratch.items():
+            before, left = saved.scratch[name], expected.scratch[name]
+            is_written = as_bits(left) != as_bits(before)
+            if tensor.is_complex():
+                is_written = is_written.any(-1)
+            outcome = compare(left[is_written], tensor[is_written], tolerance=tolerance)
+            if not outcome.is_equal:
+                found[name] = outcome
+        return found
 
     def drew_random(self, saved: SavedState) -> bool:
         """True if a generator has advanced since."""
