@@ -63,17 +63,22 @@ from graphrt.graphs.places import (
     defaults_of,
     filled,
     has_contents,
+    has_keys_that_raise,
     is_foreign,
     is_host_scalar,
     is_odd,
+    is_record,
     is_tensor,
     keys_of,
     length_of,
     module_of,
+    name_of,
+    parts_of_partial,
     read_attribute,
     read_cell,
     read_context,
     read_script,
+    viewed_by,
 )
 from graphrt.graphs.unwatched import (
     ASKED_OF_LOGGERS,
@@ -231,7 +236,7 @@ class Walk:
         call: Any = target
         self._enters_locals = enters_locals
         while isinstance(call, functools.partial):
-            call = call.func
+            call = parts_of_partial(call)[0]
         owner = type(getattr(call, "__self__", call))
         self._home = {_package_of(call), _package_of(owner)}
         """Packages whose code is the callable's own: its own, and those of its modules."""
@@ -428,6 +433,9 @@ class Walk:
             self._fleeting.append((path, value))
             return
         if issubclass(kind, _SEQUENCES):
+            if has_keys_that_raise(value):
+                self._unread[id(value)] = path, value, "a key of it raises when it is hashed"
+                return
             self._enter_container(path, value)
         elif issubclass(kind, torch.nn.Module):
             self._enter_module(path, value)
@@ -674,6 +682,8 @@ class Walk:
     def _enter_held(self, path: str, value: Any) -> None:
         """An object of torch's, NumPy's or the standard library's: what it is known to hold."""
         names = held_by(type(value))
+        if is_record(value):
+            self._stack.append((path, viewed_by(value)))
         if names is None:
             self._note_unread(path, value)
             return
@@ -752,14 +762,15 @@ class Walk:
     def _enter_partial(self, path: str, call: Any) -> None:
         for name in ("func", "args", "keywords"):  # Another state may be set.
             where = f"{path}.{name}" if path else name
-            self._places.append(Place(where, call, name, "attribute", getattr(call, name)))
-        self._stack.append((path, call.func))
-        prefix, names = f"{path}." if path else "", parameters_of(call.func)
-        for index, value in enumerate(call.args):
+            self._places.append(Place(where, call, name, "attribute", read_attribute(call, name)))
+        func, args, keywords = parts_of_partial(call)
+        self._stack.append((path, func))
+        prefix, names = f"{path}." if path else "", parameters_of(func)
+        for index, value in enumerate(args):
             name = names[index] if index < len(names) else f"args[{index}]"
-            self._add(Place(prefix + name, call.args, index, "item", value))
-        for name, value in call.keywords.items():
-            self._add(Place(prefix + name, call.keywords, name, "item", value))
+            self._add(Place(prefix + name, args, index, "item", value))
+        for name, value in keywords.items():
+            self._add(Place(prefix + name, keywords, name, "item", value))
 
     def _enter_function(self, function: FunctionType, known: _Class | None) -> None:
         """``known``: the class of the object that is its first argument, where that is known."""
@@ -883,7 +894,7 @@ class Walk:
         yield from self._told.values()
         for path, value, because in self._unread.values():
             name = path.removesuffix("()").rpartition(".")[2].partition("[")[0]
-            yield Unwatched(path, _name_of(type(value)), because, self._line_of(name))
+            yield Unwatched(path, name_of(type(value)), because, self._line_of(name))
 
     def _line_of(self, name: str) -> Source:
         for function in self._objects.values():
@@ -1042,8 +1053,4 @@ def _length(path: str, owner: Any, length: int) -> Place:
 
 
 def _key(key: Any) -> str:
-    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else _name_of(type(key))
-
-
-_name_of = type.__dict__["__name__"].__get__
-"""Without any code of a metaclass."""
+    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else name_of(type(key))
