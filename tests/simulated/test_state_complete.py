@@ -717,6 +717,15 @@ HELD_BY_OTHERS: dict[str, Callable[[], Any]] = {
     "texts of any length": lambda: memo_in(
         np.array(["0", ""], np.dtypes.StringDType()), first_of, set_as_text
     ),
+    "hidden dict": lambda: memo_in(HidesDict(), scale_of, set_scale),
+    "key of a dict": lambda: memo_in(
+        {Bag(): 1}, lambda owner: scale_of(*owner), lambda owner, n: set_scale(*owner, n)
+    ),
+    "element of an array": lambda: memo_in(
+        np.array([[Bag()]]),
+        lambda owner: scale_of(owner[0, 0]),
+        lambda owner, n: set_scale(owner[0, 0], n),
+    ),
     "dict of defaults": lambda: memo_in(
         owner_of, lambda owner: owner(), lambda owner, n: owner.__kwdefaults__.update(n=n)
     ),
@@ -725,6 +734,14 @@ HELD_BY_OTHERS: dict[str, Callable[[], Any]] = {
 
 class Bag:
     scale = 0.0
+
+
+class HidesDict:
+    scale = 0.0
+
+    @property
+    def __dict__(self) -> Any:
+        raise OSError("a class of the user's")
 
 
 @pytest.mark.parametrize("case", HELD_BY_OTHERS)

@@ -391,6 +391,9 @@ def _read_item(owner: Any, name: Any) -> Any:
             return dict.get(owner, name, MISSING)
         except Exception:  # noqa: BLE001  The code of its hash may raise anything.
             return MISSING  # The callable does not find it either.
+    if is_array(owner):
+        flat = plain_array(owner).flat
+        return flat[name] if name < len(flat) else MISSING
     kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(owner), base))
     return kind.__getitem__(owner, name) if name < kind.__len__(owner) else MISSING
 
@@ -562,13 +565,24 @@ def attributes_of(owner: Any) -> Mapping[str, Any]:
     return found
 
 
+class _HiddenDict:
+    """Gives the ``__dict__`` of an object whose class has another member of that name."""
+
+    __get__ = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(
+        ("PyObject_GenericGetDict", ctypes.pythonapi)
+    )
+
+
+_DICT_OFFSET = type.__dict__["__dictoffset__"].__get__
+
+
 @functools.lru_cache(maxsize=4096)
 def dict_descriptor(kind: type) -> Any:
     for base in kind.__mro__:
         found = base.__dict__.get("__dict__")
         if type(found) in (GetSetDescriptorType, MemberDescriptorType):
             return found
-    return None
+    return _HiddenDict if _DICT_OFFSET(kind) else None
 
 
 def has_plain_dict(kind: type) -> bool:

@@ -64,6 +64,7 @@ from graphrt.graphs.places import (
     filled,
     has_contents,
     has_keys_that_raise,
+    is_array,
     is_foreign,
     is_host_scalar,
     is_odd,
@@ -74,6 +75,7 @@ from graphrt.graphs.places import (
     module_of,
     name_of,
     parts_of_partial,
+    plain_array,
     read_attribute,
     read_cell,
     read_context,
@@ -515,6 +517,9 @@ class Walk:
                 return
             for key, item in dict.items(value):
                 self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
+                # It may have attributes. What weak keys lead to, nothing may keep alive.
+                if not (type(key) is str or is_host_scalar(key) or _is_weak(key)):
+                    self._stack.append((f"{path}.keys()[{_key(key)}]", key))
         elif num_items > MAX_ITEMS:
             if not (has_contents(value) and _are_host_scalars(base.__iter__(value))):
                 because = f"of more than {MAX_ITEMS} elements, none is followed"
@@ -532,6 +537,16 @@ class Walk:
                 self._add(Place(f"{path}{step}", value, index, "item", item))
         if module_of(kind) not in ("builtins", "collections"):
             self._enter_object(path, value)
+
+    def _enter_array(self, path: str, value: Any) -> None:
+        """The elements of an array of objects."""
+        flat = plain_array(value).flat
+        if len(flat) > MAX_ITEMS:
+            because = f"of more than {MAX_ITEMS} elements, none is followed"
+            self._unread.setdefault(id(value), (path, value, because))
+            return
+        for index, item in enumerate(flat):
+            self._add(Place(f"{path}.flat[{index}]", value, index, "item", item))
 
     def _enter_late(self) -> None:
         """Of containers that are too large, what the code names, and loggers that it asks. After
@@ -661,6 +676,8 @@ class Walk:
 
     def _enter_object(self, path: str, value: Any) -> None:
         known = self._class_of(value)
+        if is_array(value) and plain_array(value).dtype.kind == "O":
+            self._enter_array(path, value)
         runnable = attributes_of(value).get("runnable") if known.is_foreign else None
         if runnable is not None:  # A wrapper of graphrt.
             self._stack.append((path, runnable))
@@ -1050,6 +1067,10 @@ def _are_host_scalars(values: Iterable[Any]) -> bool:
 
 def _length(path: str, owner: Any, length: int) -> Place:
     return Place(f"{path}.__len__()", owner, None, "length", length)
+
+
+def _is_weak(value: Any) -> bool:
+    return issubclass(type(value), ReferenceType)
 
 
 def _key(key: Any) -> str:
