@@ -27,7 +27,7 @@ import operator
 import os
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
 from contextvars import ContextVar
 from enum import Enum
@@ -86,6 +86,7 @@ from graphrt.graphs.unwatched import (
     ASKED_OF_LOGGERS,
     ELSEWHERE,
     READS_ELSEWHERE,
+    READS_OF_OTHERS,
     Unwatched,
     held_by,
     points_elsewhere,
@@ -535,6 +536,10 @@ class Walk:
             for index, item in enumerate(base.__iter__(value)):
                 step = f".{fields[index]}" if fields else f"[{index}]"
                 self._add(Place(f"{path}{step}", value, index, "item", item))
+        if issubclass(kind, defaultdict):
+            factory = read_attribute(value, "default_factory")
+            where = f"{path}.default_factory"
+            self._add(Place(where, value, "default_factory", "attribute", factory))
         if module_of(kind) not in ("builtins", "collections"):
             self._enter_object(path, value)
 
@@ -650,7 +655,8 @@ class Walk:
                 places.append(Place(prefix + name, module, name, kind, value))
         self._enter_attributes(path, module, own)
         if issubclass(type(module), _CONTAINERS):
-            places.append(_length(path, module, len(module._modules)))
+            names = module._modules
+            places.append(Place(f"{path}.keys()", names, None, "keys", keys_of(names)))
         for name in _HOOKS:
             places.append(_length(prefix + name, own[name], len(own[name])))
             for key, hook in own[name].items():
@@ -902,7 +908,18 @@ class Walk:
             if (name in names.globals and scope.get(name, MISSING) is MISSING)
             or (name in names.attributes and not hasattr(builtins, name))
         ]
+        for name in names.globals:
+            value = scope.get(name, MISSING)
+            if type(value) in (FunctionType, BuiltinMethodType):
+                its_name = value.__name__
+                if is_foreign(value.__module__) and (name, its_name) != ("getenv", "getenv"):
+                    called.append((name, READS_OF_OTHERS.get(its_name, "")))
+            elif type(value) is ModuleType and is_foreign(attributes_of(value).get("__name__")):
+                asked = names.attributes.intersection(READS_OF_OTHERS, attributes_of(value))
+                called += [(each, READS_OF_OTHERS[each]) for each in asked if each != "getenv"]
         for name, because in called:
+            if not because:
+                continue
             source = Source(code.co_filename, names.lines.get(name, 0), code.co_qualname)
             self._told[f"{name}()", code] = Unwatched(f"{name}()", "function", because, source)
 
