@@ -19,7 +19,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
-from types import SimpleNamespace
+from types import CellType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -716,6 +716,11 @@ HELD_BY_OTHERS: dict[str, Callable[[], Any]] = {
     ),
     "texts of any length": lambda: memo_in(
         np.array(["0", ""], np.dtypes.StringDType()), first_of, set_as_text
+    ),
+    "cell": lambda: memo_in(
+        CellType(0.0),
+        lambda owner: owner.cell_contents,
+        lambda owner, n: setattr(owner, "cell_contents", n),
     ),
     "hidden dict": lambda: memo_in(HidesDict(), scale_of, set_scale),
     "key of a dict": lambda: memo_in(

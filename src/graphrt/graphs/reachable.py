@@ -35,6 +35,7 @@ from pathlib import Path
 from threading import get_ident
 from types import (
     BuiltinMethodType,
+    CellType,
     CodeType,
     FunctionType,
     MappingProxyType,
@@ -482,6 +483,9 @@ class Walk:
         """Views of a dict, iterators, methods of built-in types: what they refer to."""
         if type(value) is BuiltinMethodType:
             self._stack.append((path, value.__self__))
+        elif type(value) is CellType:
+            where = f"{path}.cell_contents"
+            self._add(Place(where, value, "cell_contents", "cell", read_cell(value, "")))
         elif issubclass(type(value), (KeysView, ValuesView, ItemsView, Iterator)):
             of = gc.get_referents(value)
             self._stack += [(path, found) for found in of if not issubclass(type(found), Iterator)]
