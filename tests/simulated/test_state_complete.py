@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import itertools
+import queue
 import sys
 import threading
 import weakref
@@ -18,7 +19,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
-from types import SimpleNamespace
+from types import CellType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -382,6 +383,54 @@ def test_counter_without_warm_up_is_put_back() -> None:
         assert model.n == 0
 
 
+@pytest.mark.parametrize(
+    ("warmups", "fails_in"), [(0, "examples"), (0, "observer"), (1, "observer"), (2, "observer")]
+)
+def test_counter_is_put_back_where_others_serve(warmups: int, fails_in: str) -> None:
+    """A failure after the first run for a key, which no second one followed, while others serve."""
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def fail(of: str) -> None:
+        if of == fails_in and not calls.empty() and model.n > num_before:
+            calls.get()
+            raise KeyboardInterrupt
+
+    class Counts(torch.nn.Module):
+        n = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return x + 1
+
+    def examples(sizes: Any, seed: int) -> Any:
+        fail("examples")
+        return random_rows(sizes, seed)
+
+    model, num_before = Counts(), 0
+    runner = CUDAGraphRunner(
+        model,
+        inputs=[BufferSpec("x", ("tokens", 3), torch.float32)],
+        outputs=OutputSpec({"": "tokens"}),
+        sizes={"tokens": [4, 8]},
+        examples=examples,
+        observer=lambda event: fail("observer"),
+        device="simulated",
+        warmups=warmups,
+    )
+    with runner:
+        runner.capture()
+        runner.withdraw([runner.keys[0]], "again")
+        assert model.n == num_before
+        calls.put("once")
+        with pytest.raises(KeyboardInterrupt):
+            runner.capture_next(1)
+        assert model.n == num_before
+        assert calls.empty()
+        runner.capture_next(1)
+        assert model.n == num_before
+        assert not runner.missing()
+
+
 def test_counter_that_outputs_depend_on_is_refused_and_put_back() -> None:
     class Counts(torch.nn.Module):
         n = 0
@@ -398,20 +447,34 @@ def test_counter_that_outputs_depend_on_is_refused_and_put_back() -> None:
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 2, 3])
-@pytest.mark.parametrize("counts", ["number", "list"])
+@pytest.mark.parametrize("counts", ["number", "list", "object", "dict", "defaults"])
 def test_output_that_alternates_with_a_count_is_refused(warmups: int, counts: str) -> None:
     class Alternates(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.n = 0
             self.seen: list[None] = []
+            self.kept: Any = SimpleNamespace(n=0)
+            self.told = {"n": (0,)}
 
         def forward(self, x: Tensor) -> Tensor:
             if counts == "number":
                 self.n += 1
+            elif counts == "object":
+                self.kept = SimpleNamespace(n=1 - self.kept.n)
+                return x * (1 + self.kept.n)
+            elif counts == "dict":
+                self.told = {"n": (1 - self.told["n"][0],)}
+                return x * (1 + self.told["n"][0])
+            elif counts == "defaults":
+                turned.__kwdefaults__ = {"n": 1 - turned()}
+                return x * (1 + turned())
             else:
                 self.seen.append(None)
             return x * (1 + (self.n + len(self.seen)) % 2)
+
+    def turned(*, n: int = 0) -> int:
+        return n
 
     for sizes in ([4], [2, 4]):
         model = Alternates()
@@ -604,6 +667,27 @@ def set_bytes(owner: Any, value: float) -> None:
     owner.write(bytes([int(value)]))
 
 
+def set_base(owner: Any, value: float) -> None:
+    owner.base[0] = value
+
+
+def set_field(owner: Any, value: float) -> None:
+    if owner.ndim:
+        owner["a"][1] = value
+    else:
+        owner["a"] = value
+
+
+def set_as_text(owner: Any, value: float) -> None:
+    owner[0] = str(value)
+
+
+def owner_of(*, n: float = 0.0) -> float:
+    return n
+
+
+RECORDS = np.zeros(2, [("a", "f8"), ("b", "i4")])
+
 HELD_BY_OTHERS: dict[str, Callable[[], Any]] = {
     "bytearray": lambda: memo_in(bytearray(1), first_of, set_first),
     "bytearray filled": lambda: memo_in(bytearray(), first_of, append),
@@ -620,11 +704,49 @@ HELD_BY_OTHERS: dict[str, Callable[[], Any]] = {
     "ctypes": lambda: memo_in((ctypes.c_double * 2)(), first_of, set_first),
     "attribute of a tensor": lambda: memo_in(torch.ones(4), scale_of, set_scale),
     "replaced dict": lambda: memo_in(Bag(), scale_of, set_dict),
+    "view that is read": lambda: memo_in(
+        np.broadcast_to(np.zeros(1), (2, 1)), lambda owner: float(owner[1, 0]), set_base
+    ),
+    "record": lambda: memo_in(RECORDS.copy()[1], lambda owner: float(owner["a"]), set_field),
+    "objects in records": lambda: memo_in(
+        RECORDS.astype([("a", object), ("b", "i4")]), lambda owner: float(owner["a"][1]), set_field
+    ),
+    "numbers beside objects": lambda: memo_in(
+        RECORDS.astype([("b", object), ("a", "i4")]), lambda owner: float(owner["a"][1]), set_field
+    ),
+    "texts of any length": lambda: memo_in(
+        np.array(["0", ""], np.dtypes.StringDType()), first_of, set_as_text
+    ),
+    "cell": lambda: memo_in(
+        CellType(0.0),
+        lambda owner: owner.cell_contents,
+        lambda owner, n: setattr(owner, "cell_contents", n),
+    ),
+    "hidden dict": lambda: memo_in(HidesDict(), scale_of, set_scale),
+    "key of a dict": lambda: memo_in(
+        {Bag(): 1}, lambda owner: scale_of(*owner), lambda owner, n: set_scale(*owner, n)
+    ),
+    "element of an array": lambda: memo_in(
+        np.array([[Bag()]]),
+        lambda owner: scale_of(owner[0, 0]),
+        lambda owner, n: set_scale(owner[0, 0], n),
+    ),
+    "dict of defaults": lambda: memo_in(
+        owner_of, lambda owner: owner(), lambda owner, n: owner.__kwdefaults__.update(n=n)
+    ),
 }
 
 
 class Bag:
     scale = 0.0
+
+
+class HidesDict:
+    scale = 0.0
+
+    @property
+    def __dict__(self) -> Any:
+        raise OSError("a class of the user's")
 
 
 @pytest.mark.parametrize("case", HELD_BY_OTHERS)
@@ -637,6 +759,33 @@ def test_memo_held_outside_containers_is_refused_and_put_back(case: str) -> None
             runner.capture()
         assert "owner" in raised.value.do
     assert not read(owner)
+
+
+@pytest.mark.parametrize("case", HELD_BY_OTHERS)
+def test_memo_is_put_back_after_a_failure_of_the_next_run(case: str) -> None:
+    step, runs = HELD_BY_OTHERS[case](), queue.SimpleQueue[int]()
+    read, owner = (cell.cell_contents for cell in step.__closure__[1::-1])
+
+    def fails(x: Tensor) -> Tensor:
+        runs.put(1)
+        if runs.qsize() > 1:
+            raise RuntimeError("the second run")
+        return step(x)
+
+    with make(fails) as runner, pytest.raises(RuntimeError, match="the second run"):
+        runner.capture()
+    assert not read(owner)
+
+
+def test_array_that_a_run_resizes_is_refused() -> None:
+    table = np.zeros(1)
+
+    def step(x: Tensor) -> Tensor:
+        table.resize(len(table) + 1, refcheck=False)
+        return x * len(table)
+
+    with make(step) as runner, pytest.raises(VerificationError, match="keeps its size"):
+        runner.capture()
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -992,12 +1141,13 @@ def test_fleeting_memo_of_inputs_is_refused_and_named(step: Any, name: str) -> N
     assert not WEAK_MEMO
 
 
-def test_context_variable_that_cannot_be_unset_is_no_memo() -> None:
-    memo, current = ContextVar[Tensor]("memo"), ContextVar[Tensor]("current")
+@pytest.mark.parametrize("kept", [torch.sum, lambda x: x.sum().item()])
+def test_context_variable_that_cannot_be_unset_is_no_memo(kept: Any) -> None:
+    memo, current = ContextVar[Any]("memo"), ContextVar[Tensor]("current")
 
     def remember(x: Tensor) -> Tensor:
         if memo.get(None) is None:
-            memo.set(x.sum())
+            memo.set(kept(x))
         return x * memo.get()
 
     def set_in_each_run(x: Tensor) -> Tensor:

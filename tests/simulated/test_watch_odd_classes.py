@@ -116,6 +116,83 @@ def test_class_whose_metaclass_answers_for_it_is_named(meta: type, base: type) -
     }
 
 
+class Armed:
+    """A key that raises when it is hashed, once it is told to."""
+
+    is_armed = False
+
+    def __hash__(self) -> int:
+        return raises() if self.is_armed else 5
+
+    def __eq__(self, other: object) -> bool:
+        return raises() if self.is_armed else self is other
+
+
+BOXES: dict[str, Any] = {
+    "set": lambda key: {key},
+    "frozenset": lambda key: frozenset({key}),
+    "set of tuples": lambda key: {(key, 1)},
+    "dict": lambda key: {"a": 0, key: 1},
+    "dict of tuples": lambda key: {(1, key): 1},
+    "in order": lambda key: collections.OrderedDict({key: 1}),
+    "with a default": lambda key: collections.defaultdict(int, {key: 1}),
+}
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_container_with_a_key_that_cannot_be_hashed_is_named(box: str) -> None:
+    key = Armed()
+    made_of = BOXES[box](key)
+    key.is_armed = True
+    (found,) = admitted([made_of])
+    assert found.because == "a key of it raises when it is hashed"
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_key_that_cannot_be_hashed_later_raises_nothing(box: str) -> None:
+    key = Armed()
+    values = [BOXES[box](key)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + len(values[0]))
+
+    with rows_runner(fn) as runner, torch.no_grad():
+        runner.capture()
+        key.is_armed = True
+        for _ in range(math.ceil(runner.num_watched / 4)):
+            runner.run(random_rows({"n": 2}, 5))
+        assert runner.last_decision.reason in (Reason.HIT, Reason.INVALIDATED)
+        runner.check_externals()
+
+
+TENSORS: tuple[dict[str, Any], ...] = (
+    {"__getattr__": raises},
+    {"__getattribute__": raises},
+    {"__torch_function__": classmethod(raises)},
+    {"__tensor_flatten__": raises},
+    {"__tensor_flatten__": property(raises)},
+    {"__tensor_flatten__": lambda _: (["absent"], None)},
+    {"__tensor_flatten__": 3},
+    {"layout": property(raises)},
+    {"untyped_storage": raises},
+)
+
+
+@pytest.mark.parametrize("number", range(len(TENSORS)))
+def test_tensor_whose_class_raises_is_named(number: int) -> None:
+    kind = type("Odd", (torch.Tensor,), dict(TENSORS[number]))
+    (found,) = admitted([torch.ones(2).as_subclass(kind)])
+    assert found.path == "values[0]"
+    assert "code of its class raises" in found.because
+
+
+@pytest.mark.parametrize("name", ["__getattribute__", "__getattr__", "func", "args", "keywords"])
+def test_partial_whose_class_raises_is_walked(name: str) -> None:
+    own = raises if name.startswith("__") else property(raises)
+    kind = type("Odd", (functools.partial,), {name: own})
+    assert not admitted([kind(math.sqrt, 2.0)])
+
+
 # --- arrays, as they lie in memory
 
 

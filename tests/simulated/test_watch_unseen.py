@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import configparser
 import contextvars
 import ctypes
@@ -11,6 +12,7 @@ import io
 import itertools
 import logging
 import math
+import operator
 import os
 import queue
 import random
@@ -18,12 +20,15 @@ import sys
 import weakref
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from graphrt import BufferSpec, CUDAGraphRunner, OutputSpec, Padding, Reason, break_point
 from graphrt.graphs import frozen_heap
 from lab import random_rows, rows_runner
+
+load_array, variable_of = np.load, os.getenv
 
 
 class Settings:
@@ -64,6 +69,35 @@ def state_of_a_partial():
     call = functools.partial(lambda scale, x: x * scale, 2.0)
     other = ((lambda scale, x: x * scale), (3.0,), {}, {})
     return (lambda x: call(x)), lambda: call.__setstate__(other)
+
+
+def default_of_a_dict():
+    kept = collections.defaultdict(lambda: KEPT.scale)
+
+    def fn(x):
+        kept.clear()
+        return x * kept["a"]
+
+    return fn, lambda: setattr(KEPT, "scale", 3.0)
+
+
+def other_default_of_a_dict():
+    kept = collections.defaultdict(lambda: 2.0)
+
+    def fn(x):
+        kept.clear()
+        return x * kept["a"]
+
+    return fn, lambda: setattr(kept, "default_factory", lambda: 3.0)
+
+
+def getter_of_an_attribute():
+    return (lambda x: x * operator.attrgetter("scale")(KEPT)), lambda: setattr(KEPT, "scale", 3.0)
+
+
+def order_of_modules():
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+    return (lambda x: model(x)), lambda: model._modules.update(a=model._modules.pop("0"))
 
 
 def weak_reference():
@@ -199,6 +233,10 @@ READ = {
         result_of_a_cache,
         registered_later,
         member_of_a_metaclass,
+        default_of_a_dict,
+        other_default_of_a_dict,
+        getter_of_an_attribute,
+        order_of_modules,
         module_by_name,
         variable_by_name,
         variable_asked_by_name,
@@ -314,7 +352,38 @@ def simple_queue(_):
     return lambda x: x * (3 if kept.qsize() else 2)
 
 
+def array_in_a_file(folder):
+    path = folder / "scale.npy"
+    np.save(path, 2.0)
+    return lambda x: x * float(np.load(path))
+
+
+def array_by_another_name(folder):
+    path = folder / "scale.npy"
+    np.save(path, 2.0)
+    return lambda x: x * float(load_array(path))
+
+
+def tensor_in_a_file(folder):
+    path = folder / "scale.pt"
+    torch.save(2.0, path)
+    return lambda x: x * torch.load(path)
+
+
+def file_that_exists(folder):
+    path = folder / "flag"
+    return lambda x: x * (3 if path.exists() else 2)
+
+
 NAMED = {
+    array_in_a_file: ("load()", "files are not compared"),
+    array_by_another_name: ("load_array()", "files are not compared"),
+    tensor_in_a_file: ("load()", "files are not compared"),
+    file_that_exists: ("exists()", "files are not compared"),
+    (lambda _: lambda x: x * float(variable_of(VARIABLE))): (
+        "variable_of()",
+        "it has another name here",
+    ),
     file_that_is_read: ("open()", "files are not compared"),
     computed_variable: ("os.environ", "the name of the variable is computed"),
     variable_of_a_local_name: ("os.getenv", "the name of the variable is computed"),

@@ -145,8 +145,8 @@ def names_in(code: CodeType) -> Names:
     num_arguments = code.co_argcount + code.co_kwonlyargcount
     made = set(code.co_varnames[num_arguments:]).difference(aliases, found.own, found.attributes)
     found.stored.difference_update(made.difference(found.globals))
-    if {"getattr", "hasattr", "vars"} & found.globals.keys() or (
-        "__dict__" in found.own | found.attributes
+    if {"getattr", "hasattr", "vars", "attrgetter"} & found.globals.keys() or (
+        not {"__dict__", "attrgetter"}.isdisjoint(found.own | found.attributes)
     ):
         found.own.update(item for item in strings if type(item) is str and item.isidentifier())
         found.attributes.update(found.own)

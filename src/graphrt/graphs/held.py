@@ -28,13 +28,18 @@ from graphrt.graphs.places import (
     contents_of,
     entries_of,
     has_plain_dict,
+    is_hashed_in_c,
     is_host_scalar,
+    is_odd,
     is_tensor,
     keys_of,
     length_of,
+    name_of,
     part_of,
+    parts_of_partial,
 )
 from graphrt.graphs.reachable import Reach, reach
+from graphrt.graphs.unwatched import Unwatched
 from graphrt.graphs.values import same_host_value, walk
 
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -68,7 +73,10 @@ class HeldTensor:
     def part_of(self, value: Any) -> Any:
         """What it would be if ``value`` stood at its place."""
         for part in self.parts:
-            value = getattr(value, part, None)
+            try:
+                value = getattr(value, part, None)
+            except Exception:  # noqa: BLE001  The code of its class may raise anything.
+                return None
         return value
 
     def fits(self, value: Any) -> bool:
@@ -78,6 +86,8 @@ class HeldTensor:
             return False
         if self.storage is None:
             return current is self.tensor
+        if type(current) not in _PLAIN_TENSORS:
+            return _storage_of(current) is self.storage
         if current.untyped_storage() is not self.storage:
             return False
         return not self.layout or _layout(current) == self.layout
@@ -136,6 +146,7 @@ class Reads:
             found = found.outside_breaks or found
         of_resources = _parts_of(prepared)
         values: list[Place] = []
+        unread: list[Unwatched] = []
         links: list[Place] = []
         tensors: list[HeldTensor] = []
         owned: dict[int, bool] = {}
@@ -147,7 +158,13 @@ class Reads:
         for place in self._found:
             value = place.value
             if is_tensor(value):
-                _hold(tensors, place, value, (), owns, owned)
+                try:
+                    _hold(tensors, place, value, (), owns, owned)
+                except Exception as error:
+                    if type(value) in _PLAIN_TENSORS:
+                        raise
+                    because = f"code of its class raises {type(error).__name__}"
+                    unread.append(Unwatched(place.path, name_of(type(value)), because))
             elif id(place.owner) not in of_resources:
                 (links if self._leads_on(place) else values).append(place)
         self.values = tuple(values)
@@ -165,7 +182,7 @@ class Reads:
         self._used = used
         self.now: Sequence[Place] = self.values
         """The host values, as of the last look for a capture."""
-        self.unwatched = found.unwatched
+        self.unwatched = (*found.unwatched, *dict.fromkeys(unread))
         """What it reads and nothing compares."""
         self.prepared = frozenset(
             place.path for place in self._found if id(place.owner) in of_resources
@@ -239,8 +256,8 @@ class Reads:
         if earlier is self:
             pairs = zip(now, before, strict=True)
             return [p for p, was in pairs if p is was or is_same_value(p, was.value)]
-        known = {(id(p.owner), p.name, p.kind): p.value for p in before}
-        return [p for p in now if is_same_value(p, known.get((id(p.owner), p.name, p.kind), known))]
+        known = {_id_of(p): p.value for p in before}
+        return [p for p in now if is_same_value(p, known.get(_id_of(p), known))]
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
@@ -527,9 +544,10 @@ def _hold(
         for part in flatten()[0]:
             _hold(found, place, getattr(tensor, part), (*parts, part), owns, owned)
         return
-    storage = None
-    if tensor.layout is torch.strided:
-        storage = tensor.untyped_storage()
+    storage = tensor.untyped_storage() if is_plain and tensor.layout is torch.strided else None
+    if not is_plain:
+        storage = _storage_of(tensor)
+    if storage is not None:
         if owned.get(id(storage)) is None:
             owned[id(storage)] = owns(tensor)
         if owned[id(storage)]:
@@ -537,6 +555,16 @@ def _hold(
     name = ".".join((place.path, *parts))
     layout = _layout(tensor) if storage is not None and is_plain else ()
     found.append(HeldTensor(name, tensor, storage, place, parts, touched=False, layout=layout))
+
+
+_LAYOUT = torch._C.TensorBase.__dict__["layout"].__get__
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Of a tensor of any class, without the methods of that class; None where it has none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        is_strided = _LAYOUT(tensor) is torch.strided
+        return torch.Tensor.untyped_storage(tensor) if is_strided else None
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -571,7 +599,9 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
         boxes = owner
     elif kind == "call":
         return next, owner, None
-    if type(boxes) is dict and name in boxes:
+    kind_of_name: Any = type(name)
+    is_plain = not is_odd(kind_of_name) and is_hashed_in_c(kind_of_name)
+    if type(boxes) is dict and is_plain and name in boxes:
         return dict.get, boxes, name
     if type(boxes) is tuple:
         return tuple.__getitem__, boxes, name
@@ -645,6 +675,12 @@ def _boxes(item: Any) -> Iterator[Any]:
         yield attributes_of(item)
 
 
+def _id_of(place: Place) -> tuple[int, Any, str]:
+    """The same of two walks. A key may be hashed by code of its own."""
+    name = place.name
+    return id(place.owner), name if type(name) is str else id(name), place.kind
+
+
 def _is_module(item: object) -> bool:
     return issubclass(type(item), torch.nn.Module)
 
@@ -676,7 +712,7 @@ def _same_code(before: object, now: object) -> bool:
     if type(before) is MethodType and type(now) is MethodType:
         return before.__self__ is now.__self__ and _same_code(before.__func__, now.__func__)
     if type(before) is partial and type(now) is partial:
-        return _same_code(before.func, now.func)
+        return _same_code(parts_of_partial(before)[0], parts_of_partial(now)[0])
     return not issubclass(type(before), (type, CodeType, BuiltinFunctionType, *_WRAPPERS))
 
 

@@ -37,10 +37,11 @@ from graphrt.graphs.places import (
     attributes_of,
     blocks_of,
     contents_of,
+    has_keys_that_raise,
     has_plain_dict,
-    holds_objects,
     is_array,
     is_host_scalar,
+    is_record,
     is_tensor,
     plain_array,
     read_cell,
@@ -48,6 +49,7 @@ from graphrt.graphs.places import (
     read_global,
     read_script,
     same_bytes,
+    viewed_by,
 )
 from graphrt.graphs.reachable import Reach, Walk, reach
 from graphrt.graphs.values import tensors_of
@@ -160,9 +162,9 @@ class _Held:
             return self.get(target, self.name) is last.get(self.name, MISSING)
         if self.kind == "variables" and not last and len(target) == len(self.name):
             return True
-        if self.kind == "array":
+        if self.kind == "array" and target.dtype.kind != "T":
             return same_bytes(target, last[_ALL])
-        if self.kind == "buffer":
+        if self.kind in ("array", "buffer"):
             return bool(_bytes_of(target) == last[_ALL])
         if self.kind == "large":
             return bool(_hashes_of(target) == last[_ALL])
@@ -184,15 +186,19 @@ class _Held:
             # What left a weak container because its object died does not come back.
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
-        if self.kind == "large":
+        if self.cannot_return(wanted):
             return  # What was there is gone, and refused where no other error is raised.
         if self.kind == "buffer":
             _set_bytes(target, wanted[_ALL])
         elif self.kind == "array":
             plain = plain_array(target)
-            contents = plain.copy()
-            contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
-            plain[...] = contents
+            if plain.dtype.kind == "T":
+                for place, value in enumerate(wanted[_ALL]):
+                    plain.flat[place] = value
+            else:
+                contents = plain.copy()
+                contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
+                plain[...] = contents
         elif issubclass(type(target), set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
@@ -216,6 +222,13 @@ class _Held:
         else:
             deque.clear(target)
             deque.extend(target, wanted.values())
+
+    def cannot_return(self, wanted: dict[Any, Any]) -> bool:
+        """True for what was too large to copy, and for an array of another size: to resize it would
+        leave its views without memory."""
+        if self.kind == "large":
+            return True
+        return self.kind == "array" and len(_bytes_of(self.target)) != len(wanted[_ALL])
 
     def _set(self, key: Any, value: Any) -> None:
         """Set or, with ``MISSING``, remove a variable or an attribute."""
@@ -263,7 +276,9 @@ def _bytes_of(target: Any) -> Any:
     """The contents of an array or buffer; of a text or bytes in memory, where it is read too."""
     kind = type(target)
     if is_array(target):
-        return plain_array(target).tobytes()
+        plain = plain_array(target)
+        # Each look at a string of any length makes it anew.
+        return tuple(plain.flat) if plain.dtype.kind == "T" else plain.tobytes()
     if issubclass(kind, CDATA):
         return ctypes.string_at(ctypes.addressof(target), ctypes.sizeof(target))
     if issubclass(kind, _FILES):
@@ -489,9 +504,12 @@ class HostSnapshot:
         """Places that changed between runs: examples and resources do that."""
         self._advancing: set[tuple[int, Any]] = set()
         """Places that a later run changed again."""
+        self._unproven: set[tuple[int, Any]] = set()
+        """Places that first runs changed, for which no program has been captured so far."""
         self.advances = False
-        """Whether a number, a length of a list or a function is among them: what a run computes may
-        depend on how many ran before it. Other objects are what a run leaves behind of itself."""
+        """Whether a number, a length of a list or a function is among them or in one of them: what
+        a run computes may depend on how many ran before it. Other objects are what a run leaves
+        behind of itself."""
         self._walk = Walk(runnable, enters_locals=True)
         self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
@@ -569,17 +587,19 @@ class HostSnapshot:
         # By class: an object may answer for its class as it likes, or raise.
         kind: Any = type(value)
         if issubclass(kind, _CONTAINERS):
+            if has_keys_that_raise(value):  # The walk names it as not watched.
+                return
             self._add(path, value, "container")
             if kind not in _CONTAINERS:  # A subclass may add attributes.
                 self._add_own(path, kind, value)
         elif is_array(value):
-            if value.flags.writeable and value.nbytes:
-                of: Kind = "container" if holds_objects(value) else "array"
-                self._add_bytes(path, value, of, is_named=is_named)
+            self._add_array(path, value, is_named=is_named)
             self._add_own(path, kind, value)
         elif issubclass(kind, _BUFFERS):
             self._add_bytes(path, value, "buffer", is_named=is_named)
             self._add_own(path, kind, value)
+        elif is_record(value):
+            self._add_object(path, viewed_by(value), is_named=is_named)
         elif kind is memoryview:
             with suppress(ValueError):  # One that was released.
                 self._add_object(path, value.obj, is_named=is_named)
@@ -587,8 +607,24 @@ class HostSnapshot:
             for name in _stored_globals(value.__code__):
                 self._add(name, value.__globals__, "global", name)
             self._add(path.removesuffix("()"), vars(value), "object")
+            if value.__kwdefaults__:
+                self._add(path.removesuffix("()"), value.__kwdefaults__, "container")
         elif not issubclass(kind, _NO_OBJECTS):
             self._add_own(path, kind, value)
+
+    def _add_array(self, path: str, value: Any, *, is_named: bool) -> None:
+        plain = plain_array(value)
+        if not plain.flags.writeable:
+            self._add_object(path, viewed_by(value), is_named=is_named)
+        elif plain.dtype.hasobject and plain.dtype.names:  # Each look at an element makes it anew.
+            if (id(value), None) not in self._known:
+                self._known.add((id(value), None))
+                for name in plain.dtype.names:
+                    self._add_object(f"{path}[{name!r}]", plain[name], is_named=is_named)
+        elif plain.nbytes:
+            has_objects = plain.dtype.hasobject and plain.dtype.kind != "T"
+            of: Kind = "container" if has_objects else "array"
+            self._add_bytes(path, value, of, is_named=is_named)
 
     def _add_bytes(self, path: str, value: Any, kind: Kind, *, is_named: bool) -> None:
         num_bytes = _num_bytes(value)
@@ -785,8 +821,10 @@ class HostSnapshot:
                 change.held.write(change.before)
             raise
         changes = self._pending()
-        self._refuse_large(changes)
+        self._refuse_what_stays(changes)
         self._note_run(changes, is_first)
+        if is_first:
+            self._unproven.update(_places_of(changes))
         if refuses is not None:
             for change in changes:
                 change.put_back(
@@ -800,8 +838,15 @@ class HostSnapshot:
         self._note(changes)
 
     @staticmethod
-    def _refuse_large(changes: Iterable[_Change]) -> None:
+    def _refuse_what_stays(changes: Iterable[_Change]) -> None:
         for change in changes:
+            if change.held.kind == "array" and change.held.cannot_return(change.before):
+                raise VerificationError(
+                    change.held.path,
+                    expected="an array that keeps its size",
+                    found="a run resized it",
+                    do="keep what grows in a list, or assign another array",
+                )
             if change.held.kind == "large":
                 raise VerificationError(
                     change.held.path,
@@ -823,17 +868,23 @@ class HostSnapshot:
                 if change.held.kind == "own":  # A ``__dict__`` goes back with what it held.
                     self._advancing |= {(id(own), _ALL) for own in change.held.first.values()}
 
+    def keep_memos(self) -> None:
+        """A program was captured: what first runs set before it is a memo, unless a later run
+        changes it again."""
+        self._unproven.clear()
+
     def _note_between(self) -> None:
         changes = self._pending()
         self._note(changes)
         self._between.update(_places_of(changes))
 
     def restore_advanced(self, *, memos: bool = False) -> None:
-        """Put back, as it was in the snapshot, what later runs changed again.
+        """Put back, as it was in the snapshot, what later runs changed again, and what first runs
+        set without any program to follow.
 
         ``memos``: also what the first one alone set, where no graph reads it.
         """
-        if not (self._advancing or memos):
+        if not (self._advancing or self._unproven or memos):
             return
         self._note_between()
         changes = []
@@ -843,12 +894,13 @@ class HostSnapshot:
                 [
                     key
                     for key in change.keys
-                    if _is_in(self._advancing, held, key)
+                    if _is_in(self._advancing | self._unproven, held, key)
                     or (memos and self._is_of_a_run(held, key))
                 ]
             )
             changes.append(held.change(held.last, held.read()))
         self._note(changes)
+        self._unproven.clear()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -878,13 +930,15 @@ class HostSnapshot:
         for change in changes:
             held = change.held
             is_memo = held.kind == "context" and not change.before and change.keys
-            if not is_memo or _has_default(held.target) or not tensors_of(change.value(None)):
+            if not is_memo or _has_default(held.target):
+                continue
+            if not (isinstance(change.value(None), float) or tensors_of(change.value(None))):
                 continue
             if self._is_of_a_run(held, None) and not _is_in(self._advancing, held, None):
                 raise VerificationError(
                     f"context variable {held.target.name!r}",
                     expected="a default: it is set to that before eager code is compared",
-                    found="none, and a tensor that the first warm-up set",
+                    found="none, and a tensor or float that the first warm-up set",
                     do="give it a default, ContextVar(name, default=None)",
                 )
 
@@ -897,10 +951,19 @@ class HostSnapshot:
         ]
 
 
-def _may_turn(value: Any) -> bool:
-    """True for a number or a function, and several functions in a tuple, which runs may swap."""
-    several = value if type(value) is tuple else (value,)
-    return is_host_scalar(value) or any(isinstance(item, FunctionType) for item in several)
+def _may_turn(value: Any, depth: int = 3) -> bool:
+    """True for a number or a function, which runs may swap, and for what has one in it: a container
+    or object that each run replaces."""
+    if is_host_scalar(value) or type(value) is FunctionType:
+        return True
+    if not depth or is_tensor(value):
+        return False
+    parts: Any = attributes_of(value).values()
+    if type(value) is dict:
+        parts = value.values()
+    elif type(value) in (tuple, list, set, deque):
+        parts = value
+    return any(part is not None and _may_turn(part, depth - 1) for part in parts)
 
 
 def _is_in(places: set[tuple[int, Any]], held: _Held, key: Any) -> bool:

@@ -19,6 +19,7 @@ from types import (
     GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
+    WrapperDescriptorType,
 )
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
@@ -102,6 +103,19 @@ def is_array(value: Any) -> bool:
     """True for a NumPy array, whose elements are no places: of their own, they are one value."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(type(value), numpy.ndarray)
+
+
+def is_record(value: Any) -> bool:
+    """True for one element of a NumPy array of records, which may be a view of it."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(type(value), numpy.void)
+
+
+def viewed_by(value: Any) -> Any:
+    """What an array or a record is a view of; None if it has its own memory."""
+    numpy = sys.modules["numpy"]
+    kind = numpy.void if is_record(value) else numpy.ndarray
+    return kind.__dict__["base"].__get__(value)
 
 
 def plain_array(value: Any) -> Any:
@@ -373,14 +387,57 @@ def _read_register(register: str) -> Any:
 
 def _read_item(owner: Any, name: Any) -> Any:
     if issubclass(type(owner), dict):
-        # Not ``owner[name]``: a defaultdict would make the entry.
-        return dict.get(owner, name, MISSING)
+        try:  # Not ``owner[name]``: a defaultdict would make the entry.
+            return dict.get(owner, name, MISSING)
+        except Exception:  # noqa: BLE001  The code of its hash may raise anything.
+            return MISSING  # The callable does not find it either.
+    if is_array(owner):
+        flat = plain_array(owner).flat
+        return flat[name] if name < len(flat) else MISSING
     kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(owner), base))
     return kind.__getitem__(owner, name) if name < kind.__len__(owner) else MISSING
 
 
 def _read_element(owner: Any, name: Any) -> Any:
-    return name if _base_of(type(owner)).__contains__(owner, name) else MISSING  # type: ignore[arg-type]  # as above
+    try:
+        is_there = _base_of(type(owner)).__contains__(owner, name)  # type: ignore[arg-type]  # as above
+    except Exception:  # noqa: BLE001  As above.
+        return MISSING
+    return name if is_there else MISSING
+
+
+@functools.lru_cache(maxsize=4096)
+def is_hashed_in_c(kind: type) -> bool:
+    """True for a class whose objects are hashed without any code of a user's."""
+    if kind in SCALARS:
+        return True
+    found = next(base.__dict__["__hash__"] for base in kind.__mro__ if "__hash__" in base.__dict__)
+    is_plain = type(found) is WrapperDescriptorType
+    return is_plain and not issubclass(kind, (tuple, frozenset))  # These ask their elements.
+
+
+def has_keys_that_raise(container: Any) -> bool:
+    """True for a dict or set of which a key or element raises when it is hashed: by what it is
+    there, nothing finds it."""
+    bases: Any = (dict, set, frozenset)
+    base = next((base for base in bases if issubclass(type(container), base)), None)
+    if base is None:
+        return False
+    kinds = {id(kind): kind for kind in map(type, base.__iter__(container))}.values()
+    if not all(not is_odd(kind) and is_hashed_in_c(kind) for kind in kinds):
+        try:
+            deque(map(hash, base.__iter__(container)), maxlen=0)
+        except Exception:  # noqa: BLE001  It is a user's.
+            return True
+    return False
+
+
+def parts_of_partial(call: functools.partial[Any]) -> tuple[Any, Any, Any]:
+    """Its function, arguments and keywords, without any code of a subclass."""
+    func, args, keywords = (
+        functools.partial.__dict__[name].__get__(call) for name in ("func", "args", "keywords")
+    )
+    return func, args, keywords
 
 
 def length_of(owner: Any) -> int:
@@ -407,6 +464,8 @@ def module_of(kind: type) -> str:
 
 _MODULE_OF = type.__dict__["__module__"].__get__
 """Also of types written in C, which have no entry for it; without any code of a metaclass."""
+name_of = type.__dict__["__name__"].__get__
+"""As above."""
 
 
 def entries_of(owner: Any) -> Any:
@@ -506,13 +565,24 @@ def attributes_of(owner: Any) -> Mapping[str, Any]:
     return found
 
 
+class _HiddenDict:
+    """Gives the ``__dict__`` of an object whose class has another member of that name."""
+
+    __get__ = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(
+        ("PyObject_GenericGetDict", ctypes.pythonapi)
+    )
+
+
+_DICT_OFFSET = type.__dict__["__dictoffset__"].__get__
+
+
 @functools.lru_cache(maxsize=4096)
 def dict_descriptor(kind: type) -> Any:
     for base in kind.__mro__:
         found = base.__dict__.get("__dict__")
         if type(found) in (GetSetDescriptorType, MemberDescriptorType):
             return found
-    return None
+    return _HiddenDict if _DICT_OFFSET(kind) else None
 
 
 def has_plain_dict(kind: type) -> bool:

@@ -27,7 +27,7 @@ import operator
 import os
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
 from contextvars import ContextVar
 from enum import Enum
@@ -35,6 +35,7 @@ from pathlib import Path
 from threading import get_ident
 from types import (
     BuiltinMethodType,
+    CellType,
     CodeType,
     FunctionType,
     MappingProxyType,
@@ -63,22 +64,30 @@ from graphrt.graphs.places import (
     defaults_of,
     filled,
     has_contents,
+    has_keys_that_raise,
+    is_array,
     is_foreign,
     is_host_scalar,
     is_odd,
+    is_record,
     is_tensor,
     keys_of,
     length_of,
     module_of,
+    name_of,
+    parts_of_partial,
+    plain_array,
     read_attribute,
     read_cell,
     read_context,
     read_script,
+    viewed_by,
 )
 from graphrt.graphs.unwatched import (
     ASKED_OF_LOGGERS,
     ELSEWHERE,
     READS_ELSEWHERE,
+    READS_OF_OTHERS,
     Unwatched,
     held_by,
     points_elsewhere,
@@ -231,7 +240,7 @@ class Walk:
         call: Any = target
         self._enters_locals = enters_locals
         while isinstance(call, functools.partial):
-            call = call.func
+            call = parts_of_partial(call)[0]
         owner = type(getattr(call, "__self__", call))
         self._home = {_package_of(call), _package_of(owner)}
         """Packages whose code is the callable's own: its own, and those of its modules."""
@@ -428,6 +437,9 @@ class Walk:
             self._fleeting.append((path, value))
             return
         if issubclass(kind, _SEQUENCES):
+            if has_keys_that_raise(value):
+                self._unread[id(value)] = path, value, "a key of it raises when it is hashed"
+                return
             self._enter_container(path, value)
         elif issubclass(kind, torch.nn.Module):
             self._enter_module(path, value)
@@ -471,6 +483,9 @@ class Walk:
         """Views of a dict, iterators, methods of built-in types: what they refer to."""
         if type(value) is BuiltinMethodType:
             self._stack.append((path, value.__self__))
+        elif type(value) is CellType:
+            where = f"{path}.cell_contents"
+            self._add(Place(where, value, "cell_contents", "cell", read_cell(value, "")))
         elif issubclass(type(value), (KeysView, ValuesView, ItemsView, Iterator)):
             of = gc.get_referents(value)
             self._stack += [(path, found) for found in of if not issubclass(type(found), Iterator)]
@@ -507,6 +522,9 @@ class Walk:
                 return
             for key, item in dict.items(value):
                 self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
+                # It may have attributes. What weak keys lead to, nothing may keep alive.
+                if not (type(key) is str or is_host_scalar(key) or _is_weak(key)):
+                    self._stack.append((f"{path}.keys()[{_key(key)}]", key))
         elif num_items > MAX_ITEMS:
             if not (has_contents(value) and _are_host_scalars(base.__iter__(value))):
                 because = f"of more than {MAX_ITEMS} elements, none is followed"
@@ -522,8 +540,22 @@ class Walk:
             for index, item in enumerate(base.__iter__(value)):
                 step = f".{fields[index]}" if fields else f"[{index}]"
                 self._add(Place(f"{path}{step}", value, index, "item", item))
+        if issubclass(kind, defaultdict):
+            factory = read_attribute(value, "default_factory")
+            where = f"{path}.default_factory"
+            self._add(Place(where, value, "default_factory", "attribute", factory))
         if module_of(kind) not in ("builtins", "collections"):
             self._enter_object(path, value)
+
+    def _enter_array(self, path: str, value: Any) -> None:
+        """The elements of an array of objects."""
+        flat = plain_array(value).flat
+        if len(flat) > MAX_ITEMS:
+            because = f"of more than {MAX_ITEMS} elements, none is followed"
+            self._unread.setdefault(id(value), (path, value, because))
+            return
+        for index, item in enumerate(flat):
+            self._add(Place(f"{path}.flat[{index}]", value, index, "item", item))
 
     def _enter_late(self) -> None:
         """Of containers that are too large, what the code names, and loggers that it asks. After
@@ -627,7 +659,8 @@ class Walk:
                 places.append(Place(prefix + name, module, name, kind, value))
         self._enter_attributes(path, module, own)
         if issubclass(type(module), _CONTAINERS):
-            places.append(_length(path, module, len(module._modules)))
+            names = module._modules
+            places.append(Place(f"{path}.keys()", names, None, "keys", keys_of(names)))
         for name in _HOOKS:
             places.append(_length(prefix + name, own[name], len(own[name])))
             for key, hook in own[name].items():
@@ -653,6 +686,8 @@ class Walk:
 
     def _enter_object(self, path: str, value: Any) -> None:
         known = self._class_of(value)
+        if is_array(value) and plain_array(value).dtype.kind == "O":
+            self._enter_array(path, value)
         runnable = attributes_of(value).get("runnable") if known.is_foreign else None
         if runnable is not None:  # A wrapper of graphrt.
             self._stack.append((path, runnable))
@@ -674,6 +709,8 @@ class Walk:
     def _enter_held(self, path: str, value: Any) -> None:
         """An object of torch's, NumPy's or the standard library's: what it is known to hold."""
         names = held_by(type(value))
+        if is_record(value):
+            self._stack.append((path, viewed_by(value)))
         if names is None:
             self._note_unread(path, value)
             return
@@ -752,14 +789,15 @@ class Walk:
     def _enter_partial(self, path: str, call: Any) -> None:
         for name in ("func", "args", "keywords"):  # Another state may be set.
             where = f"{path}.{name}" if path else name
-            self._places.append(Place(where, call, name, "attribute", getattr(call, name)))
-        self._stack.append((path, call.func))
-        prefix, names = f"{path}." if path else "", parameters_of(call.func)
-        for index, value in enumerate(call.args):
+            self._places.append(Place(where, call, name, "attribute", read_attribute(call, name)))
+        func, args, keywords = parts_of_partial(call)
+        self._stack.append((path, func))
+        prefix, names = f"{path}." if path else "", parameters_of(func)
+        for index, value in enumerate(args):
             name = names[index] if index < len(names) else f"args[{index}]"
-            self._add(Place(prefix + name, call.args, index, "item", value))
-        for name, value in call.keywords.items():
-            self._add(Place(prefix + name, call.keywords, name, "item", value))
+            self._add(Place(prefix + name, args, index, "item", value))
+        for name, value in keywords.items():
+            self._add(Place(prefix + name, keywords, name, "item", value))
 
     def _enter_function(self, function: FunctionType, known: _Class | None) -> None:
         """``known``: the class of the object that is its first argument, where that is known."""
@@ -874,7 +912,18 @@ class Walk:
             if (name in names.globals and scope.get(name, MISSING) is MISSING)
             or (name in names.attributes and not hasattr(builtins, name))
         ]
+        for name in names.globals:
+            value = scope.get(name, MISSING)
+            if type(value) in (FunctionType, BuiltinMethodType):
+                its_name = value.__name__
+                if is_foreign(value.__module__) and (name, its_name) != ("getenv", "getenv"):
+                    called.append((name, READS_OF_OTHERS.get(its_name, "")))
+            elif type(value) is ModuleType and is_foreign(attributes_of(value).get("__name__")):
+                asked = names.attributes.intersection(READS_OF_OTHERS, attributes_of(value))
+                called += [(each, READS_OF_OTHERS[each]) for each in asked if each != "getenv"]
         for name, because in called:
+            if not because:
+                continue
             source = Source(code.co_filename, names.lines.get(name, 0), code.co_qualname)
             self._told[f"{name}()", code] = Unwatched(f"{name}()", "function", because, source)
 
@@ -883,7 +932,7 @@ class Walk:
         yield from self._told.values()
         for path, value, because in self._unread.values():
             name = path.removesuffix("()").rpartition(".")[2].partition("[")[0]
-            yield Unwatched(path, _name_of(type(value)), because, self._line_of(name))
+            yield Unwatched(path, name_of(type(value)), because, self._line_of(name))
 
     def _line_of(self, name: str) -> Source:
         for function in self._objects.values():
@@ -1041,9 +1090,9 @@ def _length(path: str, owner: Any, length: int) -> Place:
     return Place(f"{path}.__len__()", owner, None, "length", length)
 
 
+def _is_weak(value: Any) -> bool:
+    return issubclass(type(value), ReferenceType)
+
+
 def _key(key: Any) -> str:
-    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else _name_of(type(key))
-
-
-_name_of = type.__dict__["__name__"].__get__
-"""Without any code of a metaclass."""
+    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else name_of(type(key))

@@ -62,6 +62,14 @@ READS_ELSEWHERE = {
     "fromfile": "files are not compared",
     "loadtxt": "files are not compared",
     "genfromtxt": "files are not compared",
+    "exists": "files are not compared",
+    "is_file": "files are not compared",
+    "is_dir": "files are not compared",
+    "iterdir": "files are not compared",
+    "listdir": "files are not compared",
+    "scandir": "files are not compared",
+    "getsize": "files are not compared",
+    "getmtime": "files are not compared",
     "getcwd": "it is state of the process",
     "eval": "what it names is in a string",
     "exec": "what it names is in a string",
@@ -72,6 +80,14 @@ READS_ELSEWHERE = {
     "globals": "which variables are taken from it is computed",
 }
 """Functions whose results are no places."""
+
+READS_OF_OTHERS = {
+    **READS_ELSEWHERE,
+    "load": "files are not compared",
+    "stat": "files are not compared",
+    "getenv": "it has another name here",
+}
+"""Of the standard library, NumPy and torch alone, or under another name."""
 
 _NO_DATA = (
     "abc _abc ast builtins code collections.abc concurrent contextlib copyreg dataclasses enum "

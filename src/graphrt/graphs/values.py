@@ -145,7 +145,7 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[str, ...]:
     try:
         called = fn.forward if isinstance(fn, torch.nn.Module) else fn
         parameters = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):  # It is no Python function, or hides its signature.
+    except Exception:  # noqa: BLE001  It is no Python function, or code of its own raises.
         return ()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(item.name for item in parameters if item.kind in positional)

@@ -125,9 +125,11 @@ class CUDAGraphWrapper:
         options = self.options_within(scope.options)
         if options.observe is None:
             options = replace(options, observe="always")
-        return capture_program(
+        program = capture_program(
             self.library, self.owner, self.runtime_mode, key, self.runnable, args, kwargs, options
-        ).outputs
+        )
+        scope.host_of(self.runnable).keep_memos()
+        return program.outputs
 
     def options_within(self, options: CaptureOptions) -> CaptureOptions:
         """``options`` of a scope, changed to what this wrapper asks."""

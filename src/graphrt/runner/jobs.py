@@ -353,6 +353,7 @@ class _Run:
             self._drop(scope, before)
             raise
         if is_kept:
+            host.keep_memos()
             self.captured[job] = scope.programs[before:]
             if self._checker(job) is not None:
                 self._catalog.mark_unchecked(self._entry(job))

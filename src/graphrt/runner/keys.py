@@ -390,8 +390,8 @@ def check_parameters(fn: Callable[..., Any], specs: Iterable[BufferSpec]) -> Non
     try:
         # What a decorator passes on is its own affair.
         parameters = inspect.signature(called, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
-        return  # Not written in Python.
+    except Exception:  # noqa: BLE001  Not written in Python, or code of its own raises.
+        return
     if any(item.kind is item.VAR_KEYWORD for item in parameters):
         return
     taken = {
