@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import re
 from typing import Any
 
 import numpy
@@ -84,7 +85,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
         {"reads_padding": True},
         {"outputs": {"": "n"}},
     ],
-    ids=shown,
+    ids=lambda asked: re.sub(" at 0x[0-9a-f]+", "", shown(asked)),
 )
 def test_wrong_option_of_a_runner_is_refused_by_name(options: dict[str, Any]) -> None:
     [name] = options
