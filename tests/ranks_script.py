@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -96,8 +97,9 @@ class Meeting(torch.nn.Module):
         self.fails_at = self.fails_before = self.is_wrong_at = 0
         self.fails_in = 0
         """In which micro-batch it fails."""
-        self.pending: list[Any] | None = None
-        """Exchanges that the device still waits for, as a GPU would; None: the host waits."""
+        self.pending: SimpleQueue[Any] | None = None
+        """Exchanges that the device still waits for, as a GPU would; None: the host waits. Not a
+        list, which would be put back after a failed capture."""
         self.memo: Any = None
 
     def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def _add_up(x: torch.Tensor, number: int) -> None:
     if meeting.pending is None:
         work.wait()
     else:
-        meeting.pending.append(work)
+        meeting.pending.put(work)
 
 
 # A group must have no references left when the process ends.
@@ -139,17 +141,18 @@ _library.impl("add_up", _add_up, "CPU")
 class WaitingDevice(SimulatedDevice):
     """A device that does not end before the exchanges of a model do."""
 
-    def __init__(self, pending: list[Any]) -> None:
+    def __init__(self, pending: SimpleQueue[Any]) -> None:
         super().__init__()
         self.pending = pending
 
     def ends_within(self, seconds: float) -> bool:
-        try:
-            while self.pending:
-                self.pending[0].wait(timedelta(seconds=seconds))
-                del self.pending[0]
-        except RuntimeError:
-            return False
+        while not self.pending.empty():
+            work = self.pending.get()
+            try:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                self.pending.put(work)
+                return False
         return True
 
 
@@ -567,7 +570,7 @@ def left_waiting() -> None:
     graphrt.graphs.library.END_S = 0.1
     exchange = TorchExchange()
     model = Meeting(most_s=4)
-    model.pending = []
+    model.pending = SimpleQueue()
     model.fails_before = 4 * RANK
     limits = RankConfig(step_timeout_s=1)
     device = WaitingDevice(model.pending)
@@ -583,7 +586,7 @@ def left_waiting_in_a_step() -> None:
     graphrt.graphs.library.END_S = 0.1
     exchange = TorchExchange()
     model = Meeting(most_s=4)
-    model.pending = []
+    model.pending = SimpleQueue()
     limits = RankConfig(step_timeout_s=1)
     made = runtime(exchange, model, device=WaitingDevice(model.pending), ranks=limits)
     made.capture()
