@@ -73,6 +73,7 @@ reachable as ``__cause__``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from reprlib import Repr
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -99,6 +100,19 @@ class GraphrtError(Exception):
         parts = (("expected:", self.expected), ("found:   ", self.found), ("do:      ", self.do))
         lines = [f"  {name} {text}" for name, text in parts if text]
         return "\n".join([line for line in (self.header(),) if line] + lines)
+
+
+_REPR = Repr()
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = 50
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 200
+
+
+def shown(value: object) -> str:
+    """The ``repr`` of ``value``, cut where it is long or nested deep."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:
+        return "an integer of thousands of digits"
 
 
 def with_notes(error: BaseException) -> str:

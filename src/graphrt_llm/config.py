@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphrt import RuntimeConfig
-from graphrt.config.checked import shown
+from graphrt.errors import shown
 from graphrt_llm.blocks import blocks_for
 from graphrt_llm.errors import EngineConfigError
 

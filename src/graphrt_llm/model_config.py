@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from graphrt.config.checked import shown
+from graphrt.errors import shown
 from graphrt.files import read_json
 from graphrt_llm.errors import ModelConfigError
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from graphrt.cli.files import read_batches, read_config
-from graphrt.config.checked import shown
-from graphrt.errors import BatchError, ConfigError, TraceError
+from graphrt.errors import BatchError, ConfigError, TraceError, shown
 from graphrt.files import open_regular
 from graphrt.planner import read_trace
 from graphrt_llm import EngineConfig

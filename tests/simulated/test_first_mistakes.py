@@ -25,13 +25,13 @@ from graphrt import (
     TensorStateGuard,
     Workspace,
 )
-from graphrt.config.checked import shown
 from graphrt.errors import (
     BatchError,
     ConfigError,
     GraphrtError,
     InputMismatchError,
     StaticBufferError,
+    shown,
 )
 from graphrt.report import Progress
 from lab import FULL, Lab, RuntimeLab, random_rows, rows_runner

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from graphrt.compile import CacheEntry, CompileCache
-from graphrt.config.checked import shown
 from graphrt.config.environment import read_environment
-from graphrt.errors import ConfigError
+from graphrt.errors import ConfigError, shown
 
 
 def run_cache(

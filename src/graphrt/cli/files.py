@@ -20,9 +20,9 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from graphrt.batch import Decision, RuntimeMode
 from graphrt.config import CompilationConfig, Facts, RuntimeConfig, UBatchConfig
-from graphrt.config.checked import config_error, shown, unknown_key, unknown_keys
+from graphrt.config.checked import config_error, unknown_key, unknown_keys
 from graphrt.dispatch import CUDAGraphDispatcher
-from graphrt.errors import BatchError, ConfigError, ConfigProblem
+from graphrt.errors import BatchError, ConfigError, ConfigProblem, shown
 from graphrt.files import open_regular, parse_json, read_at_most
 
 BATCH_KEYS = ("num_tokens", "uniform", "num_active_loras", "exclude")

@@ -11,22 +11,18 @@ from enum import Enum
 from functools import wraps
 from numbers import Real
 from pathlib import Path
-from reprlib import Repr
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
-from graphrt.errors import ConfigError, ConfigProblem
+from graphrt.errors import ConfigError, ConfigProblem, shown
 from graphrt.files import MOST_NAMED
 from graphrt.source import is_user_file
 
 T = TypeVar("T")
 
 _LONGEST_SHOWN = 200
-_REPR = Repr()
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = MOST_NAMED
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _LONGEST_SHOWN
 
 # Far above what any engine runs. Checked before a table is built, because tables have an entry for
 # every number of tokens and of adapters.
@@ -136,25 +132,17 @@ def config_error(subject: str, problems: Iterable[ConfigProblem]) -> ConfigError
     """One error that names every problem."""
     listed = tuple(problems)
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
-    shown, num_more = listed[:MOST_NAMED], len(listed) - MOST_NAMED
+    named, num_more = listed[:MOST_NAMED], len(listed) - MOST_NAMED
     more = [f"and {num_more} more"] if num_more > 0 else []
     # One line each, below one another under the label of their part.
     next_line = "\n" + " " * len("  expected: ")
     return ConfigError(
         f"{subject}: {count}",
-        expected=next_line.join([*(f"{p.field}: {p.accepted}" for p in shown), *more]),
-        found=next_line.join([*(f"{p.field}: {p.found}" for p in shown), *more]),
+        expected=next_line.join([*(f"{p.field}: {p.accepted}" for p in named), *more]),
+        found=next_line.join([*(f"{p.field}: {p.found}" for p in named), *more]),
         do="correct what is named; nothing was built",
         problems=listed,
     )
-
-
-def shown(value: object) -> str:
-    """The ``repr`` of ``value``, cut where it is long or nested deep."""
-    try:
-        return _REPR.repr(value)
-    except ValueError:
-        return "an integer of thousands of digits"
 
 
 def unknown_key(name: str, known: Iterable[str], *, inside: str = "") -> ConfigProblem:

@@ -28,9 +28,8 @@ from graphrt.config.checked import (
     config_error,
     from_mapping,
     option,
-    shown,
 )
-from graphrt.errors import ConfigProblem, ConfigWarning
+from graphrt.errors import ConfigProblem, ConfigWarning, shown
 from graphrt.files import MOST_NAMED, parse_json
 
 CAPTURE_SIZES = "cudagraph_capture_sizes"

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
-from graphrt.config.checked import checked_list, shown
+from graphrt.config.checked import checked_list
 from graphrt.config.plan import MOST_KEYS
 from graphrt.dispatch.dispatcher import NOTHING, Unavailable, check_count, check_keys, check_modes
-from graphrt.errors import BatchError, ConfigError
+from graphrt.errors import BatchError, ConfigError, shown
 
 
 class BucketKey(NamedTuple):

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.config import Plan
-from graphrt.config.checked import shown
-from graphrt.errors import BatchError, ConfigError
+from graphrt.errors import BatchError, ConfigError, shown
 
 NOTHING: frozenset[RuntimeMode] = frozenset()
 EVERY_MODE = frozenset(RuntimeMode)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.config.checked import check_choice, check_type, shown
-from graphrt.errors import PaddingRequiredError, StaticBufferError
+from graphrt.config.checked import check_choice, check_type
+from graphrt.errors import PaddingRequiredError, StaticBufferError, shown
 
 Box = tuple[int, ...]
 """The leading part of something: its extent in every dimension, or along every axis."""

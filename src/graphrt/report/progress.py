@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from graphrt.batch import BatchDescriptor
-from graphrt.config.checked import check_callable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,10 +56,7 @@ class ProgressBars:
 def shown(progress: Progress | bool | None, name: str) -> Iterator[Progress | None]:
     """The callable to tell; for True one that draws a bar on stderr, while this is entered."""
     if progress is not True:
-        asked = None if progress is False else progress
-        if asked is not None:
-            check_callable("progress", asked)
-        yield asked
+        yield None if progress is False else progress
         return
     with ProgressBars() as bars:
         bars.show(f"{name}: capture", 0, None)  # Warm-ups come first, and are not counted.

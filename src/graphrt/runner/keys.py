@@ -18,10 +18,16 @@ from graphrt.config.checked import (
     check_number,
     check_type,
     checked_list,
-    shown,
 )
 from graphrt.dispatch import BucketDispatcher, BucketKey
-from graphrt.errors import BatchError, ConfigError, GraphrtError, LibraryClosedError, MissError
+from graphrt.errors import (
+    BatchError,
+    ConfigError,
+    GraphrtError,
+    LibraryClosedError,
+    MissError,
+    shown,
+)
 from graphrt.events import KeysChanged
 from graphrt.files import MOST_NAMED
 from graphrt.graphs import BufferSpec, Catalog, Entry, Key, OutputSpec

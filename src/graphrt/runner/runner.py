@@ -325,6 +325,8 @@ class CUDAGraphRunner:
                     do="leave one of them out",
                 )
             self._executor.use_examples_like(like)
+        if not isinstance(progress, bool | None):
+            check_callable("progress", progress)
         with (
             self._captures.part(self._check, self._refresh) as capture,
             shown(progress, self.name) as tell,
