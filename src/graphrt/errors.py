@@ -105,6 +105,7 @@ class GraphrtError(Exception):
 _REPR = Repr()
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = 50
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 200
+"""Shows values in errors: of many items 50, of a long text 200 characters."""
 
 
 def shown(value: object) -> str:

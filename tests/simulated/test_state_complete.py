@@ -951,15 +951,6 @@ def memo_in_globals() -> Any:
     return step, lambda: "MEMO_SET_LATER" in globals(), "MEMO_SET_LATER"
 
 
-def memo_on_a_module(owner: Any, name: str) -> Any:
-    def step(x: Tensor) -> Tensor:
-        if not hasattr(owner, "_memo_of_a_test"):
-            owner._memo_of_a_test = x.sum(0)
-        return x + owner._memo_of_a_test
-
-    return step, lambda: hasattr(owner, "_memo_of_a_test"), name
-
-
 def memo_on_an_imported_module() -> Any:
     def step(x: Tensor) -> Tensor:
         import lab as imported
@@ -1037,8 +1028,8 @@ SET_LATER: dict[str, Callable[[], Any]] = {
     "function": memo_on_a_function,
     "defaults": memo_in_defaults,
     "globals": memo_in_globals,
-    "torch": lambda: memo_on_a_module(torch, "owner._memo_of_a_test"),
-    "class of torch": lambda: memo_on_a_module(torch.nn.Linear, "owner._memo_of_a_test"),
+    "torch": lambda: memo_on(torch),
+    "class of torch": lambda: memo_on(torch.nn.Linear),
     "imported module": memo_on_an_imported_module,
     "object": lambda: memo_on(SimpleNamespace()),
     "enum": lambda: memo_on(Shade, "Shade.memo"),

@@ -75,7 +75,7 @@ class HeldTensor:
         for part in self.parts:
             try:
                 value = getattr(value, part, None)
-            except Exception:  # noqa: BLE001  The code of its class may raise anything.
+            except Exception:  # noqa: BLE001  User code. What cannot be read counts as moved.
                 return None
         return value
 
