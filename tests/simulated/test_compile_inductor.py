@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -181,13 +182,15 @@ def test_option_without_text_is_not_cached(tmp_path):
         assert set(missed(lab)) == {CacheMiss.UNHASHABLE_PASS}
 
 
-def found_and_missed(folder):
+def pieces_and_sum(folder):
+    """How many pieces were compiled or loaded, and what a step computes with them."""
     with lab_of(folder, "NONE") as lab:
         found = lab.step(5, 2)["rows"]
         return len(missed(lab)), round(found.double().sum().item(), 3)
 
 
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
+    expected = pieces_and_sum(folder)
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
     shutil.copytree(folder / "v2" / "inductor", tmp_path / "v2" / "inductor")
     program = textwrap.dedent(
@@ -196,21 +199,27 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
         from pathlib import Path
         sys.path[:0] = {sys.path!r}
         import torch
-        from test_compile_inductor import found_and_missed
+        from test_compile_inductor import pieces_and_sum
         torch.set_num_threads({torch.get_num_threads()})  # Code for other threads is another entry.
         print("ready", flush=True)
         input()
-        print(found_and_missed(Path({str(tmp_path)!r})))
+        print(pieces_and_sum(Path({str(tmp_path)!r})))
         """
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as other:
-        assert other.stdout.readline() == "ready\n"
-        other.stdin.write("\n")
-        other.stdin.flush()
-        found = found_and_missed(tmp_path)
-        assert other.communicate()[0].strip() == str(found)
-    assert found[0] == len(list(tmp_path.glob("v*/objects/*/*"))) == 3
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(subprocess.Popen([sys.executable, "-c", program], **pipes))
+            for _ in range(2)
+        ]
+        for process in both:
+            assert process.stdout.readline() == "ready\n"
+        for process in both:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        found = {process.communicate()[0].strip() for process in both}
+    assert found == {str(expected)}
+    assert len(list(tmp_path.glob("v2/objects/*/*"))) == 3
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):

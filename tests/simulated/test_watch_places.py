@@ -13,6 +13,7 @@ import sys
 import threading
 from array import array
 from collections import ChainMap, UserDict, namedtuple
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from decimal import Decimal
@@ -1068,6 +1069,17 @@ FLAGS_SET = {
 """Of each flag of torch's: what sets it, to another value and back."""
 
 
+@pytest.fixture
+def _usual_precision() -> Iterator[None]:
+    """``set_float32_matmul_precision`` sets two flags, and cannot set them to what they were."""
+    products = (MATMUL, torch.backends.mkldnn.matmul)
+    before = [kind.fp32_precision for kind in products]
+    yield
+    for kind, precision in zip(products, before, strict=True):
+        kind.fp32_precision = precision
+
+
+@pytest.mark.usefixtures("_usual_precision")
 @pytest.mark.parametrize("name", FLAGS_SET)
 def test_flag_of_torch_is_noticed_and_named(name) -> None:
     set_to, (other, usual) = FLAGS_SET[name]
@@ -1091,6 +1103,7 @@ def test_flag_of_torch_is_noticed_and_named(name) -> None:
         assert runner.last_decision.reason is Reason.HIT
 
 
+@pytest.mark.usefixtures("_usual_precision")
 def test_flag_that_the_callable_sets_for_itself_is_a_hit() -> None:
     def fn(x):
         with sdpa_kernel(SDPBackend.MATH):
