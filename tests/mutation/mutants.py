@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant(
         "program of one graph never asks again",
         GRAPHS + "nesting.py",
-        "            program.ask_again()\n",
+        "            ask_again()\n",
         "            pass\n",
         "simulated/test_programs_meet.py",
     ),

@@ -119,7 +119,17 @@ def capture_program(
         scope.recorder = None
         scope.recording_lock.release()
     entry.seconds.recording = perf_counter() - started
-    library.emit(_captured(program, entry.seconds.recording))
+    library.emit(
+        Captured(
+            owner=owner,
+            mode=mode,
+            key=key,
+            num_graphs=program.num_graphs,
+            num_eager=program.num_eager,
+            seconds=entry.seconds.recording,
+            **program.memory._asdict(),
+        )
+    )
     return program
 
 
@@ -184,7 +194,6 @@ def _make_program(
             stale_check=library.stale_check,
             after_eager=_joining(device, library.side_streams),
             is_observed=recorder.observe,
-            knows_externals=recorder.observe and device.name == "simulated",
             autocast=autocast_dtype(device.torch_device.type),
             reads_step_info=recorder.reads_step_info,
         )
@@ -227,18 +236,6 @@ def _reads(
         return library.device.owns(tensor) or tensor.untyped_storage().data_ptr() in inputs
 
     return Reads(fn, is_ours, options.prepared, breaks=breaks, reached=walk())
-
-
-def _captured(program: Program, seconds: float) -> Captured:
-    return Captured(
-        owner=program.owner,
-        mode=program.mode,
-        key=program.key,
-        num_graphs=program.num_graphs,
-        num_eager=program.num_eager,
-        seconds=seconds,
-        **program.memory._asdict(),
-    )
 
 
 def _cost(

@@ -175,8 +175,7 @@ class Catalog:
         owner, number = name or default, 2
         while (owner, mode) in self._owners:
             owner, number = f"{default}#{number}", number + 1
-        entries = self._owners[owner, mode] = OwnerEntries(owner, mode, self._replaying)
-        return entries
+        return self.of_owner(owner, mode)
 
     def entry(self, owner: str, mode: RuntimeMode, key: BatchDescriptor) -> Entry:
         """The entry of this key, made where there is none yet."""
@@ -232,8 +231,8 @@ class Catalog:
     def invalidate(self, program: Program, names: Iterable[str] = ()) -> None:
         """Make a program refuse replays because ``names`` moved."""
         program.invalidate(tuple(names))
-        entry = self.get(program.owner, program.mode, program.key)
-        if entry is not None and entry.program is program and entry.error is None:
+        entry = self.entry(program.owner, program.mode, program.key)
+        if entry.program is program and entry.error is None:
             entry.reason = Reason.INVALIDATED
 
     def observe_always(self, owner: str, mode: RuntimeMode) -> None:

@@ -11,7 +11,6 @@ import os
 import threading
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -83,7 +82,7 @@ class Generation:
     kind: Kind
     pool: Pool
     programs: list[Program] = field(default_factory=list)
-    workspaces: list[Workspace] = field(default_factory=list)
+    workspaces: set[Workspace] = field(default_factory=set)
     """Frozen for as long as this generation lives."""
 
     @property
@@ -156,16 +155,15 @@ class GraphLibrary:
         self.static_buffers: tuple[BufferSet, ...] = ()
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         """Marked, as long as they exist, when programs became invalid."""
-        self._hooks: Watch | None = None
+        self._hooks = Watch("hooks")
         self._hooked_owners: set[str] = set()
         self._prepared: set[tuple[Callable[..., None], BatchDescriptor]] = set()
         """Methods of resources that were called once for a key, and are not again."""
         self._scope_lock = threading.Lock()
         self._retire_later: list[Generation] = []
         self._refusal: Callable[[], GraphrtError] | None = None
-        self.is_closed = False
         self._most_wait_s = math.inf
-        self._give_up: Callable[[RankError], None] = lambda error: None
+        self._give_up: Callable[[RankError], None]
         self._warned_of: set[str] = set()
         """Owners of programs whose arguments no check compares all."""
         self._num_generations = 0
@@ -173,12 +171,16 @@ class GraphLibrary:
         # name is ours alone: two libraries on one device share no stream.
         try:
             self._stream = self.device.stream(f"graphrt capture {id(self):x}")
-            self._current: Generation | None = self._open_generation("first", pool)
+            self._open_generation("first", pool)
         except BaseException:
             if self._owns_device:
                 self.device.close()
             raise
         _refuse_in_children(self)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._refusal is _closed_error
 
     # -- programs
 
@@ -308,8 +310,7 @@ class GraphLibrary:
             prepare = partial(self.prepare_for_capture, options.prepared)
             scope = self.scope = CaptureScope(self, device, options, stream, prepare)
             if options.generation == "new":
-                scope.generation = self._open_generation("new")
-                exits.push(self._settle_new_generation)
+                exits.push(partial(self._settle, self._open_generation("new")))
             caller = device.current_stream()
             exits.enter_context(gc_paused())
             device.order(stream, caller)
@@ -321,20 +322,19 @@ class GraphLibrary:
 
     def _end_scope(self) -> None:
         self.scope = None
-        self._watch_hooked()
+        hooked = [p for p in self.programs if p.owner in self._hooked_owners and p.is_valid]
+        self._hooks.update(hooked, self.check_externals)
         self._scope_lock.release()
         doomed, self._retire_later = self._retire_later, []
         for generation in doomed:
             self._retire_now(generation)
 
-    def _settle_new_generation(self, kind: Any, error: Any, trace: Any) -> None:
+    def _settle(self, generation: Generation, kind: Any, error: Any, trace: Any) -> None:
         """Put a rebuilt generation in the current one's place, or give it up after an error."""
-        assert self.scope is not None, "settled before the scope ends"
-        generation = self.scope.generation
         if error is not None:
             self.retire(generation)
             return
-        old, self._current = self._current, generation
+        old = self._newest("first")
         generation.kind = "first"
         for program in generation.programs:
             self.catalog.publish(program).staged = None
@@ -355,24 +355,22 @@ class GraphLibrary:
 
     def generation_for(self, scope: CaptureScope) -> Generation:
         """The generation that takes the scope's next program; a full lazy one is followed."""
-        kind = scope.options.generation
-        if kind == "current":
-            if self._current is None:
-                self._current = self._open_generation("first")
-            return self._current
-        if kind == "lazy" and not self._has_room(scope.generation):
-            # The newest lazy generation that has room for one program more.
-            newest = next((g for g in reversed(self._generations) if g.kind == "lazy"), None)
-            scope.generation = newest if self._has_room(newest) else self._open_generation("lazy")
-            if scope.has_frozen_workspaces:
-                self._freeze_workspaces_in(scope.generation, scope)
-        generation: Generation = scope.generation
+        asked = scope.options.generation
+        kind: Kind = "first" if asked == "current" else asked
+        generation = self._newest(kind)
+        is_full = generation is not None and len(generation.programs) >= self.generation_size
+        if generation is None or (is_full and kind == "lazy"):
+            generation = self._open_generation(kind)
+        if scope.has_frozen_workspaces:
+            generation.workspaces.update(scope.options.workspaces)
+            for workspace in generation.workspaces:
+                workspace.freeze(generation)
         return generation
 
     def freeze_workspaces(self, scope: CaptureScope) -> None:
         """Let no workspace of the scope grow, in this generation and those that follow it."""
         scope.has_frozen_workspaces = True
-        self._freeze_workspaces_in(self.generation_for(scope), scope)
+        self.generation_for(scope)
 
     def register_stream(self, stream: Stream) -> Stream:
         """Declare a side stream: it is joined at each end of a segment and forked at each begin."""
@@ -477,14 +475,11 @@ class GraphLibrary:
     @property
     def graph_pool(self) -> Any:
         """Handle of the current generation's pool; None while there is none."""
-        return None if self._current is None else self._current.pool.handle
+        current = self._newest("first")
+        return None if current is None else current.pool.handle
 
-    def _has_room(self, generation: Generation | None) -> bool:
-        return (
-            generation is not None
-            and generation in self._generations
-            and len(generation.programs) < self.generation_size
-        )
+    def _newest(self, kind: Kind) -> Generation | None:
+        return next((g for g in reversed(self._generations) if g.kind == kind), None)
 
     def _open_generation(self, kind: Kind, handle: Any = None) -> Generation:
         self._require_usable()
@@ -493,13 +488,6 @@ class GraphLibrary:
         self._num_generations += 1
         self._generations.append(generation)
         return generation
-
-    @staticmethod
-    def _freeze_workspaces_in(generation: Generation, scope: CaptureScope) -> None:
-        for workspace in scope.options.workspaces:
-            workspace.freeze(generation)
-            if workspace not in generation.workspaces:
-                generation.workspaces.append(workspace)
 
     def retire(self, generation: Generation | int | None = None) -> None:
         """Retire a generation (or its index), or all: its programs go, its memory is given back.
@@ -533,8 +521,6 @@ class GraphLibrary:
         self.device.trim()
         generation.pool.release()
         self._generations.remove(generation)
-        if self._current is generation:
-            self._current = None
         self.emit(Retired(generation.index, num_programs, freed_bytes))
 
     # -- what programs read
@@ -558,29 +544,29 @@ class GraphLibrary:
         invalidated = []
         for owner, programs in moved.items():
             exact = all(program.knows_externals for program in programs)
-            doomed = list(programs) if exact else self._of_owner(owner)
-            valid = [program for program in doomed if program.is_valid]
-            for program in valid:
-                self.catalog.invalidate(program, programs.get(program) or _names_in(programs))
-                invalidated.append((program.owner, program.mode, program.key))
-            if valid:
-                self.emit(Invalidated(owner, len(valid), _names_in(programs)))
+            doomed = programs if exact else self._of_owner(owner)
+            invalidated += self._invalidate(owner, doomed, programs)
         all_moved = dict.fromkeys(n for programs in moved.values() for n in _names_in(programs))
-        if invalidated:
-            self._mark_watches()
-        return ExternalsReport(lookup.num_checked, tuple(all_moved), tuple(invalidated))
+        keys = tuple((program.owner, program.mode, program.key) for program in invalidated)
+        return ExternalsReport(lookup.num_checked, tuple(all_moved), keys)
 
     def invalidate(self, owner: str | None = None) -> int:
         """Make every valid program of ``owner`` (of all) ``invalid`` by hand; returns how many."""
-        valid = [program for program in self._of_owner(owner) if program.is_valid]
-        counts = Counter(program.owner for program in valid)
+        owners = dict.fromkeys(program.owner for program in self._of_owner(owner))
+        return sum(len(self._invalidate(one, self._of_owner(one), {})) for one in owners)
+
+    def _invalidate(
+        self, owner: str, programs: Iterable[Program], moved: Mapping[Program, Sequence[str]]
+    ) -> list[Program]:
+        """Make those of an owner's ``programs`` that are valid ``invalid``, and return them."""
+        valid, names = [program for program in programs if program.is_valid], _names_in(moved)
         for program in valid:
-            self.catalog.invalidate(program)
-        for name, count in counts.items():
-            self.emit(Invalidated(name, count, ()))
-        if counts:
-            self._mark_watches()
-        return len(valid)
+            self.catalog.invalidate(program, moved.get(program) or names)
+        if valid:
+            self.emit(Invalidated(owner, len(valid), names))
+            for watch in self.watches:
+                watch.is_marked = True
+        return valid
 
     def settle(self, programs: Iterable[Program]) -> None:
         """Leave out of what new programs read what their callable changes itself; see ``Program``.
@@ -596,19 +582,8 @@ class GraphLibrary:
 
         What a wrapper has: nothing calls its library between two steps.
         """
-        if self._hooks is None:
-            self._hooks = Watch("hooks")
-            self._hooks.start()
+        self._hooks.start()
         self._hooked_owners.add(owner)
-
-    def _watch_hooked(self) -> None:
-        if self._hooks is not None:
-            own = [p for p in self.programs if p.owner in self._hooked_owners and p.is_valid]
-            self._hooks.update(own, self.check_externals)
-
-    def _mark_watches(self) -> None:
-        for watch in self.watches:
-            watch.is_marked = True
 
     # -- suspension and end
 
@@ -670,7 +645,7 @@ class GraphLibrary:
 
     def resume(self) -> ExternalsReport:
         """Let replays run again; programs whose externals moved in between become invalid."""
-        if self.is_closed or self._refusal is not _suspended_error:
+        if self._refusal is not _suspended_error:
             self._require_usable()
         self._refuse_all(None)
         report = self.check_externals()
@@ -712,14 +687,13 @@ class GraphLibrary:
         self._drop_rest(owns_device=self._owns_device and is_idle)
 
     def _drop_rest(self, *, owns_device: bool) -> None:
-        if self._hooks is not None:
-            self._hooks.stop()
+        self._hooks.stop()
         for buffers in self.static_buffers:
             buffers.close()
         self.static_buffers = ()
         self._prepared.clear()
         self.device.forget_stream(self._stream)
-        self.is_closed = True
+        self._refusal = _closed_error
         if owns_device:
             self.device.close()
 
@@ -762,8 +736,6 @@ class GraphLibrary:
                 program.disable(error)
 
     def _require_usable(self) -> None:
-        if self.is_closed:
-            raise _closed_error()
         if self._refusal is not None:
             raise self._refusal()
 
@@ -840,7 +812,7 @@ def _refuse_in_children(library: GraphLibrary) -> None:
 
     def after_fork() -> None:
         living = reference()
-        if living is not None:
+        if living is not None and not living.is_closed:
             living._refuse_all(_forked_error)
 
     os.register_at_fork(after_in_child=after_fork)

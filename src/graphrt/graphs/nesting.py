@@ -5,16 +5,10 @@ Between two graphs of a program, while an eager segment runs, that memory is liv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from graphrt.errors import NestedReplayError
-
-
-class Unasking(Protocol):
-    """A program of one graph, whose ``replay`` asks nobody."""
-
-    def ask_again(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -26,16 +20,16 @@ class ReplayInProgress:
     """
 
     title: str | None = None
-    unasking: set[Unasking] = field(default_factory=set)
-    """Programs that asked, and now replay without asking."""
+    unasking: set[Callable[[], None]] = field(default_factory=set)
+    """Of each program that asked, and now replays without asking: what makes it ask again."""
 
     def begin(self, title: str) -> None:
         """Say that ``title`` runs eager segments now. Errors: ``NestedReplayError``."""
         if self.title is not None:
             raise self.refusal(title)
         self.title = title
-        for program in self.unasking:
-            program.ask_again()
+        for ask_again in self.unasking:
+            ask_again()
         self.unasking.clear()
 
     def end(self) -> None:

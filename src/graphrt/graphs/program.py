@@ -253,9 +253,9 @@ class Program:
     of these. ``source``: the generated replay, one line or more for each; eager ones name their
     site. ``outputs``: what the callable returned; the next replay of any program of the library
     overwrites it. None once retired. ``signature``: its arguments at capture.
-    ``externals``: the tensors outside the pool that it holds. ``knows_externals``: True if they
-    tell exactly what the graphs read and write. ``values``: the host values that it froze and that
-    the callable's code names; ``reads``: where both were found. ``memory``: what it costs.
+    ``externals``: the tensors outside the pool that it holds. ``values``: the host values that it
+    froze and that the callable's code names; ``reads``: where both were found. ``memory``: what it
+    costs.
     ``is_observed``: True if its capture was observed. ``is_compared``: True once a replay of it
     equalled eager execution. ``autocast``: the dtype that autocast was on with at capture; None if
     it was off. ``reads_step_info``: True if a graph holds what the forward context said of the
@@ -278,7 +278,6 @@ class Program:
     memory: GraphMemory
     autocast: torch.dtype | None = None
     is_observed: bool = True
-    knows_externals: bool = False
     reads_step_info: bool = False
     device: Device
     replaying: ReplayInProgress
@@ -294,7 +293,6 @@ class Program:
     _ignored: frozenset[str] = field(init=False)
     _filename: str = field(init=False)
     _function: Replay = field(init=False)
-    _asks: bool = field(init=False)
     _stream: Stream | None = field(init=False, default=None)
     _recheck: Callable[[], object] | None = field(init=False, default=None)
     _is_retired: bool = field(init=False, default=False)
@@ -314,7 +312,6 @@ class Program:
         if len(self.segments) == 1 and isinstance(self.segments[0], GraphSegment):
             # One line that calls one callable: the callable itself does the same, sooner.
             self._function = self.segments[0].graph.replay
-        self._asks = not self.has_eager
         self._install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -344,6 +341,11 @@ class Program:
         if self.moved is not None:
             return "invalid"
         return "captured" if self._checker is None else "ready"
+
+    @property
+    def knows_externals(self) -> bool:
+        """True if ``externals`` tell exactly what the graphs read and write."""
+        return self.is_observed and self.device.name == "simulated"
 
     @property
     def is_valid(self) -> bool:
@@ -442,7 +444,7 @@ class Program:
     def retire(self) -> None:
         """Reset the graphs, newest first, and let go of everything. Only the library calls this."""
         self._is_retired = True
-        self.replaying.unasking.discard(self)
+        self.replaying.unasking.discard(self._install)
         linecache.cache.pop(self._filename, None)
         self._checker = None
         self._function = lambda: None
@@ -471,18 +473,14 @@ class Program:
             self.replay = _raising(self._unchecked_error)
         else:
             self.check = self._checker
-            self.replay = self._replay_asking if self._asks else self._function
+            self.replay = self._function if self.has_eager else self._replay_asking
 
     def _replay_asking(self) -> None:
         """Replay unless another program is in the middle; ask no more until one begins."""
         self.replaying.require_none(self.title)
         self.replay = self._function
-        self.replaying.unasking.add(self)
+        self.replaying.unasking.add(self._install)
         self._function()
-
-    def ask_again(self) -> None:
-        """Ask at the next replay whether another is in progress. Who begins one calls this."""
-        self._install()
 
     def _check_suspected(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Look at everything that is read before the arguments are compared."""

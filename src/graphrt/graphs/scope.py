@@ -127,8 +127,6 @@ class CaptureScope:
     """Set while a program is recorded, where break points find it."""
     programs: list[Program] = field(default_factory=list)
     """Captured in this scope, in order."""
-    generation: Any = None
-    """The generation of a ``"new"`` or ``"lazy"`` scope that takes the next program."""
     has_frozen_workspaces: bool = False
     guarded: dict[int, set[torch.UntypedStorage | None]] = field(default_factory=dict)
     """By id of a state guard that was watched: the storages that it keeps."""

@@ -123,8 +123,6 @@ class CUDAGraphWrapper:
         if program is not None:
             return program(*args, **kwargs)
         options = self.options_within(scope.options)
-        if options.observe is None:
-            options = replace(options, observe="always")
         program = capture_program(
             self.library, self.owner, self.runtime_mode, key, self.runnable, args, kwargs, options
         )
