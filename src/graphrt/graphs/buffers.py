@@ -164,18 +164,14 @@ class BoundBuffers:
         self, plan: _Plan, n: Sizes, names: tuple[str, ...], sources: list[torch.Tensor]
     ) -> _Plan:
         """Check sources of a layout not seen last time; return the plan that copies them."""
-        if any(
-            getattr(source, "shape", None) != view.shape
-            for source, view in zip(sources, plan.views, strict=True)
-        ):
-            sizes = self.sizes_of(dict(zip(names, sources, strict=True)), n)
-            if sizes != plan.sizes:
-                plan = self._make_plan(sizes, names)
-                plan.group_copies(sources)
-                remember(self._plans, (self._owner._real_sizes(n), names), plan)
-                return plan
-        self._owner._clean_for = None  # What narrower sources leave has to be filled.
+        sizes = self.sizes_of(dict(zip(names, sources, strict=True)), n)
+        if sizes == plan.sizes:
+            self._owner._clean_for = None  # What narrower sources leave has to be filled.
+            plan.group_copies(sources)
+            return plan
+        plan = self._make_plan(sizes, names)
         plan.group_copies(sources)
+        remember(self._plans, (self._owner._real_sizes(n), names), plan)
         return plan
 
 
@@ -257,9 +253,7 @@ class BufferSet:
                         do="declare the largest size of every axis as its capacity",
                     )
             bound = self._bound[key] = BoundBuffers(self, key, sizes)
-        if self._written:
-            self._mark_dirty(bound)
-        return bound
+        return self._mark_dirty(bound)
 
     def unpadded(self, sizes: Sizes) -> BoundBuffers:
         """The buffers at exactly these real sizes, unpadded: what an eager step reads.
@@ -273,9 +267,7 @@ class BufferSet:
             checked = self._checked_sizes(sizes, self.capacity, "an eager step")
             unpadded = BoundBuffers(self, "an eager step", checked)
             remember(self._unpadded, real, unpadded)
-        if self._written:
-            self._mark_dirty(unpadded)
-        return unpadded
+        return self._mark_dirty(unpadded)
 
     def real_sizes(self, values: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Read the real size of every axis off the shapes of ``values``.
@@ -307,11 +299,12 @@ class BufferSet:
         self._written.clear()
         self._clean_for = None
 
-    def _mark_dirty(self, bound: BoundBuffers) -> None:
+    def _mark_dirty(self, bound: BoundBuffers) -> BoundBuffers:
         """The callable is about to write every row of its written buffers at these sizes."""
-        self._clean_for = None
         for group in self._written:
+            self._clean_for = None
             group.mark_dirty(bound.sizes)
+        return bound
 
     def _read_sizes(self, values: Mapping[str, torch.Tensor]) -> dict[str, int]:
         _require_mapping(values)

@@ -7,8 +7,9 @@ nothing is filled while sizes do not shrink.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,7 @@ from graphrt.errors import PaddingRequiredError, StaticBufferError, shown
 Box = tuple[int, ...]
 """The leading part of something: its extent in every dimension, or along every axis."""
 
-_Zeros = list[list[torch.Tensor]]
-_Fills = list[tuple[torch.Tensor, float | int | bool]]
+_Fills = list[Callable[[], object]]
 
 # What is cached by real size: two axes make many pairs.
 _MAX_CACHED = 1024
@@ -123,12 +123,11 @@ class BufferSpec:
         check_choice(f"rebase of {self.name!r}", self.rebase, (None, "tokens", "requests"))
         for size in self.shape:
             if not (isinstance(size, str) or type(size) is int):
-                raise StaticBufferError(
-                    f"static buffer {self.name!r}",
-                    expected="a shape of integers and names of axes",
-                    found=f"{size!r} in {self.shape}",
-                    do="correct the shape",
+                expected, found = (
+                    "a shape of integers and names of axes",
+                    f"{size!r} in {self.shape}",
                 )
+                raise self._wrong(expected, found, "correct the shape")
         if self.padding is None:
             if not self._has_default:
                 raise PaddingRequiredError(
@@ -250,8 +249,8 @@ class PaddingGroup:
     written: bool
     buffers: list[Buffer] = field(default_factory=list)
     dirty: Box | None = None
-    fills: dict[tuple[Box, Box | None], tuple[_Zeros, _Fills]] = field(default_factory=dict)
-    """(dirty, real) -> the zeros by dtype, and the other fills. Empty while nothing shrinks."""
+    fills: dict[tuple[Box, Box | None], _Fills] = field(default_factory=dict)
+    """(dirty, real) -> what fills the difference. Empty while nothing shrinks."""
 
     def box(self, sizes: Mapping[str, int]) -> Box:
         """The sizes of this group's axes, in order."""
@@ -268,13 +267,11 @@ class PaddingGroup:
         if fills is None:
             fills = self._fills(dirty, real)
             remember(self.fills, (dirty, real), fills)
-        zeros, others = fills
-        for views in zeros:
-            torch._foreach_zero_(views)
-        for view, value in others:
-            view.fill_(value)
+        for fill in fills:
+            fill()
 
-    def _fills(self, dirty: Box, real: Box | None) -> tuple[_Zeros, _Fills]:
+    def _fills(self, dirty: Box, real: Box | None) -> _Fills:
+        """One fill for all zeros of a dtype, and one for each other view."""
         zeros: dict[torch.dtype, list[torch.Tensor]] = {}
         others: _Fills = []
         was = dict(zip(self.axes, dirty, strict=True))
@@ -287,8 +284,9 @@ class PaddingGroup:
             if buffer.spec.policy.value == 0:
                 zeros.setdefault(buffer.spec.dtype, []).extend(views)
             else:
-                others.extend((view, buffer.spec.policy.value) for view in views)
-        return [views for views in zeros.values() if views], others
+                others += [partial(view.fill_, buffer.spec.policy.value) for view in views]
+        grouped = [partial(torch._foreach_zero_, views) for views in zeros.values() if views]
+        return [*grouped, *others]
 
 
 def group_padding(buffers: Iterable[Buffer]) -> list[PaddingGroup]:

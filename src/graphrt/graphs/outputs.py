@@ -103,8 +103,7 @@ class OutputSpec:
         ``padded``: axis -> padded size, which dimensions declared with that axis must have.
         Errors: ``ConfigError`` for a path or dimension that is not there, or of another size.
         """
-        outputs = captured.outputs if isinstance(captured, Program) else captured
-        return BoundOutputs(self, outputs, padded or {})
+        return BoundOutputs(self, _outputs_of(captured), padded or {})
 
     def expire(self) -> None:
         """Make every checked view invalid: call it before anything of the same library replays."""
@@ -208,22 +207,33 @@ def _container_copier(nodes: list[Node]) -> Callable[[Any], Any] | None:
     return lambda value: map_tensors(value, lambda tensor: tensor)
 
 
+def _outputs_of(captured: Program | Any) -> Any:
+    return captured.outputs if isinstance(captured, Program) else captured
+
+
+def _tensors(nodes: Iterable[Node]) -> dict[str, torch.Tensor]:
+    """Those among the ``nodes``, by path. Errors: ``ConfigError`` if two paths read alike."""
+    tensors: dict[str, torch.Tensor] = {}
+    for node in nodes:
+        if node.kind == "tensor":
+            path = dotted(node.path)
+            if path in tensors:
+                raise ConfigError(
+                    "output axes",
+                    expected="a path for each output",
+                    found=f"two outputs at {path!r}",
+                    do="rename a key so that no two paths read alike",
+                )
+            tensors[path] = node.value
+    return tensors
+
+
 def _check_axes(
     nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]], padded: Mapping[str, int]
 ) -> None:
     """Refuse paths and dimensions that are not there, and a dimension that is not as long as its
     axis is padded to: other rows would be cut."""
-    tensors: dict[str, torch.Tensor] = {}
-    for node in nodes:
-        if node.kind == "tensor":
-            if dotted(node.path) in tensors:
-                raise ConfigError(
-                    "output axes",
-                    expected="a path for each output",
-                    found=f"two outputs at {dotted(node.path)!r}",
-                    do="rename a key so that no two paths read alike",
-                )
-            tensors[dotted(node.path)] = node.value
+    tensors = _tensors(nodes)
     for path, lengths in axes.items():
         dims = range(tensors[path].dim()) if path in tensors else range(0)
         if path not in tensors or not all(dim in dims for dim in lengths):
@@ -258,8 +268,7 @@ def _infer(
         raise _no_inference(
             "two keys that differ in every axis", f"{dict(sizes)} and {dict(other_sizes)}"
         )
-    left = _tensors(one)
-    right = _tensors(other)
+    left, right = (_tensors(walk(_outputs_of(captured))) for captured in (one, other))
     if left.keys() != right.keys():
         raise _no_inference(
             "one structure of outputs", f"tensors at {sorted(left)} and at {sorted(right)}"
@@ -280,11 +289,6 @@ def _infer(
                 )
             axes.setdefault(path, {})[dim] = fitting[0]
     return axes
-
-
-def _tensors(captured: Any) -> dict[str, torch.Tensor]:
-    outputs = captured.outputs if isinstance(captured, Program) else captured
-    return {dotted(node.path): node.value for node in walk(outputs) if node.kind == "tensor"}
 
 
 def _no_inference(expected: str, found: str) -> ConfigError:
