@@ -707,7 +707,7 @@ def test_break_point_compiled_before_a_capture_is_refused() -> None:
     eager = break_point(lambda x: x * 2)
     compiled, x = torch.compile(lambda x: eager(x + 1) + 1, backend="eager"), torch.ones(2)
     # A recording of the simulated device turns Dynamo off, so none is open here.
-    recorder = SimpleNamespace(mode=PIECEWISE, cuts=True, run_eager=lambda fn, args, *_, **__: x)
+    recorder = SimpleNamespace(mode=PIECEWISE, records_here=True, run_eager=lambda *_, **__: x)
     inside = ForwardContext(PIECEWISE, KEY, capture_scope=SimpleNamespace(recorder=recorder))
     assert compiled(x).tolist() == [5.0, 5.0]
     open_cuts.add(1)

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from graphrt.batch import RuntimeMode
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError, LateInitError
 from graphrt.graphs.recorder import ProgramRecorder, open_cuts
@@ -118,6 +119,7 @@ def _open_scope() -> CaptureScope | None:
 
 
 def _open_recorder() -> ProgramRecorder | None:
+    """What records the calling thread, of the library whose scope is entered."""
     scope = _open_scope()
     recorder = None if scope is None else scope.recorder
     return recorder if recorder is not None and recorder.records_here else None
@@ -150,11 +152,7 @@ def break_at(
             found=f"none in {type(model).__name__}",
             do="list the paths with model.named_modules()",
         )
-    shadowed = {
-        path: vars(module)["forward"]
-        for path, module in matching.items()
-        if "forward" in vars(module)
-    }
+    shadowed = {path: vars(module).get("forward") for path, module in matching.items()}
     try:
         for path, module in matching.items():
             module.forward = break_point(module.forward, name=path or type(module).__name__)
@@ -162,7 +160,7 @@ def break_at(
     finally:
         for path, module in matching.items():
             vars(module).pop("forward", None)
-            if path in shadowed:
+            if shadowed[path] is not None:
                 module.forward = shadowed[path]
 
 
@@ -207,13 +205,12 @@ def _cutting_recorder(label: str) -> ProgramRecorder | None:
 
 
 def _recorder_here() -> ProgramRecorder | None:
-    context = current_forward_context()
-    if context is None or context.capture_scope is None or not context.breaks:
+    """The open recorder, where a break point ends a segment of it."""
+    context, recorder = current_forward_context(), _open_recorder()
+    if context is None or recorder is None or not context.breaks:
         return None
-    recorder: ProgramRecorder | None = context.capture_scope.recorder
-    if recorder is None or context.cudagraph_runtime_mode is not recorder.mode or not recorder.cuts:
-        return None
-    return recorder
+    modes = {recorder.mode, context.cudagraph_runtime_mode}
+    return recorder if modes == {RuntimeMode.PIECEWISE} else None
 
 
 def _uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ records kernels that nothing has warmed up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -81,6 +81,10 @@ FLAGS: Mapping[str, Iterator[Any]] = {f"torch.{name}": found for name, found in 
 capture. Each ``next`` says what it is now; equal values are one object."""
 
 
+def _now(names: Iterable[str]) -> tuple[Any, ...]:
+    return tuple(next(FLAGS[f"torch.{name}"]) for name in names)
+
+
 class CaptureEnvironment(NamedTuple):
     """The state of the calling thread and process that chooses kernels."""
 
@@ -100,7 +104,6 @@ class CaptureEnvironment(NamedTuple):
     def read(cls, device: Device) -> CaptureEnvironment:
         """The environment of the calling thread."""
         kinds = dict.fromkeys(("cpu", device.torch_device.type))
-        backends = torch.backends
         return cls(
             stream=device.current_stream().name,
             grad_mode=torch.is_grad_enabled(),
@@ -109,18 +112,13 @@ class CaptureEnvironment(NamedTuple):
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
                 for kind in kinds
             ),
-            sdpa=(
-                backends.cuda.flash_sdp_enabled(),
-                backends.cuda.mem_efficient_sdp_enabled(),
-                backends.cuda.math_sdp_enabled(),
-                backends.cuda.cudnn_sdp_enabled(),
-            ),
+            sdpa=_now(name for name in _BOOLS if name.endswith("_sdp_enabled()")),
             default_dtype=torch.get_default_dtype(),
             deterministic=(
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
-            float32_precision=tuple(next(FLAGS[f"torch.{name}"]) for name in _PRECISIONS),
+            float32_precision=_now(_PRECISIONS),
         )
 
     def require_equal(self, capture: CaptureEnvironment) -> None:
@@ -133,9 +131,7 @@ class CaptureEnvironment(NamedTuple):
         if changed:
             raise EnvironmentMismatchError(
                 ", ".join(name for name, _, _ in changed),
-                expected="; ".join(
-                    f"{name}={before}, as at the warm-up" for name, before, _ in changed
-                ),
+                expected="; ".join(f"{name}={was}, as at the warm-up" for name, was, _ in changed),
                 found="; ".join(f"{name}={after}" for name, _, after in changed),
                 do="enter the same modes around warm-up and capture",
             )

@@ -90,7 +90,6 @@ class _Original(NamedTuple):
 
     storage: ReferenceType[torch.UntypedStorage]
     copy: _Writes
-    site: str
 
 
 class _Shared(NamedTuple):
@@ -155,15 +154,6 @@ class ProgramRecorder:
     def graphs(self) -> list[DeviceGraph]:
         return [item.graph for item in self.segments if isinstance(item, GraphSegment)]
 
-    @property
-    def num_eager(self) -> int:
-        return len(self.segments) - len(self.graphs)
-
-    @property
-    def cuts(self) -> bool:
-        """True where a break point ends a segment: in a PIECEWISE recording of this thread."""
-        return self.mode is RuntimeMode.PIECEWISE and self.records_here
-
     def record(self, *, weak_outputs: bool) -> None:
         """Run ``fn`` once inside recordings; fills ``segments`` and ``outputs``.
 
@@ -192,7 +182,9 @@ class ProgramRecorder:
                 )
         except BaseException as error:  # noqa: BLE001 - raised again below, translated or as it is
             num_segments = len(self.segments)
-            first = self._abort(error)
+            recording, self._recording = self._recording, None
+            first = error if recording is None else recording.abort(error)
+            self.reset()
             self._note_place(first, error.__traceback__, num_segments)
             try:
                 if first is error:
@@ -257,19 +249,14 @@ class ProgramRecorder:
             returned: list[Returned] = []
             bind = self._bind(site)
             given_ids = set(map(id, given))
-            new = [t for t in tensors_of(result) if id(t) not in given_ids or not storage_start(t)]
-            if new:
-                addresses = {storage_start(tensor) for tensor in given} - {0}
-                new = [tensor for tensor in new if storage_start(tensor) not in addresses]
+            addresses = {storage_start(tensor) for tensor in given} - {0}
+            new = [each for each in tensors_of(result) if storage_start(each) not in addresses]
             _require_strided(new, site)
             statics = self._static_outputs(new)
             self._shared.append(
                 _Shared(
                     len(self.segments),
-                    [
-                        _Original(ref(t.untyped_storage()), _Writes(statics[id(t)]), site)
-                        for t in new
-                    ],
+                    [_Original(ref(t.untyped_storage()), _Writes(statics[id(t)])) for t in new],
                     [_Writes(t) for t in given if not self._is_outside(t)],
                 )
             )
@@ -408,18 +395,12 @@ class ProgramRecorder:
                 storage = item.storage()
                 if storage is not None and item.copy.happened(if_uncounted=False):
                     kept = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                    through = f"{item.site}, through what it returned (return a copy of it)"
+                    through = f"{segment.site}, through what it returned (return a copy of it)"
                     self.eager_writes.append(Write(kept, through))
             shared = [*(item.copy for item in originals), *given]
             if originals and any(writes.happened(if_uncounted=True) for writes in shared):
                 self.segments[index] = replace(segment, owns_results=True)
         self._shared.clear()
-
-    def _abort(self, error: BaseException) -> BaseException:
-        recording, self._recording = self._recording, None
-        first = error if recording is None else recording.abort(error)
-        self.reset()
-        return first
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._eager_inputs or not self.device.owns(tensor)
