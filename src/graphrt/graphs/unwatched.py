@@ -55,26 +55,15 @@ that code names; "*": in all."""
 ASKED_OF_LOGGERS = frozenset(("level", "disabled", "isEnabledFor", "getEffectiveLevel"))
 """Where code names none of these, loggers only take what it writes."""
 
+_FILES = "files are not compared"
 READS_ELSEWHERE = {
-    "open": "files are not compared",
-    "read_text": "files are not compared",
-    "read_bytes": "files are not compared",
-    "fromfile": "files are not compared",
-    "loadtxt": "files are not compared",
-    "genfromtxt": "files are not compared",
-    "exists": "files are not compared",
-    "is_file": "files are not compared",
-    "is_dir": "files are not compared",
-    "iterdir": "files are not compared",
-    "listdir": "files are not compared",
-    "scandir": "files are not compared",
-    "getsize": "files are not compared",
-    "getmtime": "files are not compared",
+    **dict.fromkeys(("open", "read_text", "read_bytes"), _FILES),
+    **dict.fromkeys(("fromfile", "loadtxt", "genfromtxt"), _FILES),
+    **dict.fromkeys(("exists", "is_file", "is_dir", "iterdir"), _FILES),
+    **dict.fromkeys(("listdir", "scandir", "getsize", "getmtime"), _FILES),
     "getcwd": "it is state of the process",
-    "eval": "what it names is in a string",
-    "exec": "what it names is in a string",
-    "import_module": "what it imports is computed",
-    "__import__": "what it imports is computed",
+    **dict.fromkeys(("eval", "exec"), "what it names is in a string"),
+    **dict.fromkeys(("import_module", "__import__"), "what it imports is computed"),
     "getcontext": "it is state of the interpreter",
     "input": "it is read from the terminal",
     "globals": "which variables are taken from it is computed",
@@ -83,8 +72,7 @@ READS_ELSEWHERE = {
 
 READS_OF_OTHERS = {
     **READS_ELSEWHERE,
-    "load": "files are not compared",
-    "stat": "files are not compared",
+    **dict.fromkeys(("load", "stat"), _FILES),
     "getenv": "it has another name here",
 }
 """Of the standard library, NumPy and torch alone, or under another name."""
@@ -101,18 +89,10 @@ _DATA_IN = ("numpy.random", "numpy.lib.npyio", "torch.distributions")
 ADVANCES = "each read advances it"
 ELSEWHERE = "other threads and later steps find other objects in it"
 _BECAUSE = {
-    "_io": "files are not compared",
-    "io": "files are not compared",
-    "mmap": "files are not compared",
+    **dict.fromkeys(("_io", "io", "mmap"), _FILES),
     "sqlite3": "databases are not compared",
-    "_random": ADVANCES,
-    "random": ADVANCES,
-    "numpy.random": ADVANCES,
-    "itertools": ADVANCES,
-    "contextvars": ELSEWHERE,
-    "_contextvars": ELSEWHERE,
-    "weakref": ELSEWHERE,
-    "_weakrefset": ELSEWHERE,
+    **dict.fromkeys(("_random", "random", "numpy.random", "itertools"), ADVANCES),
+    **dict.fromkeys(("contextvars", "_contextvars", "weakref", "_weakrefset"), ELSEWHERE),
 }
 _NOT_READABLE = "its contents cannot be read"
 _OF_NO_CONTENTS = (BaseException, BuiltinMethodType, CodeType, FrameType, ModuleType)
