@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from graphrt.config.checked import check_choice
 from graphrt.device.base import DeviceLimits, Mark, MemoryReading, Pool, Stream
-from graphrt.device.simulated.graph import Faults
+from graphrt.device.simulated.graph import Faults, Shared
 from graphrt.device.simulated.memory import DeviceMemory, PoolMemory, SimulatedPool, without_modes
 from graphrt.device.simulated.races import watching_races
-from graphrt.device.simulated.recorder import Shared, SimulatedRecording, is_recording
+from graphrt.device.simulated.recorder import SimulatedRecording, is_recording
 from graphrt.device.simulated.streams import SimulatedMark, SimulatedStream
 from graphrt.device.torch_modes import report_capturing, with_bits_of
 from graphrt.errors import (
@@ -31,15 +31,6 @@ from graphrt.errors import (
     LifetimeError,
 )
 from graphrt.source import caller_source
-
-
-class _PassingMode(TorchFunctionMode):
-    """Calls every function as it is."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class SimulatedDevice:
@@ -80,7 +71,6 @@ class SimulatedDevice:
             workspace_bytes=workspace_bytes if workspace_model else None,
             memory=self._memory,
         )
-        self._thread = self.shared.thread
         self.limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=num_sms)
         self._streams: dict[str, SimulatedStream] = {}
         self._is_closed = False
@@ -104,13 +94,12 @@ class SimulatedDevice:
         return known
 
     def adopt_stream(self, stream: object) -> SimulatedStream:
-        for known in self._streams.values():
-            if known is stream:
-                return known
+        if isinstance(stream, SimulatedStream) and self._streams.get(stream.name) is stream:
+            return stream
         raise ConfigError(
             "capture stream",
             expected="a stream of this device, device.stream(name), other than the default one",
-            found="the default stream" if stream is self._thread.default else repr(stream),
+            found="the default stream" if stream is self.shared.thread.default else repr(stream),
             do="pass one that this device has made",
         )
 
@@ -119,10 +108,10 @@ class SimulatedDevice:
             del self._streams[stream.name]
 
     def current_stream(self) -> SimulatedStream:
-        return self._thread.stream
+        return self.shared.thread.stream
 
     def use(self, stream: Stream) -> AbstractContextManager[None]:
-        return self._thread.use(_ours(stream))
+        return self.shared.thread.use(_ours(stream))
 
     def mark(self, stream: Stream) -> SimulatedMark:
         return _ours(stream).mark()
@@ -137,13 +126,15 @@ class SimulatedDevice:
         """It has no libraries that set anything up."""
 
     def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
-        block = self._memory.block_at(tensor.untyped_storage().data_ptr())
+        address = tensor.untyped_storage().data_ptr()
+        found = (pool.live.get(address) for pool in self._memory.pools)
+        block = next(filter(None, found), None)
         if block is not None and block.owner is not _ours(stream):
             # Nothing is ever issued there, so nothing takes the bytes.
             block.owner = SimulatedStream(f"used on {stream.name}")
 
     def watch_races(self) -> AbstractContextManager[Any]:
-        return watching_races(self._thread, self.shared.operators)
+        return watching_races(self.shared.thread, self.shared.operators)
 
     def synchronize(self, stream: Stream | None = None) -> None:
         """Everything has run already. Inside a recording it is as illegal as on CUDA."""
@@ -192,7 +183,7 @@ class SimulatedDevice:
         return SimulatedRecording(self.shared, memory, ours, label, observe, generators)
 
     def is_capturing(self) -> bool:
-        return self._thread.is_capturing() or is_recording()
+        return self.shared.thread.is_capturing() or is_recording()
 
     def guard_compiled_code(self, guard: Callable[[], AbstractContextManager[Any]]) -> None:
         self.shared.compiled_code_guard = guard
@@ -201,7 +192,7 @@ class SimulatedDevice:
         return report_capturing()
 
     def modes_of_recording(self) -> AbstractContextManager[Any]:
-        return _PassingMode()
+        return BaseTorchFunctionMode()  # It calls every function as it is.
 
     def range(self, label: str) -> AbstractContextManager[None]:
         """No profiler sees it: the latest labels are in ``ranges``."""
@@ -240,18 +231,18 @@ class SimulatedDevice:
         return tensor
 
     def weak_alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-        address = 0 if storage is None else storage.data_ptr()
-        arena = self._memory.arena_at(address)
-        if arena is None or storage is None:
+        arena = self._memory.arena_of(tensor)
+        if arena is None:
             return tensor
+        storage = tensor.untyped_storage()
+        offset = storage.data_ptr() - arena.address
         with without_modes():
-            flat = arena.owning(address - arena.address, storage.nbytes(), tensor.dtype)
+            flat = arena.owning(offset, storage.nbytes(), tensor.dtype)
             alias = flat.as_strided_(tensor.shape, tensor.stride(), tensor.storage_offset())
             return with_bits_of(alias, tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return self._memory.owns(tensor)
+        return self._memory.arena_of(tensor) is not None
 
     def trim(self) -> None:
         self.shared.workspaces.clear()

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from graphrt.errors import ForbiddenOperationError
+from graphrt.errors import ForbiddenOperationError, UnsupportedOperationError
 from graphrt.source import caller_source, is_user_file
 
 Operator = torch._ops.OpOverload
@@ -45,6 +46,17 @@ class ForbiddenOp(NamedTuple):
             operation=self.name,
             source=source.with_text,
         )
+
+
+def unsupported(
+    operation: str, subject: str, *, expected: str, found: str, do: str
+) -> UnsupportedOperationError:
+    """What the simulated device, other than CUDA, cannot record: at the user's line."""
+    source = caller_source().with_text
+    found = f"{found}, at {source}"
+    return UnsupportedOperationError(
+        subject, expected=expected, found=found, do=do, operation=operation, source=source
+    )
 
 
 def _because(reason: str, fix: str) -> Callable[[str], ForbiddenOp]:
@@ -100,13 +112,11 @@ _TAKE_NUMBERS = frozenset(
 )
 _TAKE_NUMBER_AS: Mapping[str, str] = {
     "aten::addcmul": "tensor2",
-    "aten::fill": "value",
-    "aten::index_fill": "value",
-    "aten::index_put": "values",
-    "aten::_index_put_impl": "values",
-    "aten::_unsafe_index_put": "values",
     "aten::lerp": "weight",
-    "aten::masked_fill": "value",
+    **dict.fromkeys(("aten::fill", "aten::index_fill", "aten::masked_fill"), "value"),
+    **dict.fromkeys(
+        ("aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index_put"), "values"
+    ),
 }
 
 
@@ -313,26 +323,21 @@ def _check_set(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None
 
 
 _BY_ARGUMENTS: Mapping[str, Callable[[Operator, Kwargs, Is], ForbiddenOp | None]] = {
-    "aten::index": _check_indices,
-    "aten::index_put": _check_indices,
-    "aten::index_put_": _check_indices,
-    "aten::_index_put_impl_": _check_indices,
-    "aten::_unsafe_index": _check_indices,
-    "aten::_unsafe_index_put": _check_indices,
-    "aten::repeat_interleave": _check_repeats,
-    "aten::_linalg_check_errors": _check_info,
-    "aten::linspace": _check_ends,
-    "aten::logspace": _check_ends,
-    "aten::histc": _check_range,
-    "aten::masked_fill": _check_fill,
-    "aten::masked_fill_": _check_fill,
-    "aten::index_fill": _check_fill,
-    "aten::index_fill_": _check_fill,
-    "aten::normal": _check_deviation,
-    "aten::isin": _check_isin,
-    "aten::resize_": _check_resize,
-    "aten::resize_as_": _check_resize,
-    "aten::set_": _check_set,
+    f"aten::{name}": check
+    for check, names in (
+        (_check_indices, ("index", "index_put", "index_put_", "_index_put_impl_")),
+        (_check_indices, ("_unsafe_index", "_unsafe_index_put")),
+        (_check_repeats, ("repeat_interleave",)),
+        (_check_info, ("_linalg_check_errors",)),
+        (_check_ends, ("linspace", "logspace")),
+        (_check_range, ("histc",)),
+        (_check_fill, ("masked_fill", "masked_fill_", "index_fill", "index_fill_")),
+        (_check_deviation, ("normal",)),
+        (_check_isin, ("isin",)),
+        (_check_resize, ("resize_", "resize_as_")),
+        (_check_set, ("set_",)),
+    )
+    for name in names
 }
 
 
@@ -427,12 +432,9 @@ def _check_values(
     return uploads(f"{name} (on the device)") if to_device else None
 
 
-def _check_new(name: str) -> Callable[..., ForbiddenOp | None]:
-    def check(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
-        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-        return _check_values(name, data, kwargs.get("device"), is_host)
-
-    return check
+def _check_new(name: str, args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    return _check_values(name, data, kwargs.get("device"), is_host)
 
 
 def _check_new_tensor(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:
@@ -466,9 +468,9 @@ _FUNCTIONS: Mapping[Any, Any] = {
     _TENSOR.untyped_storage: _check_storage,
     torch.tensor_split: _check_split,
     _TENSOR.tensor_split: _check_split,
-    torch.tensor: _check_new("torch.tensor"),
-    torch.as_tensor: _check_new("torch.as_tensor"),
-    torch.asarray: _check_new("torch.asarray"),
+    torch.tensor: partial(_check_new, "torch.tensor"),
+    torch.as_tensor: partial(_check_new, "torch.as_tensor"),
+    torch.asarray: partial(_check_new, "torch.asarray"),
     torch.manual_seed: RESEEDS,
     torch.seed: RESEEDS,
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 
 from graphrt.device.base import TensorUse
 from graphrt.device.simulated.memory import POISON, DeviceMemory, PoolMemory
-from graphrt.device.simulated.ops import leaves
-from graphrt.device.simulated.streams import SimulatedStream
+from graphrt.device.simulated.ops import Operators, leaves
+from graphrt.device.simulated.streams import CallingThread, SimulatedStream
 from graphrt.errors import CaptureError, DeviceReplayError, GraphMemoryError, RetiredProgramError
-from graphrt.source import Source
+from graphrt.source import Source, caller_source
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,12 +47,7 @@ class Faults:
 
     def check_end(self) -> None:
         if self.end:
-            raise CaptureError(
-                "injected fault: the end of the recording failed",
-                expected="no fault",
-                found="device.faults.end is set",
-                do="unset device.faults.",
-            )
+            raise _injected(CaptureError, "the end of the recording", 0, caller_source())
 
 
 def _injected(error: type[CaptureError], what: str, number: int, source: Source) -> CaptureError:
@@ -70,6 +66,23 @@ class Workspace:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
+
+
+@dataclass(kw_only=True)
+class Shared:
+    """What a device shares with its recordings and graphs."""
+
+    faults: Faults
+    strict: bool
+    poisons_always: bool
+    workspace_bytes: int | None
+    """None: matrix products take no workspace."""
+    memory: DeviceMemory
+    thread: CallingThread = field(default_factory=CallingThread)
+    operators: Operators = field(default_factory=Operators)
+    workspaces: dict[SimulatedStream, Workspace] = field(default_factory=dict)
+    """Of the open recording, as a library that keeps one for each stream sees them."""
+    compiled_code_guard: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -116,9 +129,7 @@ class SimulatedGraph:
     workspaces: Sequence[Workspace]
     owned_workspaces: Sequence[Workspace]
     pool: PoolMemory
-    memory: DeviceMemory
-    faults: Faults
-    poisons_first: bool
+    shared: Shared
     num_nodes: int = field(init=False)
     is_reset: bool = field(default=False, init=False)
 
@@ -137,14 +148,14 @@ class SimulatedGraph:
                     found="a workspace whose owner is gone",
                     do="let each recording take its own workspaces.",
                 )
-        fault = self.faults.replay_op
+        faults = self.shared.faults
         with torch._C._DisableAutocast(), torch._C._InferenceMode(True):
-            if self.poisons_first:
+            if self.shared.poisons_always:
                 for one in self.scratch:
                     one.fill_(POISON)
-            seed = self.faults.replay_order
+            seed = faults.replay_order
             for at, call in enumerate(self.calls if seed is None else self._shuffled(seed)):
-                if at == fault:
+                if at == faults.replay_op:
                     raise self._failed(call, "an injected fault")
                 try:
                     call.run()
@@ -153,7 +164,10 @@ class SimulatedGraph:
 
     def _shuffled(self, seed: int) -> Iterator[Call]:
         """The calls in a random order in which each comes after what it waited for."""
-        random, waiting = Random(seed), self._by_stream()
+        random = Random(seed)
+        waiting: dict[SimulatedStream, deque[Call]] = {}
+        for call in self.calls:
+            waiting.setdefault(call.stream, deque()).append(call)
         while waiting:
             ready = [
                 stream
@@ -167,12 +181,6 @@ class SimulatedGraph:
             yield waiting[stream].popleft()
             if not waiting[stream]:
                 del waiting[stream]
-
-    def _by_stream(self) -> dict[SimulatedStream, deque[Call]]:
-        found: dict[SimulatedStream, deque[Call]] = {}
-        for call in self.calls:
-            found.setdefault(call.stream, deque()).append(call)
-        return found
 
     def schedule_length(self, cost: Callable[[str], float]) -> float:
         """When the last call ends, if each takes ``cost(operation)`` and waits only for its stream
@@ -199,7 +207,7 @@ class SimulatedGraph:
         # The graph, or the function, may be kept: neither shall keep tensors alive.
         self.replay = _raise_retired
         self.calls = self.externals = self.held = self.scratch = self.workspaces = ()
-        del self.memory.graphs[self]
+        del self.shared.memory.graphs[self]
 
     def _failed(self, call: Call, what: str) -> DeviceReplayError:
         return DeviceReplayError(

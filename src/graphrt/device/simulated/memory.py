@@ -234,21 +234,21 @@ class PoolMemory:
 
     def _find(self, num_bytes: int, owner: SimulatedStream) -> tuple[Arena, int]:
         """Best fit among the free ranges, else fresh bytes at the top of the last arena."""
-        best: FreeRange | None = None
-        home: Arena | None = None
-        for arena in self.arenas:
-            for one in arena.free:
-                fits = one.num_bytes >= num_bytes and one.owner is owner
-                if fits and (best is None or one.num_bytes < best.num_bytes):
-                    best, home = one, arena
-        if best is not None and home is not None:
-            offset = best.offset
-            best.offset += num_bytes
-            best.num_bytes -= num_bytes
-            if not best.num_bytes:
-                home.free.remove(best)
-            return home, offset
-        return self._grow(num_bytes, owner)
+        fitting = [
+            (arena, one)
+            for arena in self.arenas
+            for one in arena.free
+            if one.num_bytes >= num_bytes and one.owner is owner
+        ]
+        if not fitting:
+            return self._grow(num_bytes, owner)
+        arena, best = min(fitting, key=lambda found: found[1].num_bytes)
+        offset = best.offset
+        best.offset += num_bytes
+        best.num_bytes -= num_bytes
+        if not best.num_bytes:
+            arena.free.remove(best)
+        return arena, offset
 
     def _grow(self, num_bytes: int, owner: SimulatedStream) -> tuple[Arena, int]:
         if self.arenas:
@@ -327,13 +327,9 @@ class DeviceMemory:
         found = (pool.arena_at(address) for pool in self.pools if pool.num_views)
         return next((arena for arena in found if arena is not None), None)
 
-    def block_at(self, address: int) -> LiveBlock | None:
-        return next((pool.live[address] for pool in self.pools if address in pool.live), None)
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided:
-            return False
-        return self.arena_at(tensor.untyped_storage().data_ptr()) is not None
+    def arena_of(self, tensor: torch.Tensor) -> Arena | None:
+        is_strided = tensor.layout is torch.strided
+        return self.arena_at(tensor.untyped_storage().data_ptr()) if is_strided else None
 
     def reading(self, pool_bytes: int) -> MemoryReading:
         return MemoryReading(

@@ -29,9 +29,9 @@ from graphrt.device.simulated.forbidden_ops import (
     Operator,
     check_operator,
     depends_on_arguments,
+    unsupported,
 )
-from graphrt.errors import ForbiddenOperationError, UnsupportedOperationError
-from graphrt.source import caller_source
+from graphrt.errors import ForbiddenOperationError
 
 
 class Traits(NamedTuple):
@@ -206,7 +206,11 @@ class Operators:
         """The arguments without elements to which ``func`` gives some."""
         with self._fakes() as substitutes:
             substitutes.run(func, args, kwargs)
-        return substitutes.grown()
+        return [
+            (before, NewTensor.like(after))
+            for before, after in substitutes.by_id.values()
+            if after.shape != before.shape
+        ]
 
     def _infer(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         if any(one.device.type != "cpu" for one in tensors_in((args, tuple(kwargs.values())))):
@@ -235,15 +239,13 @@ class Operators:
             UnsupportedFakeTensorException,
             NotImplementedError,
         ) as error:
-            source = caller_source()
-            raise UnsupportedOperationError(
+            raise unsupported(
+                str(func),
                 f"{func} cannot be recorded without running it",
                 expected="a fake kernel, which says the shape of the result",
-                found=f"none for {func}, at {source.with_text}",
+                found=f"none for {func}",
                 do="register one with torch.library.register_fake, or record the call as an "
                 "opaque node.",
-                operation=str(func),
-                source=source.with_text,
             ) from error.with_traceback(None)
         except ForbiddenOperationError:
             raise
@@ -297,35 +299,27 @@ class _Substitutes:
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._make = make
-        self._by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By id of a tensor: itself, and what is passed in its place."""
 
     def run(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         given = [self._substitute(one) for one in args]
         named = {name: self._substitute(one) for name, one in kwargs.items()}
         result = func(*given, **named)
-        for before, after in self._by_id.values():
+        for before, after in self.by_id.values():
             if after.shape != before.shape and before.numel():
                 reason = (
                     f"it resizes an argument from {tuple(before.shape)} to {tuple(after.shape)}"
                 )
                 raise ForbiddenOp(str(func), reason, "pass a tensor of the right size.").error()
-        storages = {one.untyped_storage()._cdata for _, one in self._by_id.values()}
+        storages = {one.untyped_storage()._cdata for _, one in self.by_id.values()}
         return _described(result, storages)
-
-    def grown(self) -> list[tuple[torch.Tensor, NewTensor]]:
-        """Of arguments that had no elements: those that have some now."""
-        return [
-            (before, NewTensor.like(after))
-            for before, after in self._by_id.values()
-            if after.shape != before.shape
-        ]
 
     def _substitute(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            known = self._by_id.get(id(value))
+            known = self.by_id.get(id(value))
             if known is None:
-                known = self._by_id[id(value)] = (value, self._make(value))
+                known = self.by_id[id(value)] = (value, self._make(value))
             return known[1]
         if type(value) in (list, tuple):
             return type(value)([self._substitute(one) for one in value])

@@ -41,15 +41,12 @@ class _Access(NamedTuple):
 
     def mask(self, low: int, high: int) -> torch.Tensor:
         """[high - low]: which of the bytes from ``low`` on it touches."""
-        steps = [(n, step) for n, step in zip(self.shape, self.stride, strict=True) if step]
-        index = torch.zeros(1, dtype=torch.int64)
-        for n, step in [*steps, (self.itemsize, 0)]:
-            unit = step * self.itemsize or 1
-            index = (index[:, None] + torch.arange(n) * unit).flatten()
-        index = index + (self.start - low)
-        mask = torch.zeros(high - low, dtype=torch.bool)
-        mask[index[(index >= 0) & (index < high - low)]] = True
-        return mask
+        dims = [(n, step) for n, step in zip(self.shape, self.stride, strict=True) if step]
+        sizes = [*(n for n, _ in dims), self.itemsize]
+        steps = [*(step * self.itemsize for _, step in dims), 1]
+        touched = torch.zeros(self.end - self.start, dtype=torch.bool)
+        touched.as_strided(sizes, steps).fill_(True)
+        return touched[low - self.start : high - self.start]
 
     @property
     def is_dense(self) -> bool:
@@ -175,14 +172,10 @@ class RaceWatch(TorchDispatchMode):
         places = traits.written
         if func.namespace == "c10d" and not places:
             places = _written_by_collective(func)
-        self._note(touched_by(args, kwargs, places, result), traits.name)
+        self.note(touched_by(args, kwargs, places, result), traits.name)
         return result
 
-    def note_read(self, tensor: torch.Tensor, operation: str) -> None:
-        """The host reads ``tensor``: on a GPU, by a copy on the current stream."""
-        self._note([(tensor, False)], operation)
-
-    def _note(self, touched: list[tuple[Any, bool]], operation: str) -> None:
+    def note(self, touched: list[tuple[Any, bool]], operation: str) -> None:
         stream, source = self._thread.stream, caller_source()
         stream.clock[stream] += 1
         for value, written in touched:
@@ -206,7 +199,8 @@ class _HostReads(TorchFunctionMode):
             # By name: a ``torch.device`` may be the simulated one, to which nothing is copied.
             name = "Tensor.to"
         if name is not None and isinstance(args[0], torch.Tensor):
-            self._watch.note_read(args[0], name)
+            # On a GPU, by a copy on the current stream.
+            self._watch.note([(args[0], False)], name)
         return func(*args, **(kwargs or {}))
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import InitVar, dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,21 +35,21 @@ from graphrt.device.simulated.forbidden_ops import (
     one_hot,
     reads_host,
     takes_numbers,
+    unsupported,
     uploads,
 )
-from graphrt.device.simulated.graph import Call, Faults, SimulatedGraph, Workspace, copy_results
-from graphrt.device.simulated.memory import DeviceMemory, PoolMemory, without_modes
+from graphrt.device.simulated.graph import Call, Shared, SimulatedGraph, Workspace, copy_results
+from graphrt.device.simulated.memory import PoolMemory, without_modes
 from graphrt.device.simulated.ops import (
     NOT_RECORDED,
     NewTensor,
-    Operators,
     Traits,
     decompose,
     leaves,
     tensors_in,
 )
 from graphrt.device.simulated.races import Accesses, touched_by
-from graphrt.device.simulated.streams import CallingThread, RecordedStreams, SimulatedStream
+from graphrt.device.simulated.streams import RecordedStreams, SimulatedStream
 from graphrt.device.simulated.tensors import RecordedTensors
 from graphrt.device.torch_modes import (
     OfRecording,
@@ -59,33 +59,8 @@ from graphrt.device.torch_modes import (
     report_capturing,
     shown_to_modes,
 )
-from graphrt.errors import CaptureError, EmptyCaptureError, GraphrtError, UnsupportedOperationError
-from graphrt.source import Source, caller_source
-
-
-@dataclass(kw_only=True)
-class Shared:
-    """What a device shares with its recordings."""
-
-    faults: Faults
-    strict: bool
-    poisons_always: bool
-    workspace_bytes: int | None
-    """None: matrix products take no workspace."""
-    memory: DeviceMemory
-    thread: CallingThread = field(default_factory=CallingThread)
-    operators: Operators = field(default_factory=Operators)
-    workspaces: dict[SimulatedStream, Workspace] = field(default_factory=dict)
-    """Of the open recording, as a library that keeps one for each stream sees them."""
-    compiled_code_guard: Callable[[], AbstractContextManager[Any]] | None = None
-
-
-class _Issued(NamedTuple):
-    """One operation, and where it was issued."""
-
-    stream: SimulatedStream
-    operation: str
-    source: Source
+from graphrt.errors import CaptureError, EmptyCaptureError, GraphrtError
+from graphrt.source import caller_source
 
 
 @dataclass(eq=False, repr=False)
@@ -102,7 +77,7 @@ class SimulatedRecording:
     def __post_init__(self, stream: SimulatedStream, generators: Sequence[torch.Generator]) -> None:
         shared = self._shared
         self._streams = RecordedStreams(self._label, stream)
-        self._tensors = RecordedTensors(self._pool, shared.memory, shared.faults)
+        self._tensors = RecordedTensors(self._pool, shared)
         self._seeds = [(one, one.initial_seed()) for one in (torch.default_generator, *generators)]
         self._function: Any = None
         """The function of torch's that runs now, as Python called it."""
@@ -181,41 +156,33 @@ class SimulatedRecording:
         out_meta: Any = None,
         written: Sequence[int] = (),
     ) -> Any:
+        name = getattr(fn, "__name__", type(fn).__name__)
         try:
             with without_modes():
                 if callable(out_meta) and not isinstance(out_meta, torch.Tensor):
                     out_meta, written = out_meta()
-                return self._record_opaque(fn, args, out_meta, written)
+                if out_meta is None:
+                    raise unsupported(
+                        name,
+                        f"opaque call of {name} without out_meta",
+                        expected="out_meta: tensors (meta ones too) that say what the call returns",
+                        found="none",
+                        do="pass out_meta (an empty tuple if it returns None).",
+                    )
+                taken = {one.untyped_storage()._cdata for one in tensors_in(args)}
+                views = {
+                    at: one
+                    for at, one in enumerate(out_meta if type(out_meta) is tuple else ())
+                    if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata in taken
+                }
+                if views:
+                    out_meta = tuple(
+                        None if at in views else one for at, one in enumerate(out_meta)
+                    )
+                results = self._record(fn, name, args, {}, written, out_meta)
         except GraphrtError as error:
             self.fail(error)
             raise
-
-    def _record_opaque(
-        self, fn: Callable[..., Any], args: Sequence[Any], out_meta: Any, written: Sequence[int]
-    ) -> Any:
-        source = caller_source()
-        name = getattr(fn, "__name__", type(fn).__name__)
-        if out_meta is None:
-            raise UnsupportedOperationError(
-                f"opaque call of {name} without out_meta",
-                expected="out_meta: tensors (meta ones too) that say what the call returns",
-                found=f"none, at {source}",
-                do="pass out_meta (an empty tuple if it returns None).",
-                operation=name,
-                source=source.with_text,
-            )
-        issued = self._issue(name, source)
-        self._shared.faults.check_op(len(self._calls), name, source)
-        taken = {one.untyped_storage()._cdata for one in tensors_in(args)}
-        views = {
-            at: one
-            for at, one in enumerate(out_meta if type(out_meta) is tuple else ())
-            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata in taken
-        }
-        if views:
-            out_meta = tuple(None if at in views else one for at, one in enumerate(out_meta))
-        results = self._tensors.allocated(out_meta, issued.stream, source)
-        self._add_call(issued, fn, args, {}, written, results)
         return tuple(views.get(at, one) for at, one in enumerate(results)) if views else results
 
     def _build(self, allow_empty: bool) -> SimulatedGraph:
@@ -235,7 +202,7 @@ class SimulatedRecording:
             )
         self._shared.memory.check_graph(self._label, len(self._calls))
         self._pool.poll()
-        used = self._tensors.used_inputs()
+        used = [one for one in self._tensors.held.values() if one.used_by_kernel]
         uses = [
             TensorUse(one.tensor, one.written, one.source) for one in used if not one.is_constant
         ]
@@ -249,9 +216,7 @@ class SimulatedRecording:
             workspaces=tuple(self._workspaces.values()),
             owned_workspaces=tuple(self._owned_workspaces),
             pool=self._pool,
-            memory=self._shared.memory,
-            faults=self._shared.faults,
-            poisons_first=self._shared.poisons_always,
+            shared=self._shared,
         )
 
     # The operators, as torch dispatches them.
@@ -262,10 +227,17 @@ class SimulatedRecording:
         """Record ``func``, or run it if it moves no data. ``mode``: what records its parts."""
         traits = self._shared.operators.traits(func)
         if func.namespace == "c10d":
-            raise _collective_error(traits.name)
+            raise unsupported(
+                traits.name,
+                f"{traits.name} cannot be recorded on the simulated device",
+                expected="operators whose schema says which tensors they write",
+                found="a collective of torch.distributed, which does not",
+                do="call it in an operator of your own (torch.library) that says so, or in a "
+                "break point.",
+            )
         if traits.makes_constant:
             return self._host_tensor(func(*args, **kwargs))
-        if self._tensors.has_host and self._is_on_host(func, traits, args, kwargs):
+        if self._is_on_host(func, traits, args, kwargs):
             result = func(*args, **kwargs)
             self._tensors.note_host(result)
             return result
@@ -288,22 +260,20 @@ class SimulatedRecording:
             return func(*args, **kwargs)
         if traits.written:
             self._grow_empty(func, traits, args, kwargs)
-        source = caller_source()
         described = self._shared.operators.results(func, args, kwargs)
         if described is NOT_RECORDED:
             self._tensors.note_inputs(args)
             return func(*args, **kwargs)
-        issued = self._issue(traits.name, source)
-        if not traits.only_allocates:
-            self._shared.faults.check_op(len(self._calls), traits.name, source)
+        if traits.only_allocates:
+            stream, source = self._shared.thread.stream, caller_source()
+            self._streams.issue(stream, traits.name, source)
+            return self._tensors.allocated(described, stream, source)
         if traits.takes_workspace:
-            self._take_workspace(issued.stream, source)
-        results = self._tensors.allocated(described, issued.stream, source)
-        if not traits.only_allocates:
-            # Replays call it without its Python frame, where torch names it so.
-            call = getattr(func, "_op", func)
-            self._add_call(issued, call, args, kwargs, traits.written, results)
-            self._uses_rng |= traits.uses_rng
+            self._take_workspace()
+        self._uses_rng |= traits.uses_rng
+        # Replays call it without its Python frame, where torch names it so.
+        call = getattr(func, "_op", func)
+        results = self._record(call, traits.name, args, kwargs, traits.written, described)
         return _returned(results, traits, args, kwargs)
 
     def _is_on_host(self, func: Operator, traits: Traits, args: Args, kwargs: Kwargs) -> bool:
@@ -352,8 +322,11 @@ class SimulatedRecording:
         """Allocate for results that the caller passed as tensors without elements."""
         if all(one.numel() for one in _written(traits, args, kwargs)):
             return
+        stream, source = self._shared.thread.stream, caller_source()
         for tensor, new in self._shared.operators.grown(func, args, kwargs):
-            self._tensors.allocate_for(tensor, new, self._shared.thread.stream)
+            with without_modes():
+                memory = self._tensors.allocated(new, stream, source)
+                tensor.set_(memory)
 
     def call_function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """A call that torch may answer without dispatching anything."""
@@ -379,16 +352,20 @@ class SimulatedRecording:
             self._first_error = error
             error.found = f"{error.found}, while recording {self._label!r}"
 
-    def _add_call(
+    def _record(
         self,
-        issued: _Issued,
         function: Callable[..., Any],
+        name: str,
         args: Sequence[Any],
         kwargs: Kwargs,
         written: Collection[int | str],
-        results: Any,
-    ) -> None:
-        stream, name, source = issued
+        described: Any,
+    ) -> Any:
+        """Add a call of ``function`` to the graph, and allocate what it returns, as described."""
+        stream, source = self._shared.thread.stream, caller_source()
+        self._streams.issue(stream, name, source)
+        self._shared.faults.check_op(len(self._calls), name, source)
+        results = self._tensors.allocated(described, stream, source)
         store: Callable[[Any], object] | None = None
         if isinstance(results, torch.Tensor):
             store = self._tensors.alias(results).copy_
@@ -407,22 +384,19 @@ class SimulatedRecording:
             for value, is_written in touched_by(args, kwargs, written, results):
                 self._accesses.note(value, is_written, name, stream, source)
         self._calls.append(call)
+        return results
 
-    def _take_workspace(self, stream: SimulatedStream, source: Source) -> None:
+    def _take_workspace(self) -> None:
         if self._shared.workspace_bytes is None:
             return
+        stream = self._shared.thread.stream
         workspace = self._shared.workspaces.get(stream)
         if workspace is None:
             new = NewTensor((self._shared.workspace_bytes,), (1,), torch.uint8)
-            workspace = Workspace(self._tensors.allocated(new, stream, source))
+            workspace = Workspace(self._tensors.allocated(new, stream, caller_source()))
             self._shared.workspaces[stream] = workspace
             self._owned_workspaces.append(workspace)
         self._workspaces[stream] = workspace
-
-    def _issue(self, operation: str, source: Source) -> _Issued:
-        stream = self._shared.thread.stream
-        self._streams.issue(stream, operation, source)
-        return _Issued(stream, operation, source)
 
 
 class _OperatorRecorder(OfRecording, TorchDispatchMode):
@@ -472,14 +446,12 @@ def _unsupported(func: Any) -> GraphrtError:
     name = func.name()
     if name in ("cond", "while_loop"):
         return branches(f"torch.{name}").error()
-    source = caller_source()
-    return UnsupportedOperationError(
+    return unsupported(
+        name,
         f"torch.ops.higher_order.{name} cannot be recorded on the simulated device",
         expected="operators on tensors",
-        found=f"{name}, which takes functions, at {source.with_text}",
+        found=f"{name}, which takes functions",
         do="record the call as an opaque node.",
-        operation=name,
-        source=source.with_text,
     )
 
 
@@ -503,15 +475,3 @@ def _returned(results: Any, traits: Traits, args: Args, kwargs: Kwargs) -> Any:
     if len(places) > 1:
         return tuple(returned)
     return returned[0] if returned else None
-
-
-def _collective_error(name: str) -> UnsupportedOperationError:
-    source = caller_source()
-    return UnsupportedOperationError(
-        f"{name} cannot be recorded on the simulated device",
-        expected="operators whose schema says which tensors they write",
-        found=f"a collective of torch.distributed, which does not, at {source.with_text}",
-        do="call it in an operator of your own (torch.library) that says so, or in a break point.",
-        operation=name,
-        source=source.with_text,
-    )

@@ -114,49 +114,43 @@ class RecordedStreams:
             stream.recording = None
 
 
-class _ThreadState(NamedTuple):
-    stream: SimulatedStream
-    recording: RecordedStreams | None = None
-
-
 class CallingThread:
     """What the calling thread does on one device: its stream, and whether it records."""
 
     def __init__(self) -> None:
         self.default = SimulatedStream("default")
         """The stream of a thread that has entered no other."""
-        idle = _ThreadState(self.default)
-        self._state: ContextVar[_ThreadState] = ContextVar("graphrt_simulated", default=idle)
+        self._stream: ContextVar[SimulatedStream] = ContextVar("stream", default=self.default)
+        self._recording: ContextVar[RecordedStreams | None] = ContextVar("recording", default=None)
 
     @property
     def stream(self) -> SimulatedStream:
-        return self._state.get().stream
+        return self._stream.get()
 
     @contextmanager
     def use(self, stream: SimulatedStream) -> Iterator[None]:
         before = self.stream
-        self._state.set(self._state.get()._replace(stream=stream))
+        self._stream.set(stream)
         try:
             yield
         finally:
-            # A recording may have begun or ended in between: that stays.
-            self._state.set(self._state.get()._replace(stream=before))
+            self._stream.set(before)
 
     def is_capturing(self) -> bool:
-        recording = self._state.get().recording
+        recording = self._recording.get()
         # A copied context still names a recording that has ended.
         return recording is not None and recording.is_open
 
     def set_recording(self, recording: RecordedStreams | None) -> None:
-        self._state.set(self._state.get()._replace(recording=recording))
+        self._recording.set(recording)
 
     @contextmanager
     def join(self, recording: RecordedStreams) -> Iterator[None]:
         """Work for ``recording``, on its stream unless the thread is on one that it forked."""
-        before = self._state.get()
-        stream = before.stream if before.stream.recording is recording else recording.stream
-        self._state.set(before._replace(stream=stream, recording=recording))
+        before = self._recording.get()
+        self._recording.set(recording)
         try:
-            yield
+            with self.use(self.stream if self.stream.recording is recording else recording.stream):
+                yield
         finally:
-            self._state.set(before)
+            self._recording.set(before)

@@ -12,18 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.device.simulated.graph import Faults
-from graphrt.device.simulated.memory import (
-    DeviceMemory,
-    LiveBlock,
-    PoolMemory,
-    extent_bytes,
-    without_modes,
-)
+from graphrt.device.simulated.forbidden_ops import unsupported
+from graphrt.device.simulated.graph import Shared
+from graphrt.device.simulated.memory import LiveBlock, PoolMemory, extent_bytes
 from graphrt.device.simulated.ops import NewTensor, tensors_in
 from graphrt.device.simulated.streams import SimulatedStream
 from graphrt.device.torch_modes import with_bits_of
-from graphrt.errors import UnsupportedOperationError
 from graphrt.source import Source, caller_source
 
 
@@ -52,14 +46,14 @@ class RecordedTensors:
     """Allocates results, and hands out one alias for each layout of the same bytes."""
 
     _pool: PoolMemory
-    _memory: DeviceMemory
-    _faults: Faults
+    _shared: Shared
 
     def __post_init__(self) -> None:
+        self._memory = self._shared.memory
         self._num_allocations = 0
         self._aliases: dict[Hashable, _Alias] = {}
-        self._held: dict[int, HeldInput] = {}
-        """By address of the storage, in order of first use."""
+        self.held: dict[int, HeldInput] = {}
+        """By address of the storage, in order of first use; some are only viewed."""
         self._blocks: dict[LiveBlock, None] = {}
         """Allocated in this recording, in order."""
         self._host: set[int] = set()
@@ -81,7 +75,7 @@ class RecordedTensors:
         return described
 
     def _allocate(self, new: NewTensor, stream: SimulatedStream, source: Source) -> torch.Tensor:
-        self._faults.check_allocation(self._num_allocations, source)
+        self._shared.faults.check_allocation(self._num_allocations, source)
         self._num_allocations += 1
         with torch._C._InferenceMode(False):
             tensor, block = self._pool.allocate(
@@ -95,8 +89,8 @@ class RecordedTensors:
         """Remember the tensor objects that a view was taken of: kernels may see views only."""
         for tensor in tensors_in(args):
             address = tensor.untyped_storage().data_ptr()
-            if address not in self._held and self._memory.arena_at(address) is None:
-                self._held[address] = HeldInput(tensor)
+            if address not in self.held and self._memory.arena_at(address) is None:
+                self.held[address] = HeldInput(tensor)
 
     def note_host(self, value: Any) -> None:
         """The tensors in ``value`` are host memory, as long as this recording is open."""
@@ -104,30 +98,25 @@ class RecordedTensors:
             address = tensor.untyped_storage().data_ptr()
             # An empty tensor has no address.
             if address and self._memory.arena_at(address) is None:
-                self._held.setdefault(address, HeldInput(tensor)).is_constant = True
+                self.held.setdefault(address, HeldInput(tensor)).is_constant = True
                 self._host.add(address)
-
-    @property
-    def has_host(self) -> bool:
-        return bool(self._host)
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         if not self._host or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() in self._host
 
-    def allocate_for(self, tensor: torch.Tensor, new: NewTensor, stream: SimulatedStream) -> None:
-        """Give ``tensor``, which has no elements, memory for some."""
-        source = caller_source()
-        with without_modes():
-            memory = self._allocate(new, stream, source)
-            tensor.set_(memory)  # type: ignore[call-overload]  # torch leaves this overload out
-
     def aliased(self, value: Any, written: bool, operation: str) -> Any:
         """``value`` with aliases in place of tensors."""
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.device.type != "cpu":
-                raise _unsupported_layout(operation, value)
+                raise unsupported(
+                    operation,
+                    f"{operation} takes a tensor that the simulated device cannot hold",
+                    expected="strided CPU tensors",
+                    found=f"layout {value.layout} on {value.device}",
+                    do="convert it before the capture.",
+                )
             return self.alias(value, written)
         if type(value) in (list, tuple):
             return type(value)([self.aliased(one, written, operation) for one in value])
@@ -151,7 +140,7 @@ class RecordedTensors:
         block = self._pool.live.get(address)
         arena = block.arena if block is not None else self._memory.arena_at(address)
         if arena is None:
-            held = self._held.setdefault(address, HeldInput(tensor))
+            held = self.held.setdefault(address, HeldInput(tensor))
             return _Alias(tensor.detach(), held)
         start = address + int(tensor.storage_offset()) * tensor.dtype.itemsize
         alias = arena.view(start, tensor.shape, tensor.stride(), tensor.dtype)
@@ -169,19 +158,3 @@ class RecordedTensors:
             if not any(low < end and start < high for low, high in self._earlier_ranges):
                 ranges[start, end] = block.arena.view(start, (block.num_bytes,), (1,), torch.uint8)
         return tuple(ranges.values())
-
-    def used_inputs(self) -> list[HeldInput]:
-        """In order of first use, apart from those that were only viewed."""
-        return [one for one in self._held.values() if one.used_by_kernel]
-
-
-def _unsupported_layout(operation: str, tensor: torch.Tensor) -> UnsupportedOperationError:
-    source = caller_source()
-    return UnsupportedOperationError(
-        f"{operation} takes a tensor that the simulated device cannot hold",
-        expected="strided CPU tensors",
-        found=f"layout {tensor.layout} on {tensor.device}, at {source.with_text}",
-        do="convert it before the capture.",
-        operation=operation,
-        source=source.with_text,
-    )
