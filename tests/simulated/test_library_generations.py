@@ -370,6 +370,13 @@ def test_fork_child_use_is_refused(lab: Lab) -> None:
     assert torch.equal(lab.step(wrapper, x), x + 1)
 
 
+def test_fork_child_of_a_closed_library_stays_closed() -> None:
+    with Lab() as lab:
+        lab.library.close()
+        assert in_a_child(lambda: lab.library.is_closed) == "True"
+        assert in_a_child(lab.capture_all).startswith(LibraryClosedError.__name__)
+
+
 def test_traceback_of_an_eager_segment_shows_its_line(lab: Lab) -> None:
     fails = False
 
