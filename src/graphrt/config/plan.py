@@ -246,18 +246,13 @@ def padding_table(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1)) if sizes else ()
 
 
-def captured_lora_counts(
-    max_loras: int, lora_capture: str, *, query_len: int, with_zero: bool
-) -> tuple[int, ...]:
-    """Adapter counts that get graphs, ascending. Without adapters: 0 alone.
-
-    With speculative decoding "each" captures the maximum only: it keeps the compiled code single.
-    """
+def captured_lora_counts(max_loras: int, lora_capture: str, *, with_zero: bool) -> tuple[int, ...]:
+    """Adapter counts that get graphs, ascending. Without adapters: 0 alone."""
     if max_loras == 0:
         return (0,)
     if lora_capture == "powers_of_two":
         counts = {1 << power for power in range(max_loras.bit_length())} | {max_loras}
-    elif lora_capture == "each" and query_len == 1:
+    elif lora_capture == "each":
         counts = set(range(1, max_loras + 1))
     else:
         counts = {max_loras}
