@@ -50,13 +50,12 @@ MOST_TOKENS = 2**42
 MOST_VARIANTS = 2**16
 _RANK = MOST_RANKS - 1
 _SHARES_ANY = -(2**62)
-_NO_MODES: frozenset[RuntimeMode] = frozenset()
 _PIECEWISE = frozenset({RuntimeMode.PIECEWISE})
 _GRAPHS = _PIECEWISE | {RuntimeMode.FULL}
 # CPython 3.11 finds the member of a number slowly, and every step needs some.
 _MODES = tuple(RuntimeMode)
 _NONE, _, _FULL = _MODES
-_ABOVE = (_GRAPHS, frozenset({_FULL}), _NO_MODES)
+_ABOVE = (_GRAPHS, frozenset({_FULL}), frozenset[RuntimeMode]())
 """By agreed mode: the modes above it."""
 _REASONS = {int(reason): reason for reason in Reason}
 _DISABLED = UBatchReason.DISABLED
@@ -214,22 +213,13 @@ def pack(vote: RankVote, tag: int = 0) -> tuple[int, ...]:
         )
     refuses = 0 if takes else 1 << 20 | rank
     lowest = 0 if mode == 2 else (2 - mode) << 28 | reason << 20 | rank
-    if not real:
-        refused = UBatchReason.PEER_IDLE << 20 | rank
-        return (tag, -tag, 0, rank, lowest, _SHARES_ANY, _SHARES_ANY, 0, refused, refuses)
     kind = uniform << 16 | variant
-    return (
-        tag,
-        -tag,
-        padded,
-        -real << 20 | rank,
-        lowest,
-        kind,
-        -kind,
-        loras,
-        0 if objection is None else objection << 20 | rank,
-        refuses,
-    )
+    minus_kind = -kind
+    if not real:
+        kind, minus_kind, loras, objection = _SHARES_ANY, _SHARES_ANY, 0, UBatchReason.PEER_IDLE
+    fewest = -real << 20 | rank
+    unsplit = 0 if objection is None else objection << 20 | rank
+    return tag, -tag, padded, fewest, lowest, kind, minus_kind, loras, unsplit, refuses
 
 
 def pack_capture(
