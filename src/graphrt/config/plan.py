@@ -260,14 +260,11 @@ def captured_lora_counts(max_loras: int, lora_capture: str, *, with_zero: bool) 
 
 
 def capture_order(
+    config: RuntimeConfig,
     mode: CUDAGraphMode,
-    *,
     capture_sizes: Sequence[int],
     decode_capture_sizes: Sequence[int],
     lora_counts: Sequence[int],
-    query_len: int,
-    max_num_seqs: int,
-    ubatch: UBatchConfig,
 ) -> tuple[tuple[RuntimeMode, BatchDescriptor], ...]:
     """Every key with its mode, in the order of capture.
 
@@ -276,28 +273,25 @@ def capture_order(
     Uniform keys alone are split: there every cut lies between two requests, so that the inputs of a
     micro-batch are views of the whole batch's static buffers.
     """
-    num_ubatches = ubatch.num_ubatches
+    query_len, ubatch = 1 + config.num_speculative_tokens, config.ubatch
     mixed, decode = mode.mixed_mode(), mode.decode_mode()
     keys: list[tuple[RuntimeMode, BatchDescriptor]] = []
     for count in lora_counts:
         if mixed is not RuntimeMode.NONE:
             for size in capture_sizes:
                 # The pieces do not depend on requests; a full graph does, through attention.
-                num_reqs = min(size, max_num_seqs) if mixed is RuntimeMode.FULL else None
+                num_reqs = min(size, config.max_num_seqs) if mixed is RuntimeMode.FULL else None
                 keys.append((mixed, BatchDescriptor(size, num_reqs, False, count > 0, count)))
         if mode.separate_routine() and decode is RuntimeMode.FULL:
             for size in decode_capture_sizes:
                 num_reqs = size // query_len
                 key = BatchDescriptor(size, num_reqs, True, count > 0, count)
                 keys.append((decode, key))
-                if 1 < num_ubatches <= num_reqs and size >= ubatch.decode_token_threshold:
-                    keys.append((decode, replace(key, num_ubatches=num_ubatches)))
-    keys.sort(
-        key=lambda item: (
-            item[0],
-            -item[1].num_tokens,
-            -item[1].num_active_loras,
-            -item[1].num_ubatches,
-        )
-    )
-    return tuple(keys)
+                if 1 < ubatch.num_ubatches <= num_reqs and size >= ubatch.decode_token_threshold:
+                    keys.append((decode, replace(key, num_ubatches=ubatch.num_ubatches)))
+
+    def place(item: tuple[RuntimeMode, BatchDescriptor]) -> tuple[int, ...]:
+        mode, key = item
+        return mode, -key.num_tokens, -key.num_active_loras, -key.num_ubatches
+
+    return tuple(sorted(keys, key=place))

@@ -82,15 +82,7 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
         _raise_if_adjusted(config, changes.adjustments)
     _check_tables(config, capture_sizes, decode_capture_sizes, lora_counts)
     table = padding_table(capture_sizes)
-    order = capture_order(
-        mode,
-        capture_sizes=capture_sizes,
-        decode_capture_sizes=decode_capture_sizes,
-        lora_counts=lora_counts,
-        query_len=query_len,
-        max_num_seqs=config.max_num_seqs,
-        ubatch=config.ubatch,
-    )
+    order = capture_order(config, mode, capture_sizes, decode_capture_sizes, lora_counts)
     if config.ubatch.num_ubatches > 1:
         is_split = any(key.num_ubatches > 1 for _, key in order)
         _check_ubatch(changes, config.ubatch, facts, mode, has_split_keys=is_split)

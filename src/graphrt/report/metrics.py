@@ -127,11 +127,10 @@ class Histogram:
 class RunningHistogram:
     """A distribution to which samples are added, in memory that does not grow with them."""
 
-    __slots__ = ("_buckets", "_count", "_maximum", "_minimum", "_total")
+    __slots__ = ("_buckets", "_maximum", "_minimum", "_total")
 
     def __init__(self) -> None:
         self._buckets: dict[int, int] = {}
-        self._count = 0
         self._total = 0.0
         self._minimum = math.inf
         self._maximum = -math.inf
@@ -142,7 +141,6 @@ class RunningHistogram:
         if not _FIRST <= bucket <= _LAST:
             bucket = min(max(bucket, _FIRST), _LAST)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-        self._count += 1
         self._total += value
         if value < self._minimum:
             self._minimum = value
@@ -152,9 +150,10 @@ class RunningHistogram:
     def freeze(self) -> Histogram:
         """The distribution so far."""
         # dict() copies in one step of the interpreter: safe beside a thread that adds.
+        buckets = dict(self._buckets)
         return Histogram(
-            buckets=tuple(sorted(dict(self._buckets).items())),
-            count=self._count,
+            buckets=tuple(sorted(buckets.items())),
+            count=sum(buckets.values()),
             total=self._total,
             minimum=self._minimum,
             maximum=self._maximum,
