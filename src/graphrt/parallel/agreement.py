@@ -360,24 +360,21 @@ def settle(
     if num_ubatches > 1:
         found = dispatch(padded, uniform, loras, excluded, num_ubatches)
         real, query_len = agreement.min_num_tokens, rules.query_len if uniform else 1
-        size = found.descriptor.num_tokens
-        is_full = found.mode == _FULL
-        is_slower = False
-        if is_full and not last_ubatch_is_empty(real, size, query_len, num_ubatches):
-            is_slower = found.descriptor in rules.unprofitable
-            if not is_slower:
-                return SettledStep(_for(vote, found))
-        if rules.allow_eager and not is_slower and real >= rules.prefill_token_threshold:
+        size, is_full, may_be_eager = found.descriptor.num_tokens, found.mode == _FULL, True
+        if not is_full:
+            because = UBatchReason.NO_FULL_GRAPH, None
+        elif last_ubatch_is_empty(real, size, query_len, num_ubatches):
+            because = UBatchReason.LAST_SLICE_EMPTY, agreement.min_rank
+        elif found.descriptor in rules.unprofitable:
+            because, may_be_eager = (UBatchReason.NOT_PROFITABLE, None), False
+        else:
+            return SettledStep(_for(vote, found))
+        if rules.allow_eager and may_be_eager and real >= rules.prefill_token_threshold:
             # All pad to one size, because each slice communicates with that of other ranks.
             key = dispatch(padded, uniform, loras, _GRAPHS, num_ubatches).descriptor
             reason = Reason.NO_KEY if is_full else found.reason
             lowered = agreement.eager_because if vote.runtime_mode > mode else None
             return _eager(Decision(_NONE, key, reason), vote, lowered, None)
-        because = UBatchReason.NO_FULL_GRAPH, None
-        if is_slower:
-            because = UBatchReason.NOT_PROFITABLE, None
-        elif is_full:
-            because = UBatchReason.LAST_SLICE_EMPTY, agreement.min_rank
     culprit: tuple[Reason, int | None] | None = agreement.eager_because
     if mode != _NONE:
         found = dispatch(padded, uniform, loras, excluded, 1)
