@@ -24,6 +24,9 @@ from graphrt.config.compilation import (
 )
 from graphrt.config.options import RuntimeConfig, UBatchConfig
 
+Sizes = tuple[int, ...]
+"""In tokens, or counts of adapters; ascending."""
+
 # Checked before a table is built.
 MOST_KEYS = 2**16
 MOST_DECISIONS = 2**22
@@ -222,15 +225,13 @@ def ladder(maximum: int) -> list[int]:
     return [rung for rung in rungs if rung <= maximum]
 
 
-def default_decode_sizes(
-    limit: int, query_len: int, *, extra_requests: Sequence[int]
-) -> tuple[int, ...]:
+def default_decode_sizes(limit: int, query_len: int, *, extra_requests: Sequence[int]) -> Sizes:
     """Multiples of q within ``limit``: the ladder counts requests, not tokens."""
     requests = {*ladder(limit // query_len), *extra_requests}
     return tuple(sorted(count * query_len for count in requests if count * query_len <= limit))
 
 
-def decode_sizes_of(sizes: Sequence[int], limit: int, query_len: int) -> tuple[int, ...]:
+def decode_sizes_of(sizes: Sequence[int], limit: int, query_len: int) -> Sizes:
     """A user's sizes within ``limit``, each rounded up to a multiple of q.
 
     One that rounding would carry past the limit becomes the largest multiple within it instead, so
@@ -246,7 +247,7 @@ def padding_table(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1)) if sizes else ()
 
 
-def captured_lora_counts(max_loras: int, lora_capture: str, *, with_zero: bool) -> tuple[int, ...]:
+def captured_lora_counts(max_loras: int, lora_capture: str, *, with_zero: bool) -> Sizes:
     """Adapter counts that get graphs, ascending. Without adapters: 0 alone."""
     if max_loras == 0:
         return (0,)
@@ -262,9 +263,9 @@ def captured_lora_counts(max_loras: int, lora_capture: str, *, with_zero: bool) 
 def capture_order(
     config: RuntimeConfig,
     mode: CUDAGraphMode,
-    capture_sizes: Sequence[int],
-    decode_capture_sizes: Sequence[int],
-    lora_counts: Sequence[int],
+    capture_sizes: Sizes,
+    decode_capture_sizes: Sizes,
+    lora_counts: Sizes,
 ) -> tuple[tuple[RuntimeMode, BatchDescriptor], ...]:
     """Every key with its mode, in the order of capture.
 

@@ -30,6 +30,7 @@ from graphrt.config.plan import (
     Adjustment,
     Plan,
     Resolved,
+    Sizes,
     capture_order,
     captured_lora_counts,
     decode_sizes_of,
@@ -185,7 +186,7 @@ def _mode(changes: Changes, *, query_len: int, facts: Facts) -> CUDAGraphMode:
 
 def _sizes(
     changes: Changes, config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> tuple[Sizes, Sizes]:
     """Return the sizes of mixed batches and those of decode batches.
 
     All are multiples of ``tp_size`` under sequence parallelism.
@@ -237,7 +238,9 @@ def _sizes(
         if not mixed:
             found = f"{maximum}; sequence parallelism divides each size among {multiple} ranks"
             fail(MAXIMUM_FIELD, found, f"at least {multiple}, or mode NONE")
-    decode = _decode_sizes(config, mode, query_len, mixed, maximum)
+    if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
+        return mixed, ()
+    decode = _decode_sizes(config, query_len, mixed, maximum)
     decode = tuple(size for size in decode if size % multiple == 0)
     reason = _why_decode_differs(config, mode, query_len, mixed, decode)
     if reason:
@@ -247,18 +250,12 @@ def _sizes(
 
 
 def _why_decode_differs(
-    config: RuntimeConfig,
-    mode: CUDAGraphMode,
-    query_len: int,
-    mixed: tuple[int, ...],
-    decode: tuple[int, ...],
+    config: RuntimeConfig, mode: CUDAGraphMode, query_len: int, mixed: Sizes, decode: Sizes
 ) -> str:
     """What uniform decode batches do not get although the mode and the list ask for it, or "".
 
     A size that only mixed batches can have is served as it was asked where they have graphs.
     """
-    if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
-        return ""
     largest = query_len * config.max_num_seqs
     batches = (
         f"a decode batch has a multiple of {query_len} tokens, at most"
@@ -280,10 +277,7 @@ def _why_decode_differs(
 
 
 def _check_tables(
-    config: RuntimeConfig,
-    capture_sizes: Sequence[int],
-    decode_capture_sizes: Sequence[int],
-    lora_counts: Sequence[int],
+    config: RuntimeConfig, capture_sizes: Sizes, decode_capture_sizes: Sizes, lora_counts: Sizes
 ) -> None:
     """Raises ``ConfigError`` for a plan whose tables would fill memory."""
     num_decode = len(decode_capture_sizes) * (2 if config.ubatch.num_ubatches > 1 else 1)
@@ -298,12 +292,7 @@ def _check_tables(
 
 
 def _check_ubatch(
-    changes: Changes,
-    ubatch: UBatchConfig,
-    facts: Facts,
-    mode: CUDAGraphMode,
-    *,
-    has_split_keys: bool,
+    changes: Changes, ubatch: UBatchConfig, facts: Facts, mode: CUDAGraphMode, has_split_keys: bool
 ) -> None:
     """Raises ``ConfigError`` for micro-batches that no step could have."""
     count, num_comm_sms = ubatch.num_ubatches, ubatch.num_comm_sms
@@ -324,11 +313,7 @@ def _check_ubatch(
     changes.require_none_wrong()
 
 
-def _decode_sizes(
-    config: RuntimeConfig, mode: CUDAGraphMode, query_len: int, mixed: tuple[int, ...], maximum: int
-) -> tuple[int, ...]:
-    if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
-        return ()
+def _decode_sizes(config: RuntimeConfig, query_len: int, mixed: Sizes, maximum: int) -> Sizes:
     limit = min(query_len * config.max_num_seqs, maximum)
     if config.compilation.cudagraph_capture_sizes is not None:
         return decode_sizes_of(mixed, limit, query_len)
@@ -343,8 +328,8 @@ def _decode_sizes(
 
 
 def _compile_sizes(
-    changes: Changes, config: RuntimeConfig, capture_sizes: tuple[int, ...], table: Sequence[int]
-) -> tuple[int, ...]:
+    changes: Changes, config: RuntimeConfig, capture_sizes: Sizes, table: Sizes
+) -> Sizes:
     sizes: set[int] = set()
     most = config.max_num_batched_tokens
     for size in changes.options.compile_sizes or ():
