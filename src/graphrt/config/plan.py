@@ -275,7 +275,7 @@ def capture_order(
     micro-batch are views of the whole batch's static buffers.
     """
     query_len, ubatch = 1 + config.num_speculative_tokens, config.ubatch
-    mixed, decode = mode.mixed_mode(), mode.decode_mode()
+    mixed = mode.mixed_mode()
     keys: list[tuple[RuntimeMode, BatchDescriptor]] = []
     for count in lora_counts:
         if mixed is not RuntimeMode.NONE:
@@ -283,13 +283,13 @@ def capture_order(
                 # The pieces do not depend on requests; a full graph does, through attention.
                 num_reqs = min(size, config.max_num_seqs) if mixed is RuntimeMode.FULL else None
                 keys.append((mixed, BatchDescriptor(size, num_reqs, False, count > 0, count)))
-        if mode.separate_routine() and decode is RuntimeMode.FULL:
-            for size in decode_capture_sizes:
-                num_reqs = size // query_len
-                key = BatchDescriptor(size, num_reqs, True, count > 0, count)
-                keys.append((decode, key))
-                if 1 < ubatch.num_ubatches <= num_reqs and size >= ubatch.decode_token_threshold:
-                    keys.append((decode, replace(key, num_ubatches=ubatch.num_ubatches)))
+        for size in decode_capture_sizes:
+            num_reqs = size // query_len
+            key = BatchDescriptor(size, num_reqs, True, count > 0, count)
+            keys.append((RuntimeMode.FULL, key))
+            if 1 < ubatch.num_ubatches <= num_reqs and size >= ubatch.decode_token_threshold:
+                split = replace(key, num_ubatches=ubatch.num_ubatches)
+                keys.append((RuntimeMode.FULL, split))
 
     def place(item: tuple[RuntimeMode, BatchDescriptor]) -> tuple[int, ...]:
         mode, key = item
