@@ -95,11 +95,9 @@ class CUDAGraphMode(Enum):
 
     def without_piecewise(self) -> CUDAGraphMode:
         """The same policy for a model that cannot be cut: PIECEWISE becomes NONE."""
-        if self is CUDAGraphMode.PIECEWISE:
-            return CUDAGraphMode.NONE
-        if self is CUDAGraphMode.FULL_AND_PIECEWISE:
-            return CUDAGraphMode.FULL_DECODE_ONLY
-        return self
+        none, cut = RuntimeMode.NONE, RuntimeMode.PIECEWISE
+        decode, mixed = (none if mode is cut else mode for mode in self.value)
+        return CUDAGraphMode((decode, mixed))
 
 
 class Reason(_NamedInt):

@@ -102,16 +102,15 @@ class Histogram:
 
         The default bars are 6 % wide. Empty lists without samples.
         """
-        counts: dict[int, int] = {}
+        counts = Counter[int]()
         for bucket, samples in self.buckets:
-            bar = bucket // buckets_per_bar
-            counts[bar] = counts.get(bar, 0) + samples
+            counts[bucket // buckets_per_bar] += samples
         if not counts:
             return [], []
         bars = range(min(counts), max(counts) + 1)
         # Bucket i ends at GAMMA**i, so the bar that begins with it begins at GAMMA**(i - 1).
         edges = [GAMMA ** (bar * buckets_per_bar - 1) for bar in (*bars, bars.stop)]
-        return edges, [counts.get(bar, 0) / self.count for bar in bars]
+        return edges, [counts[bar] / self.count for bar in bars]
 
     def counts_within(self, bounds: Sequence[float]) -> list[int]:
         """How many samples are at most each of the ascending ``bounds``.

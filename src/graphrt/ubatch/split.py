@@ -370,9 +370,8 @@ def slices_of_key(key: BatchDescriptor) -> tuple[UBatchSlice, ...]:
 
 
 def _require_match(slices: Sequence[UBatchSlice], key: BatchDescriptor | None) -> None:
-    found = 1 if key is None else key.num_ubatches
     tokens = slices[-1].token_slice.stop
-    if found == len(slices) and key is not None and key.num_tokens == tokens:
+    if key is not None and (key.num_ubatches, key.num_tokens) == (len(slices), tokens):
         return
     raise ContextError(
         "a step in micro-batches",
