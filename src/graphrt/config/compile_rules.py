@@ -33,11 +33,14 @@ class Changes:
         self.backend = ""
 
     def set(self, field: str, effective: object, reason: str, asked: object = None) -> None:
-        """``asked`` None: what the options say."""
+        """Of a field, or of ``pass_config.field``. ``asked`` None: what the options say."""
+        outer, _, inner = field.partition(".")
+        before: object = getattr(self.options, outer)
+        after = replaced(before, **{inner: effective}) if inner else effective
         if asked is None:
-            asked = value_of(self.options, field)
+            asked = getattr(before, inner) if inner else before
         self.adjustments.append(Adjustment(field, asked, effective, reason))
-        self.options = with_value(self.options, field, effective)
+        self.options = replaced(self.options, **{outer: after})
 
     def wrong(self, field: str, found: str, accepted: str) -> None:
         self.problems.append(ConfigProblem(field, found, accepted))
@@ -239,18 +242,3 @@ def compile_plan(
         compile_cache=options.compile_cache,
         debug_dump_path=options.debug_dump_path,
     )
-
-
-def value_of(options: CompilationConfig, field: str) -> object:
-    """Of a field, or of ``pass_config.field``."""
-    outer, _, inner = field.partition(".")
-    value: object = getattr(options, outer)
-    return getattr(value, inner) if inner else value
-
-
-def with_value(options: CompilationConfig, field: str, value: object) -> CompilationConfig:
-    """``options`` with another value of a field, or of ``pass_config.field``."""
-    outer, _, inner = field.partition(".")
-    if inner:
-        value = replaced(getattr(options, outer), **{inner: value})
-    return replaced(options, **{outer: value})
