@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from graphrt.config.checked import config_error, replaced
-from graphrt.config.compilation import PASS_FLAGS, CompilationConfig, CompilationLevel
+from graphrt.config.compilation import CompilationConfig, CompilationLevel, enabled_passes
 from graphrt.config.environment import Environment
 from graphrt.config.options import Facts
 from graphrt.config.plan import Adjustment, CompilePlan, op_name
@@ -111,8 +111,7 @@ def _asked_of_level_3(options: CompilationConfig) -> dict[str, object]:
     }
     if options.inductor_passes:
         asked["inductor_passes"] = sorted(options.inductor_passes)
-    flags = (name for name in PASS_FLAGS if getattr(options.pass_config, name))
-    return asked | {f"pass_config.{name}": True for name in flags}
+    return asked | dict.fromkeys(enabled_passes(options.pass_config), True)
 
 
 def _backend(changes: Changes, level: CompilationLevel, facts: Facts) -> str:
@@ -159,7 +158,7 @@ def _passes(changes: Changes, backend: str, facts: Facts) -> None:
     """At level 3: what backend and device must have for them, and a graph that holds attention."""
     options = changes.options
     passes = options.pass_config
-    enabled = [f"pass_config.{name}" for name in PASS_FLAGS if getattr(passes, name)]
+    enabled = enabled_passes(passes)
     if backend not in ("eager", "inductor"):
         for name in [*enabled, *(["inductor_passes"] if options.inductor_passes else [])]:
             changes.wrong(name, f"with backend {backend!r}", "none, or backend eager or inductor")

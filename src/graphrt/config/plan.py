@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
 from graphrt.config.compilation import (
-    PASS_FLAGS,
     CompilationConfig,
     CompilationLevel,
     PassConfig,
+    enabled_passes,
     graph_values,
     hash_of,
     unhashable,
@@ -160,8 +160,7 @@ class CompilePlan:
 
         Everything may but the backend "eager", which does too where passes rewrite the graph.
         """
-        passes = self.pass_config
-        has_passes = any(getattr(passes, name) for name in PASS_FLAGS) or bool(self.inductor_passes)
+        has_passes = bool(enabled_passes(self.pass_config) or self.inductor_passes)
         return self.level > 0 and (self.backend != "eager" or has_passes)
 
     @property
