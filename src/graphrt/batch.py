@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 TOKENS, REQUESTS = "tokens", "requests"
@@ -94,11 +95,9 @@ class CUDAGraphMode(Enum):
 
     def without_piecewise(self) -> CUDAGraphMode:
         """The same policy for a model that cannot be cut: PIECEWISE becomes NONE."""
-        if self is CUDAGraphMode.PIECEWISE:
-            return CUDAGraphMode.NONE
-        if self is CUDAGraphMode.FULL_AND_PIECEWISE:
-            return CUDAGraphMode.FULL_DECODE_ONLY
-        return self
+        none, cut = RuntimeMode.NONE, RuntimeMode.PIECEWISE
+        decode, mixed = (none if mode is cut else mode for mode in self.value)
+        return CUDAGraphMode((decode, mixed))
 
 
 class Reason(_NamedInt):
@@ -231,25 +230,14 @@ class BatchDescriptor:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(self._facts()))
+        object.__setattr__(self, "_hash", hash(_facts_of(self)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type[BatchDescriptor], tuple[object, ...]]:
         # Hashes of None and of strings differ between processes: an unpickled key computes its own.
-        return BatchDescriptor, self._facts()
-
-    def _facts(self) -> tuple[object, ...]:
-        return (
-            self.num_tokens,
-            self.num_reqs,
-            self.uniform,
-            self.has_lora,
-            self.num_active_loras,
-            self.num_ubatches,
-            self.variant,
-        )
+        return BatchDescriptor, _facts_of(self)
 
     def __repr__(self) -> str:
         """Only what differs from the defaults, because keys are printed in every message."""
@@ -264,6 +252,9 @@ class BatchDescriptor:
     def relax_for_mixed_batch(self) -> BatchDescriptor:
         """The key of graphs that do not depend on requests: no ``num_reqs``, not uniform."""
         return replace(self, num_reqs=None, uniform=False)
+
+
+_facts_of = attrgetter(*(item.name for item in fields(BatchDescriptor) if item.init))
 
 
 class Decision(NamedTuple):

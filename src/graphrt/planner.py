@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -84,13 +85,10 @@ def read_azure_csv(path: str | Path, limit: int | None = None) -> list[TraceRequ
     A CSV with the header TIMESTAMP,ContextTokens,GeneratedTokens; timestamps are wall clock, with
     up to nine fractional digits. Raises ``TraceError`` naming file and row.
     """
-    rows = _rows(_as_path(path), limit)
-    header = next(rows, None)
-    if header is None:
-        raise _empty(Path(path))
+    header, rows = _opened(path, limit)
     if header.text != AZURE_HEADER:
         header.wrong(f"the header {AZURE_HEADER}", _short(header.text))
-    return _requests(Path(path), rows, _azure_row, limit)
+    return _requests(header.path, rows, _azure_row, limit)
 
 
 def read_mooncake_jsonl(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
@@ -99,25 +97,29 @@ def read_mooncake_jsonl(path: str | Path, limit: int | None = None) -> list[Trac
     One JSON object a line, with timestamp (milliseconds), input_length and output_length; other
     fields are ignored. Raises ``TraceError`` naming file and row.
     """
-    return _requests(Path(path), _rows(_as_path(path), limit), _mooncake_row, limit)
+    first, rows = _opened(path, limit)
+    return _requests(first.path, chain([first], rows), _mooncake_row, limit)
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """Read a trace of either form, recognised by its first line. Raises ``TraceError``."""
-    first = next(_rows(_as_path(path), limit), None)
-    if first is None:
-        raise _empty(Path(path))
+    first, rows = _opened(path, limit)
     if first.text.startswith("{"):
-        return read_mooncake_jsonl(path, limit)
+        return _requests(first.path, chain([first], rows), _mooncake_row, limit)
     if first.text == AZURE_HEADER:
-        return read_azure_csv(path, limit)
+        return _requests(first.path, rows, _azure_row, limit)
     first.wrong(f"the header {AZURE_HEADER}, or a JSON object", _short(first.text))
 
 
-def _as_path(path: object) -> Path:
-    if isinstance(path, str | Path):
-        return Path(path)
-    raise TraceError("trace", expected="the path of a file", found=reprlib.repr(path))
+def _opened(path: object, limit: int | None) -> tuple[_Row, Iterator[_Row]]:
+    """The first row, and those after it."""
+    if not isinstance(path, str | Path):
+        raise TraceError("trace", expected="the path of a file", found=reprlib.repr(path))
+    rows = _rows(Path(path), limit)
+    first = next(rows, None)
+    if first is None:
+        raise _empty(Path(path))
+    return first, rows
 
 
 def generate_azure_like(num_requests: int, seed: int) -> list[TraceRequest]:

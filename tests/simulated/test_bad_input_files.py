@@ -17,7 +17,7 @@ import pytest
 from graphrt.cli.files import read_batches, read_config
 from graphrt.errors import BatchError, ConfigError, TraceError, shown
 from graphrt.files import open_regular
-from graphrt.planner import read_trace
+from graphrt.planner import read_azure_csv, read_mooncake_jsonl, read_trace
 from graphrt_llm import EngineConfig
 from graphrt_llm.errors import EngineConfigError, ModelConfigError, WeightsFileError
 from graphrt_llm.models import CausalLM, ModelConfig
@@ -347,7 +347,8 @@ def test_model_number_that_is_no_size_is_refused_in_short(name: str, value: Any)
 
 @pytest.mark.parametrize("path", [5, True, None, [], 1.5, b"trace.csv"], ids=repr)
 def test_path_of_another_type_is_refused(path: Any) -> None:
-    with pytest.raises(TraceError, match="the path of a file"):
-        read_trace(path)
+    for read in (read_trace, read_azure_csv, read_mooncake_jsonl):
+        with pytest.raises(TraceError, match="the path of a file"):
+            read(path)
     with pytest.raises(OSError, match="Errno"):
         open_regular(path)

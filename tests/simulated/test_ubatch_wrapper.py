@@ -275,8 +275,14 @@ def test_arguments_and_results_of_every_kind_are_cut_and_joined(lab: Lab) -> Non
     assert found.extra["n"] == 7
 
 
-def test_request_rows_and_rebased_places_follow_the_cut(lab: Lab) -> None:
-    """10, 20 and 30 tokens, padded to 64: the last request lies in both slices."""
+@pytest.mark.parametrize("outputs", [None, OutputSpec({"last": "requests", "names": "tokens"})])
+def test_request_rows_and_rebased_places_follow_the_cut(
+    lab: Lab, outputs: OutputSpec | None
+) -> None:
+    """10, 20 and 30 tokens, padded to 64: the last request lies in both slices.
+
+    Without ``outputs`` as many rows as there are requests are rows of requests.
+    """
     lens, key = [10, 20, 30], BatchDescriptor(64, 3, num_ubatches=2)
     x = lab.random(64, 1)
     last = torch.tensor([9, 29, 59])
@@ -298,7 +304,7 @@ def test_request_rows_and_rebased_places_follow_the_cut(lab: Lab) -> None:
             "owners": InputAxes(tokens=0, rebase="requests"),
             "names": InputAxes(requests=0),
         },
-        outputs=OutputSpec({"last": "requests", "names": "tokens"}),
+        outputs=outputs,
     )
     try:
         found = step(wrapper, NONE, key, make_slices(lens, 64, 3, 2), x, last, owners, names)
@@ -306,6 +312,15 @@ def test_request_rows_and_rebased_places_follow_the_cut(lab: Lab) -> None:
         wrapper.close()
     assert torch.equal(found["last"], x[last])
     assert torch.equal(found["names"][:60], names[owners][:60])
+
+
+def test_output_of_a_declared_length_is_joined_as_it_comes(lab: Lab) -> None:
+    outputs = OutputSpec({"": lambda sizes: 2 * sizes["tokens"]})
+    x = lab.random(8, WIDTH)
+    wrapped = Wrapped(lab, lambda x: x.repeat_interleave(2, 0), outputs=outputs)
+    with wrapped as wrapper:
+        found = step(wrapper, NONE, KEY, slices_of(KEY), x)
+    assert torch.equal(found, x.repeat_interleave(2, 0))
 
 
 def test_what_cannot_be_cut_or_joined_is_refused(lab: Lab) -> None:

@@ -158,17 +158,16 @@ def simulate_ranks(
             num["real_tokens"] += real
             num["padding_by_slowest_rank"] += max(0, size - alone)
             num["eager_rank_steps_lowered"] += is_eager and vote.runtime_mode is not NONE
-            modes["agreed"][mode] += 1
-            padding["agreed"] += size - real
-            modes["pad_eager"][mode] += 1
-            padding["pad_eager"] += max(size, agreement.num_tokens_padded) - real
-            modes["alone"][vote.runtime_mode] += 1
-            padding["alone"] += alone - real
-            at = step.decision
-            if is_eager and vote.runtime_mode is not NONE and apart is not None:
-                at = apart
-            modes["eager_apart"][at.mode] += 1
-            padding["eager_apart"] += max(0, at.descriptor.num_tokens - real)
+            at = step.decision if apart is None or vote.runtime_mode is NONE else apart
+            ran = {
+                "agreed": (mode, size),
+                "alone": (vote.runtime_mode, alone),
+                "eager_apart": (at.mode, max(real, at.descriptor.num_tokens)),
+                "pad_eager": (mode, max(size, agreement.num_tokens_padded)),
+            }
+            for rule, (by_rule, padded) in ran.items():
+                modes[rule][by_rule] += 1
+                padding[rule] += padded - real
     return {
         "ranks": num_ranks,
         "requests": len(trace),

@@ -226,6 +226,11 @@ class PassConfig:
             )
 
 
+def enabled_passes(passes: PassConfig) -> list[str]:
+    """Those of ``PASS_FLAGS`` that are on, as ``pass_config.name``."""
+    return [f"pass_config.{name}" for name in PASS_FLAGS if getattr(passes, name)]
+
+
 @config_class
 class CompilationConfig:
     """How the model is compiled, and which graphs are captured at which sizes.

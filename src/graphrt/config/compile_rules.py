@@ -7,9 +7,10 @@ again changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from graphrt.config.checked import config_error, replaced
-from graphrt.config.compilation import PASS_FLAGS, CompilationConfig, CompilationLevel
+from graphrt.config.compilation import CompilationConfig, CompilationLevel, enabled_passes
 from graphrt.config.environment import Environment
 from graphrt.config.options import Facts
 from graphrt.config.plan import Adjustment, CompilePlan, op_name
@@ -20,7 +21,7 @@ _FULL_CHAIN = ("enable_attn_fusion", "enable_sequence_parallelism")
 _BETWEEN_RANKS = ("enable_sequence_parallelism", "enable_async_tp", "enable_fi_allreduce_fusion")
 
 
-class Settled:
+class Changes:
     """Options that are changed one by one, why, and what is wrong with them; then the level and
     backend that count."""
 
@@ -32,22 +33,35 @@ class Settled:
         self.backend = ""
 
     def set(self, field: str, effective: object, reason: str, asked: object = None) -> None:
-        """``asked`` None: what the options say."""
+        """Of a field, or of ``pass_config.field``. ``asked`` None: what the options say."""
+        outer, _, inner = field.partition(".")
+        before: object = getattr(self.options, outer)
+        after = replaced(before, **{inner: effective}) if inner else effective
         if asked is None:
-            asked = value_of(self.options, field)
+            asked = getattr(before, inner) if inner else before
         self.adjustments.append(Adjustment(field, asked, effective, reason))
-        self.options = with_value(self.options, field, effective)
+        self.options = replaced(self.options, **{outer: after})
 
     def wrong(self, field: str, found: str, accepted: str) -> None:
         self.problems.append(ConfigProblem(field, found, accepted))
 
+    def require_none_wrong(self) -> None:
+        """Errors: ``ConfigError`` with everything that is wrong."""
+        if self.problems:
+            raise config_error("resolve", self.problems)
 
-def settle(options: CompilationConfig, facts: Facts, environment: Environment) -> Settled:
+
+def fail(field: str, found: str, accepted: str) -> NoReturn:
+    """Errors: ``ConfigError``, at once, because nothing can follow from this."""
+    raise config_error("resolve", [ConfigProblem(field, found, accepted)])
+
+
+def settle(options: CompilationConfig, facts: Facts, environment: Environment) -> Changes:
     """Level and backend, and the options that they and the facts permit.
 
     Raises ``ConfigError`` with everything that is asked and not possible.
     """
-    changes = Settled(options)
+    changes = Changes(options)
     if facts.tp_size == 1 and options.level in (None, CompilationLevel.PIECEWISE):
         # First, because otherwise such a pass would decide the level.
         for name in _BETWEEN_RANKS:
@@ -58,12 +72,11 @@ def settle(options: CompilationConfig, facts: Facts, environment: Environment) -
     _partition(changes, level, backend, facts)
     if level is CompilationLevel.PIECEWISE:
         _passes(changes, backend, facts)
-    if changes.problems:
-        raise config_error("resolve", changes.problems)
+    changes.require_none_wrong()
     return changes
 
 
-def _level(changes: Settled, facts: Facts, environment: Environment) -> CompilationLevel:
+def _level(changes: Changes, facts: Facts, environment: Environment) -> CompilationLevel:
     """Level 3 if something was asked that only it has, or nothing else cuts at attention.
 
     Else none: break points need no compiler.
@@ -98,11 +111,10 @@ def _asked_of_level_3(options: CompilationConfig) -> dict[str, object]:
     }
     if options.inductor_passes:
         asked["inductor_passes"] = sorted(options.inductor_passes)
-    flags = (name for name in PASS_FLAGS if getattr(options.pass_config, name))
-    return asked | {f"pass_config.{name}": True for name in flags}
+    return asked | dict.fromkeys(enabled_passes(options.pass_config), True)
 
 
-def _backend(changes: Settled, level: CompilationLevel, facts: Facts) -> str:
+def _backend(changes: Changes, level: CompilationLevel, facts: Facts) -> str:
     """Its name, "" at level 0; and what other levels and backends do not read is set back."""
     options = changes.options
     at = f"level {int(level)}"
@@ -128,7 +140,7 @@ def _backend(changes: Settled, level: CompilationLevel, facts: Facts) -> str:
     return backend
 
 
-def _partition(changes: Settled, level: CompilationLevel, backend: str, facts: Facts) -> None:
+def _partition(changes: Changes, level: CompilationLevel, backend: str, facts: Facts) -> None:
     if not changes.options.use_inductor_graph_partition:
         return
     needs = {
@@ -142,11 +154,11 @@ def _partition(changes: Settled, level: CompilationLevel, backend: str, facts: F
         changes.wrong("use_inductor_graph_partition", found, ", ".join(needs))
 
 
-def _passes(changes: Settled, backend: str, facts: Facts) -> None:
+def _passes(changes: Changes, backend: str, facts: Facts) -> None:
     """At level 3: what backend and device must have for them, and a graph that holds attention."""
     options = changes.options
     passes = options.pass_config
-    enabled = [f"pass_config.{name}" for name in PASS_FLAGS if getattr(passes, name)]
+    enabled = enabled_passes(passes)
     if backend not in ("eager", "inductor"):
         for name in [*enabled, *(["inductor_passes"] if options.inductor_passes else [])]:
             changes.wrong(name, f"with backend {backend!r}", "none, or backend eager or inductor")
@@ -167,39 +179,34 @@ def _passes(changes: Settled, backend: str, facts: Facts) -> None:
         changes.wrong("splitting_ops", found, "no attention operator, or None")
 
 
-def check_parallel_sizes(
-    options: CompilationConfig, sizes: Sequence[int], facts: Facts
-) -> ConfigProblem | None:
-    """What sequence parallelism lacks: it is compiled for exact sizes that the ranks can share."""
-    if not options.pass_config.enable_sequence_parallelism:
-        return None
-    if any(size % facts.tp_size == 0 for size in sizes):
-        return None
-    found = f"{list(sizes)}, with pass_config.enable_sequence_parallelism"
-    accepted = f"at least one multiple of tp_size = {facts.tp_size}"
-    return ConfigProblem("compile_sizes", found, accepted)
+def check_parallel_sizes(changes: Changes, sizes: Sequence[int], facts: Facts) -> None:
+    """Raises ``ConfigError`` where sequence parallelism, which is compiled for exact sizes that the
+    ranks can share, has none."""
+    if not changes.options.pass_config.enable_sequence_parallelism:
+        return
+    if not any(size % facts.tp_size == 0 for size in sizes):
+        found = f"{list(sizes)}, with pass_config.enable_sequence_parallelism"
+        fail("compile_sizes", found, f"at least one multiple of tp_size = {facts.tp_size}")
 
 
-def ranges_of(
-    options: CompilationConfig, most_tokens: int
-) -> tuple[tuple[tuple[int, int], ...], list[Adjustment]]:
-    """The ranges that are compiled for at level 3, the last up to ``most_tokens``."""
-    asked = options.compile_ranges_endpoints or ()
+def ranges_of(changes: Changes, most_tokens: int) -> tuple[tuple[int, int], ...]:
+    """The ranges that are compiled for at level 3, the last up to ``most_tokens``; else none."""
+    if changes.level is not CompilationLevel.PIECEWISE:
+        return ()
+    asked, passes = changes.options.compile_ranges_endpoints or (), changes.options.pass_config
     kept = tuple(end for end in asked if end <= most_tokens)
-    adjustments = []
     if kept != asked:
         reason = f"no batch has more than max_num_batched_tokens = {most_tokens} tokens"
-        adjustments = [Adjustment("compile_ranges_endpoints", asked, kept, reason)]
+        changes.set("compile_ranges_endpoints", kept, reason)
     ends = {*kept, most_tokens}
-    passes = options.pass_config
     if passes.enable_fi_allreduce_fusion:
         ends.add(min(passes.fi_allreduce_fusion_max_token_num, most_tokens))
     ordered = sorted(ends)
-    return tuple(zip([1, *(end + 1 for end in ordered)], ordered, strict=False)), adjustments
+    return tuple(zip([1, *(end + 1 for end in ordered)], ordered, strict=False))
 
 
 def compile_plan(
-    settled: Settled,
+    changes: Changes,
     facts: Facts,
     environment: Environment,
     *,
@@ -208,16 +215,16 @@ def compile_plan(
     sizes: tuple[int, ...],
 ) -> CompilePlan:
     """Raises ``ConfigError`` where a cache is wanted and no folder is known."""
-    options, level = settled.options, settled.level
+    options, level = changes.options, changes.level
     cache_dir = None
     if options.compile_cache and level is not CompilationLevel.NO_COMPILATION:
         cache_dir = options.cache_dir or environment.cache_dir
         if cache_dir is None:
             accepted = "a path, GRAPHRT_CACHE_DIR, a home directory, or compile_cache=False"
-            raise config_error("resolve", [ConfigProblem("cache_dir", "None", accepted)])
+            fail("cache_dir", "None", accepted)
     return CompilePlan(
         level=level,
-        backend=settled.backend,
+        backend=changes.backend,
         splitting_ops=splitting_ops,
         attention_ops=facts.attention_ops,
         attention_writes_cache=facts.attention_writes_cache,
@@ -234,18 +241,3 @@ def compile_plan(
         compile_cache=options.compile_cache,
         debug_dump_path=options.debug_dump_path,
     )
-
-
-def value_of(options: CompilationConfig, field: str) -> object:
-    """Of a field, or of ``pass_config.field``."""
-    outer, _, inner = field.partition(".")
-    value: object = getattr(options, outer)
-    return getattr(value, inner) if inner else value
-
-
-def with_value(options: CompilationConfig, field: str, value: object) -> CompilationConfig:
-    """``options`` with another value of a field, or of ``pass_config.field``."""
-    outer, _, inner = field.partition(".")
-    if inner:
-        value = replaced(getattr(options, outer), **{inner: value})
-    return replaced(options, **{outer: value})

@@ -14,15 +14,18 @@ from typing import Any, Literal, NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
 from graphrt.config.compilation import (
-    PASS_FLAGS,
     CompilationConfig,
     CompilationLevel,
     PassConfig,
+    enabled_passes,
     graph_values,
     hash_of,
     unhashable,
 )
 from graphrt.config.options import RuntimeConfig, UBatchConfig
+
+Sizes = tuple[int, ...]
+"""In tokens, or counts of adapters; ascending."""
 
 # Checked before a table is built.
 MOST_KEYS = 2**16
@@ -157,8 +160,7 @@ class CompilePlan:
 
         Everything may but the backend "eager", which does too where passes rewrite the graph.
         """
-        passes = self.pass_config
-        has_passes = any(getattr(passes, name) for name in PASS_FLAGS) or bool(self.inductor_passes)
+        has_passes = bool(enabled_passes(self.pass_config) or self.inductor_passes)
         return self.level > 0 and (self.backend != "eager" or has_passes)
 
     @property
@@ -222,15 +224,13 @@ def ladder(maximum: int) -> list[int]:
     return [rung for rung in rungs if rung <= maximum]
 
 
-def default_decode_sizes(
-    limit: int, query_len: int, *, extra_requests: Sequence[int]
-) -> tuple[int, ...]:
+def default_decode_sizes(limit: int, query_len: int, *, extra_requests: Sequence[int]) -> Sizes:
     """Multiples of q within ``limit``: the ladder counts requests, not tokens."""
     requests = {*ladder(limit // query_len), *extra_requests}
     return tuple(sorted(count * query_len for count in requests if count * query_len <= limit))
 
 
-def decode_sizes_of(sizes: Sequence[int], limit: int, query_len: int) -> tuple[int, ...]:
+def decode_sizes_of(sizes: Sequence[int], limit: int, query_len: int) -> Sizes:
     """A user's sizes within ``limit``, each rounded up to a multiple of q.
 
     One that rounding would carry past the limit becomes the largest multiple within it instead, so
@@ -246,18 +246,13 @@ def padding_table(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1)) if sizes else ()
 
 
-def captured_lora_counts(
-    max_loras: int, lora_capture: str, *, query_len: int, with_zero: bool
-) -> tuple[int, ...]:
-    """Adapter counts that get graphs, ascending. Without adapters: 0 alone.
-
-    With speculative decoding "each" captures the maximum only: it keeps the compiled code single.
-    """
+def captured_lora_counts(max_loras: int, lora_capture: str, *, with_zero: bool) -> Sizes:
+    """Adapter counts that get graphs, ascending. Without adapters: 0 alone."""
     if max_loras == 0:
         return (0,)
     if lora_capture == "powers_of_two":
         counts = {1 << power for power in range(max_loras.bit_length())} | {max_loras}
-    elif lora_capture == "each" and query_len == 1:
+    elif lora_capture == "each":
         counts = set(range(1, max_loras + 1))
     else:
         counts = {max_loras}
@@ -265,14 +260,11 @@ def captured_lora_counts(
 
 
 def capture_order(
+    config: RuntimeConfig,
     mode: CUDAGraphMode,
-    *,
-    capture_sizes: Sequence[int],
-    decode_capture_sizes: Sequence[int],
-    lora_counts: Sequence[int],
-    query_len: int,
-    max_num_seqs: int,
-    ubatch: UBatchConfig,
+    capture_sizes: Sizes,
+    decode_capture_sizes: Sizes,
+    lora_counts: Sizes,
 ) -> tuple[tuple[RuntimeMode, BatchDescriptor], ...]:
     """Every key with its mode, in the order of capture.
 
@@ -281,28 +273,25 @@ def capture_order(
     Uniform keys alone are split: there every cut lies between two requests, so that the inputs of a
     micro-batch are views of the whole batch's static buffers.
     """
-    num_ubatches = ubatch.num_ubatches
-    mixed, decode = mode.mixed_mode(), mode.decode_mode()
+    query_len, ubatch = 1 + config.num_speculative_tokens, config.ubatch
+    mixed = mode.mixed_mode()
     keys: list[tuple[RuntimeMode, BatchDescriptor]] = []
     for count in lora_counts:
         if mixed is not RuntimeMode.NONE:
             for size in capture_sizes:
                 # The pieces do not depend on requests; a full graph does, through attention.
-                num_reqs = min(size, max_num_seqs) if mixed is RuntimeMode.FULL else None
+                num_reqs = min(size, config.max_num_seqs) if mixed is RuntimeMode.FULL else None
                 keys.append((mixed, BatchDescriptor(size, num_reqs, False, count > 0, count)))
-        if mode.separate_routine() and decode is RuntimeMode.FULL:
-            for size in decode_capture_sizes:
-                num_reqs = size // query_len
-                key = BatchDescriptor(size, num_reqs, True, count > 0, count)
-                keys.append((decode, key))
-                if 1 < num_ubatches <= num_reqs and size >= ubatch.decode_token_threshold:
-                    keys.append((decode, replace(key, num_ubatches=num_ubatches)))
-    keys.sort(
-        key=lambda item: (
-            item[0],
-            -item[1].num_tokens,
-            -item[1].num_active_loras,
-            -item[1].num_ubatches,
-        )
-    )
-    return tuple(keys)
+        for size in decode_capture_sizes:
+            num_reqs = size // query_len
+            key = BatchDescriptor(size, num_reqs, True, count > 0, count)
+            keys.append((RuntimeMode.FULL, key))
+            if 1 < ubatch.num_ubatches <= num_reqs and size >= ubatch.decode_token_threshold:
+                split = replace(key, num_ubatches=ubatch.num_ubatches)
+                keys.append((RuntimeMode.FULL, split))
+
+    def place(item: tuple[RuntimeMode, BatchDescriptor]) -> tuple[int, ...]:
+        mode, key = item
+        return mode, -key.num_tokens, -key.num_active_loras, -key.num_ubatches
+
+    return tuple(sorted(keys, key=place))

@@ -15,11 +15,12 @@ from graphrt.batch import CUDAGraphMode, RuntimeMode
 from graphrt.config.checked import config_error, replaced, warn_user
 from graphrt.config.compilation import CAPTURE_SIZES, CompilationLevel
 from graphrt.config.compile_rules import (
+    Changes,
     check_parallel_sizes,
     compile_plan,
+    fail,
     ranges_of,
     settle,
-    with_value,
 )
 from graphrt.config.environment import read_environment
 from graphrt.config.options import AttentionSupport, Facts, RuntimeConfig, UBatchConfig
@@ -29,6 +30,7 @@ from graphrt.config.plan import (
     Adjustment,
     Plan,
     Resolved,
+    Sizes,
     capture_order,
     captured_lora_counts,
     decode_sizes_of,
@@ -38,16 +40,10 @@ from graphrt.config.plan import (
     ladder,
     padding_table,
 )
-from graphrt.errors import ConfigError, ConfigProblem, ConfigWarning
+from graphrt.errors import ConfigProblem, ConfigWarning
 
-LEVEL_FIELD = "level"
 MODE_FIELD = "cudagraph_mode"
-SIZES_FIELD = CAPTURE_SIZES
 MAXIMUM_FIELD = "max_cudagraph_capture_size"
-COMPILE_FIELD = "compile_sizes"
-COPY_FIELD = "cudagraph_copy_inputs"
-DECODE_FIELD = "decode_capture_sizes"
-LORA_FIELD = "lora_capture"
 EVERY_FEW_USERS = range(1, 33)
 """The sizes ``interactivity`` adds."""
 
@@ -63,67 +59,45 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
     facts = Facts() if facts is None else facts
     for name, given, kind in (("config", config, RuntimeConfig), ("facts", facts, Facts)):
         if not isinstance(given, kind):
-            raise _problem(name, repr(given), f"a {kind.__name__}")
+            fail(name, repr(given), f"a {kind.__name__}")
     environment = read_environment()
-    settled = settle(config.compilation, facts, environment)
-    options, level = settled.options, settled.level
-    adjustments = settled.adjustments
-    is_piecewise_level = level is CompilationLevel.PIECEWISE
+    changes = settle(config.compilation, facts, environment)
     query_len = 1 + config.num_speculative_tokens
-    facts, splitting_ops = _splitting(options.splitting_ops, level, facts)
-    asked = options.cudagraph_mode or CUDAGraphMode.FULL_AND_PIECEWISE
-    mode, mode_adjustments = _mode(asked, level=level, query_len=query_len, facts=facts)
-    adjustments += mode_adjustments
-    if options.cudagraph_copy_inputs and not mode.has_piecewise_cudagraphs():
+    facts, splitting_ops = _splitting(changes.options.splitting_ops, changes.level, facts)
+    mode = _mode(changes, query_len=query_len, facts=facts)
+    if changes.options.cudagraph_copy_inputs and not mode.has_piecewise_cudagraphs():
         reason = f"only PIECEWISE graphs copy inputs, and mode {mode.name} has none"
-        adjustments.append(Adjustment(COPY_FIELD, True, False, reason))
-    multiple = facts.tp_size if options.pass_config.enable_sequence_parallelism else 1
-    capture_sizes, decode_capture_sizes, size_adjustments = _sizes(
-        config, facts, mode, query_len, multiple
-    )
-    adjustments += size_adjustments
-    ranges: tuple[tuple[int, int], ...] = ()
-    if is_piecewise_level:
-        ranges, range_adjustments = ranges_of(options, config.max_num_batched_tokens)
-        adjustments += range_adjustments
-    lora_counts = captured_lora_counts(
-        config.max_loras,
-        config.lora_capture,
-        query_len=query_len,
-        with_zero=options.cudagraph_specialize_lora,
-    )
-    if config.lora_capture == "each" and query_len > 1 and config.max_loras > 1:
+        changes.set("cudagraph_copy_inputs", False, reason)
+    capture_sizes, decode_capture_sizes = _sizes(changes, config, facts, mode, query_len)
+    ranges = ranges_of(changes, config.max_num_batched_tokens)
+    lora_capture = config.lora_capture
+    if lora_capture == "each" and query_len > 1 and config.max_loras > 1:
+        # Compiled code stays single.
+        lora_capture = "max_only"
         reason = "speculative decoding captures the largest number of adapters only"
-        adjustments.append(Adjustment(LORA_FIELD, "each", "max_only", reason))
+        changes.adjustments.append(Adjustment("lora_capture", "each", lora_capture, reason))
+    lora_counts = captured_lora_counts(
+        config.max_loras, lora_capture, with_zero=changes.options.cudagraph_specialize_lora
+    )
     if strict:
-        _raise_if_adjusted(config, adjustments)
+        _raise_if_adjusted(config, changes.adjustments)
     _check_tables(config, capture_sizes, decode_capture_sizes, lora_counts)
     table = padding_table(capture_sizes)
-    order = capture_order(
-        mode,
-        capture_sizes=capture_sizes,
-        decode_capture_sizes=decode_capture_sizes,
-        lora_counts=lora_counts,
-        query_len=query_len,
-        max_num_seqs=config.max_num_seqs,
-        ubatch=config.ubatch,
-    )
+    order = capture_order(config, mode, capture_sizes, decode_capture_sizes, lora_counts)
     if config.ubatch.num_ubatches > 1:
         is_split = any(key.num_ubatches > 1 for _, key in order)
-        _check_ubatch(config.ubatch, facts, mode, has_split_keys=is_split)
-    compile_sizes = _compile_sizes(config, capture_sizes, table)
-    lacking = check_parallel_sizes(options, compile_sizes, facts)
-    if lacking is not None:
-        raise config_error("resolve", [lacking])
+        _check_ubatch(changes, config.ubatch, facts, mode, has_split_keys=is_split)
+    compile_sizes = _compile_sizes(changes, config, capture_sizes, table)
+    check_parallel_sizes(changes, compile_sizes, facts)
     compiled = compile_plan(
-        settled, facts, environment, splitting_ops=splitting_ops, ranges=ranges, sizes=compile_sizes
+        changes, facts, environment, splitting_ops=splitting_ops, ranges=ranges, sizes=compile_sizes
     )
-    if facts.device == "cuda" and order and options.cudagraph_num_of_warmups == 0:
+    if facts.device == "cuda" and order and changes.options.cudagraph_num_of_warmups == 0:
         text = "cudagraph_num_of_warmups=0: libraries then set up inside the capture, and may fail"
         warn_user(ConfigWarning, text)
     plan = Plan(
         cudagraph_mode=mode,
-        level=level,
+        level=changes.level,
         query_len=query_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -139,7 +113,8 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
         capture_order=order,
         ubatch=config.ubatch,
     )
-    return Resolved(plan, tuple(adjustments), _applied(config, adjustments), compiled)
+    config = replaced(config, compilation=changes.options, lora_capture=lora_capture)
+    return Resolved(plan, tuple(changes.adjustments), config, compiled)
 
 
 def _splitting(
@@ -157,29 +132,26 @@ def _splitting(
     return replace(facts, splitting=kind), names
 
 
-def _mode(
-    asked: CUDAGraphMode, *, level: CompilationLevel, query_len: int, facts: Facts
-) -> tuple[CUDAGraphMode, list[Adjustment]]:
-    """Return the effective mode and the steps that led to it.
+def _mode(changes: Changes, *, query_len: int, facts: Facts) -> CUDAGraphMode:
+    """The effective mode; each step that leads to it is a change.
 
     Raises ``ConfigError`` if mixed batches are to run FULL and attention is never captured.
     """
-    steps: list[Adjustment] = []
+    mode = changes.options.cudagraph_mode or CUDAGraphMode.FULL_AND_PIECEWISE
     support, who = facts.least_support()
-    piecewise = facts.piecewise_at(level)
+    piecewise = facts.piecewise_at(changes.level)
     without_graph = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
 
     def step(mode: CUDAGraphMode, lower: CUDAGraphMode, reason: str) -> CUDAGraphMode:
         if lower is not mode:
-            steps.append(Adjustment(MODE_FIELD, mode, lower, reason))
+            changes.set(MODE_FIELD, lower, reason, asked=mode)
         return lower
 
-    mode = asked
     for limit in facts.mode_limits:
         if mode not in (limit.mode, CUDAGraphMode.NONE):
             mode = step(mode, limit.mode, limit.reason)
 
-    if level is CompilationLevel.PIECEWISE and facts.splitting == "none":
+    if changes.level is CompilationLevel.PIECEWISE and facts.splitting == "none":
         piecewise, without_graph = False, CUDAGraphMode.NONE
         if mode.has_piecewise_cudagraphs():
             reason = "compile level 3 without splitting ops is one piece that holds attention"
@@ -190,7 +162,7 @@ def _mode(
         if support is AttentionSupport.NEVER:
             found = f"{mode.name}, but {said}: attention cannot be in any full graph"
             accepted = "PIECEWISE, FULL_AND_PIECEWISE or NONE" if piecewise else "NONE"
-            raise _problem(MODE_FIELD, found, accepted)
+            fail(MODE_FIELD, found, accepted)
         lower = CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
         mode = step(mode, lower, f"{said}; a full graph of mixed batches needs ALWAYS")
     if mode.decode_mode() is RuntimeMode.FULL and support is AttentionSupport.NEVER:
@@ -209,53 +181,53 @@ def _mode(
     for limit in facts.mode_limits:
         if mode not in (limit.mode, CUDAGraphMode.NONE):
             mode = step(mode, CUDAGraphMode.NONE, limit.reason)
-    return mode, steps
+    return mode
 
 
 def _sizes(
-    config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: int, multiple: int
-) -> tuple[tuple[int, ...], tuple[int, ...], list[Adjustment]]:
-    """Return the sizes of mixed batches, those of decode batches, and what was adjusted.
+    changes: Changes, config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, query_len: int
+) -> tuple[Sizes, Sizes]:
+    """Return the sizes of mixed batches and those of decode batches.
 
-    All are multiples of ``multiple``.
+    All are multiples of ``tp_size`` under sequence parallelism.
     """
-    options = config.compilation
+    options = changes.options
     asked, asked_maximum = options.cudagraph_capture_sizes, options.max_cudagraph_capture_size
     batch_limit = config.max_num_batched_tokens
-    adjustments: list[Adjustment] = []
+    multiple = facts.tp_size if options.pass_config.enable_sequence_parallelism else 1
     if mode is CUDAGraphMode.NONE:
         if asked:
-            adjustments.append(Adjustment(SIZES_FIELD, asked, (), "graphs are off"))
+            changes.set(CAPTURE_SIZES, (), "graphs are off")
         if asked_maximum is not None:
-            adjustments.append(Adjustment(MAXIMUM_FIELD, asked_maximum, None, "graphs are off"))
-        return (), (), adjustments
+            changes.set(MAXIMUM_FIELD, None, "graphs are off")
+        return (), ()
 
     too_large = f"no batch has more than max_num_batched_tokens = {batch_limit} tokens"
     if asked is not None:
         mixed = tuple(size for size in asked if size <= batch_limit)
         if not mixed:
             found = f"{list(asked)}; none is within max_num_batched_tokens = {batch_limit}"
-            raise _problem(SIZES_FIELD, found, "a size that a batch can have, or mode NONE")
+            fail(CAPTURE_SIZES, found, "a size that a batch can have, or mode NONE")
         if mixed != asked:
-            adjustments.append(Adjustment(SIZES_FIELD, asked, mixed, too_large))
+            changes.set(CAPTURE_SIZES, mixed, too_large)
         shared = tuple(size for size in mixed if size % multiple == 0)
         if not shared:
             found = f"{list(mixed)}; sequence parallelism divides each among {multiple} ranks"
-            raise _problem(SIZES_FIELD, found, f"a multiple of {multiple}, or mode NONE")
+            fail(CAPTURE_SIZES, found, f"a multiple of {multiple}, or mode NONE")
         if shared != mixed:
             reason = f"sequence parallelism divides each among tp_size = {multiple} ranks"
-            adjustments.append(Adjustment(SIZES_FIELD, mixed, shared, reason))
+            changes.set(CAPTURE_SIZES, shared, reason)
         mixed, maximum = shared, shared[-1]
         if asked_maximum not in (None, maximum):
             found = f"{asked_maximum}, while the largest usable size of the list is {maximum}"
-            raise _problem(MAXIMUM_FIELD, found, f"{maximum}, or none beside a list")
+            fail(MAXIMUM_FIELD, found, f"{maximum}, or none beside a list")
     else:
         maximum = asked_maximum or default_maximum(
             config.max_num_seqs, query_len, facts.compute_capability
         )
         maximum = min(maximum, batch_limit)
         if asked_maximum is not None and asked_maximum > maximum:
-            adjustments.append(Adjustment(MAXIMUM_FIELD, asked_maximum, maximum, too_large))
+            changes.set(MAXIMUM_FIELD, maximum, too_large)
         extra = [batch_limit]
         if query_len == 1 and asked_maximum is None:
             extra.append(config.max_num_seqs)
@@ -265,28 +237,25 @@ def _sizes(
         mixed = tuple(sorted(size for size in sizes if size % multiple == 0))
         if not mixed:
             found = f"{maximum}; sequence parallelism divides each size among {multiple} ranks"
-            raise _problem(MAXIMUM_FIELD, found, f"at least {multiple}, or mode NONE")
-    decode = _decode_sizes(config, mode, query_len, mixed, maximum)
+            fail(MAXIMUM_FIELD, found, f"at least {multiple}, or mode NONE")
+    if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
+        return mixed, ()
+    decode = _decode_sizes(config, query_len, mixed, maximum)
     decode = tuple(size for size in decode if size % multiple == 0)
     reason = _why_decode_differs(config, mode, query_len, mixed, decode)
     if reason:
-        adjustments.append(Adjustment(DECODE_FIELD, asked or asked_maximum, decode, reason))
-    return mixed, decode, adjustments
+        asked_for = asked or asked_maximum
+        changes.adjustments.append(Adjustment("decode_capture_sizes", asked_for, decode, reason))
+    return mixed, decode
 
 
 def _why_decode_differs(
-    config: RuntimeConfig,
-    mode: CUDAGraphMode,
-    query_len: int,
-    mixed: tuple[int, ...],
-    decode: tuple[int, ...],
+    config: RuntimeConfig, mode: CUDAGraphMode, query_len: int, mixed: Sizes, decode: Sizes
 ) -> str:
     """What uniform decode batches do not get although the mode and the list ask for it, or "".
 
     A size that only mixed batches can have is served as it was asked where they have graphs.
     """
-    if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
-        return ""
     largest = query_len * config.max_num_seqs
     batches = (
         f"a decode batch has a multiple of {query_len} tokens, at most"
@@ -308,55 +277,43 @@ def _why_decode_differs(
 
 
 def _check_tables(
-    config: RuntimeConfig,
-    capture_sizes: Sequence[int],
-    decode_capture_sizes: Sequence[int],
-    lora_counts: Sequence[int],
+    config: RuntimeConfig, capture_sizes: Sizes, decode_capture_sizes: Sizes, lora_counts: Sizes
 ) -> None:
     """Raises ``ConfigError`` for a plan whose tables would fill memory."""
     num_decode = len(decode_capture_sizes) * (2 if config.ubatch.num_ubatches > 1 else 1)
     num_keys = (len(capture_sizes) + num_decode) * len(lora_counts)
     if num_keys > MOST_KEYS:
-        raise _problem(SIZES_FIELD, f"{num_keys} keys, adapter counts included", f"{MOST_KEYS}")
+        fail(CAPTURE_SIZES, f"{num_keys} keys, adapter counts included", f"{MOST_KEYS}")
     num_decisions = (1 + max(capture_sizes, default=0)) * (1 + config.max_loras)
     if num_decisions > MOST_DECISIONS:
         found = f"{config.max_loras}, with graphs of {max(capture_sizes)} tokens"
         accepted = f"at most {MOST_DECISIONS} pairs of a number of tokens and one of adapters"
-        raise _problem("max_loras", found, accepted)
+        fail("max_loras", found, accepted)
 
 
 def _check_ubatch(
-    ubatch: UBatchConfig, facts: Facts, mode: CUDAGraphMode, *, has_split_keys: bool
+    changes: Changes, ubatch: UBatchConfig, facts: Facts, mode: CUDAGraphMode, has_split_keys: bool
 ) -> None:
     """Raises ``ConfigError`` for micro-batches that no step could have."""
-    count = ubatch.num_ubatches
-    problems = [
-        ConfigProblem(f"ubatch.{name}", str(value), f"at least num_ubatches = {count}")
-        for name, value in (
-            ("decode_token_threshold", ubatch.decode_token_threshold),
-            ("prefill_token_threshold", ubatch.prefill_token_threshold),
-        )
-        if value < count
-    ]
-    if facts.num_sms is not None and ubatch.num_comm_sms >= facts.num_sms:
+    count, num_comm_sms = ubatch.num_ubatches, ubatch.num_comm_sms
+    for name in ("decode_token_threshold", "prefill_token_threshold"):
+        if getattr(ubatch, name) < count:
+            found, accepted = str(getattr(ubatch, name)), f"at least num_ubatches = {count}"
+            changes.wrong(f"ubatch.{name}", found, accepted)
+    if facts.num_sms is not None and num_comm_sms >= facts.num_sms:
         accepted = f"fewer than the device's {facts.num_sms} multiprocessors"
-        problems.append(ConfigProblem("ubatch.num_comm_sms", str(ubatch.num_comm_sms), accepted))
+        changes.wrong("ubatch.num_comm_sms", str(num_comm_sms), accepted)
     if not has_split_keys and not ubatch.allow_eager:
         found = (
             f"{count}, with allow_eager=False and mode {mode.name}, whose keys of uniform decode"
             f" batches with {max(count, ubatch.decode_token_threshold)} tokens or more are none"
         )
         accepted = "1, or full graphs of such decode batches, or allow_eager=True"
-        problems.append(ConfigProblem("ubatch.num_ubatches", found, accepted))
-    if problems:
-        raise config_error("resolve", problems)
+        changes.wrong("ubatch.num_ubatches", found, accepted)
+    changes.require_none_wrong()
 
 
-def _decode_sizes(
-    config: RuntimeConfig, mode: CUDAGraphMode, query_len: int, mixed: tuple[int, ...], maximum: int
-) -> tuple[int, ...]:
-    if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
-        return ()
+def _decode_sizes(config: RuntimeConfig, query_len: int, mixed: Sizes, maximum: int) -> Sizes:
     limit = min(query_len * config.max_num_seqs, maximum)
     if config.compilation.cudagraph_capture_sizes is not None:
         return decode_sizes_of(mixed, limit, query_len)
@@ -371,31 +328,28 @@ def _decode_sizes(
 
 
 def _compile_sizes(
-    config: RuntimeConfig, capture_sizes: tuple[int, ...], table: Sequence[int]
-) -> tuple[int, ...]:
+    changes: Changes, config: RuntimeConfig, capture_sizes: Sizes, table: Sizes
+) -> Sizes:
     sizes: set[int] = set()
-    problems = []
-    for size in config.compilation.compile_sizes or ():
+    most = config.max_num_batched_tokens
+    for size in changes.options.compile_sizes or ():
         if isinstance(size, str):
             sizes |= set(capture_sizes)
-        elif size > config.max_num_batched_tokens:
-            accepted = f"at most max_num_batched_tokens = {config.max_num_batched_tokens}"
-            problems.append(ConfigProblem(COMPILE_FIELD, f"{size}, which can never run", accepted))
+        elif size > most:
+            accepted = f"at most max_num_batched_tokens = {most}"
+            changes.wrong("compile_sizes", f"{size}, which can never run", accepted)
         elif size < len(table) and table[size] != size:
             found = f"{size}, which would be padded to {table[size]}"
-            problems.append(ConfigProblem(COMPILE_FIELD, found, f"any of {list(capture_sizes)}"))
+            changes.wrong("compile_sizes", found, f"any of {list(capture_sizes)}")
         else:
             sizes.add(size)
-    if problems:
-        raise config_error("resolve", problems)
+    changes.require_none_wrong()
     return tuple(sorted(sizes))
 
 
 def _raise_if_adjusted(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> None:
     # A default of these that is lowered was not asked for; other defaults are None.
-    implicit = {
-        name for name in (LEVEL_FIELD, MODE_FIELD) if getattr(config.compilation, name) is None
-    }
+    implicit = {n for n in ("level", MODE_FIELD) if getattr(config.compilation, n) is None}
     problems = [
         ConfigProblem(field, f"{_shown(asked)} would become {_shown(effective)}", reason)
         for field, asked, effective, reason in adjustments
@@ -407,19 +361,3 @@ def _raise_if_adjusted(config: RuntimeConfig, adjustments: Sequence[Adjustment])
 
 def _shown(value: object) -> object:
     return value.name if isinstance(value, Enum) else value
-
-
-def _applied(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> RuntimeConfig:
-    """The config in which every adjusted option has its effective value. The last step wins."""
-    outer: dict[str, object] = {}
-    compilation = config.compilation
-    for field, _, effective, _ in adjustments:
-        if hasattr(compilation, field.partition(".")[0]):
-            compilation = with_value(compilation, field, effective)
-        elif field != DECODE_FIELD:
-            outer[field] = effective
-    return replaced(config, compilation=compilation, **outer)
-
-
-def _problem(field: str, found: str, accepted: str) -> ConfigError:
-    return config_error("resolve", [ConfigProblem(field, found, accepted)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphrt.config.compilation import PASS_FLAGS
+from graphrt.config.compilation import enabled_passes
 from graphrt.config.plan import CompilePlan
 from graphrt.errors import ConfigProblem
 
@@ -16,9 +16,8 @@ def unbuilt(plan: CompilePlan) -> Iterator[ConfigProblem]:
     """What of ``plan`` a runtime cannot do yet."""
     if plan.inductor_passes:
         yield _problem("inductor_passes", plan.inductor_passes, "none")
-    for name in PASS_FLAGS:
-        if getattr(plan.pass_config, name):
-            yield _problem(f"pass_config.{name}", True, "False")
+    for name in enabled_passes(plan.pass_config):
+        yield _problem(name, True, "False")
 
 
 def _problem(name: str, found: object, accepted: str) -> ConfigProblem:

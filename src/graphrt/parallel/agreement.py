@@ -50,13 +50,12 @@ MOST_TOKENS = 2**42
 MOST_VARIANTS = 2**16
 _RANK = MOST_RANKS - 1
 _SHARES_ANY = -(2**62)
-_NO_MODES: frozenset[RuntimeMode] = frozenset()
 _PIECEWISE = frozenset({RuntimeMode.PIECEWISE})
 _GRAPHS = _PIECEWISE | {RuntimeMode.FULL}
 # CPython 3.11 finds the member of a number slowly, and every step needs some.
 _MODES = tuple(RuntimeMode)
 _NONE, _, _FULL = _MODES
-_ABOVE = (_GRAPHS, frozenset({_FULL}), _NO_MODES)
+_ABOVE = (_GRAPHS, frozenset({_FULL}), frozenset[RuntimeMode]())
 """By agreed mode: the modes above it."""
 _REASONS = {int(reason): reason for reason in Reason}
 _DISABLED = UBatchReason.DISABLED
@@ -214,22 +213,13 @@ def pack(vote: RankVote, tag: int = 0) -> tuple[int, ...]:
         )
     refuses = 0 if takes else 1 << 20 | rank
     lowest = 0 if mode == 2 else (2 - mode) << 28 | reason << 20 | rank
-    if not real:
-        refused = UBatchReason.PEER_IDLE << 20 | rank
-        return (tag, -tag, 0, rank, lowest, _SHARES_ANY, _SHARES_ANY, 0, refused, refuses)
     kind = uniform << 16 | variant
-    return (
-        tag,
-        -tag,
-        padded,
-        -real << 20 | rank,
-        lowest,
-        kind,
-        -kind,
-        loras,
-        0 if objection is None else objection << 20 | rank,
-        refuses,
-    )
+    minus_kind = -kind
+    if not real:
+        kind, minus_kind, loras, objection = _SHARES_ANY, _SHARES_ANY, 0, UBatchReason.PEER_IDLE
+    fewest = -real << 20 | rank
+    unsplit = 0 if objection is None else objection << 20 | rank
+    return tag, -tag, padded, fewest, lowest, kind, minus_kind, loras, unsplit, refuses
 
 
 def pack_capture(
@@ -370,24 +360,21 @@ def settle(
     if num_ubatches > 1:
         found = dispatch(padded, uniform, loras, excluded, num_ubatches)
         real, query_len = agreement.min_num_tokens, rules.query_len if uniform else 1
-        size = found.descriptor.num_tokens
-        is_full = found.mode == _FULL
-        is_slower = False
-        if is_full and not last_ubatch_is_empty(real, size, query_len, num_ubatches):
-            is_slower = found.descriptor in rules.unprofitable
-            if not is_slower:
-                return SettledStep(_for(vote, found))
-        if rules.allow_eager and not is_slower and real >= rules.prefill_token_threshold:
+        size, is_full, may_be_eager = found.descriptor.num_tokens, found.mode == _FULL, True
+        if not is_full:
+            because = UBatchReason.NO_FULL_GRAPH, None
+        elif last_ubatch_is_empty(real, size, query_len, num_ubatches):
+            because = UBatchReason.LAST_SLICE_EMPTY, agreement.min_rank
+        elif found.descriptor in rules.unprofitable:
+            because, may_be_eager = (UBatchReason.NOT_PROFITABLE, None), False
+        else:
+            return SettledStep(_for(vote, found))
+        if rules.allow_eager and may_be_eager and real >= rules.prefill_token_threshold:
             # All pad to one size, because each slice communicates with that of other ranks.
             key = dispatch(padded, uniform, loras, _GRAPHS, num_ubatches).descriptor
             reason = Reason.NO_KEY if is_full else found.reason
             lowered = agreement.eager_because if vote.runtime_mode > mode else None
             return _eager(Decision(_NONE, key, reason), vote, lowered, None)
-        because = UBatchReason.NO_FULL_GRAPH, None
-        if is_slower:
-            because = UBatchReason.NOT_PROFITABLE, None
-        elif is_full:
-            because = UBatchReason.LAST_SLICE_EMPTY, agreement.min_rank
     culprit: tuple[Reason, int | None] | None = agreement.eager_because
     if mode != _NONE:
         found = dispatch(padded, uniform, loras, excluded, 1)

@@ -591,20 +591,16 @@ class _Storage:
 
     def wait(self, work: Any, seconds: float) -> bool:
         """True once the messages are on the host. Errors: ``RuntimeError`` of a lost connection."""
-        if self._event is None:
+        event = self._event
+        if event is None:
             try:
-                work.wait(_duration(seconds))
+                work.wait(timedelta(seconds=seconds))
             except RuntimeError:
                 if not work.is_completed():
                     return False
                 # It has failed, which this repeats, or else ended as the time was over.
                 work.wait()
             return True
-        return self._wait_for_device(work, seconds)
-
-    def _wait_for_device(self, work: Any, seconds: float) -> bool:
-        event = self._event
-        assert event is not None
         if self._of is not work:
             self._of = work
             work.wait()  # The stream waits for it, the host does not.
@@ -620,10 +616,3 @@ class _Storage:
     def read(self) -> list[list[int]]:
         messages: list[list[int]] = self._messages.tolist()
         return messages
-
-
-_LOOK = timedelta(seconds=LOOK_S)
-
-
-def _duration(seconds: float) -> timedelta:
-    return _LOOK if seconds == LOOK_S else timedelta(seconds=seconds)

@@ -102,16 +102,15 @@ class Histogram:
 
         The default bars are 6 % wide. Empty lists without samples.
         """
-        counts: dict[int, int] = {}
+        counts = Counter[int]()
         for bucket, samples in self.buckets:
-            bar = bucket // buckets_per_bar
-            counts[bar] = counts.get(bar, 0) + samples
+            counts[bucket // buckets_per_bar] += samples
         if not counts:
             return [], []
         bars = range(min(counts), max(counts) + 1)
         # Bucket i ends at GAMMA**i, so the bar that begins with it begins at GAMMA**(i - 1).
         edges = [GAMMA ** (bar * buckets_per_bar - 1) for bar in (*bars, bars.stop)]
-        return edges, [counts.get(bar, 0) / self.count for bar in bars]
+        return edges, [counts[bar] / self.count for bar in bars]
 
     def counts_within(self, bounds: Sequence[float]) -> list[int]:
         """How many samples are at most each of the ascending ``bounds``.
@@ -127,11 +126,10 @@ class Histogram:
 class RunningHistogram:
     """A distribution to which samples are added, in memory that does not grow with them."""
 
-    __slots__ = ("_buckets", "_count", "_maximum", "_minimum", "_total")
+    __slots__ = ("_buckets", "_maximum", "_minimum", "_total")
 
     def __init__(self) -> None:
         self._buckets: dict[int, int] = {}
-        self._count = 0
         self._total = 0.0
         self._minimum = math.inf
         self._maximum = -math.inf
@@ -142,7 +140,6 @@ class RunningHistogram:
         if not _FIRST <= bucket <= _LAST:
             bucket = min(max(bucket, _FIRST), _LAST)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-        self._count += 1
         self._total += value
         if value < self._minimum:
             self._minimum = value
@@ -152,9 +149,10 @@ class RunningHistogram:
     def freeze(self) -> Histogram:
         """The distribution so far."""
         # dict() copies in one step of the interpreter: safe beside a thread that adds.
+        buckets = dict(self._buckets)
         return Histogram(
-            buckets=tuple(sorted(dict(self._buckets).items())),
-            count=self._count,
+            buckets=tuple(sorted(buckets.items())),
+            count=sum(buckets.values()),
             total=self._total,
             minimum=self._minimum,
             maximum=self._maximum,
@@ -458,34 +456,27 @@ class StepMetrics:
         self._unsplit: dict[UBatchReason, int] = {}
 
     def __call__(self, event: Event, /) -> None:
+        kind: _Kind
         if isinstance(event, Replayed):
             mode, reason, num_tokens, padded, _, uniform, host_us, live, captured, split, why = (
                 event
             )
-            kind: _Kind = (mode, padded, reason, uniform, live, captured)
-            self._count_step(kind, num_tokens, host_us, split, why)
-            return
-        if isinstance(event, RanEager):
+            kind = (mode, padded, reason, uniform, live, captured)
+        elif isinstance(event, RanEager):
+            mode = RuntimeMode.NONE
             reason, num_tokens, _, uniform, host_us, live, split, why = event
-            kind = (RuntimeMode.NONE, None, reason, uniform, live, None)
-            self._count_step(kind, num_tokens, host_us, split, why)
-            return
-        if isinstance(event, KeysChanged):
+            kind = (mode, None, reason, uniform, live, None)
+        elif isinstance(event, KeysChanged):
             self._keys[event.owner] = event
             return
-        counted = _counted(event)
-        if counted is not None:
-            self._beside_steps = self._beside_steps.merge(counted)
-
-    def _count_step(
-        self, kind: _Kind, num_tokens: int, host_us: float, split: int, why: UBatchReason | None
-    ) -> None:
+        else:
+            self._beside_steps = self._beside_steps.merge(_counted(event))
+            return
         sums = self._steps.get(kind)
         if sums is None:
             self._steps[kind] = sums = [0, 0]
         sums[0] += 1
         sums[1] += num_tokens
-        mode = kind[0]
         self._host_us[mode].add(host_us)
         self._series.add(mode, num_tokens)
         if why is not None:
@@ -499,13 +490,9 @@ class StepMetrics:
         steps = {}
         for facts, (num_steps, num_tokens) in dict(self._steps).items():
             kind = StepKind(*facts)
-            _, size, _, uniform, *_ = kind
-            steps[kind] = StepCounts(
-                steps=num_steps,
-                uniform_steps=num_steps if uniform else 0,
-                num_tokens=num_tokens,
-                num_padded_tokens=num_tokens if size is None else num_steps * size,
-            )
+            size, num_uniform = kind.num_padded_tokens, num_steps if kind.uniform else 0
+            num_padded = num_tokens if size is None else num_steps * size
+            steps[kind] = StepCounts(num_steps, num_uniform, num_tokens, num_padded)
         missing = Counter[Reason]()
         for owned in dict(self._keys).values():
             missing.update(dict(owned.missing))
@@ -522,8 +509,8 @@ class StepMetrics:
         )
 
 
-def _counted(event: Event) -> Metrics | None:
-    """What one event that is no step adds; None for those that are not counted."""
+def _counted(event: Event) -> Metrics:
+    """What one event that is no step adds: nothing where it is not counted."""
     match event:
         case Captured():
             totals = CaptureTotals(
@@ -553,4 +540,4 @@ def _counted(event: Event) -> Metrics | None:
             return Metrics(lifetimes=LifetimeTotals(0, 1, programs, freed))
         case Withdrawn(num_programs=programs):
             return Metrics(lifetimes=LifetimeTotals(withdrawals=1, withdrawn_programs=programs))
-    return None
+    return Metrics()

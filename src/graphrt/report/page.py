@@ -81,17 +81,17 @@ def check_report_path(path: Path) -> Path:
     try:
         place = path.expanduser().resolve()
         if not place.parent.is_dir():
-            raise _not_writable(path, f"no folder {place.parent}")
+            found = f"no folder {place.parent}"
         # A device or pipe would be replaced by the move, not written to.
-        if place.exists() and not place.is_file():
-            raise _not_writable(path, f"{place} is no regular file")
-        if not os.access(place.parent, os.W_OK | os.X_OK):
-            raise _not_writable(path, f"no permission to write in {place.parent}")
+        elif place.exists() and not place.is_file():
+            found = f"{place} is no regular file"
+        elif not os.access(place.parent, os.W_OK | os.X_OK):
+            found = f"no permission to write in {place.parent}"
+        else:
+            return place
     except (OSError, RuntimeError) as error:
-        if isinstance(error, ReportError):
-            raise
         raise _not_writable(path, str(error)) from error
-    return place
+    raise _not_writable(path, found)
 
 
 def render_report(page: ReportPage) -> str:
@@ -127,6 +127,9 @@ def _check_libraries() -> None:
 def _plots(runs: Sequence[PolicyRun]) -> list[_Plot]:
     from graphrt.report import plots
 
+    def encoded(svg: str) -> str:
+        return base64.b64encode(svg.encode()).decode()
+
     shown = [
         (
             "Tokens by what each step ran",
@@ -157,14 +160,10 @@ def _plots(runs: Sequence[PolicyRun]) -> list[_Plot]:
         ),
     ]
     return [
-        _Plot(title, caption, *(_encoded(draw(runs, w)) for w in (plots.WIDE, plots.NARROW)))
+        _Plot(title, caption, encoded(draw(runs)), encoded(draw(runs, plots.NARROW)))
         for title, caption, draw, has_data in shown
         if has_data
     ]
-
-
-def _encoded(svg: str) -> str:
-    return base64.b64encode(svg.encode()).decode()
 
 
 def _not_writable(path: Path, found: str) -> ReportError:

@@ -102,27 +102,26 @@ def padding_by_size(runs: Sequence[PolicyRun], width: float = WIDE) -> str:
     """Tokens that each captured size carried, and what it added to fill up."""
 
     columns = 3 if width == WIDE else 1
+    counted = [(run.name, run.metrics.by_captured_size()) for run in runs]
+    counted = [(name, by_size) for name, by_size in counted if by_size]
+    sizes = sorted({size for _, by_size in counted for size in by_size})
 
     def draw(figure: Figure) -> None:
-        with_graphs = [run for run in runs if run.metrics.by_captured_size()]
-        panels = _panels(figure, len(with_graphs), columns)
-        sizes = sorted({size for run in with_graphs for size in run.metrics.by_captured_size()})
-        for panel, run in zip(panels, with_graphs, strict=True):
-            by_size = run.metrics.by_captured_size()
+        panels = _panels(figure, len(counted), columns)
+        for panel, (name, by_size) in zip(panels, counted, strict=True):
             places = [sizes.index(size) for size in by_size]
             real = [counts.num_tokens for counts in by_size.values()]
             added = [counts.num_padded_tokens - counts.num_tokens for counts in by_size.values()]
             panel.bar(places, real, width=0.7, color=MODE_COLORS[RuntimeMode.FULL], label="tokens")
             panel.bar(places, added, width=0.7, bottom=real, color=_PADDING, label="padding")
-            panel.set_title(run.name)
+            panel.set_title(name)
             panel.set_xticks(range(len(sizes)), [str(size) for size in sizes])
             if len(sizes) > 8:
                 panel.tick_params(axis="x", labelrotation=90, labelsize=8)
         _label_outer(panels, "captured size (tokens)", "tokens", columns)
         _legend(figure, *panels[0].get_legend_handles_labels())
 
-    rows = _rows(sum(bool(run.metrics.by_captured_size()) for run in runs), columns)
-    return _svg(draw, width, height=0.8 + 1.9 * rows)
+    return _svg(draw, width, height=0.8 + 1.9 * _rows(len(counted), columns))
 
 
 def miss_reasons(runs: Sequence[PolicyRun], width: float = WIDE) -> str:

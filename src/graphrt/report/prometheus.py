@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphrt.batch import Reason
@@ -77,12 +78,7 @@ def _families(metrics: Metrics) -> Iterator[Metric]:
             made.add_metric(key if isinstance(key, tuple) else (key,), value)
         return made
 
-    def counter(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
-        return family(CounterMetricFamily, name, text, values, *labels)
-
-    def gauge(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
-        return family(GaugeMetricFamily, name, text, values, *labels)
-
+    counter, gauge = partial(family, CounterMetricFamily), partial(family, GaugeMetricFamily)
     counted: Counter[tuple[str, str, str]] = Counter()
     for kind, counts in metrics.steps.items():
         counted[kind.mode.name, kind.reason.name, str(kind.uniform).lower()] += counts.steps

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from graphrt.batch import Reason, RuntimeMode
-from graphrt.report.metrics import Histogram, Metrics, StepCounts
+from graphrt.report.metrics import Histogram, Metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -225,25 +225,22 @@ def _in_lines(text: str) -> str:
 def comparison_table(runs: Sequence[PolicyRun]) -> TextTable:
     """What each run did with the same traffic: one column a run."""
     summaries = list(summarize_runs(runs).values())
-    counts = [run.metrics.by_mode() for run in runs]
-    totals = [run.metrics.total() for run in runs]
     rows: list[TextRow] = []
 
     def add(name: str, cells: Iterable[str], is_part: bool = False) -> None:
         rows.append(TextRow(name, tuple(cells), is_part))
 
-    def add_with_shares(name: str, number: Callable[[StepCounts], int]) -> None:
-        add(name, (f"{number(total):,}" for total in totals))
+    def add_with_shares(name: str, by_mode: Sequence[Mapping[str, int]]) -> None:
+        add(name, (f"{sum(counts.values()):,}" for counts in by_mode))
         for mode in sorted(RuntimeMode, reverse=True):
-            if any(by_mode[mode].steps for by_mode in counts):
-                pairs = zip(counts, totals, strict=True)
-                cells = [_share(number(by_mode[mode]), number(total)) for by_mode, total in pairs]
+            if any(summary.runtime_modes[mode.name] for summary in summaries):
+                cells = [_share(counts[mode.name], sum(counts.values())) for counts in by_mode]
                 add("NONE (eager)" if mode is RuntimeMode.NONE else mode.name, cells, is_part=True)
 
-    add_with_shares("steps", lambda counts: counts.steps)
-    add_with_shares("tokens", lambda counts: counts.num_tokens)
+    add_with_shares("steps", [summary.runtime_modes for summary in summaries])
+    add_with_shares("tokens", [summary.tokens_by_runtime_mode for summary in summaries])
     add("padding", (f"{summary.padding_percent:.1f} %" for summary in summaries))
-    add("eager steps", (f"{by_mode[RuntimeMode.NONE].steps:,}" for by_mode in counts))
+    add("eager steps", (f"{summary.runtime_modes['NONE']:,}" for summary in summaries))
     for reason in eager_reasons(runs):
         cells = (_count(summary.miss_reasons.get(reason.name, 0)) for summary in summaries)
         add(reason.name, cells, is_part=True)

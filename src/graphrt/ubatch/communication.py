@@ -7,7 +7,7 @@ belong in eager code or opaque operators, never in traced code. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import TracebackType
@@ -49,9 +49,8 @@ class MicroBatch:
     def running(self, worker: Worker | None) -> Iterator[None]:
         """Around the slice: on the compute stream; receive hooks that are left run at its end."""
         self.worker = worker
-        self._using: AbstractContextManager[None] = self.device.use(self.compute)
-        self._using.__enter__()
-        self._note_stream(self.compute)
+        self._using: AbstractContextManager[None] = nullcontext()
+        self.switch(self.compute)
         try:
             yield
             _run(self._next_hook)
@@ -65,9 +64,6 @@ class MicroBatch:
         self._using.__exit__(None, None, None)
         self._using = using
         using.__enter__()
-        self._note_stream(stream)
-
-    def _note_stream(self, stream: Stream) -> None:
         self.stream = stream
         if self.worker is not None:
             self.worker.stream = stream.name

@@ -83,18 +83,12 @@ def make_slices(
             f"{num_ubatches - 1} rising cuts inside {num_padded_tokens} tokens of {query_len} each",
             str(list(split_points)),
         )
-    return tuple(
-        UBatchSlice(
-            slice(
-                min(bisect_right(starts, begin) - 1, num_reqs),
-                num_padded_reqs
-                if end == num_padded_tokens
-                else min(bisect_left(starts, end), num_reqs),
-            ),
-            slice(begin, end),
-        )
-        for begin, end in pairwise(cuts)
-    )
+    slices = []
+    for begin, end in pairwise(cuts):
+        first, after = min(bisect_right(starts, begin) - 1, num_reqs), bisect_left(starts, end)
+        after = num_padded_reqs if end == num_padded_tokens else min(after, num_reqs)
+        slices.append(UBatchSlice(slice(first, after), slice(begin, end)))
+    return tuple(slices)
 
 
 def slice_metadata(

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import chain, repeat
 from typing import Any, Literal, Protocol
 
 import torch
 
-from graphrt.batch import BatchDescriptor
+from graphrt.batch import REQUESTS, TOKENS, BatchDescriptor
 from graphrt.config import UBatchConfig
 from graphrt.context import CaptureContext, ForwardContext, current_forward_context
 from graphrt.device.base import Device, Stream
 from graphrt.errors import ConfigError, ContextError, InputNotSliceableError, OutputsDifferError
 from graphrt.graphs import OutputSpec
-from graphrt.graphs.values import dotted, parameters_of, rebuild, tensors_of, walk
+from graphrt.graphs.values import dotted, map_leaves, parameters_of, tensors_of, walk
 from graphrt.ubatch.baton import Worker, WorkerCrew
 from graphrt.ubatch.communication import MicroBatch
 from graphrt.ubatch.slices import UBatchSlice, make_slices
@@ -189,8 +190,8 @@ class SplitCallable:
         overlaps: bool,
     ) -> Any:
         _require_match(slices, context.batch_descriptor)
-        device = self._device
-        calls = [self._cut(part, slices, args, kwargs) for part in slices]
+        device, tokens = self._device, slices[-1].token_slice.stop
+        calls = [self._cut(part, tokens, args, kwargs) for part in slices]
         scope = context.capture_scope
         recorder = None if scope is None else scope.recorder
         if recorder is not None and recorder.in_eager:
@@ -213,10 +214,8 @@ class SplitCallable:
 
         bodies = [partial(body, ubatch=ubatch) for ubatch in siblings]
         num_sms = device.limits.num_sms
-        with ExitStack() as stack:
-            stack.enter_context(_sm_budget(self._sm_control, self._config.num_comm_sms, num_sms))
-            if recorder is None:
-                stack.enter_context(device.watch_races())
+        budget = _sm_budget(self._sm_control, self._config.num_comm_sms, num_sms)
+        with budget, nullcontext() if recorder is not None else device.watch_races():
             try:
                 # Forked and joined always: work on a stream outside a recording would be lost.
                 device.order(comm, compute)
@@ -237,21 +236,13 @@ class SplitCallable:
     # -- inputs and outputs
 
     def _cut(
-        self,
-        part: UBatchSlice,
-        slices: Sequence[UBatchSlice],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, part: UBatchSlice, num_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        num_tokens = slices[-1].token_slice.stop
-        names = [*self._names, *[""] * len(args)]
-        own_args = [
-            self._cut_value(name, value, part, num_tokens)
-            for name, value in zip(names, args, strict=False)
-        ]
-        return own_args, {
-            name: self._cut_value(name, value, part, num_tokens) for name, value in kwargs.items()
-        }
+        def cut(name: str, value: Any) -> Any:
+            return self._cut_value(name, value, part, num_tokens)
+
+        names = chain(self._names, repeat(""))
+        return list(map(cut, names, args)), {name: cut(name, kwargs[name]) for name in kwargs}
 
     def _cut_value(self, name: str, value: Any, part: UBatchSlice, num_tokens: int) -> Any:
         if value is None:
@@ -287,36 +278,33 @@ class SplitCallable:
         shapes = [[(n.path, n.kind, n.num_children, type(n.value)) for n in w] for w in walks]
         for number, shape in enumerate(shapes):
             if shape != shapes[0]:
-                raise _differ("", 0, results[0], number, results[number])
-        leaves = [[node for node in w if node.kind != "container"] for w in walks]
-        joined = {
-            dotted(nodes[0].path): self._joined_leaf(
-                dotted(nodes[0].path), [node.value for node in nodes], slices
-            )
-            for nodes in zip(*leaves, strict=True)
-        }
-        return rebuild(results[0], lambda path, value: joined[dotted(path)])
+                raise _differ("", results, number)
+        joined = iter(
+            [
+                self._joined_leaf(dotted(nodes[0].path), [node.value for node in nodes], slices)
+                for nodes in zip(*walks, strict=True)
+                if nodes[0].kind != "container"
+            ]
+        )
+        return map_leaves(results[0], lambda _: next(joined))
 
     def _joined_leaf(self, path: str, values: list[Any], slices: Sequence[UBatchSlice]) -> Any:
         first = values[0]
         if not isinstance(first, torch.Tensor):
             for number, value in enumerate(values):
                 if value is not first and value != first:
-                    raise _differ(path, 0, first, number, value)
+                    raise _differ(path, values, number)
             return first
-        declared = self._outputs.get(path, {})
-        dim, axis = next(
-            ((dim, length) for dim, length in declared.items() if length in ("tokens", "requests")),
-            (0, "tokens"),
-        )
         for number, value in enumerate(values):
             if (value.dim(), value.dtype) != (first.dim(), first.dtype) or not value.dim():
-                raise _differ(path, 0, first, number, value)
-        if not declared:
-            axis = _axis_of_rows([value.size(0) for value in values], slices)
-        lengths = [_length_of(axis, part) for part in slices]
-        is_known = not declared or declared.get(dim) in ("tokens", "requests")
-        if is_known and [value.size(dim) for value in values] != lengths:
+                raise _differ(path, values, number)
+        declared = self._outputs.get(path, {})
+        axes = [(dim, length) for dim, length in declared.items() if length in (TOKENS, REQUESTS)]
+        dim, axis = axes[0] if axes else (0, TOKENS)
+        rows, lengths = [value.size(dim) for value in values], _lengths(slices, axis)
+        if not declared and rows != lengths and rows == _lengths(slices, REQUESTS):
+            axis, lengths = REQUESTS, rows
+        if (axes or not declared) and rows != lengths:
             raise OutputsDifferError(
                 f"output {path!r} of a step in micro-batches",
                 expected=f"{lengths} rows of the micro-batches along dimension {dim}: {axis}",
@@ -324,7 +312,7 @@ class SplitCallable:
                 do="return one row for each token or request of the micro-batch, and say in "
                 "outputs along which dimension",
             )
-        if axis == "requests":
+        if axis == REQUESTS:
             # Of a request in two slices, the later one has its last token.
             following = [part.request_slice for part in slices[1:]]
             for number, after in enumerate(following):
@@ -333,17 +321,10 @@ class SplitCallable:
         return torch.cat(values, dim)
 
 
-def _length_of(axis: str, part: UBatchSlice) -> int:
-    where = part.token_slice if axis == "tokens" else part.request_slice
-    return int(where.stop - where.start)
-
-
-def _axis_of_rows(rows: list[int], slices: Sequence[UBatchSlice]) -> str:
-    """What an output that is not declared has rows of: tokens, unless it is requests."""
-    fits = [
-        axis for axis in ("tokens", "requests") if rows == [_length_of(axis, p) for p in slices]
-    ]
-    return fits[0] if fits else "tokens"
+def _lengths(slices: Sequence[UBatchSlice], axis: str) -> list[int]:
+    """How many tokens or requests each micro-batch has."""
+    rows = [part.token_slice if axis == TOKENS else part.request_slice for part in slices]
+    return [each.stop - each.start for each in rows]
 
 
 def sm_pair(control: SMControl | None, num_comm_sms: int, num_sms: int) -> tuple[int, int] | None:
@@ -389,9 +370,8 @@ def slices_of_key(key: BatchDescriptor) -> tuple[UBatchSlice, ...]:
 
 
 def _require_match(slices: Sequence[UBatchSlice], key: BatchDescriptor | None) -> None:
-    found = 1 if key is None else key.num_ubatches
     tokens = slices[-1].token_slice.stop
-    if found == len(slices) and key is not None and key.num_tokens == tokens:
+    if key is not None and (key.num_ubatches, key.num_tokens) == (len(slices), tokens):
         return
     raise ContextError(
         "a step in micro-batches",
@@ -420,15 +400,16 @@ def _cut_tensor(name: str, value: torch.Tensor | None, axes: InputAxes, part: UB
     return value
 
 
-def _differ(path: str, first: int, one: Any, second: int, other: Any) -> OutputsDifferError:
+def _differ(path: str, values: Sequence[Any], number: int) -> OutputsDifferError:
     def told(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return f"a tensor of shape {tuple(value.shape)}"
         return f"{type(value).__qualname__} {value!r}"[:80]
 
+    one, other = told(values[0]), told(values[number])
     return OutputsDifferError(
         f"output {path!r} of a step in micro-batches" if path else "outputs of micro-batches",
         expected="tensors with a dimension to put them together along, and equal plain values",
-        found=f"{told(one)} of micro-batch {first}, {told(other)} of micro-batch {second}",
+        found=f"{one} of micro-batch 0, {other} of micro-batch {number}",
         do="return tensors, one row for each token or request of the micro-batch",
     )
