@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from graphrt.errors import ConfigWarning
 from graphrt.events import CacheMiss
 
-SCHEMA = 2
+SCHEMA = 3
 _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
 _UNFINISHED = "unfinished-"
