@@ -65,6 +65,83 @@ def test_entry_of_nested_brackets_is_corrupt(tmp_path):
     assert [cache.is_good(one) for one in cache.entries()] == [False]
 
 
+def link(path):
+    path.unlink()
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def link_to_itself(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def link_to_a_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def moved_behind_a_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path):
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "spoil", [link, link_to_itself, link_to_a_device, moved_behind_a_link, pipe, folder]
+)
+def test_what_is_no_file_is_a_miss_and_makes_room(tmp_path, capsys, spoil):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    spoil(entry.path)
+    assert cache.read(key) is CacheMiss.LOAD_FAILED
+    [found] = cache.entries()
+    assert (found.about, cache.is_good(found)) == ({}, False)
+    assert run(capsys, "verify", "--dir", str(tmp_path))[0] == 1
+    assert cache.write(key, b"new", ABOUT)
+    assert cache.read(key) == b"new"
+    spoil(entry.path)
+    assert len(cache.prune(older_than=-1)) == 1
+    assert cache.read(key) is CacheMiss.ABSENT
+
+
+def test_prune_removes_a_file_in_place_of_inductors_folder(tmp_path):
+    cache, _ = one_entry(tmp_path)
+    cache.inductor_folder.write_text("")
+    assert len(cache.prune(max_bytes=0)) == 1
+    assert not cache.inductor_folder.exists()
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"[]", b"null", b"1", b'"ab"', b'["ab"]', b"[[[1], 2]]", b"\xff{}", b"{}"]
+)
+def test_header_of_another_kind_is_corrupt(tmp_path, header):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    entry.path.write_bytes(header + b"\ncode")
+    assert cache.read(key) is CacheMiss.CORRUPT
+    assert [cache.is_good(one) for one in cache.entries()] == [False]
+
+
+def test_entry_under_the_name_of_another_is_corrupt(tmp_path):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    other = key_of({"a": 2})
+    cache.write(other, b"code of another piece", ABOUT)
+    for path in tmp_path.glob(f"v*/objects/*/{other}*"):
+        path.replace(entry.path)
+    assert cache.read(key) is CacheMiss.CORRUPT
+    assert [cache.is_good(one) for one in cache.entries()] == [False]
+
+
 @pytest.mark.parametrize(
     ("torch", "device", "reason"),
     [("other", "device", CacheMiss.FOREIGN_TORCH), ("torch", "other", CacheMiss.FOREIGN_DEVICE)],

@@ -5,12 +5,15 @@ They need a C++ compiler, and take seconds each.
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 import subprocess
 import sys
 import textwrap
 from contextlib import ExitStack
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -138,6 +141,22 @@ def test_bad_entry_is_compiled_again_with_its_reason(folder, spoil, reason):
     for path in folder.glob("v*/objects/*/*"):
         path.write_bytes(spoil(path.read_bytes()))
     for expected in (reason, None):
+        with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
+            lab.step(3, 2)
+            assert set(missed(lab)) == {expected}
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"code", pickle.dumps(5), pickle.dumps((None, b"code")), pickle.dumps((5, 5))]
+)
+def test_entry_that_holds_something_else_is_compiled_again(folder, payload):
+    with lab_of(folder, "NONE", compile_sizes=[4]):
+        pass  # There is an entry to replace, also where this test runs alone.
+    for path in folder.glob("v*/objects/*/*"):
+        about = json.loads(path.read_bytes().partition(b"\n")[0])
+        about |= {"length": len(payload), "sha256": sha256(payload).hexdigest()}
+        path.write_bytes(json.dumps(about).encode() + b"\n" + payload)
+    for expected in (CacheMiss.LOAD_FAILED, None):
         with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
             lab.step(3, 2)
             assert set(missed(lab)) == {expected}
