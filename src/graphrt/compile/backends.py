@@ -44,25 +44,17 @@ class Form(NamedTuple):
 
 def find_backend(name: str) -> Callable[..., Any]:
     """A backend of torch's registry, or the callable at a dotted path."""
-    if name in list_backends(exclude_tags=()):
-        return lookup_backend(name)
-    if "." not in name:
-        known = list_backends(exclude_tags=())
+    known = list_backends(exclude_tags=())
+    try:
+        return lookup_backend(name) if name in known else callable_at(name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         nearest = get_close_matches(name, known, n=1, cutoff=0.0)
+        found = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{FIELD}: {name!r}",
             expected=f"{', '.join(known)}, or package.module.function",
-            found=f"no backend that is registered; nearest is {nearest[0]!r}",
-            do="correct it, or import what registers it before the runtime is made",
-        )
-    try:
-        return callable_at(name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{FIELD}: {name!r}",
-            expected="package.module.function of a backend",
-            found=f"{type(error).__name__}: {error}",
-            do="correct it, or install the package",
+            found=found if "." in name else f"no registered backend; nearest is {nearest[0]!r}",
+            do="correct it, or install or import what registers it before the runtime is made",
         ) from error
 
 

@@ -178,14 +178,11 @@ def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Itera
     """
     holder: Any = getattr(inductor_utils, "_unstable_customized_partition_wrapper", None)
     options = {"graph_partition": True, "custom_should_partition_ops": list(ops)}
-    missing = [name for name in options if not hasattr(inductor_config, name)]
     if holder is None:
-        missing.append("set_customized_partition_wrappers")
-    if missing:
         raise ConfigError(
             "compilation.use_inductor_graph_partition",
             expected="a torch whose Inductor cuts graphs into partitions that others can wrap",
-            found=f"torch {torch.__version__}, which has no {', '.join(missing)}",
+            found=f"torch {torch.__version__}, which has no set_customized_partition_wrappers",
             do="cut at splitting_ops without it, or take torch 2.11 or later",
         )
     with _replaced(holder, "wrapper", wrapper), inductor_config.patch(options):
