@@ -17,12 +17,11 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import effects, ranges, splitter, torch_api
-from graphrt.compile.backends import BlackBox, Job
+from graphrt.compile.backends import BlackBox, Inductor, Job
 from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
-from graphrt.compile.inductor import Inductor
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import Axis, Range, Symbols

@@ -214,7 +214,7 @@ class Audit:
                 code = compile(expression, "<graphrt audit>", "eval")
                 self._reads.append(_Read(expression, code, told))
             else:
-                unchecked.append(_shown(expression))
+                unchecked.append(as_written(expression))
         self.unchecked = tuple(unchecked)
         self._shared = self._sharing()
 
@@ -224,7 +224,7 @@ class Audit:
 
     def told(self) -> dict[str, list[str]]:
         """What is compared, with its value, and what cannot be."""
-        compared = [f"{_shown(read.expression)}: {read.told[1]!r}" for read in self._reads]
+        compared = [f"{as_written(read.expression)}: {read.told[1]!r}" for read in self._reads]
         return {"compared": compared, "not compared": list(self.unchecked)}
 
     def check(self) -> None:
@@ -236,8 +236,8 @@ class Audit:
                 raise _changed(read.expression, expected, repr(now[1]))
         for expression, first in self._sharing().items():
             if first != (before := self._shared[expression]):
-                expected = f"the tensor that {_shown(before)} is, as when it was traced"
-                found = "another one" if first == expression else f"that of {_shown(first)}"
+                expected = f"the tensor that {as_written(before)} is, as when it was traced"
+                found = "another one" if first == expression else f"that of {as_written(first)}"
                 raise _changed(expression, expected, found)
 
     def _sharing(self) -> dict[str, str]:
@@ -261,7 +261,7 @@ class Audit:
 
 def _changed(expression: str, expected: str, found: str) -> GuardAuditError:
     return GuardAuditError(
-        _shown(expression),
+        as_written(expression),
         expected=expected,
         found=found,
         do="put it back, or make another runtime, which traces the model as it is now",
@@ -295,7 +295,7 @@ def _told(value: Any) -> tuple[str, object]:
     return "an object of", type(value)
 
 
-def _shown(expression: str) -> str:
+def as_written(expression: str) -> str:
     """As the user writes it: ``model.layers.0.scale``."""
     plain = re.sub(r"^L\['(\w+)'\]", r"\1", expression)
     plain = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", plain)
