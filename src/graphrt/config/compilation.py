@@ -36,7 +36,7 @@ CAPTURE_SIZES = "cudagraph_capture_sizes"
 """In ``compile_sizes``: the sizes that are captured."""
 MOST_WARMUPS = 1_000
 _DEEPEST = 16
-_MOST_BITS = 64
+_MOST_BITS = 1024
 
 PASS_FLAGS = (
     "enable_fusion",
