@@ -46,7 +46,7 @@ from graphrt import (
 )
 from graphrt.runner.executor import Executor
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams
-from graphrt_llm.config import CaptureWhen
+from graphrt_llm.config import CaptureWhen, DType
 from graphrt_llm.models import CausalLM, ModelConfig
 
 NUM_PROMPT, SHORT, LONG = 128, 16, 144
@@ -76,10 +76,11 @@ def engine_of(
     sizes: Sequence[int] | None = None,
     capture: CaptureWhen = "before_serving",
     level: Any = None,
+    dtype: DType = "bfloat16",
     observer: Observer | None = None,
     is_first: bool = False,
 ) -> Iterator[LLMEngine]:
-    """An engine of the named shape in bfloat16 whose graphs are not captured yet.
+    """An engine of the named shape whose graphs are not captured yet.
 
     All else is what a user gets who says nothing: sizes, requests, tokens of a step, the cache.
     ``is_first``: of its process.
@@ -94,7 +95,7 @@ def engine_of(
             max_num_seqs=max_num_seqs,
         ),
         max_model_len=context,
-        dtype="bfloat16",
+        dtype=dtype,
         load_format="dummy",
         device="cuda",
         capture=capture,
@@ -162,7 +163,7 @@ def prefill_ms(engine: LLMEngine, num_tokens: int, seed: int) -> float:
     return seconds * 1000
 
 
-def compiled_over_breaks() -> Sequence[Row]:
+def compiled_over_breaks(dtype: DType = "bfloat16", suffix: str = "") -> Sequence[Row]:
     """Steps of the same requests: pieces compiled by Inductor, over plain break points.
 
     Decode steps, and prefill ones: of 512 tokens in graphs, of 2048 without.
@@ -174,8 +175,8 @@ def compiled_over_breaks() -> Sequence[Row]:
     sizes = (*ANCHORS_MS, PREFILLS[0])
     with (
         cuda_device(),
-        engine_of("qwen3-0.6b", sizes=sizes) as breaks,
-        engine_of("qwen3-0.6b", level=3, sizes=sizes) as compiled,
+        engine_of("qwen3-0.6b", sizes=sizes, dtype=dtype) as breaks,
+        engine_of("qwen3-0.6b", level=3, sizes=sizes, dtype=dtype) as compiled,
     ):
         engines = {"breaks": breaks, "compiled": compiled}
         for engine in engines.values():
@@ -195,7 +196,7 @@ def compiled_over_breaks() -> Sequence[Row]:
                     samples[label].append(float(arm()))  # type: ignore[arg-type]
             rows.append(
                 row(
-                    f"G2-compiled-{name}",
+                    f"G2-compiled{suffix}-{name}",
                     ratio(samples, "compiled", "breaks"),
                     target=1.0,
                     unit="ratio",
@@ -602,6 +603,11 @@ CASES = [
         "G2-compiled",
         "0.6B decode and prefill step, compiled pieces over break points",
         compiled_over_breaks,
+    ),
+    Case(
+        "G2-compiled-float32",
+        "the same in float32, where the engine's own kernels do not serve",
+        partial(compiled_over_breaks, "float32", "-float32"),
     ),
     Case("G5-compiled", "start at level 3, warm cache over an empty one", compiled_starts),
     Case("G5", "start to the first graphed token, 0.6B, two contexts, by priority", start),

@@ -1,24 +1,40 @@
-"""C-compile-entry: a small decode step compiled by Inductor, by the ways to call it.
+"""A small decode step compiled by Inductor on the CPU. Says nothing of a GPU.
 
-Through its flat program, graphrt's entry, torch.compile's own entry; and eagerly. Says nothing of a
-GPU.
+C-compile-entry: the ways to call it. Through its flat program, graphrt's entry, torch.compile's own
+entry; and eagerly. At this size the host decides; with larger matrices the products do, and the
+ratios shrink.
 
-At this size the host decides; with larger matrices the products do, and the ratios shrink.
+C-compile-start: the first result of a process that finds it compiled, over one that compiles it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from time import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from benchmarks.harness import CannotRunError, Case, Row, medians, ratio, row, time_host
+from benchmarks.harness import (
+    REPOSITORY,
+    CannotRunError,
+    Case,
+    Row,
+    Samples,
+    medians,
+    ratio,
+    row,
+    time_host,
+)
 from graphrt import (
     BufferSpec,
     CompilationConfig,
@@ -30,9 +46,13 @@ from graphrt import (
     SimulatedDevice,
     resolve,
 )
-from graphrt.compile import Compiled
+from graphrt.graphs import gc_paused
 
 TOKENS, HIDDEN = 8, 64
+STARTS = 3
+"""Cold and warm ones of each number of layers, which take seconds each."""
+START_TARGETS = {4: 0.25, 32: 0.30}
+"""By layers."""
 ATTENTION = "graphrt_benchmarks::attention"
 
 
@@ -95,21 +115,23 @@ def examples(sizes: Any, seed: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(sizes["tokens"], HIDDEN, generator=generator)}
 
 
+def runtime_of(model: Layers, folder: Path, device: SimulatedDevice) -> Runtime:
+    """At level 3 with pieces compiled by Inductor, which are kept in ``folder``."""
+    return Runtime(
+        model,
+        inputs=[BufferSpec("x", ("tokens", HIDDEN), torch.float32, padding=Padding.zero())],
+        outputs=OutputSpec({"": "tokens"}, "view"),
+        examples=examples,
+        config=config(folder, backend="inductor"),
+        op_impls={ATTENTION: attend},
+        device=device,
+    )
+
+
 def entries(folder: Path) -> Sequence[Row]:
     model, device = Layers(4), SimulatedDevice()
     x = examples({"tokens": TOKENS}, 1)["x"]
-    with (
-        torch.no_grad(),
-        Runtime(
-            model,
-            inputs=[BufferSpec("x", ("tokens", HIDDEN), torch.float32, padding=Padding.zero())],
-            outputs=OutputSpec({"": "tokens"}, "view"),
-            examples=examples,
-            config=config(folder, backend="inductor"),
-            op_impls={ATTENTION: attend},
-            device=device,
-        ) as runtime,
-    ):
+    with torch.no_grad(), runtime_of(model, folder, device) as runtime:
         runtime.capture()
         expected = model(x=x)
         torch.testing.assert_close(runtime.step({"x": x}, num_tokens=TOKENS), expected)
@@ -153,6 +175,8 @@ def entries(folder: Path) -> Sequence[Row]:
 
 
 def policies(folder: Path) -> Sequence[Row]:
+    from graphrt.compile import Compiled  # Starts are timed with its imports.
+
     model, x = Layers(32), torch.zeros(TOKENS, HIDDEN)
     arms = {}
     for policy in ("audit", "keep"):
@@ -198,11 +222,120 @@ def _remembers(piece: Any) -> Any:
     return call
 
 
-def against_entries() -> Sequence[Row]:
+def first_result(num_layers: int, folder: Path, began: float) -> dict[str, Any]:
+    """Seconds of this process until the first result, by part. ``began``: when it was started, of
+    ``time()``. ``compiles``, ``loads``: how many forms of pieces were compiled, and loaded."""
+    seconds = {"python, torch and graphrt": time() - began}
+    asked = time()
+    with gc_paused(collects=False):  # As in ``Runtime``, which else would import it.
+        from graphrt.runtime import compiling  # noqa: F401
+    imported = time()
+    # After it, because seeds import most of the compiler too.
+    model, device = Layers(num_layers), SimulatedDevice()
+    x = examples({"tokens": TOKENS}, 1)["x"]
+    with torch.no_grad(), runtime_of(model, folder, device) as runtime:
+        result = runtime.step({"x": x}, num_tokens=TOKENS)
+        ended = time()
+        torch.testing.assert_close(result, model(x=x))
+        report = runtime.report().compile
+    device.close()
+    assert report is not None, "level 3 compiles"
+    seconds["imports of the compiler"] = imported - asked
+    seconds |= report.seconds
+    seconds["rest"] = ended - imported - report.compilation_time
+    return {"seconds": seconds, "compiles": report.num_compiles, "loads": report.num_loaded}
+
+
+START = """
+import json, sys
+from pathlib import Path
+from benchmarks.cases.entry import first_result
+num_layers, folder, began = sys.argv[1:]
+print(json.dumps(first_result(int(num_layers), Path(folder), float(began))))
+"""
+
+
+def start_of_its_own(num_layers: int, folder: Path) -> dict[str, Any]:
+    """``first_result`` of a new process."""
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(num_layers), str(folder), str(time())],
+        # Nothing that Inductor keeps for this user is found.
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "other")},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+BEFORE = ("python, torch and graphrt",)
+
+
+def start_rows(num_layers: int, starts: Mapping[str, Sequence[Mapping[str, Any]]]) -> Sequence[Row]:
+    """Of the first call, and of the whole process. ``starts``: cold and warm ones, in pairs."""
+    assert all(one["compiles"] == 0 for one in starts["warm"]), "a warm start compiles nothing"
+    assert all(one["loads"] == 0 for one in starts["cold"]), "a cold start finds nothing"
+    parts = {
+        arm: medians({part: [one["seconds"][part] for one in all_] for part in all_[0]["seconds"]})
+        for arm, all_ in starts.items()
+    }
+    rows = []
+    for suffix, target, left_out, what in (
+        ("", START_TARGETS[num_layers], BEFORE, "the runtime and its first call"),
+        ("-process", None, (), "a process from its start"),
+    ):
+        samples: Samples = {
+            arm: [
+                sum(value for part, value in one["seconds"].items() if part not in left_out)
+                for one in all_
+            ]
+            for arm, all_ in starts.items()
+        }
+        rows.append(
+            row(
+                f"C-compile-start-{num_layers}{suffix}",
+                ratio(samples, "warm", "cold"),
+                target=target,
+                unit="ratio",
+                samples=samples,
+                timed=f"s of {what} until the first result: compiled code found, over none found",
+                medians_s=medians(samples),
+                parts_s=parts,
+                compiled_cold=starts["cold"][0]["compiles"],
+                loaded_warm=starts["warm"][0]["loads"],
+                layers=num_layers,
+                hidden=HIDDEN,
+                threads=torch.get_num_threads(),
+            )
+        )
+    return rows
+
+
+def starts() -> Iterator[Row]:
+    _need_compiler()
+    for num_layers in START_TARGETS:
+        found: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+        for _ in range(STARTS):
+            with tempfile.TemporaryDirectory() as folder:
+                for arm in found:
+                    found[arm].append(start_of_its_own(num_layers, Path(folder)))
+        yield from start_rows(num_layers, found)
+
+
+def _need_compiler() -> None:
     if shutil.which("g++") is None:
         raise CannotRunError("it needs a C++ compiler (g++)")
+
+
+def against_entries() -> Sequence[Row]:
+    _need_compiler()
     with tempfile.TemporaryDirectory() as folder:
         return [*entries(Path(folder)), *policies(Path(folder))]
 
 
-CASES = [Case("C-compile-entry", "compiled 4-layer step: flat program or entry", against_entries)]
+CASES = [
+    Case("C-compile-entry", "compiled 4-layer step: flat program or entry", against_entries),
+    Case("C-compile-start", "start with compiled code on disk over one without", starts),
+]

@@ -65,6 +65,83 @@ def test_entry_of_nested_brackets_is_corrupt(tmp_path):
     assert [cache.is_good(one) for one in cache.entries()] == [False]
 
 
+def link(path):
+    path.unlink()
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def link_to_itself(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def link_to_a_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def moved_behind_a_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path):
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "spoil", [link, link_to_itself, link_to_a_device, moved_behind_a_link, pipe, folder]
+)
+def test_what_is_no_file_is_a_miss_and_makes_room(tmp_path, capsys, spoil):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    spoil(entry.path)
+    assert cache.read(key) is CacheMiss.LOAD_FAILED
+    [found] = cache.entries()
+    assert (found.about, cache.is_good(found)) == ({}, False)
+    assert run(capsys, "verify", "--dir", str(tmp_path))[0] == 1
+    assert cache.write(key, b"new", ABOUT)
+    assert cache.read(key) == b"new"
+    spoil(entry.path)
+    assert len(cache.prune(older_than=-1)) == 1
+    assert cache.read(key) is CacheMiss.ABSENT
+
+
+def test_prune_removes_a_file_in_place_of_inductors_folder(tmp_path):
+    cache, _ = one_entry(tmp_path)
+    cache.inductor_folder.write_text("")
+    assert len(cache.prune(max_bytes=0)) == 1
+    assert not cache.inductor_folder.exists()
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"[]", b"null", b"1", b'"ab"', b'["ab"]', b"[[[1], 2]]", b"\xff{}", b"{}"]
+)
+def test_header_of_another_kind_is_corrupt(tmp_path, header):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    entry.path.write_bytes(header + b"\ncode")
+    assert cache.read(key) is CacheMiss.CORRUPT
+    assert [cache.is_good(one) for one in cache.entries()] == [False]
+
+
+def test_entry_under_the_name_of_another_is_corrupt(tmp_path):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    other = key_of({"a": 2})
+    cache.write(other, b"code of another piece", ABOUT)
+    for path in tmp_path.glob(f"v*/objects/*/{other}*"):
+        path.replace(entry.path)
+    assert cache.read(key) is CacheMiss.CORRUPT
+    assert [cache.is_good(one) for one in cache.entries()] == [False]
+
+
 @pytest.mark.parametrize(
     ("torch", "device", "reason"),
     [("other", "device", CacheMiss.FOREIGN_TORCH), ("torch", "other", CacheMiss.FOREIGN_DEVICE)],
@@ -77,7 +154,7 @@ def test_entry_of_another_torch_or_device_is_foreign(tmp_path, torch, device, re
 def test_entry_of_another_schema_is_foreign(tmp_path):
     cache, key = one_entry(tmp_path)
     [entry] = cache.entries()
-    data = entry.path.read_bytes().replace(b'"schema": 2', b'"schema": 1', 1)
+    data = entry.path.read_bytes().replace(b'"schema": 3', b'"schema": 1', 1)
     entry.path.write_bytes(data)
     assert cache.read(key) is CacheMiss.FOREIGN_SCHEMA
 
@@ -116,15 +193,15 @@ def test_prune_removes_what_a_killed_writer_left_after_a_day(tmp_path):
     before = set(tmp_path.rglob("*"))
     done = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path)])
     assert done.returncode == 9
-    (tmp_path / "v2" / "inductor-abc" / "held").mkdir(parents=True)
-    left = {path for path in tmp_path.glob("v2/*-*") if path not in before}
+    (tmp_path / "v3" / "inductor-abc" / "held").mkdir(parents=True)
+    left = {path for path in tmp_path.glob("v3/*-*") if path not in before}
     assert len(left) == 2
     assert not cache.prune(older_than=3600)
     assert all(path.exists() for path in left), "a process may be using them"
     for path in left:
         os.utime(path, (1, 1))
     assert not cache.prune(older_than=3600)
-    assert set(tmp_path.rglob("*")) - {tmp_path / "v2" / "objects" / "aa"} == before
+    assert set(tmp_path.rglob("*")) - {tmp_path / "v3" / "objects" / "aa"} == before
     assert cache.read(key) == b"code"
 
 
@@ -148,7 +225,7 @@ def test_file_in_place_of_the_folder_is_one_warning(tmp_path):
 
 def test_folder_is_for_its_owner_alone(tmp_path):
     one_entry(tmp_path)
-    assert (tmp_path / "v2").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "v3").stat().st_mode & 0o077 == 0
 
 
 def run(capsys, *words):
@@ -175,11 +252,11 @@ def test_cache_command_lists_measures_verifies_and_prunes(tmp_path, capsys):
     assert (code, len(json.loads(out)["bad"])) == (1, 1)
     code, out = run(capsys, "prune", *where, "--older-than-days", "1", "--json")
     assert (code, len(json.loads(out)["removed"]), json.loads(out)["num_entries"]) == (0, 1, 1)
-    (tmp_path / "v2" / "inductor").mkdir()
+    (tmp_path / "v3" / "inductor").mkdir()
     code, out = run(capsys, "prune", *where, "--max-mib", "0")
     assert code == 0
     assert not list(cache.entries())
-    assert not (tmp_path / "v2" / "inductor").exists()
+    assert not (tmp_path / "v3" / "inductor").exists()
 
 
 @pytest.mark.parametrize("words", [("prune",), ("list", "--max-mib", "3")])

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections import UserList
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 
 from graphrt import CUDAGraphMode
-from graphrt.config import CompilationConfig, PassConfig, RuntimeConfig
+from graphrt.config import CompilationConfig, PassConfig, RuntimeConfig, resolve
 from graphrt.errors import ConfigError, ConfigProblem, ConfigWarning
 
 
@@ -37,6 +38,8 @@ def bound(number: int) -> Callable[[Any], int]:
 
 DEEP: dict[str, Any] = {}
 DEEP["itself"] = DEEP
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
 
 # name -> default, (given, stored), what is wrong
 FIELDS: dict[str, tuple[Any, tuple[Any, Any], list[Any]]] = {
@@ -56,7 +59,11 @@ FIELDS: dict[str, tuple[Any, tuple[Any, Any], list[Any]]] = {
     "dynamic_shapes": ("auto", ("backed", "backed"), ["AUTO", None]),
     "guard_policy": ("audit", ("keep", "keep"), ["drop", None]),
     "use_inductor_graph_partition": (None, (False, False), ["no", 0]),
-    "inductor_compile_config": ({}, ({"a": (1, 2)}, {"a": [1, 2]}), [[("a", 1)], {1: 2}, DEEP]),
+    "inductor_compile_config": (
+        {},
+        ({"a": (1, 2)}, {"a": [1, 2]}),
+        [[("a", 1)], {1: 2}, DEEP, {"a": CYCLE}, {"a": {1: 2, "1": 3}}, {"a": 10**6000}],
+    ),
     "inductor_passes": (
         {},
         ({"a": "package.rewrite"}, {"a": "package.rewrite"}),
@@ -113,6 +120,21 @@ def test_accepted_values_are_listed(name: str, value: Any, accepted: str) -> Non
 def test_backend_inductor_without_inductor_is_refused() -> None:
     [problem] = problems_of(backend="inductor", use_inductor=False)
     assert problem.field == "use_inductor"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{1}, b"1", bytearray(1), range(10**15), (n for n in "a"), UserList([1]), object(), 1j, len],
+)
+def test_option_that_is_no_json_is_neither_walked_nor_cached(value: object) -> None:
+    config = CompilationConfig(
+        level=3, use_inductor=True, splitting_ops=(), inductor_compile_config={"a": value}
+    )
+    plan = resolve(RuntimeConfig(compilation=config)).compile
+    assert plan.inductor_compile_config["a"] is value
+    assert plan.unhashable_passes == ("a",)
+    assert plan.compute_hash() == plan.compute_hash()
+    assert json.loads(repr(config))["inductor_compile_config"] == {}
 
 
 def test_mappings_are_copied_and_read_only() -> None:

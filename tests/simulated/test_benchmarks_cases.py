@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import time
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from benchmarks.cases import (
     capture,
     compiled,
     engine,
+    entry,
     memory,
     never_slower,
     primitives,
@@ -217,6 +219,45 @@ def test_a_start_without_the_padded_comparison_makes_none() -> None:
     assert counts[0] == 0 < counts[1]
 
 
+def test_a_start_of_compiled_code_tells_all_its_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = entry.config
+    # Without a C++ compiler.
+    eager = lambda folder, **options: own(folder, **(options | {"backend": "eager"}))  # noqa: E731
+    monkeypatch.setattr(entry, "config", eager)
+    began = time()
+    found = entry.first_result(2, tmp_path, began)
+    assert (found["compiles"], found["loads"]) == (3, 0)
+    parts = ["imports of the compiler", "trace", "split", "compile", "load", "rest"]
+    assert list(found["seconds"]) == ["python, torch and graphrt", *parts]
+    assert all(value >= 0 for value in found["seconds"].values())
+    assert sum(found["seconds"].values()) <= time() - began
+
+
+def test_starts_are_compared_with_and_without_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, Path]] = []
+
+    def start(num_layers: int, folder: Path) -> dict[str, Any]:
+        is_warm = (num_layers, folder) in asked
+        asked.append((num_layers, folder))
+        seconds = {"python, torch and graphrt": 10.0, "trace": 1.0, "load": 1.0 if is_warm else 9.0}
+        return {"seconds": seconds, "compiles": 0 if is_warm else 3, "loads": 3 * is_warm}
+
+    monkeypatch.setattr(entry, "start_of_its_own", start)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    rows = {item.metric: item for item in entry.starts()}
+    assert {name: item.value for name, item in rows.items()} == {
+        "C-compile-start-4": 0.2,
+        "C-compile-start-4-process": 0.6,
+        "C-compile-start-32": 0.2,
+        "C-compile-start-32-process": 0.6,
+    }
+    assert [item.target for item in rows.values()] == [0.25, None, 0.3, None]
+    assert rows["C-compile-start-4"].config["parts_s"]["warm"]["load"] == 1.0
+    assert len(set(asked)) == len(asked) / 2, "each cold start has a folder of its own"
+
+
 def test_the_watch_is_a_part_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "INNER", 1)
     monkeypatch.setattr(steps, "NUM_LAYERS", 2)
@@ -373,15 +414,62 @@ def tiny_of(
     capture: Any = "before_serving",
     observer: Any = None,
     sizes: Sequence[int] | None = None,
+    level: Any = None,
+    dtype: Any = "float32",
     is_first: bool = False,
 ) -> Iterator[LLMEngine]:
     compilation = CompilationConfig(
-        cudagraph_mode=mode, cudagraph_capture_sizes=None if sizes is None else tuple(sizes)
+        level=level,
+        cudagraph_mode=mode,
+        cudagraph_capture_sizes=None if sizes is None else tuple(sizes),
     )
     runtime = replace(TINY_CONFIG.runtime, compilation=compilation, max_num_batched_tokens=256)
-    config = replace(TINY_CONFIG, runtime=runtime, max_model_len=context, capture=capture)
+    config = replace(
+        TINY_CONFIG, runtime=runtime, max_model_len=context, capture=capture, dtype=dtype
+    )
     with LLMEngine.tiny(config, observer=observer) as engine:
         yield engine
+
+
+def test_compiled_steps_are_of_the_dtype_that_the_case_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, Any]] = []
+
+    def tiny(shape: str, **options: Any) -> Any:
+        asked.append((options.get("level"), options["dtype"]))
+        return tiny_of(shape, **options)
+
+    for name, value in {
+        "engine_of": tiny,
+        "cuda_device": nullcontext,
+        "ANCHORS_MS": {1: 1.0},
+        "PREFILLS": (16,),
+        "NUM_PROMPT": 16,
+        "SHORT": 1,
+        "LONG": 2,
+        "COMPILED_BLOCKS": 1,
+    }.items():
+        monkeypatch.setattr(engine, name, value)
+    [case] = [case for case in engine.CASES if case.number == "G2-compiled-float32"]
+    with mock.patch("torch.cuda.synchronize"):
+        rows = {item.metric: item for item in case.run()}
+    assert list(rows) == ["G2-compiled-float32-1", "G2-compiled-float32-prefill-16"]
+    assert all(item.config["pieces"] == 2 * TINY.num_layers + 1 for item in rows.values())
+    assert asked == [(None, "float32"), (3, "float32")]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_engine_of_a_shape_has_the_dtype_that_was_asked(dtype: Any) -> None:
+    with (
+        mock.patch("torch.cuda.empty_cache"),
+        mock.patch.object(LLMEngine, "with_random_weights") as made,
+    ):
+        made.return_value.__enter__.return_value.is_building = False
+        with engine.engine_of("qwen3-0.6b", dtype=dtype):
+            pass
+    _, config = made.call_args.args
+    assert config.dtype == dtype
 
 
 @pytest.mark.parametrize("capture_when", ["by_priority", "before_serving"])

@@ -293,8 +293,17 @@ def test_write_to_one_of_two_overlapping_views_is_refused(backend):
     assert "test_compile_backends" in caught.value.source
 
 
-def test_write_to_one_of_two_disjoint_views_is_compiled():
-    keys, values = torch.zeros(4, 2, WIDTH).unbind(1)
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda: torch.zeros(4, 2, WIDTH).unbind(1),
+        # As many pairs of rows as nobody could try one by one.
+        lambda: torch.zeros(2**16, 32, 2).unbind(2),
+    ],
+    ids=["rows", "columns"],
+)
+def test_write_to_one_of_two_disjoint_views_is_compiled(views):
+    keys, values = views()
 
     def model(x):
         gate = torch.sigmoid(x)

@@ -5,18 +5,21 @@ They need a C++ compiler, and take seconds each.
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 import subprocess
 import sys
 import textwrap
 from contextlib import ExitStack
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
-from torch._inductor import codecache, config as inductor_config, cpp_builder
+from torch._inductor import codecache, config as inductor_config, cpp_builder, cpu_vec_isa
 
-from graphrt.compile import Compiled
+from graphrt.compile import Compiled, torch_api
 from graphrt.errors import BackendError, UnrecordedCodeError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent
 from lab import FULL, PIECEWISE, WIDTH, RuntimeLab, values
@@ -96,6 +99,7 @@ def test_second_start_compiles_nothing(folder, monkeypatch):
     for known in (codecache.PyCodeCache, codecache.CppPythonBindingsCodeCache):
         known.cache_clear()  # As in another process.
     codecache._precompile_header.cache_clear()
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
     ran = []
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", lambda *command, **options: ran.append(1))
     with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
@@ -104,6 +108,21 @@ def test_second_start_compiles_nothing(folder, monkeypatch):
         assert set(missed(lab)) == {None}
         assert report.seconds["compile"] == 0.0
     assert not ran
+    asked = cpu_vec_isa.valid_vec_isa_list.cache_info()
+    assert asked.misses == 0, "a process for each instruction set of the CPU"
+
+
+def test_code_for_a_cpu_with_other_instructions_is_not_found(folder, monkeypatch):
+    with lab_of(folder, "NONE"):
+        pass
+    known = torch.cpu._is_avx512_bf16_supported()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: not known)
+    torch_api.device_name.cache_clear()
+    try:
+        with lab_of(folder, "NONE", compile_sizes=[]) as lab:
+            assert set(missed(lab)) == {CacheMiss.ABSENT}
+    finally:
+        torch_api.device_name.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +130,7 @@ def test_second_start_compiles_nothing(folder, monkeypatch):
     [
         (lambda data: data[:-100], CacheMiss.CORRUPT),
         (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
-        (lambda data: data.replace(b'"schema": 2', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"schema": 3', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
         (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
@@ -122,6 +141,22 @@ def test_bad_entry_is_compiled_again_with_its_reason(folder, spoil, reason):
     for path in folder.glob("v*/objects/*/*"):
         path.write_bytes(spoil(path.read_bytes()))
     for expected in (reason, None):
+        with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
+            lab.step(3, 2)
+            assert set(missed(lab)) == {expected}
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"code", pickle.dumps(5), pickle.dumps((None, b"code")), pickle.dumps((5, 5))]
+)
+def test_entry_that_holds_something_else_is_compiled_again(folder, payload):
+    with lab_of(folder, "NONE", compile_sizes=[4]):
+        pass  # There is an entry to replace, also where this test runs alone.
+    for path in folder.glob("v*/objects/*/*"):
+        about = json.loads(path.read_bytes().partition(b"\n")[0])
+        about |= {"length": len(payload), "sha256": sha256(payload).hexdigest()}
+        path.write_bytes(json.dumps(about).encode() + b"\n" + payload)
+    for expected in (CacheMiss.LOAD_FAILED, None):
         with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
             lab.step(3, 2)
             assert set(missed(lab)) == {expected}
@@ -192,7 +227,7 @@ def pieces_and_sum(folder):
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     expected = pieces_and_sum(folder)
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
-    shutil.copytree(folder / "v2" / "inductor", tmp_path / "v2" / "inductor")
+    shutil.copytree(folder / "v3" / "inductor", tmp_path / "v3" / "inductor")
     program = textwrap.dedent(
         f"""
         import sys
@@ -219,7 +254,7 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
             process.stdin.flush()
         found = {process.communicate()[0].strip() for process in both}
     assert found == {str(expected)}
-    assert len(list(tmp_path.glob("v2/objects/*/*"))) == 3
+    assert len(list(tmp_path.glob("v3/objects/*/*"))) == 3
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):

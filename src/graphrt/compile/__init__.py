@@ -11,42 +11,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphrt.compile.cache import CacheEntry, CompileCache
-    from graphrt.compile.compiled import Compiled, CompileReport
+    from graphrt.compile.cache import CacheEntry as CacheEntry, CompileCache as CompileCache
+    from graphrt.compile.compiled import Compiled as Compiled, CompileReport as CompileReport
     from graphrt.compile.custom_ops import (
-        CustomOp,
-        CustomOpCounts,
-        check_custom_ops,
-        count_custom_ops,
+        CustomOp as CustomOp,
+        CustomOpCounts as CustomOpCounts,
+        check_custom_ops as check_custom_ops,
+        count_custom_ops as count_custom_ops,
     )
-    from graphrt.compile.splitter import PieceInfo
-    from graphrt.compile.stock import Stock
+    from graphrt.compile.splitter import PieceInfo as PieceInfo
+    from graphrt.compile.stock import Stock as Stock
 
-__all__ = [
-    "CacheEntry",
-    "CompileCache",
-    "CompileReport",
-    "Compiled",
-    "CustomOp",
-    "CustomOpCounts",
-    "PieceInfo",
-    "Stock",
-    "check_custom_ops",
-    "count_custom_ops",
-]
-
-_MODULE_OF = {
-    "CacheEntry": "cache",
-    "CompileCache": "cache",
-    "CompileReport": "compiled",
-    "Compiled": "compiled",
-    "PieceInfo": "splitter",
-    "Stock": "stock",
+_NAMES = {
+    "cache": ("CacheEntry", "CompileCache"),
+    "compiled": ("CompileReport", "Compiled"),
+    "custom_ops": ("CustomOp", "CustomOpCounts", "check_custom_ops", "count_custom_ops"),
+    "splitter": ("PieceInfo",),
+    "stock": ("Stock",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULE_OF.get(name, "custom_ops")
-    return getattr(import_module(f"graphrt.compile.{module}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"graphrt.compile.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

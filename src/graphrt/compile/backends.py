@@ -1,18 +1,31 @@
-"""What compiles a piece: nothing (eager), Inductor, or any backend that torch knows."""
+"""What compiles a piece: nothing (eager), Inductor, or any backend that torch knows.
+
+What Inductor makes is kept on disk between processes.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from difflib import get_close_matches
+from errno import EACCES, EPERM, EROFS
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch._dynamo.backends.registry import list_backends, lookup_backend
 
 from graphrt.compile import torch_api
+from graphrt.compile.cache import CompileCache, key_of
+from graphrt.compile.guards import environment
+from graphrt.compile.partition import partitioned, refuse_own_cuts
 from graphrt.compile.ranges import Range
 from graphrt.compile.splitter import callable_at
+from graphrt.config import CompilePlan
+from graphrt.config.environment import environment_variable
 from graphrt.errors import BackendError, ConfigError, GraphrtError
 from graphrt.events import CacheMiss
 
@@ -44,25 +57,17 @@ class Form(NamedTuple):
 
 def find_backend(name: str) -> Callable[..., Any]:
     """A backend of torch's registry, or the callable at a dotted path."""
-    if name in list_backends(exclude_tags=()):
-        return lookup_backend(name)
-    if "." not in name:
-        known = list_backends(exclude_tags=())
+    known = list_backends(exclude_tags=())
+    try:
+        return lookup_backend(name) if name in known else callable_at(name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         nearest = get_close_matches(name, known, n=1, cutoff=0.0)
+        found = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{FIELD}: {name!r}",
             expected=f"{', '.join(known)}, or package.module.function",
-            found=f"no backend that is registered; nearest is {nearest[0]!r}",
-            do="correct it, or import what registers it before the runtime is made",
-        )
-    try:
-        return callable_at(name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{FIELD}: {name!r}",
-            expected="package.module.function of a backend",
-            found=f"{type(error).__name__}: {error}",
-            do="correct it, or install the package",
+            found=found if "." in name else f"no registered backend; nearest is {nearest[0]!r}",
+            do="correct it, or install or import what registers it before the runtime is made",
         ) from error
 
 
@@ -108,7 +113,134 @@ def compiling(backend: str, piece: str) -> Iterator[None]:
         ) from error
 
 
-def check_options(options: Any) -> None:
+class Inductor:
+    """Compiles with ``torch._inductor.standalone_compile``."""
+
+    name = "inductor"
+    is_opaque = True
+
+    def __init__(self, plan: CompilePlan, rank: int) -> None:
+        _check_options(plan.inductor_compile_config)
+        if plan.use_inductor_graph_partition:
+            refuse_own_cuts(plan.inductor_compile_config)
+        self._plan = plan
+        self._index = f"{plan.compute_hash()}/rank_{rank}"
+        self._cache: CompileCache | None = None
+        self.keys: Sequence[Mapping[str, object]] = ()
+
+    def compile(self, job: Job) -> Form:
+        plan = self._plan
+        is_whole = plan.use_inductor_graph_partition
+        partitions = partitioned(job.module) if is_whole else nullcontext()
+        with compiling(self.name, job.name), _folders(plan.cache_dir), partitions:
+            if not plan.compile_cache or plan.cache_dir is None or plan.unhashable_passes:
+                is_asked = plan.compile_cache and plan.cache_dir is not None
+                missed = CacheMiss.UNHASHABLE_PASS if is_asked else CacheMiss.DISABLED
+                return Form(torch_api.fast_call(self._compiled(job)), missed)
+            cache, key = self._entry(job, plan.cache_dir)
+            try:
+                form = self._loaded_or_compiled(job, cache, key)
+            except Exception as error:
+                folder = cache.inductor_folder
+                can_move = folder.exists() and os.access(folder.parent, os.W_OK)
+                if isinstance(error, GraphrtError) or not can_move:
+                    raise
+                # Inductor trusts what is in its folder: is that bad, or the piece?
+                with cache.without_inductor_folder():
+                    form = self._loaded_or_compiled(job, cache, key)
+                form = form._replace(missed=CacheMiss.CORRUPT)
+            names = ("piece", "sizes", "key")
+            cache.write_index(self._index, [{n: one[n] for n in names} for one in self.keys])
+            return form
+
+    def _loaded_or_compiled(self, job: Job, cache: CompileCache, key: str) -> Form:
+        found = cache.read(key)
+        with _inductor_folder(cache):
+            if isinstance(found, bytes):
+                with suppress(Exception):  # Whatever torch says of it, it is compiled anew.
+                    return Form(torch_api.fast_call(torch_api.from_bytes(found)), None)
+                found = CacheMiss.LOAD_FAILED
+            artifact = self._compiled(job)
+            call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact)
+        if payload is None:
+            return Form(call, CacheMiss.UNCACHEABLE)
+        about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}
+        cache.write(key, payload, about)
+        return Form(call, found)
+
+    def _compiled(self, job: Job) -> Any:
+        options = dict(self._plan.inductor_compile_config)
+        on_cpu = all(one.device.type == "cpu" for one in _tensors(job))
+        if job.sizes.is_static and not on_cpu:
+            options = {"max_autotune": True, "coordinate_descent_tuning": True, **options}
+        sizes = f"{job.sizes}, {job.bounds}"
+        return torch_api.compile_by_inductor(job.module, job.inputs, options, sizes)
+
+    def _entry(self, job: Job, root: Path) -> tuple[CompileCache, str]:
+        devices = {one.device for one in _tensors(job)}
+        factors = {
+            "torch": torch_api.versions(),
+            "device": ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)})),
+            "structure": job.structure,
+            "sizes": (*job.sizes, job.bounds),
+            "plan": self._plan.compute_hash(),
+            "inductor": torch_api.inductor_options(),
+            "modes": {
+                **environment(next(iter(devices)).type if devices else "cpu"),
+                "matmul precision": torch_api.matmul_precision(),
+                "threads": torch.get_num_threads(),
+                "inference mode": torch.is_inference_mode_enabled(),
+            },
+        }
+        if self._cache is None:
+            torch_, device = key_of(torch_api.versions()), str(factors["device"])
+            self._cache = CompileCache(root, torch_, device)
+        key = key_of(factors)
+        self.keys = [*self.keys, {"piece": job.name, "key": key, **factors}]
+        return self._cache, key
+
+
+def _tensors(job: Job) -> list[torch.Tensor]:
+    return [one for one in job.inputs if isinstance(one, torch.Tensor)]
+
+
+@contextmanager
+def _folders(root: Path | None) -> Iterator[None]:
+    """Turns Inductor's error about a folder that it cannot write to into one that names what says
+    where that is: a ``ConfigError``."""
+    try:
+        yield
+    except Exception as error:
+        denied = getattr(error, "inner_exception", error)  # Inductor wraps what it meets.
+        if not isinstance(denied, OSError) or denied.errno not in (EACCES, EPERM, EROFS):
+            raise
+        place, told = Path(str(denied.filename)), "compilation.cache_dir, or GRAPHRT_CACHE_DIR"
+        if root is None or not place.is_relative_to(root):
+            told = torch_api.INDUCTOR_CACHE_VARIABLE
+        raise ConfigError(
+            told,
+            expected="a folder that this process may write to: Inductor keeps its kernels there",
+            found=f"{type(denied).__name__}: {denied}",
+            do="make it writable, or name another one",
+        ) from error
+
+
+def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
+    """Inductor's own caches are kept beside the entries, which need them to load quickly.
+
+    What cannot be written is told with an entry. Inductor uses its own folder then.
+    """
+    folder = cache.inductor_folder
+    with suppress(OSError):
+        cache.prepare()
+        folder.mkdir(exist_ok=True)
+        # torch splits the command of the C++ compiler at spaces.
+        if os.access(folder, os.W_OK) and " " not in str(folder):
+            return environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(folder))
+    return nullcontext()
+
+
+def _check_options(options: Any) -> None:
     """Errors: ``ConfigError`` for what is no option of Inductor."""
     known = torch_api.inductor_option_names()
     for name in options:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 import warnings
@@ -16,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from graphrt.errors import ConfigWarning
 from graphrt.events import CacheMiss
 
-SCHEMA = 2
+SCHEMA = 3
 _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
 _UNFINISHED = "unfinished-"
@@ -68,11 +69,11 @@ class CompileCache:
         """The payload of an entry, or why it cannot be used. Raises nothing."""
         path = self._path(key)
         try:
-            if not path.exists():
-                return CacheMiss.ABSENT
             if self._is_foreign():
                 return CacheMiss.LOAD_FAILED
-            header, payload = _parts(path.read_bytes())
+            header, payload = _parts(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return CacheMiss.ABSENT
         except OSError:
             return CacheMiss.LOAD_FAILED
         except ValueError:
@@ -94,6 +95,7 @@ class CompileCache:
             "schema": SCHEMA,
             "torch": self._torch,
             "device": self._device,
+            "key": key,
             "length": len(payload),
             "sha256": sha256(payload).hexdigest(),
             **about,
@@ -113,6 +115,8 @@ class CompileCache:
             with tempfile.TemporaryDirectory(dir=self._folder, prefix=_UNFINISHED) as folder:
                 unfinished = Path(folder, path.name)
                 unfinished.write_bytes(data)
+                if path.is_dir():
+                    _remove(path)
                 unfinished.replace(path)
         except OSError as error:
             self._is_read_only = True
@@ -152,20 +156,19 @@ class CompileCache:
         """Every entry, the newest first."""
         found = []
         for path in self.root.glob(f"v*/objects/*/*{_SUFFIX}"):
-            try:
-                state = path.stat()
-                with path.open("rb") as file:
-                    about = _header(file.readline(_LONGEST_HEADER))
-            except (OSError, ValueError):
-                about = {}
-            found.append(CacheEntry(path, state.st_size, state.st_mtime, about))
+            about: Mapping[str, Any] = {}
+            with suppress(FileNotFoundError):  # Another process prunes too.
+                state = path.lstat()
+                with suppress(OSError, ValueError), _opened(path) as file:
+                    about = _header(file)
+                found.append(CacheEntry(path, state.st_size, state.st_mtime, about))
         yield from sorted(found, key=lambda entry: -entry.modified)
 
     @staticmethod
     def is_good(entry: CacheEntry) -> bool:
         """Whether it is all there, as it was written."""
         try:
-            _parts(entry.path.read_bytes())
+            _parts(entry.path)
         except (OSError, ValueError):
             return False
         return True
@@ -182,19 +185,19 @@ class CompileCache:
             for folder in self.root.glob(f"v*/{place}"):
                 with suppress(FileNotFoundError):  # Another process finished, or prunes too.
                     if time.time() - folder.stat().st_mtime > _LONGEST_USE_S:
-                        shutil.rmtree(folder)
+                        _remove(folder)
         removed, kept = [], 0
         for entry in self.entries():
             kept += entry.num_bytes
             is_old = older_than is not None and time.time() - entry.modified > older_than
             if is_old or (max_bytes is not None and kept > max_bytes):
                 kept -= entry.num_bytes
-                entry.path.unlink(missing_ok=True)
+                _remove(entry.path)
                 removed.append(entry)
         if removed and not any(self.entries()):
             # Nothing needs it any more.
             for folder in self.root.glob("v*/inductor*"):
-                shutil.rmtree(folder)
+                _remove(folder)
         return removed
 
     def inductor_bytes(self) -> int:
@@ -214,17 +217,36 @@ def key_of(factors: Mapping[str, object]) -> str:
     return sha256(json.dumps(factors, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+def _opened(path: Path) -> BinaryIO:
+    """Errors: ``OSError`` for what is no file of its own: a pipe would wait for a writer, a device
+    have no end, and a link may lead to either."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(f"{path} is no file")
+    return path.open("rb")
+
+
+def _remove(path: Path) -> None:
+    """Whatever lies there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _parts(path: Path) -> tuple[dict[str, Any], bytes]:
     """Header and payload. Errors: ``ValueError`` for a file that is not as it was written."""
-    line, _, payload = data.partition(b"\n")
-    header = _header(line)
-    if header.get("length") != len(payload) or header.get("sha256") != sha256(payload).hexdigest():
+    with _opened(path) as file:
+        header = _header(file)
+        payload = file.read()
+    # The key too, or a file under another one's name would be the code of another piece.
+    written = {"key": path.stem, "length": len(payload), "sha256": sha256(payload).hexdigest()}
+    if not written.items() <= header.items():
         raise ValueError("another payload")
     return header, payload
 
 
-def _header(line: bytes) -> dict[str, Any]:
+def _header(file: BinaryIO) -> dict[str, Any]:
     try:
-        return dict(json.loads(line))
+        return dict(json.loads(file.readline(_LONGEST_HEADER)))
     except (RecursionError, TypeError) as error:
         raise ValueError("no header") from error

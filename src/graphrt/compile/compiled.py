@@ -17,12 +17,11 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import effects, ranges, splitter, torch_api
-from graphrt.compile.backends import BlackBox, Job
+from graphrt.compile.backends import BlackBox, Inductor, Job
 from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
 from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
-from graphrt.compile.inductor import Inductor
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import Axis, Range, Symbols
@@ -327,7 +326,7 @@ class _Compilation:
     ) -> None:
         self._owner, self._axes, self._started = owner, axes, started
         self._limits, self._plan, self._compiler = owner._limits, owner._plan, owner._compiler
-        self._env: Any = None
+        self._mode: Any = None
         self._traced: Symbols | None = None
         self.stitched: Callable[..., Any] = _ran_uncompiled
         """What ``run`` made; ``given``: the names of what that takes."""
@@ -335,8 +334,8 @@ class _Compilation:
         self.source = ""
         self.infos: list[PieceInfo] = []
         self.report: CompileReport | None = None
-        self._misses: Counter[CacheMiss] = Counter()
-        self._num_loaded = 0
+        self._missed: Counter[CacheMiss | None] = Counter()
+        """None: loaded."""
         self._seconds = {"compile": 0.0, "load": 0.0}
         self._axis = next(iter(self._limits), "")
         """That of ranges and sizes."""
@@ -354,8 +353,7 @@ class _Compilation:
         began = perf_counter()
         refuse_values(node for node in graph.graph.nodes if ops.find(node) is None)
         symbols = self._traced = self._symbols(graph, inputs)
-        mode = TracingContext.get().fake_mode
-        self._env = None if mode is None else mode.shape_env
+        self._mode = TracingContext.get().fake_mode
         num_noops = 0
         if plan.level == 3 and plan.backend in ("eager", "inductor"):
             if plan.pass_config.enable_noop:
@@ -404,13 +402,14 @@ class _Compilation:
         self.stitched, self.source = splitter.stitch(graph, pieces, calls)
         owner._dump.write("stitch.py", lambda: self.source)
         self.given = _names(graph)
+        num_loaded = self._missed.pop(None, 0)
         self.report = CompileReport(
             backend=self._compiler.name,
             seconds=seconds | self._seconds,
-            num_compiles=self._misses.total(),
+            num_compiles=self._missed.total(),
             ranges=self._ranges,
-            misses=self._misses,
-            num_loaded=self._num_loaded,
+            misses={reason: count for reason, count in self._missed.items() if reason},
+            num_loaded=num_loaded,
             unmatched_splitting_ops=unmatched,
             side_effects=side_effects,
             num_noops=num_noops,
@@ -419,8 +418,8 @@ class _Compilation:
 
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
-        if self._owner._is_backed and self._env is not None and self._traced is not None:
-            ranges.refuse_shape_guards(self._env, self._traced.axes, None)
+        if self._owner._is_backed and self._traced is not None:
+            ranges.refuse_shape_guards(self._mode, self._traced.axes, None)
 
     def _symbols(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
         """Which symbol stands for which axis, by the tensors whose dimensions were marked."""
@@ -444,24 +443,20 @@ class _Compilation:
         forms = {}
         for sizes in wanted:
             began = perf_counter()
-            mode, inputs = symbols.inputs(piece.inputs, self._axis, sizes)
+            mode, inputs, axes = symbols.inputs(piece.inputs, self._axis, sizes)
             with mode, enable_python_dispatcher():
                 module, structure = self._module_for(piece, sizes, inputs, symbols)
             job = Job(module, inputs, piece.name, structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
-            if mode.shape_env is not None:
-                ranges.refuse_shape_guards(mode.shape_env, symbols.made, sizes)
+            ranges.refuse_shape_guards(mode, axes, sizes)
             call = form.call
             if self._cuts is not None:
                 call = torch_api.aligned(call, effects.written_inputs(piece))
             forms[sizes] = effects.with_layouts(call, piece) if self._compiler.is_opaque else call
             seconds = perf_counter() - began
             self._seconds["compile" if form.missed else "load"] += seconds
-            if form.missed is None:
-                self._num_loaded += 1
-            else:
-                self._misses[form.missed] += 1
+            self._missed[form.missed] += 1
             if self._owner._observer is not None:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)

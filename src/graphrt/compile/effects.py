@@ -147,14 +147,20 @@ def _may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     is_known = all(isinstance(number, int) for number in (*numbers, *offsets))
     if not is_known or one.dtype != other.dtype:
         return True
-    # Is there a place of each for which the difference of their offsets is made up?
-    terms = [(s, 0, n - 1) for n, s in zip(one.shape, one.stride(), strict=True)]
-    terms += [(s, 1 - n, 0) for n, s in zip(other.shape, other.stride(), strict=True)]
-    terms = sorted((term for term in terms if term[0]), reverse=True)
+    # Is there a place of each for which the difference of their offsets is made up? Dimensions of
+    # one stride count as one, or each pair of their places would be tried.
+    spans: dict[int, tuple[int, int]] = {}
+    for view, backward, forward in ((one, 0, 1), (other, 1, 0)):
+        for n, s in zip(view.shape, view.stride(), strict=True):
+            low, high = spans.get(s, (0, 0))
+            spans[s] = low - backward * (n - 1), high + forward * (n - 1)
+    terms = sorted(((s, *span) for s, span in spans.items() if s), reverse=True)
 
     def can_be(wanted: int, at: int) -> bool:
         if at == len(terms):
             return wanted == 0
+        if wanted % math.gcd(*(s for s, _, _ in terms[at:])):
+            return False
         stride, low, high = terms[at]
         least = sum(s * first for s, first, _ in terms[at + 1 :])
         most = sum(s * last for s, _, last in terms[at + 1 :])

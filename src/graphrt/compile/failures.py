@@ -12,7 +12,7 @@ from torch._dynamo import exc
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from graphrt.compile.guards import _shown
+from graphrt.compile.guards import as_written
 from graphrt.errors import (
     BreakError,
     CompileError,
@@ -114,7 +114,7 @@ def refuse_side_effects() -> tuple[str, ...]:
         stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, ())
         line = next(filter(None, map(_user_line, reversed(stacks))), Source())
         at = f" at {line.with_text}" if line else ""
-        subject = f"{_shown(name)}{attributes}"
+        subject = f"{as_written(name)}{attributes}"
         if name.startswith("G["):
             changed.append(subject)
             warnings.warn(

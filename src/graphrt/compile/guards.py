@@ -187,6 +187,8 @@ class _Read(NamedTuple):
     """One thing that the trace read."""
 
     expression: str
+    code: Any
+    """Of ``expression``."""
     told: tuple[str, object]
     """How it is compared, and what it was."""
 
@@ -202,17 +204,17 @@ class Audit:
         reads = {}
         for guard in guards:
             if guard.name and guard.has_value and not re.match(r"(args|kwargs)\b", guard.name):
-                reads[guard.name] = _Read(guard.name, _told(guard.value))
+                reads[guard.name] = _told(guard.value)
                 for name in _absent(guard):
-                    expression = f"{name!r} in {guard.name}.__dict__"
-                    reads[expression] = _Read(expression, _told(False))
+                    reads[f"{name!r} in {guard.name}.__dict__"] = _told(False)
         self._reads = []
         unchecked = []
-        for read in reads.values():
-            if self._now(read) == read.told:
-                self._reads.append((compile(read.expression, "<graphrt audit>", "eval"), read))
+        for expression, told in reads.items():
+            if self._now(expression) == told:
+                code = compile(expression, "<graphrt audit>", "eval")
+                self._reads.append(_Read(expression, code, told))
             else:
-                unchecked.append(_shown(read.expression))
+                unchecked.append(as_written(expression))
         self.unchecked = tuple(unchecked)
         self._shared = self._sharing()
 
@@ -222,28 +224,21 @@ class Audit:
 
     def told(self) -> dict[str, list[str]]:
         """What is compared, with its value, and what cannot be."""
-        compared = [f"{_shown(read.expression)}: {read.told[1]!r}" for _, read in self._reads]
+        compared = [f"{as_written(read.expression)}: {read.told[1]!r}" for read in self._reads]
         return {"compared": compared, "not compared": list(self.unchecked)}
 
     def check(self) -> None:
         """Errors: ``GuardAuditError`` with the first thing that differs from the trace."""
-        for code, read in self._reads:
-            now = self._now(read, code)
+        for read in self._reads:
+            now = self._now(read.code)
             if now != read.told:
-                raise GuardAuditError(
-                    _shown(read.expression),
-                    expected=f"{read.told[1]!r}, which the trace holds as a constant",
-                    found=repr(now[1]),
-                    do="put it back, or make another runtime, which traces the model as it is now",
-                )
+                expected = f"{read.told[1]!r}, which the trace holds as a constant"
+                raise _changed(read.expression, expected, repr(now[1]))
         for expression, first in self._sharing().items():
             if first != (before := self._shared[expression]):
-                raise GuardAuditError(
-                    _shown(expression),
-                    expected=f"the tensor that {_shown(before)} is, as when it was traced",
-                    found="another one" if first == expression else f"that of {_shown(first)}",
-                    do="put it back, or make another runtime, which traces the model as it is now",
-                )
+                expected = f"the tensor that {as_written(before)} is, as when it was traced"
+                found = "another one" if first == expression else f"that of {as_written(first)}"
+                raise _changed(expression, expected, found)
 
     def _sharing(self) -> dict[str, str]:
         """Of each tensor that the trace read, where it read that same tensor first: it is one
@@ -251,17 +246,26 @@ class Audit:
         # With the tensors, because an id is one's own only while it lives.
         first: dict[int, tuple[str, Any]] = {}
         found = {}
-        for code, read in self._reads:
+        for read in self._reads:
             if read.told[0] == "a tensor":
-                value = eval(code, self._scope)
+                value = eval(read.code, self._scope)
                 found[read.expression] = first.setdefault(id(value), (read.expression, value))[0]
         return found
 
-    def _now(self, read: _Read, code: Any = None) -> tuple[str, object]:
+    def _now(self, code: Any) -> tuple[str, object]:
         try:
-            return _told(eval(code or read.expression, self._scope))
+            return _told(eval(code, self._scope))
         except Exception as error:  # noqa: BLE001 - whatever it is, it stands there no more
             return "error", f"{type(error).__name__}: {error}"
+
+
+def _changed(expression: str, expected: str, found: str) -> GuardAuditError:
+    return GuardAuditError(
+        as_written(expression),
+        expected=expected,
+        found=found,
+        do="put it back, or make another runtime, which traces the model as it is now",
+    )
 
 
 def _absent(guard: Any) -> Iterator[str]:
@@ -291,7 +295,7 @@ def _told(value: Any) -> tuple[str, object]:
     return "an object of", type(value)
 
 
-def _shown(expression: str) -> str:
+def as_written(expression: str) -> str:
     """As the user writes it: ``model.layers.0.scale``."""
     plain = re.sub(r"^L\['(\w+)'\]", r"\1", expression)
     plain = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", plain)

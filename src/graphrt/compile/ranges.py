@@ -108,8 +108,6 @@ class Symbols:
         self.axes = dict(axes)
         self.names = {symbol: axis.name for symbol, axis in axes.items()}
         self._is_backed = is_backed
-        self.made: dict[Any, Axis] = {}
-        """The axes by the symbols of what ``inputs`` made last."""
 
     def place(self, nodes: Sequence[fx.Node], axis: str) -> tuple[int, int] | None:
         """Position in ``nodes`` and dimension (-1: a number) that are the size of ``axis``."""
@@ -127,15 +125,16 @@ class Symbols:
 
     def inputs(
         self, nodes: Sequence[fx.Node], axis: str, sizes: Range
-    ) -> tuple[FakeTensorMode, list[Any]]:
-        """Fake values of ``nodes`` in a mode of their own, where ``axis`` has ``sizes``.
+    ) -> tuple[FakeTensorMode, list[Any], dict[Any, Axis]]:
+        """Fake values of ``nodes`` in a mode of their own, where ``axis`` has ``sizes``; and what
+        varies in them, if it is backed, by symbol.
 
         In a new environment of shapes, so that nothing which one form assumes is left to another.
         """
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env)
         known: dict[Any, Any] = {}
-        self.made = {}
+        made: dict[Any, Axis] = {}
 
         def new_symbol(symbol: Any) -> Any:
             about = self.axes.get(symbol)
@@ -145,12 +144,12 @@ class Symbols:
             least, most = bounds[:2] if bounds else (1, about.most) if about else (0, None)
             if self._is_backed and about:
                 new = _backed(env, str(symbol), max(least, 2), max(most or 2, 2))
-                self.made[new] = about
+                made[new] = about
                 return new
             with env.ignore_fresh_unbacked_symbols():
-                made = env.create_unbacked_symint()
-            _constrain_range_for_size(made, least, most)
-            return made.node.expr
+                unbacked = env.create_unbacked_symint()
+            _constrain_range_for_size(unbacked, least, most)
+            return unbacked.node.expr
 
         def value(size: Any) -> Any:
             if not isinstance(size, torch.SymInt):
@@ -162,7 +161,7 @@ class Symbols:
             expression = expression.xreplace(known)
             if expression.is_number:
                 return int(expression)
-            hint = expression.xreplace(env.backed_var_to_val) if self.made else None
+            hint = expression.xreplace(env.backed_var_to_val) if made else None
             if hint is not None:
                 hint = int(hint) if hint.is_number else None
             return env.create_symintnode(expression, hint=hint)
@@ -177,7 +176,7 @@ class Symbols:
                     tuple(shape), tuple(stride), dtype=example.dtype, device=example.device
                 )
 
-        return mode, [fake(node) for node in nodes]
+        return mode, [fake(node) for node in nodes], made
 
 
 def _symbol_of(value: Any) -> Any:
@@ -191,13 +190,14 @@ def _backed(env: ShapeEnv, name: str, least: int, most: int) -> Any:
     return env.create_symbol(value, ConstantSource(name), DimDynamic.DYNAMIC, bounds)
 
 
-def refuse_shape_guards(env: ShapeEnv, axes: Mapping[Any, Axis], sizes: Range | None) -> None:
-    """Errors: ``ShapeGuardError`` with the first branch on a size that some other size does not
-    take. ``sizes``: of the first axis; None: all. Of two axes the first is at least the second.
+def refuse_shape_guards(mode: Any, axes: Mapping[Any, Axis], sizes: Range | None) -> None:
+    """Errors: ``ShapeGuardError`` with the first branch on a size in ``mode``, a fake one with an
+    environment of shapes, that some other size does not take. ``sizes``: of the first axis; None:
+    all. Of two axes the first is at least the second.
 
     Tried are all small sizes, and the largest.
     """
-    for guard in env.guards:
+    for guard in mode.shape_env.guards:
         known = [(symbol, axes[symbol]) for symbol in axes if symbol in guard.expr.free_symbols]
         known.sort(key=lambda item: item[1].order)
         tried = [_tried(axis, None if axis.order else sizes) for _, axis in known]

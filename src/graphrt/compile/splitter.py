@@ -30,14 +30,17 @@ _NAMESPACES_OF_TORCH = ("aten", "prim", "prims")
 _PROCESS = uuid4().hex
 
 
+Kind = Literal["captured", "splitting"]
+"""``splitting``: runs eagerly between graphs."""
+
+
 class PieceInfo(NamedTuple):
     """One piece, in call order."""
 
     number: int
     name: str
     """``piece 3``, or of a splitting piece the names of its ops."""
-    kind: Literal["captured", "splitting"]
-    """``splitting``: runs eagerly between graphs."""
+    kind: Kind
     is_plain: bool
     """True if each splitting op of it is called as the Python function that was given for it."""
     unique_id: str
@@ -56,7 +59,7 @@ Wrap = Callable[[Callable[..., Any], PieceInfo], Callable[..., Any]]
 class Piece(NamedTuple):
     """A part of the traced graph."""
 
-    kind: Literal["captured", "splitting"]
+    kind: Kind
     name: str
     is_plain: bool
     nodes: list[fx.Node]
@@ -264,9 +267,9 @@ def stitch(
 
 def _parts(
     graph: fx.GraphModule, ops: SplittingOps
-) -> tuple[list[tuple[Literal["captured", "splitting"], list[fx.Node]]], set[str]]:
+) -> tuple[list[tuple[Kind, list[fx.Node]]], set[str]]:
     """The nodes of each piece in order, and the names that matched."""
-    parts: list[tuple[Literal["captured", "splitting"], list[fx.Node]]] = []
+    parts: list[tuple[Kind, list[fx.Node]]] = []
     part_of: dict[fx.Node, list[fx.Node]] = {}
     matched = set()
     for node in graph.graph.nodes:
@@ -280,7 +283,7 @@ def _parts(
             continue
         if name is not None:
             matched.add(name)
-        kind: Literal["captured", "splitting"] = "captured" if name is None else "splitting"
+        kind: Kind = "captured" if name is None else "splitting"
         if not parts or parts[-1][0] != kind:
             if kind == "splitting" and len(parts) > 1 and _is_trivial(parts[-1][1]):
                 moved = parts.pop()[1]

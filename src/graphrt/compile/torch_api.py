@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+import re
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,10 +22,14 @@ import torch._inductor
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
-from torch._inductor import codecache, config as inductor_config, utils as inductor_utils
+from torch._inductor import (
+    codecache,
+    config as inductor_config,
+    cpu_vec_isa,
+    utils as inductor_utils,
+)
 from torch._inductor.codecache import PyCodeCache, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
@@ -172,23 +178,15 @@ def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Itera
     """
     holder: Any = getattr(inductor_utils, "_unstable_customized_partition_wrapper", None)
     options = {"graph_partition": True, "custom_should_partition_ops": list(ops)}
-    missing = [name for name in options if not hasattr(inductor_config, name)]
     if holder is None:
-        missing.append("set_customized_partition_wrappers")
-    if missing:
         raise ConfigError(
             "compilation.use_inductor_graph_partition",
             expected="a torch whose Inductor cuts graphs into partitions that others can wrap",
-            found=f"torch {torch.__version__}, which has no {', '.join(missing)}",
+            found=f"torch {torch.__version__}, which has no set_customized_partition_wrappers",
             do="cut at splitting_ops without it, or take torch 2.11 or later",
         )
-    before = holder.wrapper
-    holder.wrapper = wrapper
-    try:
-        with inductor_config.patch(options):
-            yield
-    finally:
-        holder.wrapper = before
+    with _replaced(holder, "wrapper", wrapper), inductor_config.patch(options):
+        yield
 
 
 def aligned(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
@@ -233,41 +231,41 @@ def to_bytes(artifact: Any) -> bytes | None:
         except (RuntimeError, AssertionError):
             return None
         # Not asked for where Inductor compiled nothing for a CPU: it would compile to find out.
-        isas = _names(valid_vec_isa_list()) if valid_vec_isa_list.cache_info().currsize else ""
-        return isas.encode() + b"\n" + path.read_bytes()
+        found = cpu_vec_isa.valid_vec_isa_list
+        isas = found() if found.cache_info().currsize else None
+        return pickle.dumps((isas, path.read_bytes()))
 
 
 def from_bytes(payload: bytes) -> Callable[..., Any]:
-    """Raises whatever torch raises, about anything."""
-    isas, _, saved = payload.partition(b"\n")
-    if isas and not valid_vec_isa_list.cache_info().currsize:
-        # Inductor starts a process to try each instruction set of the CPU: these were tried.
-        with inductor_config.patch({"cpp.vec_isa_ok": True}):
-            if _names(valid_vec_isa_list()) != isas.decode():
-                valid_vec_isa_list.cache_clear()
+    """What ``to_bytes`` was given. Raises whatever torch raises, about anything."""
+    isas, saved = pickle.loads(payload)  # An entry is code, and from a folder of this user's.
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
-    with tempfile.TemporaryDirectory() as folder, in_process, _no_headers():
+    with tempfile.TemporaryDirectory() as folder, in_process, _without_compiler(isas):
         path = Path(folder, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")
 
 
 @contextmanager
-def _no_headers() -> Iterator[None]:
-    """While entered, Inductor compiles no C++ header beforehand. It would run the C++ compiler to
-    see whether the one that it has is stale, also where nothing is to be compiled with it."""
-    module: Any = codecache
-    before = getattr(module, "_precompile_header", None)
-    module._precompile_header = lambda *args, **options: ""
+def _without_compiler(isas: Sequence[Any] | None) -> Iterator[None]:
+    """While entered, Inductor does not start the C++ compiler, or a process, to find out what is
+    known: whether the header that it compiled beforehand is stale, which ``isas`` the CPU has."""
+    with ExitStack() as replaced:
+        replaced.enter_context(_replaced(codecache, "_precompile_header", lambda *_, **__: ""))
+        if isas is not None:
+            replaced.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: isas))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        module._precompile_header = before
-
-
-def _names(instruction_sets: Sequence[Any]) -> str:
-    return ", ".join(map(str, instruction_sets))
+        setattr(owner, name, before)
 
 
 def fast_call(artifact: Any) -> Callable[..., Any]:
@@ -386,10 +384,15 @@ def _version(package: str) -> str:
 def device_name(device: torch.device) -> str:
     """What compiled code for ``device`` depends on, in words."""
     if device.type == "cpu":
-        # Not Inductor's own question for the instruction set, which starts processes to try each.
+        # Not Inductor's own question for instruction sets, which starts processes to try each: what
+        # it finds follows from what the CPU says that it has, and from the compiler.
+        asked = re.compile(r"_is_\w+_supported")
+        has = [
+            name for name in dir(torch.cpu) if asked.fullmatch(name) and getattr(torch.cpu, name)()
+        ]
         compiler = get_cpp_compiler()
-        capability = torch.backends.cpu.get_cpu_capability()
-        return f"{capability} {compiler} {get_compiler_version_info(compiler)}"
+        known = (torch.backends.cpu.get_cpu_capability(), *has, compiler)
+        return f"{' '.join(known)} {get_compiler_version_info(compiler)}"
     # Not Inductor's own question, which hashes the source of Triton to say its version too.
     about = get_interface_for_device(device).get_device_properties(device)
     return f"{about.name} {DeviceProperties.create(device)}"

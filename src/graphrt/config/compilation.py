@@ -36,6 +36,7 @@ CAPTURE_SIZES = "cudagraph_capture_sizes"
 """In ``compile_sizes``: the sizes that are captured."""
 MOST_WARMUPS = 1_000
 _DEEPEST = 16
+_MOST_BITS = 1024
 
 PASS_FLAGS = (
     "enable_fusion",
@@ -146,9 +147,13 @@ def _copied(value: object, depth: int = 0) -> object:
     if depth > _DEEPEST:
         raise ValueError(f"a mapping, nested at most {_DEEPEST} deep")
     if isinstance(value, Mapping):
+        if depth and not all(isinstance(name, str) for name in value):
+            raise ValueError("texts as the keys of a mapping inside it")
         return {name: _copied(item, depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_copied(item, depth + 1) for item in value]
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"numbers of at most {_MOST_BITS} bits")
     return value
 
 
@@ -435,7 +440,8 @@ def graph_values(config: Any, marked: Any) -> dict[str, object]:
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    # Not any sequence: bytes are no JSON, and of a ``range`` each number would be looked at.
+    if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
@@ -448,7 +454,7 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):
-        return {str(name): _canonical(item) for name, item in value.items()}
+        return {name: _canonical(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_canonical(item) for item in value]
     if _is_plain(value):
@@ -457,5 +463,7 @@ def _canonical(value: Any) -> Any:
 
 
 def _name_of(value: object) -> str:
-    kind = value if hasattr(value, "__qualname__") else type(value)
+    # A generator has a name and no module.
+    kind: Any = value if hasattr(value, "__module__") else type(value)
+    kind = kind if hasattr(kind, "__qualname__") else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
