@@ -658,7 +658,7 @@ class CUDAGraphRunner:
                 if not pads:
                     return self._executor.compare(ready, call).outputs
                 try:
-                    return self._executor.compare_padding(ready, call)
+                    return self._executor.compare_padding(ready, call)[0]
                 except VerificationError:
                     # Padding is not to blame where the graph itself is wrong, which this raises.
                     self._executor.compare(ready, call)

@@ -25,5 +25,6 @@ from graphrt.verify.replay import (
     require_compared as require_compared,
     require_other_example as require_other_example,
     require_varied_for_memos as require_varied_for_memos,
+    warn_unverified as warn_unverified,
 )
 from graphrt.verify.run_state import RunState as RunState, WrittenRows as WrittenRows

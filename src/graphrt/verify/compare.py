@@ -8,7 +8,7 @@ of a matrix product alone may change its rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -124,11 +124,17 @@ def compare(
             num_compared += one.value is not None
             if not same_host_value(one.value, other.value, of_host):
                 differences.append(Difference(path, repr(one.value), repr(other.value)))
-    # Not max alone: what it makes of a NaN depends on the order.
-    largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
     order = {path: number for number, path in enumerate(left)}
     differences.sort(key=lambda difference: order[difference.path])
-    return Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), largest, num_ties)
+    return Comparison(
+        tuple(differences), num_compared, tuple(sorted(unchecked)), largest_of(sizes), num_ties
+    )
+
+
+def largest_of(sizes: Iterable[float]) -> float:
+    """The largest; NaN if any is, which ``max`` alone would tell by their order."""
+    each = list(sizes)
+    return math.nan if any(map(math.isnan, each)) else max(each)
 
 
 def _compare_tensors(
