@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.errors import ConfigError, InputMismatchError
-from graphrt.graphs import BufferSpec
+from graphrt.errors import InputMismatchError
 from graphrt.verify import compare
 
 Sizes = Mapping[str, int]
@@ -46,24 +45,6 @@ def as_example(like: Example | Values) -> Example:
             do="pass what a step is given",
         )
     return example
-
-
-def fixed_inputs(
-    examples: Examples | None, sizes: Sizes, *, has_keys: bool
-) -> tuple[BufferSpec, ...]:
-    """A spec for each value of an example, where all calls have its shapes and dtypes.
-
-    Errors: ``ConfigError`` without examples, and where the keys say that calls differ.
-    """
-    if examples is None or has_keys:
-        raise ConfigError(
-            "inputs=None",
-            expected="examples(sizes, seed), whose shapes and dtypes all calls have",
-            found="sizes, capacity or a dispatcher" if has_keys else "neither inputs nor examples",
-            do="declare a BufferSpec for each input",
-        )
-    values = as_example(examples(sizes, 0)).values
-    return tuple(BufferSpec(name, tuple(v.shape), v.dtype) for name, v in values.items())
 
 
 def examples_like(

@@ -13,11 +13,17 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
-from graphrt.config.checked import check_callable, check_choice, check_count, check_type
+from graphrt.config.checked import (
+    check_callable,
+    check_choice,
+    check_count,
+    check_number,
+    check_type,
+)
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
-from graphrt.dispatch import NOTHING, BucketKey
+from graphrt.dispatch import NOTHING, BucketKey, ordered_sizes
 from graphrt.errors import (
     BatchError,
     ConfigError,
@@ -27,6 +33,7 @@ from graphrt.errors import (
 )
 from graphrt.events import KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
+    BufferSpec,
     CaptureOptions,
     Entry,
     ExternalsReport,
@@ -47,7 +54,7 @@ from graphrt.graphs.values import own_copy
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress, StepMetrics, shown
 from graphrt.runner.captures import Captures
-from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inputs
+from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example
 from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph, Varying
 from graphrt.runner.keys import (
     Dispatcher,
@@ -55,7 +62,6 @@ from graphrt.runner.keys import (
     NoDispatcher,
     RunnerKeys,
     batch_key,
-    check_options,
     check_specs,
     closed_error,
     in_order,
@@ -64,7 +70,6 @@ from graphrt.runner.keys import (
     miss_error,
     no_examples_error,
     require_decision,
-    require_sizes,
 )
 from graphrt.runner.report import (
     Misses,
@@ -161,7 +166,13 @@ class CUDAGraphRunner:
         space: KeySpace | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
-        check_options(verify, verify_every, verify_tolerance, watch, on_miss)
+        check_choice("verify", verify, ("first", "off"))
+        check_choice("on_miss", on_miss, ("eager", "strict"))
+        check_choice("watch", watch, ("spread", "always", "off"))
+        if verify_tolerance is not None:
+            check_number("verify_tolerance", verify_tolerance)
+        if verify_every is not None:
+            check_count("verify_every", verify_every)
         check_callable("the callable of a runner", fn)
         for which, given in (("examples", examples), ("observer", observer)):
             if given is not None:
@@ -517,10 +528,9 @@ class CUDAGraphRunner:
             decision = self._keys.decide(key, sizes, is_exact=sizes == staged)
         elif sizes is None:
             sizes = self.real_sizes(values)
-        else:
-            require_sizes(sizes, self.axes)
         if decision is not None:
             require_decision(decision)
+            ordered_sizes(sizes, self.capacity)
         else:
             decision = self.decide(sizes)
             if decision.reason is Reason.NOT_CAPTURED_YET:
@@ -609,8 +619,7 @@ class CUDAGraphRunner:
 
         def refresh() -> None:
             if not look():
-                self._ask()
-                self._refresh()
+                self.check_externals()
 
         return refresh
 
@@ -630,9 +639,7 @@ class CUDAGraphRunner:
 
     def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
         """Look at everything; ``decision``, or an eager one where its program is invalid now."""
-        self.require_open()
-        self._ask()
-        self._refresh()
+        self.check_externals()
         mode, key, _ = decision
         entry = self._entries.get((mode, key))
         if entry is None or entry.reason is not Reason.INVALIDATED:
@@ -898,7 +905,17 @@ def _declared(
 ) -> tuple[Inputs, Sizes]:
     """The specs of the inputs, and the sizes of all calls where these are always the same."""
     if inputs is None:
-        inputs = fixed_inputs(examples, _FIXED, has_keys=has_keys)
+        if examples is None or has_keys:
+            raise ConfigError(
+                "inputs=None",
+                expected="examples(sizes, seed), whose shapes and dtypes all calls have",
+                found="sizes, capacity or a dispatcher"
+                if has_keys
+                else "neither inputs nor examples",
+                do="declare a BufferSpec for each input",
+            )
+        values = as_example(examples(_FIXED, 0)).values
+        inputs = [BufferSpec(name, tuple(v.shape), v.dtype) for name, v in values.items()]
     if callable(inputs):
         return inputs, {}
     specs = check_specs(inputs)
