@@ -50,7 +50,7 @@ def as_example(like: Example | Values) -> Example:
 def examples_like(
     example: Example, sizes: Sizes, shapes: Mapping[str, tuple[int | str, ...]]
 ) -> Examples:
-    """Examples made of one real batch of ``sizes``: its rows, repeated or cut to other sizes.
+    """Examples made of the first ``sizes`` of one real batch: rows, repeated or cut to other sizes.
 
     Along each axis, row ``i`` is row ``(i + seed) % n`` of the batch, so that contents stay valid.
     Where that is the example of seed 0 again (one row, or equal ones), floating-point inputs are
@@ -66,8 +66,13 @@ def examples_like(
                 found="0",
                 do="give a batch that is not empty",
             )
-    # A copy, because later captures use it too, and the caller may write what it gave.
-    batch = {name: value.detach().clone() for name, value in example.values.items()}
+    batch = {}
+    for name, value in example.values.items():
+        for dim, length in enumerate(shapes[name]):
+            if isinstance(length, str):
+                value = value.narrow(dim, 0, sizes[length])
+        # A copy, because later captures use it too, and the caller may write what it gave.
+        batch[name] = value.detach().clone()
 
     def rows(wanted: Sizes, seed: int) -> dict[str, torch.Tensor]:
         made = {}

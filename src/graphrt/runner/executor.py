@@ -20,6 +20,7 @@ from graphrt.errors import (
     InputMismatchError,
     UnkeyedValueError,
     VerificationError,
+    shown,
 )
 from graphrt.events import Event, Observer
 from graphrt.graphs import (
@@ -36,6 +37,7 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
+from graphrt.graphs.buffers import require_tensor
 from graphrt.graphs.values import (
     format_path,
     kept_host_value,
@@ -203,8 +205,15 @@ class Executor:
         self._captured_with.clear()
         example, buffers = as_example(like), self._buffers_to_read()
         buffers.require_inputs(tuple(example.values))
+        for name, value in example.values.items():
+            require_tensor(f"like: input {name!r}", value, "a tensor")
         shapes = {name: spec.shape for name, spec in buffers.specs.items()}
-        self.examples = examples_like(example, buffers.real_sizes(example.values), shapes)
+        # Seeds 0 and 1 take no rows beyond these of a batch that is larger than every key.
+        sizes = {
+            axis: min(size, self.space.capacity[axis] + 1)
+            for axis, size in buffers.real_sizes(example.values).items()
+        }
+        self.examples = examples_like(example, sizes, shapes)
 
     def forget_examples(self) -> None:
         """What a failed or interrupted capture was made with may belong to others by the next."""
@@ -713,7 +722,7 @@ class Executor:
             raise ConfigError(
                 f"examples({dict(sizes)}, {seed})",
                 expected="an Example, or values by input name",
-                found=repr(made),
+                found=shown(made),
                 do="return {name: tensor} for every input",
             )
         self._has_step_info = self._has_step_info or example.step_info is not None

@@ -30,6 +30,7 @@ from graphrt.errors import (
 from graphrt.events import KeysChanged
 from graphrt.files import MOST_NAMED
 from graphrt.graphs import BufferSpec, Catalog, Entry, Key, OutputSpec
+from graphrt.verify import is_key
 
 
 class Dispatcher(Protocol):
@@ -118,7 +119,6 @@ def key_space(
     """The keys of every combination of ``sizes``, or the caller's. Errors: ``ConfigError``."""
     served = check_modes(modes)
     mode = CUDAGraphMode["FULL_AND_PIECEWISE" if len(served) == 2 else served[0].name]
-    check_type("sizes", sizes, Mapping | None, _BY_AXIS, "name the axis")
     listed = BucketDispatcher(sizes, mode).axes if sizes is not None else {}
     limits = check_capacity(listed, capacity)
     sizes_of = partial(sizes_of_key, limits)
@@ -246,11 +246,7 @@ def smaller_by_axis(
 
 def require_decision(decision: object) -> None:
     """Errors: ``BatchError`` for what is no ``Decision``."""
-    if not (
-        isinstance(decision, Decision)
-        and isinstance(decision.mode, RuntimeMode)
-        and isinstance(decision.descriptor, BatchDescriptor)
-    ):
+    if not isinstance(decision, Decision) or not is_key(decision[:2]):
         raise BatchError(
             "decision",
             expected="what decide() or a dispatcher said",
@@ -284,7 +280,7 @@ def sizes_of_key(capacity: Mapping[str, int], key: BatchDescriptor) -> dict[str,
     variant = getattr(key, "variant", None)
     if not isinstance(variant, BucketKey) or len(variant.sizes) != len(capacity):
         raise BatchError(
-            repr(key),
+            shown(key),
             expected=f"a key with a size for each of {list(capacity)}",
             found="another key",
             do="make it with runner.key(...)",
@@ -307,7 +303,7 @@ def check_modes(modes: Sequence[object]) -> tuple[RuntimeMode, ...]:
     return tuple(sorted((RuntimeMode[name] for name in found), reverse=True))
 
 
-_BY_AXIS = "a dict by axis, such as sizes={'batch': [2, 4]}"
+BY_AXIS = "a dict by axis, such as sizes={'batch': [2, 4]}"
 
 
 def check_capacity(
@@ -317,7 +313,6 @@ def check_capacity(
 
     Errors: ``ConfigError``.
     """
-    check_type("capacity", capacity, Mapping | None, _BY_AXIS, "name the axis")
     for axis, size in (capacity or {}).items():
         check_type("an axis of capacity", axis, str, "a name")
         check_count(f"capacity of axis {axis!r}", size, least=0)
@@ -343,9 +338,9 @@ def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
         for axis in lengths.values():
             if isinstance(axis, str) and axis not in capacity:
                 raise ConfigError(
-                    f"axis {axis!r} of output {path!r}",
+                    f"axis {shown(axis)} of output {shown(path)}",
                     expected=f"one of {', '.join(capacity)}, or a function of the sizes",
-                    found=repr(axis),
+                    found=shown(axis),
                     do="name an axis of the batch",
                 )
 

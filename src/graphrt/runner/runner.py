@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from time import perf_counter_ns
@@ -17,6 +17,7 @@ from graphrt.config.checked import (
     check_callable,
     check_choice,
     check_count,
+    check_hashable,
     check_number,
     check_type,
 )
@@ -29,6 +30,7 @@ from graphrt.errors import (
     ConfigError,
     ReentrantStepError,
     VerificationError,
+    shown as shown_value,
     with_notes,
 )
 from graphrt.events import KeysChanged, Observer, RanEager, Replayed, Withdrawn
@@ -48,6 +50,7 @@ from graphrt.graphs import (
     Workspace,
     frozen_heap,
 )
+from graphrt.graphs.buffers import require_tensor
 from graphrt.graphs.held import bytes_of
 from graphrt.graphs.library import copy_error
 from graphrt.graphs.values import own_copy
@@ -57,6 +60,7 @@ from graphrt.runner.captures import Captures
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example
 from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph, Varying
 from graphrt.runner.keys import (
+    BY_AXIS,
     Dispatcher,
     KeySpace,
     NoDispatcher,
@@ -180,6 +184,11 @@ class CUDAGraphRunner:
         check_type("name", name, str | None, "a text")
         check_type("reads_padding", reads_padding, str, "why results depend on padding, in words")
         check_type("library", library, GraphLibrary | None, "a GraphLibrary")
+        check_type("space", space, KeySpace | None, "a KeySpace")
+        check_type("lockstep", lockstep, Lockstep | None, "a Lockstep")
+        check_type("nvtx", nvtx, bool, "True or False")
+        for which, each in (("sizes", sizes), ("capacity", capacity)):
+            check_type(which, each, Mapping | None, BY_AXIS, "name the axis")
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
         has_keys = bool(sizes or capacity or space)
@@ -275,7 +284,7 @@ class CUDAGraphRunner:
         Errors: ``BatchError`` for a missing or unknown axis, or a size beyond the capacity;
                 ``ConfigError`` for a ``variant`` that cannot be hashed.
         """
-        check_type("variant", variant, Hashable, "a value that can be hashed")
+        check_hashable("variant", variant)
         return make_key(in_order(self.capacity, sizes, "padded"), variant)
 
     def real_sizes(self, values: Values) -> dict[str, int]:
@@ -682,6 +691,7 @@ class CUDAGraphRunner:
     def _find_ready(self, decision: Decision) -> ReadyGraph:
         """The graph of a decision whose key equals a key of this runner but is another object."""
         self.require_open()
+        require_decision(decision)
         mode, key, _ = decision
         entry = self._entries.get((mode, key))
         ready = None if entry is None else self._ready[mode].get(id(entry.key))
@@ -915,6 +925,8 @@ def _declared(
                 do="declare a BufferSpec for each input",
             )
         values = as_example(examples(_FIXED, 0)).values
+        for name, value in values.items():
+            require_tensor(f"an example: input {shown_value(name)}", value, "a tensor")
         inputs = [BufferSpec(name, tuple(v.shape), v.dtype) for name, v in values.items()]
     if callable(inputs):
         return inputs, {}
