@@ -301,8 +301,10 @@ class Executor:
         ready.bound.stage_without_grad(staged, values)
         for resource in self._resources:
             resource.prepare(ready.key, step_info)
-        if ready.has_autocast or is_any_autocast_enabled():
-            self._check_autocast(ready)
+        if (ready.has_autocast or is_any_autocast_enabled()) and (
+            torch.is_autocast_enabled(self._device_kind) is not ready.has_autocast
+        ):
+            raise autocast_error(ready.key, ready.program.autocast)
         if ready.check is not None:
             ready.check(step_info)
         if ready.has_eager:
@@ -311,10 +313,6 @@ class Executor:
         else:
             ready.program.replay()
         return ready.unpad(sizes)
-
-    def _check_autocast(self, ready: ReadyGraph) -> None:
-        if torch.is_autocast_enabled(self._device_kind) is not ready.has_autocast:
-            raise autocast_error(ready.key, ready.program.autocast)
 
     def eager(self, key: BatchDescriptor, call: Call) -> Any:
         """Run ``fn`` itself, in the shared buffers where the values fit, else in new ones.

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self
 
 import torch
+from torch import is_grad_enabled
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.config.checked import (
@@ -585,14 +586,14 @@ class CUDAGraphRunner:
         cuts itself. Shapes, aliasing, errors: as ``run``.
         """
         staged = staged or sizes
-        if decision.mode is not _EAGER and not self._look():
-            decision = self._ask_again(decision, staged)
+        mode, key, reason = decision
+        if mode is not _EAGER and not self._look():
+            mode, key, reason = decision = self._ask_again(decision, staged)
         self.last_decision = decision
         if self._is_running:
             self._require_idle("run")
-        mode, key, reason = decision
         self._is_running = True
-        has_grad = torch.is_grad_enabled()
+        has_grad = is_grad_enabled()
         try:
             if has_grad:
                 # What is staged, and what eager segments return, must not grow a graph of its own.
