@@ -162,17 +162,6 @@ def check_padding(
         outputs = call_with(call, *varied)
         return outputs if is_last else own_copy(outputs), state.save()
 
-    def require_equal_repeats(outcome: Comparison) -> None:
-        _tell(observer, mode, key, outcome)
-        if can_repeat and state.varies(saved, lambda: call_with(replay)):
-            raise VerificationError(
-                subject,
-                expected="a replay whose bits are the same in each run, for differences to show "
-                "what padding does",
-                found=f"bits that vary: {outcome}",
-                do=VARYING,
-            )
-
     try:
         # A replay first: a GPU is busy with it while the host launches the eager run.
         varied = run(replay, *names) if names else None
@@ -183,45 +172,53 @@ def check_padding(
         if earlier:
             state.settle(saved, *(each.compared for each in (*earlier, found[1])))
         outcome: Comparison | None = None
+        is_read = depends_on_size = False
         if varied is not None:
             outcome = _compare_runs(varied, found, tolerance)
-            if not outcome.is_equal:
-                found = own_copy(found[0]), found[1]  # The next replays overwrite it.
-                require_equal_repeats(outcome)
-                raise _padding_read_error(
-                    subject,
-                    names,
-                    outcome,
-                    lambda name: (
-                        not can_repeat
-                        or _compare_runs(
-                            run(replay, name, poisons=False), found, tolerance
-                        ).is_equal
-                    ),
-                )
-        if unpadded is not None and not is_random:
+            is_read = not outcome.is_equal
+        if unpadded is not None and not is_random and not is_read:
             outcome = _compare_runs(unpadded, found, UNPADDED_TOLERANCE, chosen_from)
-            is_tolerated = tolerance is not None and (
-                _compare_runs(unpadded, found, tolerance).is_equal
+            depends_on_size = not outcome.is_equal and (
+                tolerance is None or not _compare_runs(unpadded, found, tolerance).is_equal
             )
-            if not outcome.is_equal and not is_tolerated:
-                require_equal_repeats(outcome)
+        if outcome is not None and observer is not None:
+            largest, ties = outcome.max_abs_difference, outcome.num_ties
+            observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
+        if is_read or depends_on_size:
+            found = own_copy(found[0]), found[1]  # The next replays overwrite it.
+            if can_repeat and state.varies(saved, lambda: call_with(replay)):
                 raise VerificationError(
                     subject,
-                    expected="the real rows and the state of the unpadded batch, within the "
-                    "tolerance of their dtype",
-                    found=f"the result depends on the padded size: {outcome}",
-                    do="mask what is summed over rows, and pass the real size as a tensor in "
-                    "place of the number of rows",
+                    expected="a replay whose bits are the same in each run, for differences to "
+                    "show what padding does",
+                    found=f"bits that vary: {outcome}",
+                    do=VARYING,
                 )
+        if is_read:
+            raise _padding_read_error(
+                subject,
+                names,
+                outcome,
+                lambda name: (
+                    not can_repeat
+                    or _compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
+                ),
+            )
+        if depends_on_size:
+            raise VerificationError(
+                subject,
+                expected="the real rows and the state of the unpadded batch, within the tolerance "
+                "of their dtype",
+                found=f"the result depends on the padded size: {outcome}",
+                do="mask what is summed over rows, and pass the real size as a tensor in place of "
+                "the number of rows",
+            )
     except BaseException:
         state.restore(saved)
         raise
     unlike = {}
     if unpadded is not None:
         unlike = state.unlike_scratch(saved, unpadded[1], UNPADDED_TOLERANCE)
-    if outcome is not None:
-        _tell(observer, mode, key, outcome)
     return found[0], unlike
 
 
@@ -235,14 +232,6 @@ def _compare_runs(
     outputs = compare(expected[0], found[0], tolerance=tolerance, chosen_from=chosen_from)
     state = compare(expected[1].compared, found[1].compared, tolerance=tolerance)
     return outputs if state.is_equal or not outputs.is_equal else state
-
-
-def _tell(
-    observer: Observer | None, mode: RuntimeMode, key: BatchDescriptor, outcome: Comparison
-) -> None:
-    if observer is not None:
-        largest, ties = outcome.max_abs_difference, outcome.num_ties
-        observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
 
 
 def check_padding_unread(
@@ -285,7 +274,7 @@ def check_padding_unread(
 
 
 def _padding_read_error(
-    subject: str, names: Iterable[str], outcome: Comparison, is_unread: Callable[[str], bool]
+    subject: str, names: Iterable[str], outcome: Comparison | None, is_unread: Callable[[str], bool]
 ) -> VerificationError:
     """Name the buffers that are read, or all where only several of them together show it."""
     alone = [name for name in names if not is_unread(name)]
