@@ -53,7 +53,8 @@ class OutputSpec:
 
     ``replay_count``: how often outputs were overwritten, as ``unpad`` and ``expire`` count it.
 
-    Errors: ``ConfigError`` for axes that are no mapping, and another policy.
+    Errors: ``ConfigError`` for axes and ``chosen_from`` that are no mappings by path, what is no
+            dimension, and another policy.
     """
 
     def __init__(

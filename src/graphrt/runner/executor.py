@@ -605,7 +605,6 @@ class Executor:
                     f"{name} is left otherwise by a padded replay: {outcome}"
                     for name, outcome in unlike.items()
                 )
-                entry.padding += f"; {told}"
                 # Rows of padding may have fallen on real ones; or it is scratch.
                 warn_unverified(
                     subject,
@@ -616,6 +615,7 @@ class Executor:
                     "'input that indexes its rows'} compares the real rows",
                     is_strict=self.is_strict,
                 )
+                entry.padding += f"; {told}"
 
     @contextmanager
     def _state_kept(self, overwritten: Sequence[torch.Tensor] = ()) -> Iterator[Callable[[], None]]:

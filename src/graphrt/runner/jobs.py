@@ -62,6 +62,7 @@ class CaptureJob:
     a seed: 0 for warm-up and capture, 1 for the first replay, which is then compared with eager.
     ``check``: plays the new program and raises if it is wrong, in place of that comparison.
     ``checked``: called when the check is over, whatever came of it.
+    Errors: ``ConfigError`` for arguments of another kind.
     """
 
     target: Callable[..., Any]
@@ -141,7 +142,7 @@ def capture_all(
     for a key sets (a memo) stays. ``ended(phase)`` is called as all jobs are warmed up, captured
     and checked.
     Errors: the first failure, unless failures are skipped. A check that fails does not hinder
-    those of the other jobs.
+    those of the other jobs. ``ConfigError`` for arguments of another kind.
     """
     check_type("library", library, GraphLibrary, "the GraphLibrary that owns the programs")
     check_type("options", options, CaptureOptions | None, "CaptureOptions")

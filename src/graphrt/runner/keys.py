@@ -147,14 +147,18 @@ class RunnerKeys:
         if keys is None:
             return list(self.entries.values())
         chosen: dict[Key, None] = {}
+        unknown: list[Any] = []
         expected = "a list of keys of this runner, each with its mode or alone"
         for item in checked_list("keys", keys, BatchDescriptor | tuple, expected):
             if isinstance(item, BatchDescriptor):
                 chosen.update(((mode, item), None) for mode in self._space.modes)
-            else:
+            elif is_key(item):
                 chosen[item] = None
-        unknown = [item for item in chosen if item not in self.entries]
-        if unknown and not self._space.may_grow:
+            else:
+                unknown.append(item)
+        is_wrong = bool(unknown)
+        unknown += [item for item in chosen if item not in self.entries]
+        if is_wrong or (unknown and not self._space.may_grow):
             raise ConfigError(
                 "keys to capture",
                 expected="keys of this runner's plan, each with its mode",
