@@ -265,15 +265,13 @@ def check_keys(
             do="take the pairs from the dispatcher's own `keys`",
         )
     for why in copy.values():
-        check_type("unavailable keys", why, Reason, "a Reason for each")
-    hits = [why for why in copy.values() if not why.is_miss]
-    if hits:
-        raise ConfigError(
-            "unavailable keys",
-            expected="a reason why the key has no graph",
-            found=", ".join(sorted({why.name for why in hits})),
-            do="leave out the keys whose graphs serve",
-        )
+        if not isinstance(why, Reason) or not why.is_miss:
+            raise ConfigError(
+                "unavailable keys",
+                expected="a reason why the key has no graph",
+                found=shown(why),
+                do="leave out the keys whose graphs serve",
+            )
     return copy
 
 

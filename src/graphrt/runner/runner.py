@@ -823,16 +823,12 @@ class CUDAGraphRunner:
             return "Nothing has run yet."
         if isinstance(subject, Decision):
             return "\n".join(self._explain_decision(subject))
-        keys = self.keys
-        if isinstance(subject, BatchDescriptor):
-            keys = tuple(item for item in keys if item[1] == subject)
-        elif isinstance(subject, tuple) and len(subject) == 2:
-            keys = tuple(item for item in keys if item == subject)
-        else:
+        if not isinstance(subject, BatchDescriptor | tuple):
             return explain(subject)
-        if not keys:
+        found = [entry for item, entry in self._entries.items() if subject in (item, item[1])]
+        if not found:
             return f"{explain(subject)}\nNo key of this runner: see `keys`."
-        return "\n".join(line for item in keys for line in explain_entry(self._entries[item]))
+        return "\n".join(line for entry in found for line in explain_entry(entry))
 
     def _explain_decision(self, decision: Decision) -> Iterator[str]:
         mode, key, reason = decision
