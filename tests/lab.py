@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
@@ -287,6 +288,13 @@ def random_rows(sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
     """``x`` [n, 4], for ``rows_runner``."""
     generator = torch.Generator().manual_seed(seed)
     return {"x": torch.randn(sizes["n"], 4, generator=generator)}
+
+
+def nested(rows: torch.Tensor) -> torch.Tensor:
+    """A nested tensor without strides, of which torch tells no shape."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That their interface is to change.
+        return torch.nested.nested_tensor([rows, rows])
 
 
 def rows_runner(

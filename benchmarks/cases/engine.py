@@ -411,8 +411,8 @@ def unpadded() -> Iterator[None]:
         yield
 
 
-def _nothing(*_: object) -> None:
-    return None
+def _nothing(*_: object) -> tuple[None, dict[str, object]]:
+    return None, {}
 
 
 def start_with_every_key(context: int, seed: int) -> Start:

@@ -303,15 +303,15 @@ MUTANTS = [
     Mutant(
         "state is not compared",
         VERIFY + "replay.py",
-        "comparison.is_equal and (states is None or states.is_equal)",
-        "comparison.is_equal",
+        "self.comparison.is_equal and (self.state is None or self.state.is_equal)",
+        "self.comparison.is_equal",
         REPLAY,
     ),
     Mutant(
         "eager side keeps what the model stored in its warm-up",
         VERIFY + "replay.py",
-        "with before_warmup.restored() if before_warmup is not None else nullcontext():",
-        "with nullcontext():",
+        "with restored(before_warmup):\n                for ",
+        "with restored(None):\n                for ",
         REPLAY,
     ),
     Mutant(

@@ -14,9 +14,13 @@ from graphrt.errors import (
     VerificationError,
 )
 from graphrt.runner.examples import as_example, examples_like
-from lab import RuntimeLab, assert_equal, values
+from lab import RuntimeLab, assert_equal, nested, rows_runner, values
 
 SHAPES = {"x": ("rows", 2), "grid": (3, "columns", "rows"), "scale": (1,)}
+
+
+def double(x):
+    return x * 2
 
 
 def batch_of(rows, columns):
@@ -200,3 +204,29 @@ def test_memo_is_not_told_where_every_input_varies():
         pytest.raises(VerificationError, match="kept"),
     ):
         runner.capture(like={"x": torch.ones(2, 4), "t": torch.tensor([2.0])})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, 4, dtype=torch.complex64),
+        nested(torch.ones(2, 4)),
+        torch.ones(2, 4).to_sparse(),
+        torch.ones(2, 4, device="meta"),
+        [[1.0, 2.0, 3.0, 4.0]],
+        None,
+    ],
+    ids=str,
+)
+def test_batch_that_no_buffer_takes_is_refused(value):
+    with rows_runner(double, examples=None) as runner:
+        for _ in range(2):
+            with pytest.raises(InputMismatchError, match="'x'"):
+                runner.capture(like={"x": value})
+
+
+@pytest.mark.parametrize("wide", [torch.ones(1, 4), torch.ones(1, 1)], ids=["rows", "all"])
+def test_batch_larger_than_memory_is_cut_to_the_rows_that_examples_have(wide):
+    with rows_runner(double, examples=None) as runner:
+        runner.capture(like={"x": wide.expand(2**44, 4)})
+        assert torch.equal(runner.run({"x": torch.ones(2, 4)}), torch.full((2, 4), 2.0))

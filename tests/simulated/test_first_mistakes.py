@@ -16,14 +16,22 @@ from graphrt import (
     BucketDispatcher,
     BufferSet,
     BufferSpec,
+    CaptureJob,
+    CUDAGraphDispatcher,
+    CUDAGraphRunner,
     CUDAGraphWrapper,
     Decision,
     Example,
     GraphLibrary,
     OutputSpec,
     Padding,
+    Reason,
+    RuntimeConfig,
     TensorStateGuard,
     Workspace,
+    capture_all,
+    compare,
+    resolve,
 )
 from graphrt.errors import (
     BatchError,
@@ -34,11 +42,14 @@ from graphrt.errors import (
     shown,
 )
 from graphrt.report import Progress
-from lab import FULL, Lab, RuntimeLab, random_rows, rows_runner
+from lab import FULL, KEY, Lab, RuntimeLab, nested, random_rows, rows_runner, values
 
 ROWS = torch.ones(2, 4)
 NARROW = BufferSpec("x", ("n",), torch.float32)
 WIDE = BufferSpec("x", ("n", 10**15), torch.float32)
+NESTED = nested(ROWS)
+PLAN = resolve(RuntimeConfig(max_num_seqs=4, max_num_batched_tokens=8)).plan
+DECISION = Decision(FULL, KEY, Reason.HIT)
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -84,6 +95,13 @@ def double(x: torch.Tensor) -> torch.Tensor:
         {"name": 5},
         {"reads_padding": True},
         {"outputs": {"": "n"}},
+        {"space": 5},
+        {"lockstep": 5},
+        {"nvtx": torch.ones(2)},
+        {"sizes": torch.ones(2)},
+        {"watch": numpy.ones(2)},
+        {"verify": torch.ones(2)},
+        {"observe": numpy.ones(2)},
     ],
     ids=lambda asked: re.sub(" at 0x[0-9a-f]+", "", shown(asked)),
 )
@@ -101,6 +119,26 @@ def test_wrong_option_of_a_runner_is_refused_by_name(options: dict[str, Any]) ->
         lambda: OutputSpec({"": 5}),
         lambda: OutputSpec({"": None}),
         lambda: OutputSpec({"": {"a": "n"}}),
+        lambda: CUDAGraphRunner(double, examples=lambda sizes, seed: {"x": 5}, device="simulated"),
+        lambda: CUDAGraphRunner(double, examples=lambda sizes, seed: {"x": NESTED}),
+        lambda: OutputSpec({"": {10**5000: "n"}}),
+        lambda: OutputSpec({"": {-1: "n"}}),
+        lambda: OutputSpec({"": {True: "n"}}),
+        lambda: OutputSpec({3: "n"}),
+        lambda: OutputSpec({10**5000: "n"}),
+        lambda: OutputSpec({("a", 0): "n"}),
+        lambda: OutputSpec({}, torch.ones(2)),
+        lambda: OutputSpec({}, chosen_from=range(3)),
+        lambda: OutputSpec({}, chosen_from=range(10**12)),
+        lambda: OutputSpec({}, chosen_from=itertools.repeat(("a", "b"))),
+        lambda: OutputSpec({}, chosen_from="ab"),
+        lambda: OutputSpec({}, chosen_from=None),
+        lambda: OutputSpec({}, chosen_from={"a": 3}),
+        lambda: OutputSpec({}, chosen_from={3: "a"}),
+        lambda: compare(ROWS, ROWS, tolerance=[1]),
+        lambda: compare(ROWS, ROWS, tolerance=float("nan")),
+        lambda: compare(ROWS, ROWS, tolerance={torch.float32: "a"}),
+        lambda: compare(ROWS, ROWS, chosen_from=["a"]),
         lambda: Padding.fill("a"),
         lambda: Padding.fill(None),
         lambda: Padding.fill(1j),
@@ -118,6 +156,32 @@ def test_wrong_option_of_a_runner_is_refused_by_name(options: dict[str, Any]) ->
         lambda: TensorStateGuard(itertools.repeat(ROWS)),
         lambda: TensorStateGuard(itertools.count()),
         lambda: TensorStateGuard(torch.tensor(1)),
+        lambda: BucketDispatcher(["n"]),
+        lambda: BucketDispatcher({1: [4]}),
+        lambda: BucketDispatcher({"n": [4]}, "FULL"),
+        lambda: BucketDispatcher({"n": [4]}, unavailable=["n"]),
+        lambda: BucketDispatcher({"n": [4]}, variant=([],)),
+        lambda: CUDAGraphDispatcher(5),
+        lambda: CUDAGraphDispatcher(PLAN, unavailable=5),
+        lambda: CUDAGraphDispatcher(PLAN, unavailable={PLAN.capture_order[0]: "why"}),
+        lambda: CUDAGraphDispatcher(PLAN, variant={}),
+        lambda: CUDAGraphDispatcher(PLAN).dispatch(torch.ones(2)),
+        lambda: CUDAGraphDispatcher(PLAN).dispatch(2, torch.ones(2)),
+        lambda: CUDAGraphDispatcher(PLAN).dispatch(2, exclude=torch.ones(2)),
+        lambda: CaptureJob(5, FULL, KEY, double),
+        lambda: CaptureJob(double, "FULL", KEY, double),
+        lambda: CaptureJob(double, FULL, 5, double),
+        lambda: CaptureJob(double, FULL, KEY, 5),
+        lambda: CaptureJob(double, FULL, KEY, double, owner=5),
+        lambda: CaptureJob(double, FULL, KEY, double, checked=5),
+        lambda: capture_all(5, []),
+        lambda: capture_all(GraphLibrary("simulated"), 5),
+        lambda: capture_all(GraphLibrary("simulated"), [5]),
+        lambda: capture_all(GraphLibrary("simulated"), [], 5),
+        lambda: capture_all(GraphLibrary("simulated"), [], gate=5),
+        lambda: capture_all(GraphLibrary("simulated"), [], progress=5),
+        lambda: capture_all(GraphLibrary("simulated"), [], later=itertools.count()),
+        lambda: capture_all(GraphLibrary("simulated"), [], host=5),
         lambda: BucketDispatcher({"n": itertools.count(1)}),
         lambda: BucketDispatcher({"n": range(1, 10**12)}),
         lambda: BucketDispatcher({"n": [4]}).dispatch({"n": 10**5000}),
@@ -152,9 +216,20 @@ def test_wrapper_of_no_callable_is_refused(lab: Lab) -> None:
         (lambda runner: runner.decide({"n": 10**5000}), BatchError),
         (lambda runner: runner.key(n=10**5000), BatchError),
         (lambda runner: runner.key(n=2, variant=[]), ConfigError),
+        (lambda runner: runner.key(n=2, variant=([],)), ConfigError),
+        (lambda runner: runner.run({"x": NESTED}), InputMismatchError),
+        (lambda runner: runner.run({"x": NESTED}, sizes={"n": 2}), InputMismatchError),
+        (lambda runner: runner.run({"x": NESTED}, key=runner.key(n=2)), InputMismatchError),
+        (lambda runner: runner.real_sizes({"x": NESTED}), InputMismatchError),
+        (lambda runner: runner.real_sizes({10**5000: ROWS}), InputMismatchError),
+        (lambda runner: runner.run({"x": ROWS}, decision=DECISION, sizes=5), BatchError),
         (lambda runner: runner.capture(itertools.repeat(runner.keys[0])), ConfigError),
         (lambda runner: runner.capture(itertools.count()), ConfigError),
         (lambda runner: runner.capture(5), ConfigError),
+        (lambda runner: runner.capture([(FULL, [])]), ConfigError),
+        (lambda runner: runner.capture([([], runner.keys[0][1])]), ConfigError),
+        (lambda runner: runner.capture([runner.keys[0] * 2]), ConfigError),
+        (lambda runner: runner.capture_next(first=(FULL, [])), ConfigError),
         (lambda runner: runner.capture_next(10**5000), ConfigError),
         (lambda runner: runner.withdraw(itertools.count(), "new kernels"), ConfigError),
         (lambda runner: runner.withdraw([], 5), ConfigError),
@@ -170,10 +245,23 @@ def test_wrong_argument_of_a_runner_is_refused(call: Any, error: type[Exception]
         assert torch.equal(runner.run({"x": ROWS}), ROWS * 2)
 
 
-@pytest.mark.parametrize("values", [[ROWS], "x", None])
-def test_example_of_no_values_by_name_is_refused(values: Any) -> None:
+@pytest.mark.parametrize("wrong", ["num_tokens", "uniform", "num_active_loras", "exclude"])
+def test_tensor_of_several_elements_in_place_of_a_number_is_refused(wrong: str) -> None:
+    with RuntimeLab("FULL") as lab:
+        for others in ({}, {"num_tokens": 2, "num_reqs": 2}):
+            with pytest.raises((BatchError, InputMismatchError)):
+                lab.runtime.step(values(2, 2), **{**others, wrong: torch.ones(2)})
+        with pytest.raises(BatchError):
+            lab.runtime.key_for(**{"num_tokens": 2, wrong: torch.ones(2)})
+        for keys in (5, itertools.count()):
+            with pytest.raises(ConfigError):
+                lab.runtime.withdraw(keys, "new kernels")
+
+
+@pytest.mark.parametrize("given", [[ROWS], "x", None])
+def test_example_of_no_values_by_name_is_refused(given: Any) -> None:
     with (
-        rows_runner(double, examples=lambda sizes, seed: Example(values)) as runner,
+        rows_runner(double, examples=lambda sizes, seed: Example(given)) as runner,
         pytest.raises(ConfigError, match="examples"),
     ):
         runner.capture()

@@ -21,7 +21,7 @@ from graphrt import (
     explain,
     get_forward_context,
 )
-from graphrt.errors import MissError
+from graphrt.errors import ConfigError, MissError
 from graphrt.events import MemoryTaken
 from graphrt.runner.report import DeviceMemory
 
@@ -301,10 +301,10 @@ def test_explain_of_a_key_says_what_the_runner_knows() -> None:
         assert "Graphs serve 1 of 2 keys" in runner.explain(runner.report())
 
 
-@pytest.mark.parametrize("subject", [(1, 2), (FULL, 3), (FULL,), "key"])
+@pytest.mark.parametrize("subject", [(1, 2), (FULL, 3), (FULL,), "key", ([], {})])
 def test_explain_of_what_is_no_subject_is_refused(subject) -> None:
-    with pytest.raises(TypeError, match="expected"):
-        explain(subject)
+    with runner_of(torch.relu) as runner, pytest.raises(ConfigError, match="expected"):
+        runner.explain(subject)
 
 
 @pytest.mark.parametrize(("verify", "told"), [("first", "was compared"), ("off", "never compared")])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
 from graphrt import CUDAGraphWrapper, GraphLibrary, break_point
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.device.simulated import SimulatedDevice
+from graphrt.errors import ConfigError
 from graphrt.verify import explain
+
+KEY = BatchDescriptor(4)
 
 
 @pytest.mark.parametrize("reason", list(Reason))
@@ -20,9 +26,19 @@ def test_explain_of_each_reason_names_it(reason: Reason) -> None:
     assert ("eager" in text) is reason.is_miss
 
 
-def test_explain_of_another_type_is_refused() -> None:
-    with pytest.raises(TypeError):
-        explain(3)
+@pytest.mark.parametrize(
+    "subject",
+    [
+        *(3, "key", None, [], int, Decision, torch.ones(2), 10**5000, itertools.count()),
+        *((), (RuntimeMode.FULL,), (RuntimeMode.FULL, 10**5000), (RuntimeMode.FULL, KEY, 3)),
+        *(Decision("FULL", KEY, Reason.HIT), Decision(RuntimeMode.FULL, None, Reason.HIT)),
+        Decision(RuntimeMode.FULL, KEY, "HIT"),
+    ],
+    ids=lambda subject: type(subject).__name__,
+)
+def test_explain_of_what_is_no_subject_is_refused(subject: Any) -> None:
+    with pytest.raises(ConfigError, match="what to explain"):
+        explain(subject)
 
 
 @break_point(name="attention")

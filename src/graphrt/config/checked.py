@@ -236,8 +236,16 @@ def from_mapping(kind: type) -> BeforeValidator:
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Errors: ``ConfigError`` for a value that is none of ``choices``."""
-    if value not in choices:
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         raise _wrong(name, " or ".join(map(repr, choices)), shown(value), "choose one of them")
+
+
+def check_hashable(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what cannot be hashed."""
+    try:
+        hash(value)
+    except Exception:  # noqa: BLE001  A ``__hash__`` may raise anything.
+        raise _wrong(name, "a value that can be hashed", shown(value)) from None
 
 
 def check_callable(name: str, value: object) -> None:

@@ -15,7 +15,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
-from graphrt.config.checked import checked_list
+from graphrt.config.checked import (
+    check_count as check_size,
+    check_hashable,
+    check_type,
+    checked_list,
+)
 from graphrt.config.plan import MOST_KEYS
 from graphrt.dispatch.dispatcher import NOTHING, Unavailable, check_count, check_keys, check_modes
 from graphrt.errors import BatchError, ConfigError, shown
@@ -49,20 +54,20 @@ class BucketDispatcher:
         unavailable: Unavailable = MappingProxyType({}),
         variant: object = None,
     ) -> None:
-        expected = "at least one size, each an integer >= 1"
-        self.axes = {
-            name: tuple(sorted(set(checked_list(f"axis {name!r}", sizes, int, expected))))
-            for name, sizes in axes.items()
-        }
+        check_type(
+            "axes", axes, Mapping, "a dict by name, such as {'batch': [2, 4]}", "name the axis"
+        )
+        check_type("mode", mode, CUDAGraphMode, "a CUDAGraphMode")
+        check_hashable("variant", variant)
+        expected, do = "at least one size, each an integer >= 1", "list the sizes it is padded to"
+        self.axes: dict[str, tuple[int, ...]] = {}
         """Axis name -> its sizes, ascending."""
-        for name, listed in self.axes.items():
-            if not listed or not all(type(size) is int and size >= 1 for size in listed):
-                raise ConfigError(
-                    f"axis {name!r}",
-                    expected=expected,
-                    found=shown(list(axes[name])),
-                    do="list the sizes this axis is padded to",
-                )
+        for name, sizes in axes.items():
+            check_type("an axis of sizes", name, str, "a name")
+            listed = checked_list(f"sizes of axis {name!r}", sizes, int, expected, do)
+            for size in listed or (0,):
+                check_size(f"a size of axis {name!r}", size)
+            self.axes[name] = tuple(sorted(set(listed)))
         if not axes or mode is CUDAGraphMode.FULL_DECODE_ONLY:
             raise ConfigError(
                 "bucket dispatch",
@@ -105,7 +110,7 @@ class BucketDispatcher:
         bound. Raises ``BatchError`` for a missing or unknown axis, a size that is no integer >= 0,
         or an ``exclude`` that holds no modes.
         """
-        real = self._in_order(sizes)
+        real = ordered_sizes(sizes, self.axes)
         excluded = check_modes(exclude)
         if not self._modes:
             return self._none(real, Reason.MODE_NONE)
@@ -127,26 +132,24 @@ class BucketDispatcher:
             why = served if why is Reason.EXCLUDED else why
         return self._none(real, why)
 
-    def _in_order(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        if not hasattr(sizes, "keys"):
-            raise BatchError(
-                "sizes",
-                expected=f"a size for each of {list(self.axes)}",
-                found=shown(sizes),
-                do="pass a dict axis -> real size",
-            )
-        if sizes.keys() != self.axes.keys():
-            raise BatchError(
-                f"axes {sorted(sizes)}",
-                expected=f"a size for each of {list(self.axes)}",
-                found=f"missing {sorted(self.axes.keys() - sizes.keys())}, "
-                f"unknown {sorted(sizes.keys() - self.axes.keys())}",
-                do="name every axis the dispatcher was built with",
-            )
-        return tuple(check_count(name, sizes[name], least=0) for name in self.axes)
-
     def _describe(self, sizes: tuple[int, ...]) -> BatchDescriptor:
         return BatchDescriptor(sizes[0], variant=BucketKey(sizes, self._variant))
 
     def _none(self, sizes: tuple[int, ...], why: Reason) -> Decision:
         return Decision(RuntimeMode.NONE, self._describe(sizes), why)
+
+
+def ordered_sizes(sizes: object, axes: Mapping[str, object]) -> tuple[int, ...]:
+    """The sizes of a call in the order of ``axes``, one for each.
+
+    Errors: ``BatchError`` for what is no mapping, a missing or unknown axis, and what is no
+            integer >= 0.
+    """
+    if not isinstance(sizes, Mapping) or sizes.keys() != axes.keys():
+        raise BatchError(
+            "sizes",
+            expected=f"a size for each of {list(axes)}",
+            found=shown(sizes),
+            do="pass a dict axis -> real size, with every axis once",
+        )
+    return tuple(check_count(f"axis {name!r}", sizes[name], least=0) for name in axes)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.config import Plan
+from graphrt.config.checked import check_hashable, check_type
 from graphrt.errors import BatchError, ConfigError, shown
 
 NOTHING: frozenset[RuntimeMode] = frozenset()
@@ -76,6 +77,8 @@ class CUDAGraphDispatcher:
     def __init__(
         self, plan: Plan, unavailable: Unavailable = MappingProxyType({}), variant: object = None
     ) -> None:
+        check_type("plan", plan, Plan, "a Plan", "pass resolve(config, facts).plan")
+        check_hashable("variant", variant)
         self.keys = plan.capture_order
         """Every key with its mode, in capture order, as decisions carry them."""
         if variant is not None:
@@ -133,8 +136,8 @@ class CUDAGraphDispatcher:
                     found = None
                 if found is not None:
                     return found
-        except (IndexError, TypeError, ValueError):
-            pass  # A wrong argument, or a batch larger than any graph.
+        except (IndexError, TypeError, ValueError, RuntimeError):
+            pass  # A wrong argument, such as a tensor, or a batch larger than any graph.
         return self._decide(num_tokens, uniform, num_active_loras, exclude, num_ubatches)
 
     def _decide(
@@ -155,6 +158,7 @@ class CUDAGraphDispatcher:
                 found=str(count),
                 do="split the batch, or resolve a plan with a larger max_loras",
             )
+        uniform = check_flag("uniform", uniform)
         decisions, reasons, beyond = self._row(uniform, count, check_modes(exclude), ubatches)
         if tokens >= len(decisions):
             return self._none(tokens, count, ubatches, beyond)
@@ -167,7 +171,7 @@ class CUDAGraphDispatcher:
         self, uniform: bool, count: int, exclude: frozenset[RuntimeMode], num_ubatches: int
     ) -> _Row:
         policy = self._plan.cudagraph_mode
-        uniform = bool(uniform) and policy.separate_routine()
+        uniform = uniform and policy.separate_routine()
         name = (uniform, count, exclude, num_ubatches)
         known = self._rows.get(name)
         if known is not None:
@@ -250,23 +254,24 @@ def check_keys(
     unavailable: Unavailable, keys: Iterable[tuple[RuntimeMode, BatchDescriptor]]
 ) -> Unavailable:
     """Return a copy. Raises ``ConfigError`` for an unknown key, or a reason that is no miss."""
+    check_type("unavailable keys", unavailable, Mapping, "(mode, key) -> Reason")
     copy = dict(unavailable)
     unknown = copy.keys() - set(keys)
     if unknown:
         raise ConfigError(
             "unavailable keys",
             expected="keys of the plan, each with its mode",
-            found=", ".join(sorted(f"{mode!r} {key!r}" for mode, key in unknown)),
+            found=", ".join(sorted(map(shown, unknown))),
             do="take the pairs from the dispatcher's own `keys`",
         )
-    hits = [why for why in copy.values() if not why.is_miss]
-    if hits:
-        raise ConfigError(
-            "unavailable keys",
-            expected="a reason why the key has no graph",
-            found=", ".join(sorted({why.name for why in hits})),
-            do="leave out the keys whose graphs serve",
-        )
+    for why in copy.values():
+        if not isinstance(why, Reason) or not why.is_miss:
+            raise ConfigError(
+                "unavailable keys",
+                expected="a reason why the key has no graph",
+                found=shown(why),
+                do="leave out the keys whose graphs serve",
+            )
     return copy
 
 
@@ -287,6 +292,16 @@ def check_count(name: str, value: int, *, least: int) -> int:
             do="count what is in the batch",
         )
     return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return ``value`` as a bool. Raises ``BatchError`` for what is neither true nor false."""
+    try:
+        return bool(value)
+    except Exception:  # noqa: BLE001  A tensor of several elements, or what raises by itself.
+        raise BatchError(
+            name, expected="True or False", found=shown(value), do="pass one of them"
+        ) from None
 
 
 def check_modes(exclude: Iterable[RuntimeMode]) -> frozenset[RuntimeMode]:

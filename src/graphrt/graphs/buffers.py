@@ -19,7 +19,7 @@ import torch
 
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
-from graphrt.errors import InputMismatchError, LibraryClosedError, StaticBufferError
+from graphrt.errors import InputMismatchError, LibraryClosedError, StaticBufferError, shown
 from graphrt.graphs.bufferspec import Box, Buffer, BufferSpec, PaddingGroup, group_padding, remember
 
 Sizes = int | Mapping[str, int]
@@ -79,7 +79,8 @@ class BoundBuffers:
             plan = self._find_plan(n, names)
         try:
             layout = list(map(_layout, sources))
-        except AttributeError:
+        except (AttributeError, RuntimeError):  # No tensor, or a nested one.
+            plan.group_copies(sources)  # Says which.
             layout = []
         if layout != plan.layout:
             plan = self._fit(plan, n, names, sources)
@@ -312,7 +313,7 @@ class BufferSet:
         read: dict[str, tuple[int, str]] = {}  # axis -> its size, and where that was read
         for name, value in values.items():
             declared = self.specs[name].shape
-            _require_tensor(f"input {name!r}", value, f"a tensor of shape {declared}")
+            require_tensor(f"input {name!r}", value, f"a tensor of shape {declared}")
             if value.dim() != len(declared):
                 raise _mismatch(
                     f"input {name!r}",
@@ -394,10 +395,10 @@ class BufferSet:
     def _require_known(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self.specs:
-                near = get_close_matches(str(name), self.specs, n=1)
+                near = get_close_matches(name, self.specs, n=1) if isinstance(name, str) else []
                 hint = f"did you mean {near[0]!r}?" if near else "declare a BufferSpec for it"
                 expected = f"one of {', '.join(self.specs)}"
-                raise _mismatch(f"input {name!r}", expected, "no buffer", hint)
+                raise _mismatch(f"input {shown(name)}", expected, "no buffer", hint)
             if self.specs[name].policy.kind == "fill_once":
                 raise _mismatch(
                     f"static buffer {name!r}",
@@ -454,13 +455,7 @@ class _Plan:
             zip(self.buffers, self.views, sources, strict=True)
         ):
             subject = f"static buffer {buffer.spec.name!r}"
-            _require_tensor(subject, source, f"a tensor of shape {tuple(view.shape)}, {view.dtype}")
-            if source.layout is not torch.strided or source.is_meta or source.is_quantized:
-                raise _mismatch(
-                    subject,
-                    "a dense tensor that has data",
-                    f"{source.layout} on {source.device}, {source.dtype}",
-                )
+            require_tensor(subject, source, f"a tensor of shape {tuple(view.shape)}, {view.dtype}")
             # A shape that merely broadcasts would be copied in silence.
             if source.shape != view.shape:
                 if not buffer.spec.is_narrower(source.shape, view.shape):
@@ -513,10 +508,16 @@ def _require_mapping(values: object) -> None:
         raise _mismatch("values", "tensors by input name", type(values).__name__, "pass a dict")
 
 
-def _require_tensor(subject: str, value: Any, expected: str) -> None:
+def require_tensor(subject: str, value: Any, expected: str) -> None:
+    """Errors: ``InputMismatchError`` for what is no tensor, and one without strides or data."""
     if not isinstance(value, torch.Tensor):
         do = "leave an absent optional input out" if value is None else ""
         raise _mismatch(subject, expected, type(value).__name__, do)
+    is_dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+    if not is_dense or value.is_meta:
+        nested = "nested, " * value.is_nested
+        found = f"{nested}{value.layout} on {value.device}, {value.dtype}"
+        raise _mismatch(subject, "a dense tensor that has data", found)
 
 
 def _whole_number(subject: str, value: Any) -> int:

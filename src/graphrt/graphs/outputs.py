@@ -13,8 +13,8 @@ from typing import Any, Literal, Self
 
 import torch
 
-from graphrt.config.checked import check_choice, check_type
-from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError
+from graphrt.config.checked import check_choice, check_count, check_type
+from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError, shown
 from graphrt.graphs.buffers import Sizes
 from graphrt.graphs.bufferspec import remember
 from graphrt.graphs.program import Program
@@ -53,7 +53,8 @@ class OutputSpec:
 
     ``replay_count``: how often outputs were overwritten, as ``unpad`` and ``expire`` count it.
 
-    Errors: ``ConfigError`` for axes that are no mapping, and another policy.
+    Errors: ``ConfigError`` for axes and ``chosen_from`` that are no mappings by path, what is no
+            dimension, and another policy.
     """
 
     def __init__(
@@ -65,19 +66,25 @@ class OutputSpec:
     ) -> None:
         check_choice("output policy", policy, ("view", "clone", "checked_view"))
         self.policy: OutputPolicy = policy
+        by_path = "paths by path, such as {'tokens': 'logits'}"
+        check_type("chosen_from", chosen_from, Mapping, by_path)
+        for path in (*chosen_from, *chosen_from.values()):
+            check_type("a path of chosen_from", path, str, by_path)
         self.chosen_from = MappingProxyType(dict(chosen_from))
         do = "pass {} if no output is padded, or use OutputSpec.infer with two captured keys"
         check_type("output axes", axes, Mapping, "axes by path, such as {'logits': 'tokens'}", do)
+        for path in axes:
+            check_type("a path of output axes", path, str, "a text, such as 'past.1.key'")
         by_dimension = {
             path: dict(lengths) if isinstance(lengths, Mapping) else {0: lengths}
             for path, lengths in axes.items()
         }
         for path, lengths in by_dimension.items():
             for dim, length in lengths.items():
-                check_type(f"a dimension of output {path!r}", dim, int, "an integer")
+                check_count(f"a dimension of output {shown(path)}", dim, least=0)
                 expected = "the name of an axis, or a function of the sizes"
                 do = "leave out outputs whose size is fixed"
-                check_type(f"length of output {path!r}", length, str | Callable, expected, do)
+                check_type(f"length of output {shown(path)}", length, str | Callable, expected, do)
         self.axes: Mapping[str, Mapping[int, Length]] = MappingProxyType(by_dimension)
         self.replay_count = 0
 
@@ -238,7 +245,7 @@ def _check_axes(
         dims = range(tensors[path].dim()) if path in tensors else range(0)
         if path not in tensors or not all(dim in dims for dim in lengths):
             raise ConfigError(
-                f"output {path!r}",
+                f"output {shown(path)}",
                 expected=f"a tensor with dimensions {', '.join(map(str, lengths))} at this path",
                 found=", ".join(f"{p!r} {tuple(t.shape)}" for p, t in tensors.items()) or "none",
                 do="correct the path or the dimension",

@@ -17,7 +17,7 @@ from copy import copy
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, cast, runtime_checkable
 from weakref import ref
 
 from graphrt.config.checked import check_choice, check_count
@@ -68,6 +68,7 @@ class Pending:
         return tuple(map(tokens_of, self._messages))
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """What brings the messages of ``world`` ranks together; this is rank ``rank``.
 

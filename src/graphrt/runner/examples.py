@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.errors import ConfigError, InputMismatchError
-from graphrt.graphs import BufferSpec
+from graphrt.errors import InputMismatchError
 from graphrt.verify import compare
 
 Sizes = Mapping[str, int]
@@ -48,28 +47,10 @@ def as_example(like: Example | Values) -> Example:
     return example
 
 
-def fixed_inputs(
-    examples: Examples | None, sizes: Sizes, *, has_keys: bool
-) -> tuple[BufferSpec, ...]:
-    """A spec for each value of an example, where all calls have its shapes and dtypes.
-
-    Errors: ``ConfigError`` without examples, and where the keys say that calls differ.
-    """
-    if examples is None or has_keys:
-        raise ConfigError(
-            "inputs=None",
-            expected="examples(sizes, seed), whose shapes and dtypes all calls have",
-            found="sizes, capacity or a dispatcher" if has_keys else "neither inputs nor examples",
-            do="declare a BufferSpec for each input",
-        )
-    values = as_example(examples(sizes, 0)).values
-    return tuple(BufferSpec(name, tuple(v.shape), v.dtype) for name, v in values.items())
-
-
 def examples_like(
     example: Example, sizes: Sizes, shapes: Mapping[str, tuple[int | str, ...]]
 ) -> Examples:
-    """Examples made of one real batch of ``sizes``: its rows, repeated or cut to other sizes.
+    """Examples made of the first ``sizes`` of one real batch: rows, repeated or cut to other sizes.
 
     Along each axis, row ``i`` is row ``(i + seed) % n`` of the batch, so that contents stay valid.
     Where that is the example of seed 0 again (one row, or equal ones), floating-point inputs are
@@ -85,8 +66,13 @@ def examples_like(
                 found="0",
                 do="give a batch that is not empty",
             )
-    # A copy, because later captures use it too, and the caller may write what it gave.
-    batch = {name: value.detach().clone() for name, value in example.values.items()}
+    batch = {}
+    for name, value in example.values.items():
+        for dim, length in enumerate(shapes[name]):
+            if isinstance(length, str):
+                value = value.narrow(dim, 0, sizes[length])
+        # A copy, because later captures use it too, and the caller may write what it gave.
+        batch[name] = value.detach().clone()
 
     def rows(wanted: Sizes, seed: int) -> dict[str, torch.Tensor]:
         made = {}

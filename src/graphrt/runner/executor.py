@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
@@ -20,8 +19,8 @@ from graphrt.errors import (
     ConfigError,
     InputMismatchError,
     UnkeyedValueError,
-    UnverifiedWarning,
     VerificationError,
+    shown,
 )
 from graphrt.events import Event, Observer
 from graphrt.graphs import (
@@ -38,6 +37,7 @@ from graphrt.graphs import (
     autocast_dtype,
     autocast_error,
 )
+from graphrt.graphs.buffers import require_tensor
 from graphrt.graphs.values import (
     format_path,
     kept_host_value,
@@ -68,6 +68,7 @@ from graphrt.verify import (
     require_compared,
     require_other_example,
     require_varied_for_memos,
+    warn_unverified,
 )
 
 Varying = Sequence[tuple[torch.Tensor, int, str]]
@@ -204,8 +205,15 @@ class Executor:
         self._captured_with.clear()
         example, buffers = as_example(like), self._buffers_to_read()
         buffers.require_inputs(tuple(example.values))
+        for name, value in example.values.items():
+            require_tensor(f"like: input {name!r}", value, "a tensor")
         shapes = {name: spec.shape for name, spec in buffers.specs.items()}
-        self.examples = examples_like(example, buffers.real_sizes(example.values), shapes)
+        # Seeds 0 and 1 take no rows beyond these of a batch that is larger than every key.
+        sizes = {
+            axis: min(size, self.space.capacity[axis] + 1)
+            for axis, size in buffers.real_sizes(example.values).items()
+        }
+        self.examples = examples_like(example, sizes, shapes)
 
     def forget_examples(self) -> None:
         """What a failed or interrupted capture was made with may belong to others by the next."""
@@ -293,8 +301,10 @@ class Executor:
         ready.bound.stage_without_grad(staged, values)
         for resource in self._resources:
             resource.prepare(ready.key, step_info)
-        if ready.has_autocast or is_any_autocast_enabled():
-            self._check_autocast(ready)
+        if (ready.has_autocast or is_any_autocast_enabled()) and (
+            torch.is_autocast_enabled(self._device_kind) is not ready.has_autocast
+        ):
+            raise autocast_error(ready.key, ready.program.autocast)
         if ready.check is not None:
             ready.check(step_info)
         if ready.has_eager:
@@ -303,10 +313,6 @@ class Executor:
         else:
             ready.program.replay()
         return ready.unpad(sizes)
-
-    def _check_autocast(self, ready: ReadyGraph) -> None:
-        if torch.is_autocast_enabled(self._device_kind) is not ready.has_autocast:
-            raise autocast_error(ready.key, ready.program.autocast)
 
     def eager(self, key: BatchDescriptor, call: Call) -> Any:
         """Run ``fn`` itself, in the shared buffers where the values fit, else in new ones.
@@ -389,9 +395,7 @@ class Executor:
         values, sizes, staged, step_info, _ = call
         key, bound = ready.key, ready.bound
         self.outputs.expire()
-        bound.stage(staged, values)
-        for resource in self._resources:
-            resource.prepare(key, step_info)
+        self._stage(key, bound, call)
 
         # Each run stages again: the one before may have written buffers.
         def run_eager() -> Any:
@@ -408,9 +412,7 @@ class Executor:
             key=key,
             run_eager=run_eager,
             run_replay=run_replay,
-            state=self._run_state(
-                call, bound, bound.views, whole, poisons=before_warmup is not None
-            ),
+            state=self._run_state(ready, call, bound.views, whole, before_warmup),
             runnable=self.fn,
             before_warmup=before_warmup,
             tolerance=self.tolerance,
@@ -425,28 +427,20 @@ class Executor:
         ready: ReadyGraph,
         call: Call,
         before_warmup: HostSnapshot | None = None,
-        tell_scratch: Callable[[Mapping[str, Comparison]], None] | None = None,
-    ) -> Any:
+    ) -> tuple[Any, dict[str, Comparison]]:
         """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
 
         Resources are prepared for the key and for the batch. See ``check_padding``.
         """
-        values, sizes, staged, step_info, _ = call
+        sizes, step_info = call.sizes, call.step_info
         key, bound = ready.key, ready.bound
         self.outputs.expire()
         unpadded_key = batch_key(key, sizes)
         real = bound.real_views(sizes)
 
-        def stage() -> None:
-            bound.stage(staged, values)
-            for resource in self._resources:
-                resource.prepare(key, step_info)
-
         def run_unpadded() -> Any:
             unpadded = self._unpadded(unpadded_key, sizes)
-            unpadded.stage(sizes, values)
-            for resource in self._resources:
-                resource.prepare(unpadded_key, step_info)
+            self._stage(unpadded_key, unpadded, call)
             outputs = self._eager_compared(unpadded_key, unpadded, sizes, step_info)
             if self._shared is None:
                 # Written in buffers of its own, compared where replays write.
@@ -456,26 +450,29 @@ class Executor:
             return outputs
 
         # Not compared as state is, because rows of padding may be written to a place of their own.
-        scratch = self._overwritten()[0] if tell_scratch is not None else ()
+        scratch = self._overwritten()[0] if before_warmup is not None else ()
         return check_padding(
             mode=ready.mode,
             key=key,
             bound=bound,
             sizes=sizes,
-            stage=stage,
+            stage=lambda: self._stage(key, bound, call),
             replay=lambda: self._replay_compared(ready, sizes, step_info),
-            run_unpadded=run_unpadded if staged == sizes else None,
-            state=self._run_state(
-                call, bound, real, (), scratch, poisons=before_warmup is not None
-            ),
+            run_unpadded=run_unpadded if call.staged == sizes else None,
+            state=self._run_state(ready, call, real, (), before_warmup, scratch),
             reads_padding=self.reads_padding,
             chosen_from=self.outputs.chosen_from,
             tolerance=self.tolerance,
             before_warmup=before_warmup,
             observer=self.observer,
             can_repeat=self.wait_for_ranks is None,
-            tell_scratch=tell_scratch,
         )
+
+    def _stage(self, key: BatchDescriptor, bound: BoundBuffers, call: Call) -> None:
+        """Put a call in place, as a run of ``key``."""
+        bound.stage(call.staged, call.values)
+        for resource in self._resources:
+            resource.prepare(key, call.step_info)
 
     def _meet_ranks(self) -> None:
         if self.wait_for_ranks is not None:
@@ -511,18 +508,16 @@ class Executor:
 
     def _run_state(
         self,
+        ready: ReadyGraph,
         call: Call,
-        bound: BoundBuffers,
         views: Values,
         overwritten: Sequence[torch.Tensor],
+        before_warmup: HostSnapshot | None,
         scratch: Sequence[torch.Tensor] = (),
-        *,
-        poisons: bool,
     ) -> RunState:
         """Everything that a compared run may write. ``views``: what is real of the buffers."""
-        tensors = {
-            f"buffer {name}": view for name, view in views.items() if bound.specs[name].written
-        }
+        specs = ready.bound.specs
+        tensors = {f"buffer {name}": view for name, view in views.items() if specs[name].written}
         tensors |= _numbered(overwritten)
         rows = {}
         for number, (tensor, name) in enumerate(self.written_rows.items()):
@@ -530,7 +525,7 @@ class Executor:
                 continue  # Optional, and not in this batch.
             real = [
                 slice(call.sizes[size] if isinstance(size, str) else size)
-                for size in bound.specs[name].shape
+                for size in specs[name].shape
             ]
             # Picked where the values are, because a GPU says by a wait how many are valid.
             index = call.values[name][tuple(real)].flatten().to(torch.int64)
@@ -543,7 +538,7 @@ class Executor:
             rows,
             self._generators,
             scratch=_numbered(scratch),
-            poisons=poisons,
+            poisons=before_warmup is not None,
             wait=self._wait_for([*tensors.values(), *scratch]),
         )
 
@@ -600,13 +595,27 @@ class Executor:
                 # A batch of these sizes may have the rows that the full one left in scratch.
                 restore()
                 with _of_example():
-                    self.compare_padding(ready, self._call(sizes, 1), before_warmup, unlike.update)
+                    unlike |= self.compare_padding(ready, self._call(sizes, 1), before_warmup)[1]
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
             entry.padding = self._describe_padding(compared, generators.drew_random(before))
             if compared and left:
                 entry.padding += f"; without {len(left)} of may_overwrite, too large without rows"
             if unlike:
-                entry.padding += f"; {_tell_unlike(subject, unlike, is_strict=self.is_strict)}"
+                told = "; ".join(
+                    f"{name} is left otherwise by a padded replay: {outcome}"
+                    for name, outcome in unlike.items()
+                )
+                # Rows of padding may have fallen on real ones; or it is scratch.
+                warn_unverified(
+                    subject,
+                    expected="what the batch alone writes there, unless it is scratch that no "
+                    "later run reads",
+                    found=told,
+                    do="let padded rows point at a place of their own; may_overwrite={tensor: "
+                    "'input that indexes its rows'} compares the real rows",
+                    is_strict=self.is_strict,
+                )
+                entry.padding += f"; {told}"
 
     @contextmanager
     def _state_kept(self, overwritten: Sequence[torch.Tensor] = ()) -> Iterator[Callable[[], None]]:
@@ -670,7 +679,7 @@ class Executor:
         with self._state_kept():
             key, call = BatchDescriptor(next(iter(sizes.values()))), self._call(sizes, 0)
             bound = self._unpadded(key, sizes)
-            bound.stage(sizes, call.values)
+            self._stage(key, bound, call)
             # Tensors of their own, because what they are marked with stays on them.
             views = {name: view.view_as(view) for name, view in bound.views.items()}
             varying = [
@@ -679,8 +688,6 @@ class Executor:
                 for dim, axis in enumerate(bound.specs[name].shape)
                 if isinstance(axis, str)
             ]
-            for resource in self._resources:
-                resource.prepare(key, call.step_info)
             with torch.no_grad(), self._context(RuntimeMode.NONE, key, call.step_info):
                 run(partial(self.fn, **views), varying)
 
@@ -713,7 +720,7 @@ class Executor:
             raise ConfigError(
                 f"examples({dict(sizes)}, {seed})",
                 expected="an Example, or values by input name",
-                found=repr(made),
+                found=shown(made),
                 do="return {name: tensor} for every input",
             )
         self._has_step_info = self._has_step_info or example.step_info is not None
@@ -740,26 +747,6 @@ class ProfiledExecutor(Executor):
 
 def _numbered(overwritten: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"may_overwrite {number}": tensor for number, tensor in enumerate(overwritten)}
-
-
-def _tell_unlike(subject: str, unlike: Mapping[str, Comparison], *, is_strict: bool) -> str:
-    """Warn of tensors that a padded replay left otherwise than the batch alone, or refuse them:
-    rows of padding may have fallen on real ones, or they are scratch, which nobody reads again."""
-    found = "; ".join(
-        f"{name} is left otherwise by a padded replay: {outcome}"
-        for name, outcome in unlike.items()
-    )
-    expected = "what the batch alone writes there, unless it is scratch that no later run reads"
-    do = (
-        "let padded rows point at a place of their own; may_overwrite={tensor: 'input that indexes "
-        "its rows'} compares the real rows"
-    )
-    if is_strict:
-        raise VerificationError(subject, expected=expected, found=found, do=do)
-    warnings.warn(
-        f"{subject}: expected {expected}, found {found}; {do}", UnverifiedWarning, stacklevel=2
-    )
-    return found
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
+from graphrt.config.checked import check_callable, check_type, checked_list
 from graphrt.context import ForwardContext
 from graphrt.errors import ConfigError, EmptyCaptureError, RankError
 from graphrt.graphs import (
@@ -61,6 +62,7 @@ class CaptureJob:
     a seed: 0 for warm-up and capture, 1 for the first replay, which is then compared with eager.
     ``check``: plays the new program and raises if it is wrong, in place of that comparison.
     ``checked``: called when the check is over, whatever came of it.
+    Errors: ``ConfigError`` for arguments of another kind.
     """
 
     target: Callable[..., Any]
@@ -70,6 +72,15 @@ class CaptureJob:
     owner: str = ""
     check: Callable[[Entry], None] | None = None
     checked: Callable[[Entry], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("target", "make_inputs"):
+            check_callable(f"{name} of a CaptureJob", getattr(self, name))
+        for name, kind in (("mode", RuntimeMode), ("key", BatchDescriptor), ("owner", str)):
+            check_type(f"{name} of a CaptureJob", getattr(self, name), kind, f"a {kind.__name__}")
+        for name in ("check", "checked"):
+            if getattr(self, name) is not None:
+                check_callable(f"{name} of a CaptureJob", getattr(self, name))
 
     @property
     def name(self) -> str:
@@ -131,12 +142,18 @@ def capture_all(
     for a key sets (a memo) stays. ``ended(phase)`` is called as all jobs are warmed up, captured
     and checked.
     Errors: the first failure, unless failures are skipped. A check that fails does not hinder
-    those of the other jobs.
+    those of the other jobs. ``ConfigError`` for arguments of another kind.
     """
+    check_type("library", library, GraphLibrary, "the GraphLibrary that owns the programs")
+    check_type("options", options, CaptureOptions | None, "CaptureOptions")
+    check_type("host", host, HostSnapshot | None, "a HostSnapshot")
+    for name, call in (("gate", gate), ("progress", progress), ("ended", ended)):
+        if call is not None:
+            check_callable(name, call)
+    jobs = checked_list("jobs", jobs, CaptureJob, "a list of CaptureJobs")
+    later = checked_list("later", later, BatchDescriptor, "keys without their modes")
     hosts = {} if host is None else {id(host.runnable): host}
-    run = _Run(
-        library, tuple(jobs), options or CaptureOptions(), gate or (lambda job, phase: True), hosts
-    )
+    run = _Run(library, jobs, options or CaptureOptions(), gate or (lambda job, phase: True), hosts)
     opened = nullcontext(library.scope) if library.scope else library.capture_scope(run.options)
     try:
         with opened as scope:

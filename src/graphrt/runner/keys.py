@@ -15,11 +15,10 @@ from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, Runt
 from graphrt.config.checked import (
     check_choice,
     check_count,
-    check_number,
     check_type,
     checked_list,
 )
-from graphrt.dispatch import BucketDispatcher, BucketKey
+from graphrt.dispatch import BucketDispatcher, BucketKey, ordered_sizes
 from graphrt.errors import (
     BatchError,
     ConfigError,
@@ -31,6 +30,7 @@ from graphrt.errors import (
 from graphrt.events import KeysChanged
 from graphrt.files import MOST_NAMED
 from graphrt.graphs import BufferSpec, Catalog, Entry, Key, OutputSpec
+from graphrt.verify import is_key
 
 
 class Dispatcher(Protocol):
@@ -117,15 +117,16 @@ def key_space(
     capacity: Mapping[str, int] | None,
 ) -> KeySpace:
     """The keys of every combination of ``sizes``, or the caller's. Errors: ``ConfigError``."""
-    served, sizes = check_modes(modes), check_listed(sizes)
-    limits = check_capacity(sizes, capacity)
+    served = check_modes(modes)
+    mode = CUDAGraphMode["FULL_AND_PIECEWISE" if len(served) == 2 else served[0].name]
+    listed = BucketDispatcher(sizes, mode).axes if sizes is not None else {}
+    limits = check_capacity(listed, capacity)
     sizes_of = partial(sizes_of_key, limits)
-    smaller_sizes = partial(smaller_by_axis, sizes or {}, sizes_of)
+    smaller_sizes = partial(smaller_by_axis, listed, sizes_of)
     if sizes is None:
         none = NoDispatcher(no_sizes_error)
         return KeySpace(served, limits, lambda unavailable: none, sizes_of, smaller_sizes, True)
-    mode = CUDAGraphMode["FULL_AND_PIECEWISE" if len(served) == 2 else served[0].name]
-    make_dispatcher = partial(BucketDispatcher, sizes, mode)
+    make_dispatcher = partial(BucketDispatcher, listed, mode)
     return KeySpace(served, limits, make_dispatcher, sizes_of, smaller_sizes, False)
 
 
@@ -146,14 +147,18 @@ class RunnerKeys:
         if keys is None:
             return list(self.entries.values())
         chosen: dict[Key, None] = {}
+        unknown: list[Any] = []
         expected = "a list of keys of this runner, each with its mode or alone"
         for item in checked_list("keys", keys, BatchDescriptor | tuple, expected):
             if isinstance(item, BatchDescriptor):
                 chosen.update(((mode, item), None) for mode in self._space.modes)
-            else:
+            elif is_key(item):
                 chosen[item] = None
-        unknown = [item for item in chosen if item not in self.entries]
-        if unknown and not self._space.may_grow:
+            else:
+                unknown.append(item)
+        is_wrong = bool(unknown)
+        unknown += [item for item in chosen if item not in self.entries]
+        if is_wrong or (unknown and not self._space.may_grow):
             raise ConfigError(
                 "keys to capture",
                 expected="keys of this runner's plan, each with its mode",
@@ -245,11 +250,7 @@ def smaller_by_axis(
 
 def require_decision(decision: object) -> None:
     """Errors: ``BatchError`` for what is no ``Decision``."""
-    if not (
-        isinstance(decision, Decision)
-        and isinstance(decision.mode, RuntimeMode)
-        and isinstance(decision.descriptor, BatchDescriptor)
-    ):
+    if not isinstance(decision, Decision) or not is_key(decision[:2]):
         raise BatchError(
             "decision",
             expected="what decide() or a dispatcher said",
@@ -258,34 +259,21 @@ def require_decision(decision: object) -> None:
         )
 
 
-def require_sizes(sizes: object, axes: Iterable[str]) -> None:
-    """Errors: ``BatchError`` for what is no mapping."""
-    if not isinstance(sizes, Mapping):
-        raise BatchError(
-            "sizes",
-            expected=f"a size for each of {', '.join(axes)}",
-            found=shown(sizes),
-            do="pass a dict axis -> real size",
-        )
-
-
 def in_order(limits: Mapping[str, int], sizes: Mapping[str, int], what: str) -> dict[str, int]:
     """``sizes`` in the order of the axes of ``limits``, one for each.
 
     Errors: ``BatchError`` for a missing or unknown axis, or a size beyond its limit.
     """
-    require_sizes(sizes, limits)
-    for axis in dict.fromkeys([*limits, *sizes]):
-        size, limit = sizes.get(axis), limits.get(axis)
-        if limit is None or type(size) is not int or not 0 <= size <= limit:
-            is_known = limit is not None
+    ordered = dict(zip(limits, ordered_sizes(sizes, limits), strict=True))
+    for axis, limit in limits.items():
+        if ordered[axis] > limit:
             raise BatchError(
                 f"axis {axis!r}",
-                expected=f"a {what} size of 0 to {limit}" if is_known else f"one of {list(limits)}",
-                found=shown(size),
+                expected=f"a {what} size of 0 to {limit}",
+                found=str(ordered[axis]),
                 do="name every axis once, with a size within its limit",
             )
-    return {axis: sizes[axis] for axis in limits}
+    return ordered
 
 
 def sizes_of_key(capacity: Mapping[str, int], key: BatchDescriptor) -> dict[str, int]:
@@ -296,7 +284,7 @@ def sizes_of_key(capacity: Mapping[str, int], key: BatchDescriptor) -> dict[str,
     variant = getattr(key, "variant", None)
     if not isinstance(variant, BucketKey) or len(variant.sizes) != len(capacity):
         raise BatchError(
-            repr(key),
+            shown(key),
             expected=f"a key with a size for each of {list(capacity)}",
             found="another key",
             do="make it with runner.key(...)",
@@ -319,39 +307,20 @@ def check_modes(modes: Sequence[object]) -> tuple[RuntimeMode, ...]:
     return tuple(sorted((RuntimeMode[name] for name in found), reverse=True))
 
 
-_BY_AXIS = "a dict by axis, such as sizes={'batch': [2, 4]}"
-
-
-def check_listed(
-    sizes: Mapping[str, Iterable[int]] | None,
-) -> dict[str, tuple[int, ...]] | None:
-    """The sizes of each axis. Errors: ``ConfigError`` for anything but positive integers."""
-    check_type("sizes", sizes, Mapping | None, _BY_AXIS, "name the axis")
-    if sizes is None:
-        return None
-    for axis in sizes:
-        check_type("an axis of sizes", axis, str, "a name")
-    listed = {}
-    for axis, each in sizes.items():
-        what = f"sizes of axis {axis!r}"
-        listed[axis] = checked_list(what, each, int, "a list of integers >= 1", "correct it")
-        for size in listed[axis]:
-            check_count(f"a size of axis {axis!r}", size)
-    return listed
+BY_AXIS = "a dict by axis, such as sizes={'batch': [2, 4]}"
 
 
 def check_capacity(
-    sizes: Mapping[str, Sequence[int]] | None, capacity: Mapping[str, int] | None
+    sizes: Mapping[str, Sequence[int]], capacity: Mapping[str, int] | None
 ) -> dict[str, int]:
     """Axis -> largest padded size, by default the largest listed, in the order of ``sizes``.
 
     Errors: ``ConfigError``.
     """
-    check_type("capacity", capacity, Mapping | None, _BY_AXIS, "name the axis")
     for axis, size in (capacity or {}).items():
         check_type("an axis of capacity", axis, str, "a name")
         check_count(f"capacity of axis {axis!r}", size, least=0)
-    listed = {axis: max(each, default=0) for axis, each in (sizes or {}).items()}
+    listed = {axis: each[-1] for axis, each in sizes.items()}
     limits = dict(listed if capacity is None else capacity)
     if listed and listed.keys() == limits.keys():
         limits = {axis: limits[axis] for axis in listed}
@@ -373,9 +342,9 @@ def check_axes(outputs: OutputSpec, capacity: Mapping[str, int]) -> None:
         for axis in lengths.values():
             if isinstance(axis, str) and axis not in capacity:
                 raise ConfigError(
-                    f"axis {axis!r} of output {path!r}",
+                    f"axis {shown(axis)} of output {shown(path)}",
                     expected=f"one of {', '.join(capacity)}, or a function of the sizes",
-                    found=repr(axis),
+                    found=shown(axis),
                     do="name an axis of the batch",
                 )
 
@@ -439,16 +408,3 @@ def check_written_rows(
                 found=repr(name),
                 do="name the input that says which rows are written, or list the tensor alone",
             )
-
-
-def check_options(
-    verify: object, verify_every: object, tolerance: object, watch: object, on_miss: object
-) -> None:
-    """Errors: ``ConfigError`` for what no runner does."""
-    check_choice("verify", verify, ("first", "off"))
-    check_choice("on_miss", on_miss, ("eager", "strict"))
-    check_choice("watch", watch, ("spread", "always", "off"))
-    if tolerance is not None:
-        check_number("verify_tolerance", tolerance)
-    if verify_every is not None:
-        check_count("verify_every", verify_every)

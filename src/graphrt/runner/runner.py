@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from time import perf_counter_ns
@@ -11,22 +11,32 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self
 
 import torch
+from torch import is_grad_enabled
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
-from graphrt.config.checked import check_callable, check_choice, check_count, check_type
+from graphrt.config.checked import (
+    check_callable,
+    check_choice,
+    check_count,
+    check_hashable,
+    check_number,
+    check_type,
+)
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
-from graphrt.dispatch import NOTHING, BucketKey
+from graphrt.dispatch import NOTHING, BucketKey, ordered_sizes
 from graphrt.errors import (
     BatchError,
     ConfigError,
     ReentrantStepError,
     VerificationError,
+    shown as shown_value,
     with_notes,
 )
 from graphrt.events import KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
+    BufferSpec,
     CaptureOptions,
     Entry,
     ExternalsReport,
@@ -41,21 +51,22 @@ from graphrt.graphs import (
     Workspace,
     frozen_heap,
 )
+from graphrt.graphs.buffers import require_tensor
 from graphrt.graphs.held import bytes_of
 from graphrt.graphs.library import copy_error
 from graphrt.graphs.values import own_copy
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress, StepMetrics, shown
 from graphrt.runner.captures import Captures
-from graphrt.runner.examples import Example, Examples, Sizes, Values, fixed_inputs
+from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example
 from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph, Varying
 from graphrt.runner.keys import (
+    BY_AXIS,
     Dispatcher,
     KeySpace,
     NoDispatcher,
     RunnerKeys,
     batch_key,
-    check_options,
     check_specs,
     closed_error,
     in_order,
@@ -64,7 +75,6 @@ from graphrt.runner.keys import (
     miss_error,
     no_examples_error,
     require_decision,
-    require_sizes,
 )
 from graphrt.runner.report import (
     Misses,
@@ -161,7 +171,13 @@ class CUDAGraphRunner:
         space: KeySpace | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
-        check_options(verify, verify_every, verify_tolerance, watch, on_miss)
+        check_choice("verify", verify, ("first", "off"))
+        check_choice("on_miss", on_miss, ("eager", "strict"))
+        check_choice("watch", watch, ("spread", "always", "off"))
+        if verify_tolerance is not None:
+            check_number("verify_tolerance", verify_tolerance)
+        if verify_every is not None:
+            check_count("verify_every", verify_every)
         check_callable("the callable of a runner", fn)
         for which, given in (("examples", examples), ("observer", observer)):
             if given is not None:
@@ -169,6 +185,11 @@ class CUDAGraphRunner:
         check_type("name", name, str | None, "a text")
         check_type("reads_padding", reads_padding, str, "why results depend on padding, in words")
         check_type("library", library, GraphLibrary | None, "a GraphLibrary")
+        check_type("space", space, KeySpace | None, "a KeySpace")
+        check_type("lockstep", lockstep, Lockstep | None, "a Lockstep")
+        check_type("nvtx", nvtx, bool, "True or False")
+        for which, each in (("sizes", sizes), ("capacity", capacity)):
+            check_type(which, each, Mapping | None, BY_AXIS, "name the axis")
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
         has_keys = bool(sizes or capacity or space)
@@ -264,7 +285,7 @@ class CUDAGraphRunner:
         Errors: ``BatchError`` for a missing or unknown axis, or a size beyond the capacity;
                 ``ConfigError`` for a ``variant`` that cannot be hashed.
         """
-        check_type("variant", variant, Hashable, "a value that can be hashed")
+        check_hashable("variant", variant)
         return make_key(in_order(self.capacity, sizes, "padded"), variant)
 
     def real_sizes(self, values: Values) -> dict[str, int]:
@@ -517,10 +538,9 @@ class CUDAGraphRunner:
             decision = self._keys.decide(key, sizes, is_exact=sizes == staged)
         elif sizes is None:
             sizes = self.real_sizes(values)
-        else:
-            require_sizes(sizes, self.axes)
         if decision is not None:
             require_decision(decision)
+            ordered_sizes(sizes, self.capacity)
         else:
             decision = self.decide(sizes)
             if decision.reason is Reason.NOT_CAPTURED_YET:
@@ -566,14 +586,14 @@ class CUDAGraphRunner:
         cuts itself. Shapes, aliasing, errors: as ``run``.
         """
         staged = staged or sizes
-        if decision.mode is not _EAGER and not self._look():
-            decision = self._ask_again(decision, staged)
+        mode, key, reason = decision
+        if mode is not _EAGER and not self._look():
+            mode, key, reason = decision = self._ask_again(decision, staged)
         self.last_decision = decision
         if self._is_running:
             self._require_idle("run")
-        mode, key, reason = decision
         self._is_running = True
-        has_grad = torch.is_grad_enabled()
+        has_grad = is_grad_enabled()
         try:
             if has_grad:
                 # What is staged, and what eager segments return, must not grow a graph of its own.
@@ -609,8 +629,7 @@ class CUDAGraphRunner:
 
         def refresh() -> None:
             if not look():
-                self._ask()
-                self._refresh()
+                self.check_externals()
 
         return refresh
 
@@ -630,9 +649,7 @@ class CUDAGraphRunner:
 
     def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
         """Look at everything; ``decision``, or an eager one where its program is invalid now."""
-        self.require_open()
-        self._ask()
-        self._refresh()
+        self.check_externals()
         mode, key, _ = decision
         entry = self._entries.get((mode, key))
         if entry is None or entry.reason is not Reason.INVALIDATED:
@@ -658,7 +675,7 @@ class CUDAGraphRunner:
                 if not pads:
                     return self._executor.compare(ready, call).outputs
                 try:
-                    return self._executor.compare_padding(ready, call)
+                    return self._executor.compare_padding(ready, call)[0]
                 except VerificationError:
                     # Padding is not to blame where the graph itself is wrong, which this raises.
                     self._executor.compare(ready, call)
@@ -675,6 +692,7 @@ class CUDAGraphRunner:
     def _find_ready(self, decision: Decision) -> ReadyGraph:
         """The graph of a decision whose key equals a key of this runner but is another object."""
         self.require_open()
+        require_decision(decision)
         mode, key, _ = decision
         entry = self._entries.get((mode, key))
         ready = None if entry is None else self._ready[mode].get(id(entry.key))
@@ -805,16 +823,12 @@ class CUDAGraphRunner:
             return "Nothing has run yet."
         if isinstance(subject, Decision):
             return "\n".join(self._explain_decision(subject))
-        keys = self.keys
-        if isinstance(subject, BatchDescriptor):
-            keys = tuple(item for item in keys if item[1] == subject)
-        elif isinstance(subject, tuple) and len(subject) == 2:
-            keys = tuple(item for item in keys if item == subject)
-        else:
+        if not isinstance(subject, BatchDescriptor | tuple):
             return explain(subject)
-        if not keys:
+        found = [entry for item, entry in self._entries.items() if subject in (item, item[1])]
+        if not found:
             return f"{explain(subject)}\nNo key of this runner: see `keys`."
-        return "\n".join(line for item in keys for line in explain_entry(self._entries[item]))
+        return "\n".join(line for entry in found for line in explain_entry(entry))
 
     def _explain_decision(self, decision: Decision) -> Iterator[str]:
         mode, key, reason = decision
@@ -898,7 +912,19 @@ def _declared(
 ) -> tuple[Inputs, Sizes]:
     """The specs of the inputs, and the sizes of all calls where these are always the same."""
     if inputs is None:
-        inputs = fixed_inputs(examples, _FIXED, has_keys=has_keys)
+        if examples is None or has_keys:
+            raise ConfigError(
+                "inputs=None",
+                expected="examples(sizes, seed), whose shapes and dtypes all calls have",
+                found="sizes, capacity or a dispatcher"
+                if has_keys
+                else "neither inputs nor examples",
+                do="declare a BufferSpec for each input",
+            )
+        values = as_example(examples(_FIXED, 0)).values
+        for name, value in values.items():
+            require_tensor(f"an example: input {shown_value(name)}", value, "a tensor")
+        inputs = [BufferSpec(name, tuple(v.shape), v.dtype) for name, v in values.items()]
     if callable(inputs):
         return inputs, {}
     specs = check_specs(inputs)

@@ -36,13 +36,14 @@ from graphrt.config.checked import check_type, config_error
 from graphrt.config.unbuilt import misplaced_attention, unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
-from graphrt.dispatch import NOTHING, CUDAGraphDispatcher, check_count
+from graphrt.dispatch import NOTHING, CUDAGraphDispatcher, check_count, check_flag
 from graphrt.errors import (
     BatchError,
     ConfigError,
     ConfigProblem,
     InputMismatchError,
     StaticBufferError,
+    shown,
 )
 from graphrt.events import Observer, RanEager, Replayed
 from graphrt.graphs import (
@@ -196,6 +197,7 @@ class Runtime:
     ) -> None:
         flat = dict(zip(_FIELDS, (mode, sizes, max_num_seqs, max_num_batched_tokens), strict=True))
         config, self.resolved = _resolve(config, flat, facts)
+        check_type("ranks", ranks, Exchange | None, "an exchange, as InProcessExchange")
         check_rank_config(config.ranks, ranks is not None)
         if ranks is not None:
             config, facts = agree_on_facts(ranks, config, facts)
@@ -352,12 +354,9 @@ class Runtime:
 
     def withdraw(self, keys: Iterable[Key | BatchDescriptor], reason: str) -> int:
         """Drop the graphs of ``keys``. See ``CUDAGraphRunner.withdraw``."""
-        chosen = list(keys)
-        num_withdrawn = self.runner.withdraw(chosen, reason)
+        num_withdrawn = self.runner.withdraw(keys, reason)
         if self._split is not None:
-            self._split.forget_times(
-                item if isinstance(item, BatchDescriptor) else item[1] for item in chosen
-            )
+            self._split.forget_times(key for _, key in self.runner.missing())
         return num_withdrawn
 
     def key_for(
@@ -413,12 +412,14 @@ class Runtime:
         observer = self._observer
         started = 0 if observer is None else perf_counter_ns()
         if num_tokens is None or num_reqs is None:
-            num_tokens, num_reqs = self._read(values, num_tokens, num_reqs, bool(uniform))
+            num_tokens, num_reqs = self._read(values, num_tokens, num_reqs, uniform)
         if not (type(num_reqs) is type(num_tokens) is int and 1 <= num_reqs <= num_tokens):
             _check_requests(num_tokens, num_reqs)
         if uniform is None:
             uniform = num_reqs == num_tokens and self._query_len == 1
-        elif uniform and num_tokens != num_reqs * self._query_len:
+        elif type(uniform) is not bool:
+            uniform = check_flag("uniform", uniform)  # type: ignore[unreachable]  # who has no types
+        if uniform and num_tokens != num_reqs * self._query_len:
             raise BatchError(
                 f"a uniform step of {num_tokens} tokens",
                 expected=f"num_tokens == num_reqs * {self._query_len}",
@@ -499,7 +500,7 @@ class Runtime:
         values: Mapping[str, torch.Tensor],
         num_tokens: int | None,
         num_reqs: int | None,
-        uniform: bool,
+        uniform: bool | None,
     ) -> tuple[int, int]:
         """The sizes of a step as far as they were not given, read off its values."""
         read = self.runner.real_sizes(values)
@@ -508,9 +509,10 @@ class Runtime:
             ("num_reqs", REQUESTS, num_reqs),
         ):
             # Of one axis alone, an engine that has padded has said all that it has to.
-            if said is not None and axis in read and read[axis] != said and len(read) > 1:
+            is_both = said is not None and axis in read and len(read) > 1
+            if is_both and not _is_size(said, read[axis]):
                 raise InputMismatchError(
-                    f"{name} = {said}",
+                    f"{name} = {shown(said)}",
                     expected=f"the size of axis {axis!r} in the values",
                     found=f"{read[axis]}",
                     do="leave it out, or say both num_tokens and num_reqs if you have padded",
@@ -528,8 +530,9 @@ class Runtime:
             num_reqs = read.get(REQUESTS)
         if num_reqs is None:
             num_tokens = check_count("num_tokens", num_tokens, least=0)
+            is_uniform = uniform is not None and check_flag("uniform", uniform)
             at_most = self._max_num_seqs
-            num_reqs = num_tokens // self._query_len if uniform else min(num_tokens, at_most)
+            num_reqs = num_tokens // self._query_len if is_uniform else min(num_tokens, at_most)
         return num_tokens, num_reqs
 
     def check_externals(self) -> ExternalsReport:
@@ -683,6 +686,13 @@ def _check_axes(inputs: Sequence[BufferSpec]) -> None:
                     found=repr(axis),
                     do="rename it, or use CUDAGraphRunner, which takes any axes",
                 )
+
+
+def _is_size(said: object, size: int) -> bool:
+    try:
+        return bool(said == size)
+    except Exception:  # noqa: BLE001  A tensor of several elements, say.
+        return False
 
 
 def _check_requests(num_tokens: int, num_reqs: int) -> None:

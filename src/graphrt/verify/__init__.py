@@ -7,7 +7,7 @@ from graphrt.verify.compare import (
     Difference as Difference,
     compare as compare,
 )
-from graphrt.verify.explain import advice as advice, explain as explain
+from graphrt.verify.explain import advice as advice, explain as explain, is_key as is_key
 from graphrt.verify.padding import (
     UNPADDED_TOLERANCE as UNPADDED_TOLERANCE,
     arbitrary_buffers as arbitrary_buffers,
@@ -25,5 +25,6 @@ from graphrt.verify.replay import (
     require_compared as require_compared,
     require_other_example as require_other_example,
     require_varied_for_memos as require_varied_for_memos,
+    warn_unverified as warn_unverified,
 )
 from graphrt.verify.run_state import RunState as RunState, WrittenRows as WrittenRows

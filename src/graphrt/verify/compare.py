@@ -8,13 +8,15 @@ of a matrix product alone may change its rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.config.checked import check_number, check_type
+from graphrt.errors import shown
 from graphrt.graphs.values import Node, as_bits, dotted, format_path, same_host_value, walk
 
 _MAX_SHOWN = 4
@@ -90,6 +92,10 @@ def compare(
     dimension it indexes (a greedy choice). Indices of elements equal within tolerance are a tie.
     Waits for the device.
     """
+    for limit in tolerance.values() if isinstance(tolerance, Mapping) else (tolerance,):
+        if limit is not None:
+            check_number("tolerance", limit)
+    check_type("chosen_from", chosen_from, Mapping, "paths by path")
     differences: list[Difference] = []
     sizes = [0.0]
     num_compared = num_ties = 0
@@ -123,12 +129,18 @@ def compare(
         elif one.kind == "host":
             num_compared += one.value is not None
             if not same_host_value(one.value, other.value, of_host):
-                differences.append(Difference(path, repr(one.value), repr(other.value)))
-    # Not max alone: what it makes of a NaN depends on the order.
-    largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
+                differences.append(Difference(path, shown(one.value), shown(other.value)))
     order = {path: number for number, path in enumerate(left)}
     differences.sort(key=lambda difference: order[difference.path])
-    return Comparison(tuple(differences), num_compared, tuple(sorted(unchecked)), largest, num_ties)
+    return Comparison(
+        tuple(differences), num_compared, tuple(sorted(unchecked)), largest_of(sizes), num_ties
+    )
+
+
+def largest_of(sizes: Iterable[float]) -> float:
+    """The largest; NaN if any is, which ``max`` alone would tell by their order."""
+    each = list(sizes)
+    return math.nan if any(map(math.isnan, each)) else max(each)
 
 
 def _compare_tensors(
@@ -269,7 +281,7 @@ def _describe(node: Node) -> str:
     if node.kind == "tensor":
         return _describe_tensor(node.value)
     if node.kind == "host":
-        return repr(node.value)
+        return shown(node.value)
     if isinstance(node.value, dict):
         return f"{type(node.value).__name__} of {sorted(map(str, node.value))}"
     if node.kind == "container":

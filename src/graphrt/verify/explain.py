@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import singledispatch
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
+from graphrt.errors import ConfigError, shown
 from graphrt.graphs import GraphSegment, Program
 
 _MAX_SHOWN = 8
@@ -34,17 +35,21 @@ def explain(subject: object) -> str:
 
     ``subject``: a ``Decision``, a ``Program``, the report of a runtime or runner, or a key: a
     ``BatchDescriptor`` or ``(mode, key)``. ``Runtime.explain`` and ``CUDAGraphRunner.explain`` take
-    the same, and add what they know of it: failures, misses, hits. Errors: ``TypeError``.
+    the same, and add what they know of it: failures, misses, hits. Errors: ``ConfigError``.
     """
-    raise TypeError(
-        "expected a Decision, a Program, a report, a BatchDescriptor or (mode, BatchDescriptor), "
-        f"found {type(subject).__name__}"
+    raise ConfigError(
+        "what to explain",
+        expected="a Decision, a Program, a report, a BatchDescriptor or (mode, BatchDescriptor)",
+        found=shown(subject),
+        do="take it from the runner: last_decision, keys, report()",
     )
 
 
 @explain.register
 def _(decision: Decision) -> str:
     key, reason = decision.descriptor, decision.reason
+    if not (is_key((decision.mode, key)) and isinstance(reason, Reason)):
+        return explain.dispatch(object)(decision)
     if decision.mode is RuntimeMode.NONE:
         what = f"{key.num_tokens} tokens run eager"
     else:
@@ -62,11 +67,15 @@ def _(key: BatchDescriptor) -> str:
 
 @explain.register
 def _(pair: tuple) -> str:  # type: ignore[type-arg]  # singledispatch takes classes
-    if len(pair) != 2 or not (
-        isinstance(pair[0], RuntimeMode) and isinstance(pair[1], BatchDescriptor)
-    ):
-        raise TypeError(f"expected (mode, BatchDescriptor), found {pair!r}")
+    if not is_key(pair):
+        return explain.dispatch(object)(pair)
     return f"{pair[0]}: {explain(pair[1])}"
+
+
+def is_key(pair: tuple[object, ...]) -> bool:
+    """True for a mode and a descriptor."""
+    kinds = (RuntimeMode, BatchDescriptor)
+    return len(pair) == 2 and all(map(isinstance, pair, kinds))
 
 
 def advice(reason: Reason) -> str:

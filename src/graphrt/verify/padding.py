@@ -6,7 +6,7 @@ Padding is varied with valid rows, because NaN or -1 there would be false alarms
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import own_copy
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.run_state import VARYING, RunState
+from graphrt.verify.run_state import VARYING, RunState, SavedState, restored
 
 
 @contextmanager
@@ -114,9 +114,11 @@ def check_padding(
     before_warmup: HostSnapshot | None = None,
     observer: Observer | None = None,
     can_repeat: bool = True,
-    tell_scratch: Callable[[Mapping[str, Comparison]], None] | None = None,
-) -> Any:
-    """Prove twice that the padding of a replay matters to no real row; return its outputs.
+) -> tuple[Any, dict[str, Comparison]]:
+    """Prove twice that the padding of a replay matters to no real row.
+
+    Returns its outputs, and the scratch of ``state`` that it left otherwise than the unpadded run,
+    among the elements which that run wrote; nothing where there is no such run.
 
     Replays with the declared padding and with other valid rows there (``varied_padding``): the
     real rows must have equal bits. And they must be those of ``run_unpadded``, which runs the
@@ -134,8 +136,6 @@ def check_padding(
     from run to run. ``before_warmup``: each run starts with what the callable remembered then.
     ``can_repeat``: a difference may be followed by more replays, which tell its cause: not where
     other ranks would have to replay too.
-    ``tell_scratch``: told of the scratch of ``state`` that the replay left otherwise than the
-    unpadded run, among the elements which that run wrote; nothing where there is no such run.
 
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
             padded size or varies from run to run, with the first rows that differ.
@@ -149,102 +149,89 @@ def check_padding(
             stage()
         # A FULL replay runs no Python, which might remember anything.
         runs_python = call is not replay or mode is not RuntimeMode.FULL
-        host = before_warmup.restored() if before_warmup and runs_python else nullcontext()
-        with varied_padding(bound, sizes, varied), host:
+        with varied_padding(bound, sizes, varied), restored(before_warmup if runs_python else None):
             return call()
 
     def run(
         call: Callable[[], Any], *varied: str, is_last: bool = False, poisons: bool = True
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, SavedState]:
         if poisons:
             state.begin(saved, is_last=is_last)
         else:
             state.restore(saved)
-        return call_with(call, *varied), state.save().compared
-
-    def require_equal_repeats(outcome: Comparison) -> None:
-        _tell(observer, mode, key, outcome)
-        if can_repeat and state.varies(saved, lambda: call_with(replay)):
-            raise VerificationError(
-                subject,
-                expected="a replay whose bits are the same in each run, for differences to show "
-                "what padding does",
-                found=f"bits that vary: {outcome}",
-                do=VARYING,
-            )
+        outputs = call_with(call, *varied)
+        return outputs if is_last else own_copy(outputs), state.save()
 
     try:
         # A replay first: a GPU is busy with it while the host launches the eager run.
-        varied = own_copy(run(replay, *names)) if names else None
-        unpadded = None if run_unpadded is None else own_copy(run(run_unpadded))
-        left = state.save() if unpadded is not None and tell_scratch is not None else None
-        is_random = run_unpadded is not None and state.drew_random(saved)
+        varied = run(replay, *names) if names else None
+        unpadded = None if run_unpadded is None else run(run_unpadded)
+        is_random = unpadded is not None and state.drew_random(saved)
         earlier = [each[1] for each in (unpadded, varied) if each is not None]
         found = run(replay, is_last=True, poisons=bool(earlier))
         if earlier:
-            state.settle(saved, *earlier, found[1])
-        if is_random:
-            unpadded = None
+            state.settle(saved, *(each.compared for each in (*earlier, found[1])))
         outcome: Comparison | None = None
+        is_read = depends_on_size = False
         if varied is not None:
             outcome = _compare_runs(varied, found, tolerance)
-            if not outcome.is_equal:
-                found = own_copy(found)  # The next replays overwrite it.
-                require_equal_repeats(outcome)
-                raise _padding_read_error(
-                    subject,
-                    names,
-                    outcome,
-                    lambda name: (
-                        not can_repeat
-                        or _compare_runs(
-                            own_copy(run(replay, name, poisons=False)), found, tolerance
-                        ).is_equal
-                    ),
-                )
-        if unpadded is not None:
+            is_read = not outcome.is_equal
+        if unpadded is not None and not is_random and not is_read:
             outcome = _compare_runs(unpadded, found, UNPADDED_TOLERANCE, chosen_from)
-            is_tolerated = tolerance is not None and (
-                _compare_runs(unpadded, found, tolerance).is_equal
+            depends_on_size = not outcome.is_equal and (
+                tolerance is None or not _compare_runs(unpadded, found, tolerance).is_equal
             )
-            if not outcome.is_equal and not is_tolerated:
-                require_equal_repeats(outcome)
+        if outcome is not None and observer is not None:
+            largest, ties = outcome.max_abs_difference, outcome.num_ties
+            observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
+        if is_read or depends_on_size:
+            found = own_copy(found[0]), found[1]  # The next replays overwrite it.
+            if can_repeat and state.varies(saved, lambda: call_with(replay)):
                 raise VerificationError(
                     subject,
-                    expected="the real rows and the state of the unpadded batch, within the "
-                    "tolerance of their dtype",
-                    found=f"the result depends on the padded size: {outcome}",
-                    do="mask what is summed over rows, and pass the real size as a tensor in "
-                    "place of the number of rows",
+                    expected="a replay whose bits are the same in each run, for differences to "
+                    "show what padding does",
+                    found=f"bits that vary: {outcome}",
+                    do=VARYING,
                 )
+        if is_read:
+            raise _padding_read_error(
+                subject,
+                names,
+                outcome,
+                lambda name: (
+                    not can_repeat
+                    or _compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
+                ),
+            )
+        if depends_on_size:
+            raise VerificationError(
+                subject,
+                expected="the real rows and the state of the unpadded batch, within the tolerance "
+                "of their dtype",
+                found=f"the result depends on the padded size: {outcome}",
+                do="mask what is summed over rows, and pass the real size as a tensor in place of "
+                "the number of rows",
+            )
     except BaseException:
         state.restore(saved)
         raise
-    if left is not None and tell_scratch is not None:
-        tell_scratch(state.unlike_scratch(saved, left, UNPADDED_TOLERANCE))
-    if outcome is not None:
-        _tell(observer, mode, key, outcome)
-    return found[0]
+    unlike = {}
+    if unpadded is not None:
+        unlike = state.unlike_scratch(saved, unpadded[1], UNPADDED_TOLERANCE)
+    return found[0], unlike
 
 
 def _compare_runs(
-    expected: tuple[Any, Any],
-    found: tuple[Any, Any],
+    expected: tuple[Any, SavedState],
+    found: tuple[Any, SavedState],
     tolerance: float | Mapping[torch.dtype, float] | None,
     chosen_from: Mapping[str, str] = MappingProxyType({}),
 ) -> Comparison:
     """Compare the outputs of two runs, and where they are equal the state they left."""
     outputs = compare(expected[0], found[0], tolerance=tolerance, chosen_from=chosen_from)
-    state = compare(expected[1], found[1], tolerance=tolerance)
+    state = compare(expected[1].compared, found[1].compared, tolerance=tolerance)
     return outputs if state.is_equal or not outputs.is_equal else state
-
-
-def _tell(
-    observer: Observer | None, mode: RuntimeMode, key: BatchDescriptor, outcome: Comparison
-) -> None:
-    if observer is not None:
-        largest, ties = outcome.max_abs_difference, outcome.num_ties
-        observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
 
 
 def check_padding_unread(
@@ -287,7 +274,7 @@ def check_padding_unread(
 
 
 def _padding_read_error(
-    subject: str, names: Iterable[str], outcome: Comparison, is_unread: Callable[[str], bool]
+    subject: str, names: Iterable[str], outcome: Comparison | None, is_unread: Callable[[str], bool]
 ) -> VerificationError:
     """Name the buffers that are read, or all where only several of them together show it."""
     alone = [name for name in names if not is_unread(name)]

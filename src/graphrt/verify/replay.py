@@ -7,10 +7,9 @@ show that, and only if both sides start from the same state.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,8 @@ from graphrt.graphs.held import modules_of
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import Node, dotted, own_copy, walk
-from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.run_state import VARYING, RunState, SavedState
+from graphrt.verify.compare import Comparison, compare, largest_of
+from graphrt.verify.run_state import VARYING, RunState, restored
 
 NUM_ADVANCING_RUNS = 3
 """Runs in succession that a first check compares where runs advance host values: what alternates or
@@ -47,6 +46,20 @@ class Verification(NamedTuple):
     state: Comparison | None
     """The state both sides left behind; None without a guard."""
     runnable: object = None
+
+    @property
+    def is_equal(self) -> bool:
+        return self.comparison.is_equal and (self.state is None or self.state.is_equal)
+
+    @property
+    def max_abs_difference(self) -> float:
+        return largest_of(each.max_abs_difference for each in (self.comparison, self.state) if each)
+
+    def __str__(self) -> str:
+        told = {"outputs": self.comparison, "state": self.state}
+        return "; ".join(
+            f"{what}: {each}" for what, each in told.items() if each and not each.is_equal
+        )
 
     @property
     def hooks(self) -> tuple[ForwardHook, ...]:
@@ -97,94 +110,61 @@ def check_replay(
     """
     guarded = state if isinstance(state, RunState) else RunState(state)
     saved = guarded.save()
-    for num_before in range(num_runs):
-        if num_before:
-            guarded.restore(saved)
-            if before_warmup is not None:
-                before_warmup.restore_advanced()
-        expected, left_by_eager, outputs, left_by_replay = _run_both(
-            run_eager, run_replay, guarded, saved, before_warmup, num_before
-        )
-        comparison = compare(expected, outputs, tolerance=tolerance)
-        states = None
-        if left_by_eager:
-            states = compare(left_by_eager, left_by_replay, tolerance=tolerance)
-        is_equal = comparison.is_equal and (states is None or states.is_equal)
-        if observer is not None:
-            sizes = [comparison.max_abs_difference]
-            sizes += [] if states is None else [states.max_abs_difference]
-            largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
-            observer(Verified(mode, key, is_equal, largest))
-        verification = Verification(outputs, comparison, states, runnable)
-        if is_equal:
-            continue
-        guarded.restore(saved)
-        found = [f"outputs: {comparison}"] if not comparison.is_equal else []
-        if states is not None and not states.is_equal:
-            found.append(f"state: {states}")
-        moved = ", ".join(find_moved())
-        causes = [f"moved since the capture: {moved}"] if moved else []
-        if can_repeat and guarded.varies(saved, _as_at_first(run_replay, before_warmup)):
-            causes.append(VARYING)
-        if guarded.poisoned:
-            causes.append(
-                "rows that may_overwrite names are poisoned before each run, so that a run which "
-                "reads one before it writes all of it (adds to it, keeps a history in it) differs: "
-                "give such a tensor to state= too"
-            )
-        raise VerificationError(
-            f"{mode.name}, {key}",
-            expected="the replay's outputs and state equal to eager execution of the same inputs"
-            + (f" within {tolerance:g}" if tolerance is not None else ", bit for bit"),
-            found="; ".join(found),
-            do=_advice(causes, verification.hooks, before_warmup, guarded.guard is not None),
-        )
-    return verification
 
+    def replay_at_first() -> Any:
+        with restored(before_warmup):
+            return run_replay()
 
-def _as_at_first(run: Callable[[], Any], before_warmup: HostSnapshot | None) -> Callable[[], Any]:
-    """``run``, each time with what the callable remembered before its first warm-up."""
-    if before_warmup is None:
-        return run
-
-    def run_restored() -> Any:
-        with before_warmup.restored():
-            return run()
-
-    return run_restored
-
-
-def _run_both(
-    run_eager: Callable[[], Any],
-    run_replay: Callable[[], Any],
-    guarded: RunState,
-    saved: SavedState,
-    before_warmup: HostSnapshot | None,
-    num_before: int,
-) -> tuple[Any, Mapping[str, Any], Any, Mapping[str, Any]]:
-    """What eager returned and left, what a replay did: both from ``saved``, each after
-    ``num_before`` others that advance host values alone. An error puts everything back."""
-    guarded.poison()
     try:
-        with before_warmup.restored() if before_warmup is not None else nullcontext():
-            for _ in range(num_before):
-                run_eager()
-                guarded.begin(saved)
-            # The replay may overwrite what eager returned: an output can view a static input.
-            expected = own_copy(run_eager())
-        left_by_eager = guarded.save().compared
-        with noted_eager_segments():
-            for _ in range(num_before):  # Eager segments of a replay advance host values too.
-                guarded.begin(saved)
-                run_replay()
-            guarded.begin(saved, is_last=True)
-            outputs = run_replay()
-        left_by_replay = guarded.save().compared
-        guarded.settle(saved, left_by_eager, left_by_replay)
+        for num_before in range(num_runs):
+            if num_before:
+                guarded.restore(saved)
+                if before_warmup is not None:
+                    before_warmup.restore_advanced()
+            guarded.poison()
+            # Both sides run after ``num_before`` others that advance host values alone.
+            with restored(before_warmup):
+                for _ in range(num_before):
+                    run_eager()
+                    guarded.begin(saved)
+                # The replay may overwrite what eager returned: an output can view a static input.
+                expected = own_copy(run_eager())
+            left_by_eager = guarded.save().compared
+            with noted_eager_segments():
+                for _ in range(num_before):  # Eager segments of a replay advance host values too.
+                    guarded.begin(saved)
+                    run_replay()
+                guarded.begin(saved, is_last=True)
+                outputs = run_replay()
+            left_by_replay = guarded.save().compared
+            guarded.settle(saved, left_by_eager, left_by_replay)
+            comparison = compare(expected, outputs, tolerance=tolerance)
+            states = None
+            if left_by_eager:
+                states = compare(left_by_eager, left_by_replay, tolerance=tolerance)
+            verification = Verification(outputs, comparison, states, runnable)
+            if observer is not None:
+                largest = verification.max_abs_difference
+                observer(Verified(mode, key, verification.is_equal, largest))
+            if not verification.is_equal:
+                raise VerificationError(
+                    f"{mode.name}, {key}",
+                    expected="the replay's outputs and state equal to eager execution of the same "
+                    "inputs"
+                    + (f" within {tolerance:g}" if tolerance is not None else ", bit for bit"),
+                    found=str(verification),
+                    do=_advice(
+                        ", ".join(find_moved()),
+                        can_repeat and guarded.varies(saved, replay_at_first),
+                        verification.hooks,
+                        before_warmup,
+                        guarded,
+                    ),
+                )
     except BaseException:
         guarded.restore(saved)
         raise
-    return expected, left_by_eager, outputs, left_by_replay
+    return verification
 
 
 @contextmanager
@@ -262,16 +242,14 @@ def require_varied_for_memos(
     ]
     if not same:
         return
-    subject = f"{subject}: {', '.join(memos)}, set by the first warm-up"
-    expected = "other values for each seed in every input that it may be made of"
-    found = f"the same {', '.join(same)} for seeds 0 and 1"
-    do = (
-        "give examples(sizes, seed) that vary them, or call the model once before the capture if "
-        "what it keeps depends on no input"
+    warn_unverified(
+        f"{subject}: {', '.join(memos)}, set by the first warm-up",
+        expected="other values for each seed in every input that it may be made of",
+        found=f"the same {', '.join(same)} for seeds 0 and 1",
+        do="give examples(sizes, seed) that vary them, or call the model once before the capture "
+        "if what it keeps depends on no input",
+        is_strict=is_strict,
     )
-    if is_strict:
-        raise VerificationError(subject, expected=expected, found=found, do=do)
-    warnings.warn(f"{subject}: expected {expected}, found {found}; {do}", UnverifiedWarning, 2)
 
 
 def require_compared(
@@ -293,28 +271,44 @@ def require_compared(
     found = "no output"
     if overwritten:
         found += f", and {len(overwritten)} overwritten tensors that are too large to compare"
-    do = (
-        "return what the run computes, guard what it advances with state=, or say which rows it "
-        "writes: may_overwrite={tensor: 'name of the input that indexes its rows'}"
+    warn_unverified(
+        f"{subject}: nothing was compared",
+        expected="at least one output, guarded state or written rows",
+        found=found,
+        do="return what the run computes, guard what it advances with state=, or say which rows it "
+        "writes: may_overwrite={tensor: 'name of the input that indexes its rows'}",
+        is_strict=is_strict,
     )
-    if is_strict:
-        raise VerificationError(
-            f"{subject}: nothing was compared",
-            expected="at least one output, guarded state or written rows",
-            found=found,
-            do=do,
-        )
-    warnings.warn(f"{subject}: nothing was compared: {found}; {do}", UnverifiedWarning, 2)
     return False
 
 
+def warn_unverified(subject: str, *, expected: str, found: str, do: str, is_strict: bool) -> None:
+    """Warn of what a check cannot tell, where whoever called the caller stands; or refuse it where
+    ``is_strict``. Errors: ``VerificationError``. Warns: ``UnverifiedWarning``."""
+    if is_strict:
+        raise VerificationError(subject, expected=expected, found=found, do=do)
+    warnings.warn(f"{subject}: expected {expected}, found {found}; {do}", UnverifiedWarning, 3)
+
+
 def _advice(
-    causes: list[str],
+    moved: str,
+    varies: bool,
     hooks: tuple[ForwardHook, ...],
     before_warmup: HostSnapshot | None,
-    is_guarded: bool,
+    state: RunState,
 ) -> str:
     """What was found to be amiss, before what is only possible."""
+    causes = []
+    if moved:
+        causes.append(f"moved since the capture: {moved}")
+    if varies:
+        causes.append(VARYING)
+    if state.poisoned:
+        causes.append(
+            "rows that may_overwrite names are poisoned before each run, so that a run which "
+            "reads one before it writes all of it (adds to it, keeps a history in it) differs: "
+            "give such a tensor to state= too"
+        )
     changed = before_warmup.changed() if before_warmup is not None else ()
     if changed:
         causes.append(f"set since the first warm-up, perhaps from its inputs: {', '.join(changed)}")
@@ -326,7 +320,7 @@ def _advice(
         "the key's variant"
     )
     unguarded = "no StateGuard was given: if the step changes state, eager changed it first"
-    possible = [frozen] if is_guarded else [frozen, unguarded]
+    possible = [frozen] if state.guard is not None else [frozen, unguarded]
     if causes:
         return f"{'; '.join(causes)}. If that is not it: {'; '.join(possible)}"
     return "look for the cause among: " + "; ".join(possible)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard, TensorStateGuard
 from graphrt.graphs.values import as_bits, own_copy
 from graphrt.verify.compare import Comparison, compare
@@ -187,6 +189,11 @@ class RunState:
             not torch.equal(item.get_state(), state)
             for item, state in zip(self.generators, saved.generators, strict=True)
         )
+
+
+def restored(before_warmup: HostSnapshot | None) -> AbstractContextManager[None]:
+    """While entered, a callable remembers what it did then, if that is known."""
+    return nullcontext() if before_warmup is None else before_warmup.restored()
 
 
 def _is_among(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
