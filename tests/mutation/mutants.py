@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant(
         "pool memory may stay in the caller's objects",
         GRAPHS + "capture.py",
-        "        _refuse_escapes(recorder, live_before, options.allow_escape)\n",
+        "        _refuse_escapes(recorder, live_before, options.allow_escape, host)\n",
         "",
         EXTERNALS,
     ),

@@ -27,6 +27,7 @@ from graphrt.events import Captured
 from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_stream
 from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
+from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.library import Generation, GraphLibrary
 from graphrt.graphs.places import Place
 from graphrt.graphs.program import GraphMemory, Program
@@ -107,7 +108,9 @@ def capture_program(
             frozen = reads.now
             with _context(scope, mode, key):
                 recorder.record(weak_outputs=options.weak_outputs)
-            program = _make_program(library, generation, recorder, options, before, reads, frozen)
+            program = _make_program(
+                library, generation, recorder, options, before, reads, frozen, host
+            )
             entry = library.add(scope, generation, program)
     except Exception as error:
         if isinstance(error, CaptureError):
@@ -152,11 +155,12 @@ def _make_program(
     before: tuple[set[Block], MemoryReading],
     reads: Reads,
     frozen: Sequence[Place],
+    host: HostSnapshot,
 ) -> Program:
     """Make the program of what was recorded, in no generation yet. Errors leave no graph."""
     device, fn, (live_before, memory_before) = library.device, recorder.fn, before
     try:
-        _refuse_escapes(recorder, live_before, options.allow_escape)
+        _refuse_escapes(recorder, live_before, options.allow_escape, host)
         earlier = reads
         reads = _reads(library, recorder, options, reads, partial(reach, fn))
         names = parameters_of(fn)
@@ -271,13 +275,15 @@ def _joining(device: Device, streams: Sequence[Stream]) -> Callable[[], None] | 
 
 
 def _refuse_escapes(
-    recorder: ProgramRecorder, live_before: set[Block], allowed: Sequence[str]
+    recorder: ProgramRecorder, live_before: set[Block], allowed: Sequence[str], host: HostSnapshot
 ) -> None:
     kept = {t.untyped_storage().data_ptr() for t in tensors_of(recorder.outputs)}
     kept |= recorder.static_output_addresses
     escaped = _escaped(recorder.pool, live_before, kept)
     if escaped:
-        # A reference cycle of the callable looks the same; only here is a collection worth it.
+        # A reference cycle of the callable looks the same, and so does a list that it filled and
+        # exchanged for another; only here is a collection worth it.
+        host.empty_exchanged()
         gc.collect()
         escaped = _escaped(recorder.pool, live_before, kept)
     for block in escaped:
