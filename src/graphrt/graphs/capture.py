@@ -295,7 +295,9 @@ def _refuse_escapes(
             holder,
             expected="memory of the recording held by outputs and static outputs alone",
             found=f"{block.num_bytes} bytes kept by {holder or 'an unknown holder'}{place}",
-            do="allocate it before the capture, return it, or name it in allow_escape",
+            do="allocate it before the capture, return it in tensors and containers, or delete it "
+            "before the callable returns; of a weight that a hook computes in each call: "
+            "prune.remove, remove_weight_norm, or torch.nn.utils.parametrize",
         )
 
 
@@ -361,8 +363,8 @@ def _refuse_advanced_state(
             f"{name} is written" + (f" at {line}" if line else "") for name, line in places.items()
         )
         + f"; {guard}",
-        do="guard it with state=, let inputs point at a reserved place in may_overwrite=, or say "
-        "checks='none' if warm-ups and first replays may advance it",
+        do="guard it with state=, which puts it back, or name it in may_overwrite=, if inputs "
+        "point at a reserved place in it or it may hold anything after a capture",
         source=next(filter(None, places.values()), ""),
     )
 
