@@ -79,7 +79,7 @@ class BoundBuffers:
             plan = self._find_plan(n, names)
         try:
             layout = list(map(_layout, sources))
-        except AttributeError:
+        except (AttributeError, RuntimeError):  # Of no tensor, of a nested one.
             layout = []
         if layout != plan.layout:
             plan = self._fit(plan, n, names, sources)
@@ -164,9 +164,11 @@ class BoundBuffers:
         self, plan: _Plan, n: Sizes, names: tuple[str, ...], sources: list[torch.Tensor]
     ) -> _Plan:
         """Check sources of a layout not seen last time; return the plan that copies them."""
+        for name, source, view in zip(names, sources, plan.views, strict=True):
+            expected = f"a tensor of shape {tuple(view.shape)}, {view.dtype}"
+            _require_tensor(f"static buffer {name!r}", source, expected)
         if any(
-            getattr(source, "shape", None) != view.shape
-            for source, view in zip(sources, plan.views, strict=True)
+            source.shape != view.shape for source, view in zip(sources, plan.views, strict=True)
         ):
             sizes = self.sizes_of(dict(zip(names, sources, strict=True)), n)
             if sizes != plan.sizes:
@@ -461,7 +463,6 @@ class _Plan:
             zip(self.buffers, self.views, sources, strict=True)
         ):
             subject = f"static buffer {buffer.spec.name!r}"
-            _require_tensor(subject, source, f"a tensor of shape {tuple(view.shape)}, {view.dtype}")
             if source.layout is not torch.strided or source.is_meta or source.is_quantized:
                 raise _mismatch(
                     subject,
@@ -524,6 +525,9 @@ def _require_tensor(subject: str, value: Any, expected: str) -> None:
     if not isinstance(value, torch.Tensor):
         do = "leave an absent optional input out" if value is None else ""
         raise _mismatch(subject, expected, type(value).__name__, do)
+    if value.is_nested:  # One of the older layout has no shape.
+        do = "pad it (torch.nested.to_padded_tensor), with a mask of what is real as another input"
+        raise _mismatch(subject, expected, "a nested tensor", do)
 
 
 def _whole_number(subject: str, value: Any) -> int:

@@ -23,7 +23,6 @@ from graphrt.errors import (
     ConfigError,
     ReentrantStepError,
     VerificationError,
-    with_notes,
 )
 from graphrt.events import KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
@@ -73,6 +72,7 @@ from graphrt.runner.report import (
     above_largest,
     captured_graphs,
     explain_entry,
+    failure_text,
     largest_sizes,
     replaced,
 )
@@ -783,7 +783,7 @@ class CUDAGraphRunner:
             device=self.device.name,
             graphs=captured_graphs(entries, self._space.axis_sizes, counted),
             missing=MappingProxyType(self.missing()),
-            failures=MappingProxyType({key: with_notes(error) for key, error in failed.items()}),
+            failures=MappingProxyType({key: failure_text(error) for key, error in failed.items()}),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
             largest=MappingProxyType(largest_sizes(self._entries, self._space.axis_sizes)),
             capture_seconds=self._captures.seconds,
