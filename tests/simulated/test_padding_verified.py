@@ -6,6 +6,7 @@ import itertools
 import sys
 import warnings
 from dataclasses import dataclass
+from threading import Thread
 
 import pytest
 import torch
@@ -1012,3 +1013,28 @@ def test_difference_as_small_as_rounding_names_the_tolerance():
     with make(model, inputs=(X,), verify_tolerance=1e-3) as runtime:
         runtime.capture()
     assert "verify_tolerance=" not in refused(lambda x: x + x.amax(), "padding is read")
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_step_while_a_capture_goes_on_is_refused(in_a_thread):
+    found = []
+
+    def step():
+        with pytest.raises(ReentrantStepError, match="capture") as raised:
+            runtime.step({"x": torch.ones(3, 3)}, num_tokens=3, num_reqs=3)
+        found.append(raised)
+
+    def progress(*told):
+        if in_a_thread:
+            thread = Thread(target=step)
+            thread.start()
+            thread.join()
+        else:
+            step()
+
+    with make(lambda x: x * 2, inputs=(X,)) as runtime:
+        runtime.capture(progress)
+        assert len(found) == 2 * len(runtime.report().graphs)
+        rows = runtime.step({"x": torch.ones(3, 3)}, num_tokens=3, num_reqs=3)
+        assert torch.equal(rows, torch.full((3, 3), 2.0))
+        assert runtime.last_decision.reason is Reason.PADDED

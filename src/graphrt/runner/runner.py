@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -328,6 +328,7 @@ class CUDAGraphRunner:
         if not isinstance(progress, bool | None):
             check_callable("progress", progress)
         with (
+            self._occupied(),
             self._captures.part(self._check, self._refresh) as capture,
             shown(progress, self.name) as tell,
         ):
@@ -372,7 +373,8 @@ class CUDAGraphRunner:
         if chosen:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
-                with self._captures.part(self._check, self._refresh) as capture, frozen_heap():
+                part = self._captures.part(self._check, self._refresh)
+                with self._occupied(), part as capture, frozen_heap():
                     capture(self._captures.recheck(chosen), self._options, None)
             finally:
                 if self._captures.fail_the_rest():
@@ -407,19 +409,15 @@ class CUDAGraphRunner:
         return len(programs)
 
     def _check(self, host: HostSnapshot, entry: Entry) -> None:
-        """Check a first replay: a run, so that nothing may call the runner inside it."""
+        """Check a first replay."""
         before_warmup = None if self._verify == "off" else host
         advances = host.advances
         if before_warmup is not None and self._lockstep is not None:
             # Runs meet in collectives: all ranks make as many.
             advances = not self._lockstep.served_by_all([not advances])[0]
         num_runs = NUM_ADVANCING_RUNS if advances else 1
-        self._is_running = True
-        try:
-            with self._comparing(entry):
-                self._executor.check_first_replay(before_warmup, num_runs, entry)
-        finally:
-            self._is_running = False
+        with self._comparing(entry):
+            self._executor.check_first_replay(before_warmup, num_runs, entry)
 
     def _comparing(self, entry: Entry) -> AbstractContextManager[None]:
         return nullcontext() if self._lockstep is None else self._lockstep.comparing(entry)
@@ -432,12 +430,8 @@ class CUDAGraphRunner:
         """
         self._require_idle("time_replays")
         entries = [self._entries[key] for key in keys]
-        self._is_running = True
-        try:
-            with torch.no_grad():
-                times = self._executor.time_replays(entries, self.library.synchronize)
-        finally:
-            self._is_running = False
+        with self._occupied(), torch.no_grad():
+            times = self._executor.time_replays(entries, self.library.synchronize)
         return times if self._lockstep is None else self._lockstep.slowest(times)
 
     def trace(
@@ -544,11 +538,8 @@ class CUDAGraphRunner:
         """Give the observer the event of a run, as a part of that run: another one inside it would
         overwrite outputs that the caller has not got yet."""
         assert self._observer is not None, "only an observer is told"
-        self._is_running = True
-        try:
+        with self._occupied():
             self._observer(event)
-        finally:
-            self._is_running = False
 
     def execute(
         self,
@@ -869,10 +860,19 @@ class CUDAGraphRunner:
             raise ReentrantStepError(
                 f"{what} inside a run of the same runner",
                 expected="one run at a time, because all share the static buffers and outputs",
-                found="a call from the callable, a resource or an observer of a run that has not "
-                "ended",
-                do="call it after the run, or give the inner callable a runner of its own",
+                found="a call from the callable, a resource or an observer of a run or capture "
+                "that has not ended, or from another thread",
+                do="call it after that, or give the inner callable a runner of its own",
             )
+
+    @contextmanager
+    def _occupied(self) -> Iterator[None]:
+        """Refuse runs and captures meanwhile: inside this one, or of another thread."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def _require_alone(self, what: str) -> None:
         if self._lockstep is not None:
