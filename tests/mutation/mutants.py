@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant(
         "graph may write any static buffer",
         GRAPHS + "capture.py",
-        "        _refuse_mutated_inputs(written, writes, library.static_buffers)\n",
+        "        _refuse_mutated_inputs(written, writes, library.static_buffers, recorder)\n",
         "",
         CLEANUP,
     ),

@@ -126,6 +126,9 @@ def capture_program(
     return program
 
 
+_INNER_RUNNER = "where another runner is called, which has buffers of its own, call its runner.fn"
+
+
 def _is_of_recording(device: Device, allowed: Sequence[str], path: str, value: Any) -> bool:
     """True for a value that a recording assigned and that holds memory of the pool."""
     if any(fnmatchcase(path, pattern) for pattern in allowed):
@@ -167,7 +170,7 @@ def _make_program(
         externals = recorder.externals(reads, options.keep_alive, names)
         written = [item for item in externals if item.written]
         writes = recorder.writes()
-        _refuse_mutated_inputs(written, writes, library.static_buffers)
+        _refuse_mutated_inputs(written, writes, library.static_buffers, recorder)
         if options.checks == "all":
             given = dict(zip(names, recorder.args, strict=False)) | dict(recorder.kwargs)
             _refuse_advanced_state(written, writes, given, library, options)
@@ -311,9 +314,13 @@ def _escaped(pool: Pool, before: set[Block], kept: set[int]) -> list[Block]:
 
 
 def _refuse_mutated_inputs(
-    written: Sequence[HeldTensor], writes: Sequence[Write], static: Iterable[BufferSet]
+    written: Sequence[HeldTensor],
+    writes: Sequence[Write],
+    static: Iterable[BufferSet],
+    recorder: ProgramRecorder,
 ) -> None:
     storages = {item.storage for item in written}
+    own = {_storage_of(tensor) for tensor in tensors_of((recorder.args, recorder.kwargs))}
     for buffers in static:
         for name, tensor in buffers.tensors.items():
             if not buffers.specs[name].written and tensor.untyped_storage() in storages:
@@ -322,7 +329,9 @@ def _refuse_mutated_inputs(
                     f"static buffer {name!r}",
                     expected="graphs that only read it",
                     found=f"a graph that writes it{line and f', at {line}'}",
-                    do="declare it written=True, or write into another tensor",
+                    do="declare it written=True, or write into another tensor"
+                    if tensor.untyped_storage() in own
+                    else _INNER_RUNNER,
                     source=line,
                 )
 
@@ -364,7 +373,8 @@ def _refuse_advanced_state(
         )
         + f"; {guard}",
         do="guard it with state=, which puts it back, or name it in may_overwrite=, if inputs "
-        "point at a reserved place in it or it may hold anything after a capture",
+        "point at a reserved place in it or it may hold anything after a capture"
+        + ("" if all(item.is_named for item in undeclared) else f"; {_INNER_RUNNER}"),
         source=next(filter(None, places.values()), ""),
     )
 
