@@ -17,16 +17,18 @@ Output::
       EscapedAllocationError
         expected: memory of the recording held by outputs and static outputs alone
         found:    64 bytes kept by KEPT in keeps_memory_of_the_recording
-        do:       allocate it before the capture, return it, or name it in allow_escape
+        do:       allocate it before the capture, return it in tensors and containers, or
+                  delete it before the callable returns; of a weight that a hook computes in
+                  each call: prune.remove, remove_weight_norm, or torch.nn.utils.parametrize
     advances_a_state_that_nobody_declared
       StateAdvancedError
         expected: a callable that writes nothing but static buffers declared written, what
                   state= guards and what may_overwrite= names
         found:    STEPS is written in advances_a_state_that_nobody_declared; no state guard
                   was given
-        do:       guard it with state=, let inputs point at a reserved place in
-                  may_overwrite=, or say checks='none' if warm-ups and first replays may
-                  advance it
+        do:       guard it with state=, which puts it back, or name it in may_overwrite=, if
+                  inputs point at a reserved place in it or it may hold anything after a
+                  capture
     reads_its_padding
       VerificationError
         expected: real rows and state that no padded row reaches

@@ -307,8 +307,8 @@ def rows_runner(
     return CUDAGraphRunner(
         fn,
         inputs=[BufferSpec("x", ("n", 4), torch.float32)],
-        device="simulated",
         **{
+            "device": "simulated",
             "outputs": OutputSpec({"": "n"}),
             "sizes": sizes if isinstance(sizes, Mapping) else {"n": list(sizes)},
             "examples": random_rows,

@@ -72,7 +72,8 @@ reachable as ``__cause__``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from reprlib import Repr
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -119,6 +120,18 @@ def shown(value: object) -> str:
 def with_notes(error: BaseException) -> str:
     """What ``error`` says, and its notes: of a micro-batch, which one raised it."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+@contextmanager
+def noting(doing: str) -> Iterator[None]:
+    """Around a call of the user's code: its errors get ``doing`` as a note, ours say it anyway."""
+    try:
+        yield
+    except GraphrtError:
+        raise
+    except Exception as error:
+        error.add_note(doing)
+        raise
 
 
 class ConfigProblem(NamedTuple):

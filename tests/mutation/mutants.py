@@ -181,14 +181,14 @@ MUTANTS = [
     Mutant(
         "pool memory may stay in the caller's objects",
         GRAPHS + "capture.py",
-        "        _refuse_escapes(recorder, live_before, options.allow_escape)\n",
+        "        _refuse_escapes(recorder, live_before, options.allow_escape, host)\n",
         "",
         EXTERNALS,
     ),
     Mutant(
         "graph may write any static buffer",
         GRAPHS + "capture.py",
-        "        _refuse_mutated_inputs(written, writes, library.static_buffers)\n",
+        "        _refuse_mutated_inputs(written, writes, library.static_buffers, recorder)\n",
         "",
         CLEANUP,
     ),

@@ -277,6 +277,24 @@ def test_value_without_strides_is_refused_after_one_with_them(make: Any) -> None
                 runner.run({"x": make(ROWS)})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_value_is_refused_wherever_it_is_given(layout: Any) -> None:
+    value = {"x": torch.nested.nested_tensor([ROWS, ROWS[:1]], layout=layout)}
+    with rows_runner(double) as runner:
+        for _ in range(2):  # Before a capture, and after it.
+            for way in ({}, {"sizes": {"n": 2}}, {"key": runner.key(n=2)}):
+                with pytest.raises(InputMismatchError, match="a nested tensor"):
+                    runner.run(value, **way)
+            runner.capture()
+        assert torch.equal(runner.run({"x": ROWS}), ROWS * 2)
+    with (
+        rows_runner(double, examples=None) as runner,
+        pytest.raises(InputMismatchError, match="a nested tensor"),
+    ):
+        runner.capture(like=value)
+
+
 @pytest.mark.parametrize(
     "duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda call: call.__name__
 )

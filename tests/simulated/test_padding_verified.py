@@ -6,6 +6,7 @@ import itertools
 import sys
 import warnings
 from dataclasses import dataclass
+from threading import Thread
 
 import pytest
 import torch
@@ -987,3 +988,53 @@ def test_rows_read_before_written_are_right_in_compared_steps():
         for count in (1, 2, 3, 4):
             found = runtime.step(values, num_tokens=3, num_reqs=1)
             torch.testing.assert_close(found, count * values["x"])
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "entry"),
+    [
+        (lambda x: x * 2, "the result", "OutputSpec({'': {0: 'tokens'}})"),
+        (lambda x: {"a": (x * 2).t()}, "['a']", "OutputSpec({'a': {1: 'tokens'}})"),
+        (lambda x: [x * 2, torch.dropout(x, 0.5, True)], "[0]", "OutputSpec({'0': {0: 'tokens'}})"),
+    ],
+)
+def test_output_without_an_entry_is_named(model, path, entry):
+    with make(model, outputs=OutputSpec({})) as runtime, pytest.raises(VerificationError) as raised:
+        runtime.capture()
+    assert raised.value.expected.startswith(f"{path} cut to ")
+    assert entry in raised.value.do
+
+
+def test_difference_as_small_as_rounding_names_the_tolerance():
+    def model(x):
+        return x + x.amax() * 1e-6
+
+    assert "verify_tolerance=" in refused(model, "padding is read", inputs=(X,))
+    with make(model, inputs=(X,), verify_tolerance=1e-3) as runtime:
+        runtime.capture()
+    assert "verify_tolerance=" not in refused(lambda x: x + x.amax(), "padding is read")
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_step_while_a_capture_goes_on_is_refused(in_a_thread):
+    found = []
+
+    def step():
+        with pytest.raises(ReentrantStepError, match="capture") as raised:
+            runtime.step({"x": torch.ones(3, 3)}, num_tokens=3, num_reqs=3)
+        found.append(raised)
+
+    def progress(*told):
+        if in_a_thread:
+            thread = Thread(target=step)
+            thread.start()
+            thread.join()
+        else:
+            step()
+
+    with make(lambda x: x * 2, inputs=(X,)) as runtime:
+        runtime.capture(progress)
+        assert len(found) == 2 * len(runtime.report().graphs)
+        rows = runtime.step({"x": torch.ones(3, 3)}, num_tokens=3, num_reqs=3)
+        assert torch.equal(rows, torch.full((3, 3), 2.0))
+        assert runtime.last_decision.reason is Reason.PADDED

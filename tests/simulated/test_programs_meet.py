@@ -36,7 +36,7 @@ from graphrt.errors import (
     TooManyFailuresError,
 )
 from graphrt.graphs import capture_program
-from lab import FULL, KEY, NONE, PIECEWISE, Lab
+from lab import FULL, KEY, NONE, PIECEWISE, Lab, rows_runner
 
 SMALL = BatchDescriptor(4)
 
@@ -426,3 +426,23 @@ def test_named_global_that_refuses_attributes_is_left_alone(lab: Lab) -> None:
     lab.capture(wrapper, x)
     assert lab.step(wrapper, x).tolist() == [2.0, 2.0]
     assert not lab.library.check_externals().moved
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("of_one_library", [False, True])
+def test_runner_called_by_a_captured_model_is_named(
+    is_captured: bool, of_one_library: bool
+) -> None:
+    with GraphLibrary("simulated") as library:
+        where = {"library": library, "device": "auto"} if of_one_library else {}
+        with (
+            rows_runner(lambda x: x * 2, **where) as inner,
+            rows_runner(lambda x: inner.run({"x": x}) + 1, **where) as outer,
+        ):
+            if is_captured:
+                inner.capture()
+            with pytest.raises((MutatedInputError, StateAdvancedError), match=r"runner\.fn"):
+                outer.capture()
+            with rows_runner(lambda x: inner.fn(x) + 1) as other:
+                other.capture()
+                assert other.run({"x": torch.ones(2, 4)}).eq(3).all()

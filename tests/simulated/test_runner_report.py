@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from tests.lab import FULL, MAX_TOKENS, RuntimeLab, Toy
+from tests.lab import FULL, MAX_TOKENS, RuntimeLab, Toy, rows_runner
 
 from graphrt import (
     BatchDescriptor,
@@ -321,3 +321,27 @@ def test_memory_read_of_a_full_device_stays_a_report() -> None:
     with RuntimeLab(device=device, asked={"on_capture_error": "skip"}) as lab:
         assert "free after the last" in str(lab.runtime.capture())
     device.close()
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "where"),
+    [
+        ({8}, "in a warm-up of double, FULL, BatchDescriptor(num_tokens=8"),
+        ({3}, "with a batch of sizes {'n': 3}, unpadded"),
+    ],
+)
+def test_error_of_the_callable_says_where_it_was_raised(fails_at, where) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] in fails_at:
+            raise AssertionError
+        return x * 2
+
+    with rows_runner(double, (2, 4, 8), name="double") as runner:
+        with pytest.raises(AssertionError) as raised:
+            runner.capture()
+        (note,) = raised.value.__notes__
+        assert where in note
+        (failure,) = runner.report().failures.values()
+        assert failure.startswith("AssertionError: ")
+        assert where in failure
+        assert "capture again" in explain(runner.decide({"n": next(iter(fails_at))}))

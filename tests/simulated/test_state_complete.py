@@ -72,11 +72,10 @@ def make(
     return CUDAGraphRunner(
         fn,
         inputs=[BufferSpec("x", ("tokens", 3), torch.float32)],
-        outputs=OutputSpec({"": "tokens"}),
         sizes={"tokens": list(sizes)},
         examples=random_rows,
         device="simulated",
-        **options,
+        **{"outputs": OutputSpec({"": "tokens"}), **options},
     )
 
 
@@ -367,6 +366,110 @@ def test_scale_that_an_eager_segment_counts_is_refused(warmups: int) -> None:
     options: Any = {"sizes": [4], "modes": ["PIECEWISE"], "warmups": warmups}
     with make(scaled_later, **options) as runner, pytest.raises(VerificationError):
         runner.capture()
+
+
+class KeepsHidden(torch.nn.Module):
+    """Returns what its layers return as well, which hooks collect: made by the first run, as models
+    of transformers do with ``output_hidden_states``."""
+
+    def __init__(self, register: str) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+        self.register = register
+        self.has_hooks = False
+        self.collected: list[Tensor] = []
+
+    def collect(self, *args: Any) -> None:
+        # Inputs, of a hook before the call; with keyword arguments, the output comes last.
+        self.collected.append(args[1][0] if len(args) == 2 else args[-1])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not self.has_hooks:
+            for layer in self.layers:
+                name, _, option = self.register.partition(" ")
+                getattr(layer, name)(self.collect, **({option: True} if option else {}))
+            self.has_hooks = True
+        for layer in self.layers:
+            x = layer(x)
+        collected, self.collected = self.collected, []
+        return x, *collected
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_hook with_kwargs",
+        "register_forward_hook always_call",
+        "register_forward_pre_hook",
+    ],
+)
+def test_hooks_of_the_first_run_are_registered_once(register: str) -> None:
+    outputs = OutputSpec({str(path): "tokens" for path in range(3)})
+    with make(KeepsHidden(register), outputs=outputs) as runner:
+        runner.capture()
+        for number in (3, 4, 9):
+            got = runner.run(rows(number))
+            expected = KeepsHidden(register)
+            expected.load_state_dict(runner.fn.state_dict())
+            with torch.no_grad():
+                torch.testing.assert_close(got, expected(**rows(number)))
+        assert not any(runner.report().failures)
+
+
+def hand_over_list(model: Any) -> list[Tensor]:
+    kept, model.kept = model.kept, []
+    return kept
+
+
+def hand_over_object(model: Any) -> list[Tensor]:
+    holder, model.holder = model.holder, SimpleNamespace(kept=[])
+    return holder.kept
+
+
+def hand_over_dict(model: Any) -> list[Tensor]:
+    found, model.found = model.found, {}
+    return list(found.values())
+
+
+class HandsOver(torch.nn.Module):
+    """Collects what its layers return, and exchanges the full container for an empty one."""
+
+    def __init__(self, hand_over: Callable[[Any], list[Tensor]]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+        self.hand_over = hand_over
+        self.kept: list[Tensor] = []
+        self.holder = SimpleNamespace(kept=[])
+        self.found: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+            self.kept.append(x)
+            self.holder.kept.append(x)
+            self.found[len(self.found)] = x
+        kept = self.hand_over(self)
+        for rest in (self.kept, self.holder.kept, self.found):
+            rest.clear()
+        return sum(kept)
+
+
+@pytest.mark.parametrize("hand_over", [hand_over_list, hand_over_object, hand_over_dict])
+@pytest.mark.parametrize("warmups", [0, 1, 2])
+def test_container_that_runs_exchange_is_empty_again(
+    hand_over: Callable[[Any], list[Tensor]], warmups: int
+) -> None:
+    model = HandsOver(hand_over)
+    expected = HandsOver(hand_over)
+    expected.load_state_dict(model.state_dict())
+    with make(model, warmups=warmups) as runner, torch.no_grad():
+        while runner.capture_next():
+            assert not any((model.kept, model.holder.kept, model.found))
+            torch.testing.assert_close(runner.run(rows(4)), expected(rows(4)["x"]))
+        for number in (9, 4, 3):
+            torch.testing.assert_close(runner.run(rows(number)), expected(rows(number)["x"]))
+        assert runner.last_decision.mode is FULL
 
 
 def test_counter_without_warm_up_is_put_back() -> None:

@@ -1029,6 +1029,99 @@ def test_attribute_that_is_set_where_none_was_is_noticed(name, monkeypatch) -> N
         assert torch.equal(out, example({"n": 2}, 5)["x"] * 3)
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def gain(layer):
+    return getattr(layer, "gain", 1.0)
+
+
+class Gains(torch.nn.Module):
+    """Asks its layers for what they need not have, and goes through them as ``how`` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second = Doubled(), Doubled()
+        self.how = how
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+def in_a_loop(model, x):
+    for layer in (model.first, model.second):
+        x = x * layer.gain if hasattr(layer, "gain") else x * 1
+    return x
+
+
+def in_a_helper(model, x):
+    return x * gain(model.first)
+
+
+def in_a_comprehension(model, x):
+    return x * math.prod([getattr(layer, "gain", 1.0) for layer in (model.first, model.second)])
+
+
+@pytest.mark.parametrize("how", [in_a_loop, in_a_helper, in_a_comprehension])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_attribute_asked_of_any_layer_is_noticed_when_it_is_set(how, is_buffer) -> None:
+    model = Gains(how)
+    with make(model) as runner, torch.no_grad():
+        runner.capture()
+        run(runner)
+        if is_buffer:
+            model.first.register_buffer("gain", torch.tensor(3.0))
+        else:
+            model.first.gain = 3.0
+        for _ in range(laps(runner)):
+            out = run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        runner.capture()
+        assert torch.equal(run(runner), out)
+        assert torch.equal(out, example({"n": 2}, 5)["x"] * 3)
+
+
+def through(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+THROUGH = {
+    "children": lambda model, x: through(model.children(), x),
+    "named_children": lambda model, x: through([m for _, m in model.named_children()], x),
+    "modules": lambda model, x: through([m for m in model.modules() if m is not model], x),
+    "_modules": lambda model, x: through(model._modules.values(), x),
+    "parameters": lambda model, x: x * (1 + sum(p.sum() for p in model.parameters())),
+    "buffers": lambda model, x: x * (1 + sum(b.sum() for b in model.buffers())),
+}
+
+
+@pytest.mark.parametrize("name", THROUGH)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_registration_under_a_new_name_is_noticed_where_code_goes_through_all(
+    name, is_inside
+) -> None:
+    model = Gains(THROUGH[name])
+    model.first.inner = Doubled()
+    with make(model, on_miss="strict") as runner, torch.no_grad():
+        runner.capture()
+        run(runner)
+        owner = model.first if is_inside else model
+        if name == "parameters":
+            owner.third = torch.nn.Parameter(torch.ones(1))
+        elif name == "buffers":
+            owner.register_buffer("third", torch.ones(1))
+        else:
+            owner.third = Doubled()
+        with pytest.raises(MissError, match="INVALIDATED"):
+            run(runner)
+        runner.capture()
+        assert torch.equal(run(runner), model(**example({"n": 2}, 5)))
+
+
 def sets(owner: Any, name: str) -> Any:
     return lambda value: setattr(owner, name, value)
 

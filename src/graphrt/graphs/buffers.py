@@ -517,7 +517,9 @@ def require_tensor(subject: str, value: Any, expected: str) -> None:
     if not is_dense or value.is_meta:
         nested = "nested, " * value.is_nested
         found = f"{nested}{value.layout} on {value.device}, {value.dtype}"
-        raise _mismatch(subject, "a dense tensor that has data", found)
+        do = "pad it (torch.nested.to_padded_tensor), with a mask of what is real as another input"
+        expected = "a dense tensor that has data"
+        raise _mismatch(subject, expected, found, do if value.is_nested else "")
 
 
 def _whole_number(subject: str, value: Any) -> int:

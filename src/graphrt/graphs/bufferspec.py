@@ -84,8 +84,9 @@ class BufferSpec:
     request): the rest of its rows holds what ``padding`` says (``keep``: what it held). Not where
     the padding is the default, because a missing half of a hidden state is a mistake.
 
-    An ``optional`` input may be left out of a step and then counts as 0 rows. A buffer that the
-    graph itself writes must say ``written``, because every replay then dirties its padding.
+    An ``optional`` input may be left out of a step and then counts as 0 rows: the callable gets its
+    padding, never None. A buffer that the graph itself writes must say ``written``, because every
+    replay then dirties its padding.
 
     Errors: ``PaddingRequiredError`` for axes of an integer or bool dtype without ``padding`` (0 is
     a live index there: the padded rows of a batch would write into whatever row 0 belongs to;

@@ -27,6 +27,7 @@ from graphrt.events import Captured
 from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_stream
 from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
+from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.library import Generation, GraphLibrary
 from graphrt.graphs.places import Place
 from graphrt.graphs.program import GraphMemory, Program
@@ -107,7 +108,9 @@ def capture_program(
             frozen = reads.now
             with _context(scope, mode, key):
                 recorder.record(weak_outputs=options.weak_outputs)
-            program = _make_program(library, generation, recorder, options, before, reads, frozen)
+            program = _make_program(
+                library, generation, recorder, options, before, reads, frozen, host
+            )
             entry = library.add(scope, generation, program)
     except Exception as error:
         if isinstance(error, CaptureError):
@@ -131,6 +134,9 @@ def capture_program(
         )
     )
     return program
+
+
+_INNER_RUNNER = "where another runner is called, which has buffers of its own, call its runner.fn"
 
 
 def _is_of_recording(device: Device, allowed: Sequence[str], path: str, value: Any) -> bool:
@@ -162,18 +168,19 @@ def _make_program(
     before: tuple[set[Block], MemoryReading],
     reads: Reads,
     frozen: Sequence[Place],
+    host: HostSnapshot,
 ) -> Program:
     """Make the program of what was recorded, in no generation yet. Errors leave no graph."""
     device, fn, (live_before, memory_before) = library.device, recorder.fn, before
     try:
-        _refuse_escapes(recorder, live_before, options.allow_escape)
+        _refuse_escapes(recorder, live_before, options.allow_escape, host)
         earlier = reads
         reads = _reads(library, recorder, options, reads, partial(reach, fn))
         names = parameters_of(fn)
         externals = recorder.externals(reads, options.keep_alive, names)
         written = [item for item in externals if item.written]
         writes = recorder.writes()
-        _refuse_mutated_inputs(written, writes, library.static_buffers)
+        _refuse_mutated_inputs(written, writes, library.static_buffers, recorder)
         if options.checks == "all":
             given = dict(zip(names, recorder.args, strict=False)) | dict(recorder.kwargs)
             _refuse_advanced_state(written, writes, given, library, options)
@@ -268,13 +275,15 @@ def _joining(device: Device, streams: Sequence[Stream]) -> Callable[[], None] | 
 
 
 def _refuse_escapes(
-    recorder: ProgramRecorder, live_before: set[Block], allowed: Sequence[str]
+    recorder: ProgramRecorder, live_before: set[Block], allowed: Sequence[str], host: HostSnapshot
 ) -> None:
     kept = {t.untyped_storage().data_ptr() for t in tensors_of(recorder.outputs)}
     kept |= recorder.static_output_addresses
     escaped = _escaped(recorder.pool, live_before, kept)
     if escaped:
-        # A reference cycle of the callable looks the same; only here is a collection worth it.
+        # A reference cycle of the callable looks the same, and so does a list that it filled and
+        # exchanged for another; only here is a collection worth it.
+        host.empty_exchanged()
         gc.collect()
         escaped = _escaped(recorder.pool, live_before, kept)
     for block in escaped:
@@ -286,7 +295,9 @@ def _refuse_escapes(
             holder,
             expected="memory of the recording held by outputs and static outputs alone",
             found=f"{block.num_bytes} bytes kept by {holder or 'an unknown holder'}{place}",
-            do="allocate it before the capture, return it, or name it in allow_escape",
+            do="allocate it before the capture, return it in tensors and containers, or delete it "
+            "before the callable returns; of a weight that a hook computes in each call: "
+            "prune.remove, remove_weight_norm, or torch.nn.utils.parametrize",
         )
 
 
@@ -300,9 +311,13 @@ def _escaped(pool: Pool, before: set[Block], kept: set[int]) -> list[Block]:
 
 
 def _refuse_mutated_inputs(
-    written: Sequence[HeldTensor], writes: Sequence[Write], static: Iterable[BufferSet]
+    written: Sequence[HeldTensor],
+    writes: Sequence[Write],
+    static: Iterable[BufferSet],
+    recorder: ProgramRecorder,
 ) -> None:
     storages = {item.storage for item in written}
+    own = {_storage_of(tensor) for tensor in tensors_of((recorder.args, recorder.kwargs))}
     for buffers in static:
         for name, tensor in buffers.tensors.items():
             if not buffers.specs[name].written and tensor.untyped_storage() in storages:
@@ -311,7 +326,9 @@ def _refuse_mutated_inputs(
                     f"static buffer {name!r}",
                     expected="graphs that only read it",
                     found=f"a graph that writes it{line and f', at {line}'}",
-                    do="declare it written=True, or write into another tensor",
+                    do="declare it written=True, or write into another tensor"
+                    if tensor.untyped_storage() in own
+                    else _INNER_RUNNER,
                     source=line,
                 )
 
@@ -352,8 +369,9 @@ def _refuse_advanced_state(
             f"{name} is written" + (f" at {line}" if line else "") for name, line in places.items()
         )
         + f"; {guard}",
-        do="guard it with state=, let inputs point at a reserved place in may_overwrite=, or say "
-        "checks='none' if warm-ups and first replays may advance it",
+        do="guard it with state=, which puts it back, or name it in may_overwrite=, if inputs "
+        "point at a reserved place in it or it may hold anything after a capture"
+        + ("" if all(item.is_named for item in undeclared) else f"; {_INNER_RUNNER}"),
         source=next(filter(None, places.values()), ""),
     )
 

@@ -54,8 +54,19 @@ from graphrt.graphs.places import (
 from graphrt.graphs.reachable import Reach, Walk, reach
 from graphrt.graphs.values import tensors_of
 
-# The containers of a module that hold its parts; those of hooks are the caller's business.
-_REGISTERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+# The containers of a module that hold its parts, and the hooks of its calls: a model that registers
+# hooks in its first run, and notes that it has, must not be without the note alone.
+_REGISTERS = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 _CONTAINERS = (dict, list, set, deque)
 _NO_OBJECTS = (type, ModuleType)
 _NO_MEMOS = (type, ModuleType, FunctionType, BuiltinFunctionType, ReferenceType)
@@ -665,7 +676,7 @@ class HostSnapshot:
         if known in self._known:
             return
         self._known.add(known)
-        if type(target) in _CONTAINERS and not target:
+        if type(target) in (*_CONTAINERS, OrderedDict) and not target:
             self._empty.append((path, target, kind))
             self._empty_targets.append(target)
         else:
@@ -888,14 +899,23 @@ class HostSnapshot:
             return
         self._note_between()
         changes = []
-        for change in self._since_first():
+        since_first = self._since_first()
+        goes_back = self._advancing | self._unproven
+        # A container or object that comes back holds what it held, too.
+        has_parts = any(
+            _is_in(goes_back, held, key) and not _is_single(before.get(key))
+            for held, before, _, keys in since_first
+            for key in keys
+        )
+        exchanged = self._exchanged(since_first) if has_parts else set()
+        for change in since_first:
             held = change.held
             change.put_back(
                 [
                     key
                     for key in change.keys
-                    if _is_in(self._advancing | self._unproven, held, key)
-                    or (memos and self._is_of_a_run(held, key))
+                    if _is_in(goes_back, held, key)
+                    or ((memos or held in exchanged) and self._is_of_a_run(held, key))
                 ]
             )
             changes.append(held.change(held.last, held.read()))
@@ -942,6 +962,27 @@ class HostSnapshot:
                     do="give it a default, ContextVar(name, default=None)",
                 )
 
+    def empty_exchanged(self) -> None:
+        """Put back what the run that is going on has changed in containers and objects that it has
+        exchanged for others since: only this snapshot still keeps them."""
+        changes = self._pending()
+        exchanged = self._exchanged(changes)
+        for change in changes:
+            if change.held in exchanged:
+                change.held.write(change.before)
+                # Each run would fill the one that it finds.
+                self._advancing.update(_places_of([change]))
+
+    def _exchanged(self, changes: Iterable[_Change]) -> set[_Held]:
+        """What changed in containers and objects that the callable does not reach any more."""
+        reached = HostSnapshot(self.runnable)._known
+        return {
+            change.held
+            for change in changes
+            if change.held.kind in ("container", "object")
+            and (id(change.held.target), change.held.name) not in reached
+        }
+
     def _filled_caches(self) -> list[tuple[_Held, Any, Any]]:
         """``functools`` caches with a new entry that may depend on inputs, and where they stand."""
         return [
@@ -964,6 +1005,11 @@ def _may_turn(value: Any, depth: int = 3) -> bool:
     elif type(value) in (tuple, list, set, deque):
         parts = value
     return any(part is not None and _may_turn(part, depth - 1) for part in parts)
+
+
+def _is_single(value: Any) -> bool:
+    """True for what holds nothing else that runs change."""
+    return value is None or is_tensor(value) or is_host_scalar(value)
 
 
 def _is_in(places: set[tuple[int, Any]], held: _Held, key: Any) -> bool:

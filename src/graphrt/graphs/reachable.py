@@ -129,6 +129,13 @@ def reach(target: object) -> Reach:
     return Walk(target).follow(target)
 
 
+_GONE_THROUGH = {
+    **dict.fromkeys(("children", "named_children", "modules", "named_modules"), ("_modules",)),
+    **dict.fromkeys(("parameters", "named_parameters"), ("_modules", "_parameters")),
+    **dict.fromkeys(("buffers", "named_buffers"), ("_modules", "_buffers")),
+    **{name: (name,) for name in ("_modules", "_parameters", "_buffers")},
+}
+"""Of what code goes through all of: the registers of modules that it reads."""
 # What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
 _MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -262,6 +269,11 @@ class Walk:
         self._asked_of_own: set[str] = set()
         self._asked_of_any: set[str] = set()
         """Of what objects of the class are asked by a string, and of what code does not name."""
+        self._asked_of_locals: set[tuple[str, str]] = set()
+        """Variable of a function and a string that may be asked of what is in it, by code that is
+        not installed: there it would be too many."""
+        self._gone_through: set[str] = set()
+        """Registers of modules that such code goes through."""
         self._scopes: dict[int, Mapping[str, Any]] = {}
         """Variables of modules, by id."""
         self._unnamed: dict[str, list[Place]] = {}
@@ -600,6 +612,7 @@ class Walk:
         """What code asks for by a string, and what is not there: it may be set later. And the
         length of a dict that code goes through, or asks for computed keys."""
         yield from self._not_in_classes()
+        yield from self._not_in_modules()
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2].removesuffix("()")
             is_dict = issubclass(type(owner), dict)
@@ -633,6 +646,24 @@ class Walk:
                 if read_attribute(kind, name) is MISSING:
                     path = f"{kind.__qualname__}.{name}"
                     yield Place(path, kind, name, "member", MISSING)
+
+    def _not_in_modules(self) -> Iterator[Place]:
+        """Of modules and plain objects, what code asks for by a string of a variable that may hold
+        any of them; and all names in registers that code goes through."""
+        paths = {path.rpartition(".")[2].removesuffix("()") for path in self._objects}
+        asked = {s for of, s in self._asked_of_locals if of not in paths and s.isidentifier()}
+        for path, owner in self._objects.items() if asked or self._gone_through else ():
+            is_module = issubclass(type(owner), torch.nn.Module)
+            if not (is_module or not is_foreign(module_of(type(owner)))):
+                continue
+            prefix = f"{path}." if path else ""
+            for name in asked if _may_be_set(owner) else ():
+                if read_attribute(owner, name) is MISSING:
+                    yield Place(prefix + name, owner, name, "attribute", MISSING)
+            if is_module and not issubclass(type(owner), torch.jit.ScriptModule):
+                for register in self._gone_through:
+                    names = attributes_of(owner)[register]
+                    yield Place(f"{prefix}{register}.keys()", names, None, "keys", keys_of(names))
 
     def _is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
@@ -856,6 +887,11 @@ class Walk:
         self._guessed.update(dict.fromkeys(names.guessed - own, function.__code__))
         if not is_installed:  # A registry of a package grows as it likes.
             self._computed |= names.computed
+            of_others = () if known is None else first
+            if is_asking:
+                self._asked_of_locals.update(x for x in names.asked if x[0] not in of_others)
+            for name in (names.own | names.attributes) & _GONE_THROUGH.keys():
+                self._gone_through.update(_GONE_THROUGH[name])
             self._note_code(function, names)
         self._name(names.attributes if known is not None else names.attributes | names.own)
         scope = function.__globals__

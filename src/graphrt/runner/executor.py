@@ -20,6 +20,7 @@ from graphrt.errors import (
     InputMismatchError,
     UnkeyedValueError,
     VerificationError,
+    noting,
     shown,
 )
 from graphrt.events import Event, Observer
@@ -572,7 +573,7 @@ class Executor:
                 require_other_example(subject, captured, (dict(call.values), call.step_info))
                 if reads_info:
                     _require_other_info(entry, captured[1], call.step_info)
-            with _of_example():
+            with _of_example(), noting(f"in the check of the first replay of {subject}"):
                 verification = self.compare(ready, call, before_warmup, num_runs)
             if captured is not None:
                 require_varied_for_memos(
@@ -594,7 +595,8 @@ class Executor:
             for sizes in self._sizes_to_pad(entry):
                 # A batch of these sizes may have the rows that the full one left in scratch.
                 restore()
-                with _of_example():
+                doing = f"in the check of {subject} with a batch of sizes {dict(sizes)}, unpadded"
+                with _of_example(), noting(doing):
                     unlike |= self.compare_padding(ready, self._call(sizes, 1), before_warmup)[1]
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
             entry.padding = self._describe_padding(compared, generators.drew_random(before))

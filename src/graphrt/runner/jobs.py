@@ -17,7 +17,7 @@ import torch
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 from graphrt.config.checked import check_callable, check_type, checked_list
 from graphrt.context import ForwardContext
-from graphrt.errors import ConfigError, EmptyCaptureError, RankError
+from graphrt.errors import ConfigError, EmptyCaptureError, RankError, noting
 from graphrt.graphs import (
     CaptureOptions,
     CaptureScope,
@@ -319,7 +319,8 @@ class _Run:
     def warm_up(self, job: CaptureJob, scope: CaptureScope) -> None:
         warmups = self.options.warmups
         scope.prepare_for_capture(job.key)
-        with _guarded(self.options.state if warmups else None):
+        doing = noting(f"in a warm-up of {job.name}, {job.mode.name}, {job.key}")
+        with _guarded(self.options.state if warmups else None), doing:
             for number in range(warmups):
                 host = self._host_of(job, scope)
                 # Libraries branch on "is this a capture": the last warm-up takes the same branch.

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.dispatch import BucketKey
+from graphrt.errors import GraphrtError, with_notes
 from graphrt.events import MemoryTaken
 from graphrt.graphs import Entry, GraphLibrary, GraphMemory, Key, Program, TimedPhase, Unwatched
 from graphrt.report import Metrics, StepCounts, TextRow, TextTable, size_text, time_text
@@ -273,6 +274,12 @@ def replaced(entry: Entry) -> str:
     """What an invalid program of a key reads and was replaced."""
     moved = entry.program.moved if entry.program is not None else None
     return ", ".join(moved or ()) or "nothing: it was invalidated by hand"
+
+
+def failure_text(error: BaseException) -> str:
+    """What a capture or its check failed with. An error of ours begins with its subject."""
+    text = with_notes(error)
+    return text if isinstance(error, GraphrtError) else f"{type(error).__name__}: {text}"
 
 
 def explain_entry(entry: Entry) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -32,7 +32,6 @@ from graphrt.errors import (
     ReentrantStepError,
     VerificationError,
     shown as shown_value,
-    with_notes,
 )
 from graphrt.events import KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
@@ -83,6 +82,7 @@ from graphrt.runner.report import (
     above_largest,
     captured_graphs,
     explain_entry,
+    failure_text,
     largest_sizes,
     replaced,
 )
@@ -349,6 +349,7 @@ class CUDAGraphRunner:
         if not isinstance(progress, bool | None):
             check_callable("progress", progress)
         with (
+            self._occupied(),
             self._captures.part(self._check, self._refresh) as capture,
             shown(progress, self.name) as tell,
         ):
@@ -393,7 +394,8 @@ class CUDAGraphRunner:
         if chosen:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
-                with self._captures.part(self._check, self._refresh) as capture, frozen_heap():
+                part = self._captures.part(self._check, self._refresh)
+                with self._occupied(), part as capture, frozen_heap():
                     capture(self._captures.recheck(chosen), self._options, None)
             finally:
                 if self._captures.fail_the_rest():
@@ -428,19 +430,15 @@ class CUDAGraphRunner:
         return len(programs)
 
     def _check(self, host: HostSnapshot, entry: Entry) -> None:
-        """Check a first replay: a run, so that nothing may call the runner inside it."""
+        """Check a first replay."""
         before_warmup = None if self._verify == "off" else host
         advances = host.advances
         if before_warmup is not None and self._lockstep is not None:
             # Runs meet in collectives: all ranks make as many.
             advances = not self._lockstep.served_by_all([not advances])[0]
         num_runs = NUM_ADVANCING_RUNS if advances else 1
-        self._is_running = True
-        try:
-            with self._comparing(entry):
-                self._executor.check_first_replay(before_warmup, num_runs, entry)
-        finally:
-            self._is_running = False
+        with self._comparing(entry):
+            self._executor.check_first_replay(before_warmup, num_runs, entry)
 
     def _comparing(self, entry: Entry) -> AbstractContextManager[None]:
         return nullcontext() if self._lockstep is None else self._lockstep.comparing(entry)
@@ -453,12 +451,8 @@ class CUDAGraphRunner:
         """
         self._require_idle("time_replays")
         entries = [self._entries[key] for key in keys]
-        self._is_running = True
-        try:
-            with torch.no_grad():
-                times = self._executor.time_replays(entries, self.library.synchronize)
-        finally:
-            self._is_running = False
+        with self._occupied(), torch.no_grad():
+            times = self._executor.time_replays(entries, self.library.synchronize)
         return times if self._lockstep is None else self._lockstep.slowest(times)
 
     def trace(
@@ -564,11 +558,8 @@ class CUDAGraphRunner:
         """Give the observer the event of a run, as a part of that run: another one inside it would
         overwrite outputs that the caller has not got yet."""
         assert self._observer is not None, "only an observer is told"
-        self._is_running = True
-        try:
+        with self._occupied():
             self._observer(event)
-        finally:
-            self._is_running = False
 
     def execute(
         self,
@@ -801,7 +792,7 @@ class CUDAGraphRunner:
             device=self.device.name,
             graphs=captured_graphs(entries, self._space.axis_sizes, counted),
             missing=MappingProxyType(self.missing()),
-            failures=MappingProxyType({key: with_notes(error) for key, error in failed.items()}),
+            failures=MappingProxyType({key: failure_text(error) for key, error in failed.items()}),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
             largest=MappingProxyType(largest_sizes(self._entries, self._space.axis_sizes)),
             capture_seconds=self._captures.seconds,
@@ -883,10 +874,19 @@ class CUDAGraphRunner:
             raise ReentrantStepError(
                 f"{what} inside a run of the same runner",
                 expected="one run at a time, because all share the static buffers and outputs",
-                found="a call from the callable, a resource or an observer of a run that has not "
-                "ended",
-                do="call it after the run, or give the inner callable a runner of its own",
+                found="a call from the callable, a resource or an observer of a run or capture "
+                "that has not ended, or from another thread",
+                do="call it after that, or give the inner callable a runner of its own",
             )
+
+    @contextmanager
+    def _occupied(self) -> Iterator[None]:
+        """Refuse runs and captures meanwhile: inside this one, or of another thread."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def _require_alone(self, what: str) -> None:
         if self._lockstep is not None:

@@ -18,7 +18,7 @@ _WHAT_TO_DO = {
     Reason.NO_KEY: "add its size to the capture sizes",
     Reason.LORA_NOT_CAPTURED: "capture more LoRA counts (lora_capture)",
     Reason.NOT_CAPTURED_YET: "capture it, or wait for the capture that is under way",
-    Reason.CAPTURE_FAILED: "read the failure record of the key; forget_failures() tries again",
+    Reason.CAPTURE_FAILED: "read report().failures, correct the cause, and capture again",
     Reason.INVALIDATED: "copy into tensors instead of replacing them, or capture again",
 }
 

@@ -18,7 +18,7 @@ from graphrt.events import Observer, PaddingVerified
 from graphrt.graphs.buffers import BoundBuffers, Sizes
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
-from graphrt.graphs.values import own_copy
+from graphrt.graphs.values import dotted, format_path, own_copy, walk
 from graphrt.verify.compare import Comparison, compare
 from graphrt.verify.run_state import VARYING, RunState, SavedState, restored
 
@@ -171,6 +171,8 @@ def check_padding(
         found = run(replay, is_last=True, poisons=bool(earlier))
         if earlier:
             state.settle(saved, *(each.compared for each in (*earlier, found[1])))
+        if unpadded is not None:
+            _require_cut(subject, unpadded[0], found[0], sizes, bound.sizes)
         outcome: Comparison | None = None
         is_read = depends_on_size = False
         if varied is not None:
@@ -194,12 +196,13 @@ def check_padding(
                     found=f"bits that vary: {outcome}",
                     do=VARYING,
                 )
-        if is_read:
+        if varied is not None and is_read:
             raise _padding_read_error(
                 subject,
                 names,
                 outcome,
-                lambda name: (
+                is_rounding=_compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
+                is_unread=lambda name: (
                     not can_repeat
                     or _compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
                 ),
@@ -220,6 +223,34 @@ def check_padding(
     if unpadded is not None:
         unlike = state.unlike_scratch(saved, unpadded[1], UNPADDED_TOLERANCE)
     return found[0], unlike
+
+
+def _require_cut(
+    subject: str,
+    unpadded: Any,
+    padded: Any,
+    sizes: Mapping[str, int],
+    padded_sizes: Mapping[str, int],
+) -> None:
+    """Errors: ``VerificationError`` for an output that has the padded size along an axis."""
+    outputs = {node.path: node.value for node in walk(padded) if node.kind == "tensor"}
+    for node in walk(unpadded):
+        if node.kind != "tensor" or node.path not in outputs:
+            continue
+        real, whole = node.value.shape, outputs[node.path].shape
+        uncut = {
+            dim: axis
+            for dim, pair in enumerate(zip(real, whole, strict=False))
+            for axis, size in reversed([*sizes.items()])  # Where more than one fits, the first.
+            if pair[0] != pair[1] and pair == (size, padded_sizes.get(axis))
+        }
+        if uncut and len(real) == len(whole):
+            raise VerificationError(
+                subject,
+                expected=f"{format_path(node.path) or 'the result'} cut to {tuple(real)}",
+                found=f"{tuple(whole)}, because no OutputSpec says which dimensions are padded",
+                do=f"give it an entry, such as OutputSpec({{{dotted(node.path)!r}: {uncut}}})",
+            )
 
 
 def _compare_runs(
@@ -269,21 +300,30 @@ def check_padding_unread(
         f"{bound.key}, real sizes {n}",
         chosen,
         together,
-        lambda name: compare(expected, outputs(name)).is_equal,
+        is_unread=lambda name: compare(expected, outputs(name)).is_equal,
     )
 
 
 def _padding_read_error(
-    subject: str, names: Iterable[str], outcome: Comparison | None, is_unread: Callable[[str], bool]
+    subject: str,
+    names: Iterable[str],
+    outcome: Comparison | None,
+    *,
+    is_unread: Callable[[str], bool],
+    is_rounding: bool = False,
 ) -> VerificationError:
     """Name the buffers that are read, or all where only several of them together show it."""
     alone = [name for name in names if not is_unread(name)]
+    rounding = (
+        "as small as rounding: if a kernel sums in another order for other rows (experts grouped "
+        "by their tokens), accept it with verify_tolerance=; if not, "
+    )
     return VerificationError(
         subject,
         expected="real rows and state that no padded row reaches",
         found=f"padding is read: other padded rows in {', '.join(alone or names)} change {outcome}",
-        do="mask the padded rows, or declare what they hold (padding= of the BufferSpec); "
-        "reads_padding='why' if results are meant to depend on them. If only a row of state meant "
-        "for padding differs: may_overwrite={tensor: 'input that indexes its rows'} compares the "
-        "real rows alone",
+        do=f"{rounding if is_rounding else ''}mask the padded rows, or declare what they hold "
+        "(padding= of the BufferSpec); reads_padding='why' if results are meant to depend on them. "
+        "If only a row of state meant for padding differs: may_overwrite={tensor: 'input that "
+        "indexes its rows'} compares the real rows alone",
     )
