@@ -515,7 +515,7 @@ def require_tensor(subject: str, value: Any, expected: str) -> None:
         raise _mismatch(subject, expected, type(value).__name__, do)
     is_dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
     if not is_dense or value.is_meta:
-        nested = "nested, " * value.is_nested
+        nested = "a nested tensor, " * value.is_nested
         found = f"{nested}{value.layout} on {value.device}, {value.dtype}"
         do = "pad it (torch.nested.to_padded_tensor), with a mask of what is real as another input"
         expected = "a dense tensor that has data"
