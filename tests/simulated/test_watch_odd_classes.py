@@ -20,6 +20,7 @@ import torch
 
 from graphrt import Reason
 from graphrt.graphs import frozen_heap
+from graphrt.graphs.places import contents_of, part_of
 from lab import random_rows, rows_runner
 
 
@@ -202,6 +203,9 @@ ARRAYS: dict[str, tuple[Any, Any]] = {
     "fortran": (np.zeros((300, 400)), lambda base: base.T),
     "strided": (np.zeros((301, 400)), lambda base: base[::2, ::3]),
     "one row in two": (np.zeros((5, 300_000)), lambda base: base[::2]),
+    "two long rows": (np.zeros((2, 300_001)), lambda base: base[:, ::2]),
+    "odd columns": (np.zeros((300_001, 3), "f4"), lambda base: base[:, ::2]),
+    "records": (np.zeros(100_001, "f8, u1"), lambda base: base[::2]),
     "backwards": (np.zeros((300, 400)), lambda base: base[::-1, ::-1]),
     "overlapping": (
         np.zeros(50_000),
@@ -227,6 +231,16 @@ def test_element_of_an_array_is_noticed_however_it_lies_in_memory(name: str, pla
         assert runner.check_externals().is_unchanged
         base.flat[place] = 1
         assert runner.check_externals().moved == ("table[:]",)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_parts_of_an_array_are_those_of_its_contents(name: str) -> None:
+    base = ARRAYS[name][0].copy()
+    base.reshape(-1).view("u1")[:] = np.arange(base.nbytes, dtype="u4").astype("u1")
+    table = ARRAYS[name][1](base)
+    contents = contents_of(table)
+    assert len(contents) > 1
+    assert contents == tuple(part_of(table, number) for number in range(len(contents)))
 
 
 SLOW = """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import compress, cycle
-from operator import contains, is_not, ne
+from operator import call, contains, is_not, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from graphrt.graphs.places import (
     is_odd,
     is_tensor,
     keys_of,
+    length_method_of,
     length_of,
     name_of,
     part_of,
@@ -142,6 +143,7 @@ class Reads:
         self._later: Reads | None = None
         found = reached or reach(target)
         found = found.lasting or found
+        self._has_breaks = found.outside_breaks is not None
         if not breaks:
             found = found.outside_breaks or found
         of_resources = _parts_of(prepared)
@@ -188,9 +190,10 @@ class Reads:
             place.path for place in self._found if id(place.owner) in of_resources
         )
         """Names of what resources own."""
-        self._boxes = [box for item in found.objects.values() for box in _boxes(item)]
-        self._boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
-        self._sizes = list(map(length_of, self._boxes))
+        boxes = [box for item in found.objects.values() for box in _boxes(item)]
+        boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
+        self._lengths = list(map(length_method_of, boxes))
+        self._sizes = list(map(call, self._lengths))
         self._named = {_id_held(item) for item in tensors}
         self._held: dict[tuple[frozenset[int], frozenset[int]], list[HeldTensor]] = {}
         """By the ids of what is touched and written: one object for all programs, because they are
@@ -209,15 +212,18 @@ class Reads:
     _value_columns = cached_property(lambda self: Columns(self.values))
     _tensor_columns = cached_property(lambda self: Columns(self.tensors))
 
-    def leads_to_the_same(self, target: object, *, breaks: bool) -> bool:
-        """True if a walk of ``target`` would find the same objects now. Updates ``now``."""
-        if self.target is not target or self.breaks != breaks or not self.has_same_links():
+    def is_of(self, target: object, *, breaks: bool) -> bool:
+        """True for a walk of ``target``, with what break points alone reach or without."""
+        return self.target is target and (self.breaks == breaks or not self._has_breaks)
+
+    def leads_to_the_same(self) -> bool:
+        """True if another walk would find the same objects now. Updates ``now``."""
+        if not self.has_same_links():
             return False
         self.now = self._read_values()
         changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
         return (
-            not any(map(self._leads_on, changed))
-            and list(map(length_of, self._boxes)) == self._sizes
+            not any(map(self._leads_on, changed)) and list(map(call, self._lengths)) == self._sizes
         )
 
     @staticmethod
@@ -339,8 +345,9 @@ class Probe(NamedTuple):
     item: HeldTensor | Place
 
     def now(self) -> Probe:
-        """The same look, where another object stands that is equal to what stood there."""
-        return self._replace(value=self.get(self.box, self.name))
+        """The same look, also where another object stands that is equal to what stood there."""
+        value = self.get(self.box, self.name)
+        return self if value is self.value else self._replace(value=value)
 
 
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride

@@ -31,11 +31,12 @@ from weakref import ReferenceType
 import torch
 
 from graphrt.errors import VerificationError
+from graphrt.graphs.gc_pause import gc_paused
 from graphrt.graphs.places import (
     CDATA,
     MISSING,
+    Place,
     attributes_of,
-    blocks_of,
     contents_of,
     has_keys_that_raise,
     has_plain_dict,
@@ -52,7 +53,7 @@ from graphrt.graphs.places import (
     viewed_by,
 )
 from graphrt.graphs.reachable import Reach, Walk, reach
-from graphrt.graphs.values import tensors_of
+from graphrt.graphs.values import same_host_value, tensors_of
 
 # The containers of a module that hold its parts; those of hooks are the caller's business.
 _REGISTERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -87,7 +88,6 @@ Kind = Literal[
     "context",
     "script",
     "own",
-    "large",
 ]
 
 MAX_ARRAY_BYTES = 1 << 20
@@ -134,10 +134,6 @@ class _Held:
             # One object for equal contents, because what is held is compared by identity.
             known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
             return next(known, {_ALL: contents})
-        if self.kind == "large":
-            hashes = _hashes_of(target)
-            known = (held for held in (self.last, self.first) if held.get(_ALL) == hashes)
-            return next(known, {_ALL: hashes})
         if issubclass(type(target), dict):
             if issubclass(type(target), OrderedDict):  # It has an order of its own.
                 return dict(OrderedDict.items(target))
@@ -166,8 +162,6 @@ class _Held:
             return same_bytes(target, last[_ALL])
         if self.kind in ("array", "buffer"):
             return bool(_bytes_of(target) == last[_ALL])
-        if self.kind == "large":
-            return bool(_hashes_of(target) == last[_ALL])
         if not issubclass(type(target), dict):
             # Not ``read``, whose dict takes five times as long.
             pairs = zip_longest(self._elements(), last.values(), fillvalue=MISSING)
@@ -186,7 +180,7 @@ class _Held:
             # What left a weak container because its object died does not come back.
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
-        if self.cannot_return(wanted):
+        if self.is_resized(wanted):
             return  # What was there is gone, and refused where no other error is raised.
         if self.kind == "buffer":
             _set_bytes(target, wanted[_ALL])
@@ -223,11 +217,8 @@ class _Held:
             deque.clear(target)
             deque.extend(target, wanted.values())
 
-    def cannot_return(self, wanted: dict[Any, Any]) -> bool:
-        """True for what was too large to copy, and for an array of another size: to resize it would
-        leave its views without memory."""
-        if self.kind == "large":
-            return True
+    def is_resized(self, wanted: dict[Any, Any]) -> bool:
+        """True for an array of another size: to resize it would leave its views without memory."""
         return self.kind == "array" and len(_bytes_of(self.target)) != len(wanted[_ALL])
 
     def _set(self, key: Any, value: Any) -> None:
@@ -285,12 +276,6 @@ def _bytes_of(target: Any) -> Any:
         methods = _file_type(target)
         return () if methods.closed.__get__(target) else methods.__getstate__(target)[:-1]
     return memoryview(target).tobytes()
-
-
-def _hashes_of(target: Any) -> tuple[Any, ...]:
-    if not is_array(target):
-        return contents_of(target)
-    return target.dtype, target.shape, target.strides, *map(hash, blocks_of(target))
 
 
 def _set_bytes(target: Any, contents: Any) -> None:
@@ -494,6 +479,8 @@ class HostSnapshot:
         self._empty_targets: list[Any] = []
         self._known: set[tuple[int, Any]] = set()
         self._copied_bytes = 0
+        self._large: list[tuple[str, Any]] = []
+        """Arrays and buffers beyond ``MAX_COPIED_BYTES``, which runs may not write."""
         self._moved: dict[_Held, None] = {}
         """What did not always hold the same."""
         self._caches: list[tuple[_Held, Any, Any, int]] = []
@@ -511,7 +498,8 @@ class HostSnapshot:
         a run computes may depend on how many ran before it. Other objects are what a run leaves
         behind of itself."""
         self._walk = Walk(runnable, enters_locals=True)
-        self._reached: Reach | None = self._adopt("", runnable)
+        with gc_paused(collects=False):  # It would visit all that is found again and again.
+            self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
 
     def reach(self) -> Reach:
@@ -523,10 +511,7 @@ class HostSnapshot:
         if (
             is_filled
             or found is None
-            or any(
-                place.kind in _NOT_LOOKED_AT and place.read() is not place.value
-                for place in found.places
-            )
+            or any(place.kind in _NOT_LOOKED_AT and _is_changed(place) for place in found.places)
         ):
             return reach(self.runnable)
         return found
@@ -633,9 +618,10 @@ class HostSnapshot:
                 return
             self._copied_bytes += num_bytes
             if self._copied_bytes > MAX_COPIED_BYTES:
-                if issubclass(type(value), io.StringIO):  # Each look would copy all of it.
-                    return
-                kind = "large"
+                self._known.add((id(value), None))
+                if not issubclass(type(value), io.StringIO):  # Each look would copy all of it.
+                    self._large.append((path, value))
+                return
         self._add(path, value, kind)
 
     def _add_own(self, path: str, kind: type, value: Any) -> None:
@@ -812,6 +798,7 @@ class HostSnapshot:
         if self._ran is None:
             self._ran = set()
         self._note_between()
+        large = [(path, value, contents_of(value)) for path, value in self._large]
         try:
             yield
         except BaseException:
@@ -821,7 +808,7 @@ class HostSnapshot:
                 change.held.write(change.before)
             raise
         changes = self._pending()
-        self._refuse_what_stays(changes)
+        self._refuse_what_stays(changes, large)
         self._note_run(changes, is_first)
         if is_first:
             self._unproven.update(_places_of(changes))
@@ -838,20 +825,24 @@ class HostSnapshot:
         self._note(changes)
 
     @staticmethod
-    def _refuse_what_stays(changes: Iterable[_Change]) -> None:
+    def _refuse_what_stays(
+        changes: Iterable[_Change], large: Iterable[tuple[str, Any, tuple[Any, ...]]]
+    ) -> None:
+        """``large``: with what they held before the run."""
         for change in changes:
-            if change.held.kind == "array" and change.held.cannot_return(change.before):
+            if change.held.is_resized(change.before):
                 raise VerificationError(
                     change.held.path,
                     expected="an array that keeps its size",
                     found="a run resized it",
                     do="keep what grows in a list, or assign another array",
                 )
-            if change.held.kind == "large":
+        for path, value, before in large:
+            if not same_host_value(before, contents_of(value)):
                 raise VerificationError(
-                    change.held.path,
+                    path,
                     expected=f"arrays of at most {MAX_COPIED_BYTES} bytes together that runs write",
-                    found=f"a run wrote into one of {_num_bytes(change.held.target)} more",
+                    found=f"a run wrote into one of {_num_bytes(value)} more",
                     do="keep in a tensor what runs write, or in an array of its own",
                 )
 
@@ -949,6 +940,11 @@ class HostSnapshot:
             for held, key, cache, misses in self._caches
             if cache.cache_info().misses > misses and _may_hold_inputs(cache)
         ]
+
+
+def _is_changed(place: Place) -> bool:
+    value = place.read()
+    return value is not place.value and not (place.kind == "length" and value == place.value)
 
 
 def _may_turn(value: Any, depth: int = 3) -> bool:

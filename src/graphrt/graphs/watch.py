@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules import module as torch_module
 
+from graphrt.graphs.gc_pause import gc_paused
 from graphrt.graphs.held import Classes, HeldTensor, Probe, is_same_value, probes_of
 from graphrt.graphs.places import Place
 from graphrt.graphs.program import Program
@@ -82,6 +83,12 @@ class Watch:
         self._groups, self._items, self.num_places = [], {}, 0
         if self.mode == "off":
             return
+        # The collector would visit all places again and again while they are listed.
+        with gc_paused(collects=False):
+            self._list_groups(upcoming)
+
+    def _list_groups(self, upcoming: set[tuple[int, int]]) -> None:
+        """``upcoming``: by id and number, the looks that come next."""
         probes = self._probes()
         self.num_places = len(probes)
         first = next(
@@ -175,7 +182,7 @@ class Watch:
                     looks = [] if self.mode == "hooks" else probes_of(item)
                     # Where no tensor is left, the look has to find what was there.
                     if not (isinstance(item, HeldTensor) and item.has_moved()):
-                        looks = [probe.now() for probe in looks]
+                        looks = list(map(Probe.now, looks))
                 self._known[id(item)] = looks
                 found = by_owner.setdefault(id(place.owner), [])
                 for number, probe in enumerate(looks):
