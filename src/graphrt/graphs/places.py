@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
+from pickle import PickleBuffer
 from threading import get_ident
 from types import (
     CellType,
@@ -172,7 +173,7 @@ def _blocks_of(packed: Any) -> Iterator[bytes]:
             yield packed[first : first + count].tobytes()
 
 
-def holds_objects(value: Any) -> bool:
+def _holds_references(value: Any) -> bool:
     """True for an array whose bytes are references: to objects, or to strings of any length."""
     return bool(value.dtype.hasobject or value.dtype.kind == "T")
 
@@ -202,17 +203,59 @@ def _view_of(value: Any) -> memoryview:
     return io.BytesIO.getbuffer(value) if is_file else memoryview(value)
 
 
+def _bytes_in(value: Any, part: slice) -> bytes:
+    with _view_of(value) as view:
+        if not view.contiguous:
+            return view.tobytes()[part]
+        with PickleBuffer(view).raw() as raw:  # Without its format, which ``cast`` may refuse.
+            return raw[part].tobytes()
+
+
 def contents_of(value: Any) -> tuple[Any, ...]:
     """What a buffer or a long sequence has: its form, then its parts, each as its hash or as it
     is. The parts that a program depends on are compared later, and need no copy."""
-    if is_array(value) and not holds_objects(value):
-        return part_of(value, 0), *_hashes_of(packed_array(value))
-    return tuple(part_of(value, number) for number in range(1 + _num_parts(value)))
+    form, size, step, take = _parts_of(value)
+    if is_array(value) and not _holds_references(value):
+        return form, *_hashes_of(packed_array(value), step)
+    return form, *(take(slice(first, first + step)) for first in range(0, size, step))
 
 
-def _hashes_of(packed: Any) -> Iterator[int]:
+def part_of(value: Any, number: int) -> Any:
+    """One of ``contents_of``."""
+    form, _, step, take = _parts_of(value)
+    return take(slice((number - 1) * step, number * step)) if number else form
+
+
+def _parts_of(value: Any) -> tuple[Any, int, int, Callable[[slice], Any]]:
+    """The form of contents, of how many items they are, how many of them are one part, and what
+    gives that. Runs no code of a subclass."""
+    kind = type(value)
+    if issubclass(kind, (list, tuple)):
+        base, size = base_of(value), length_of(value)
+        return size, size, _ITEMS_OF_A_PART, lambda part: tuple(base.__getitem__(value, part))
+    if is_array(value):
+        form: Any = (str(value.dtype), value.shape, value.strides)
+        if _holds_references(value):  # One by one: NumPy copies no slice of strings without harm.
+            item, places = plain_array(value).flat.__getitem__, range(int(value.size))
+            return form, len(places), _ITEMS_OF_A_PART, lambda part: tuple(map(item, places[part]))
+        packed = packed_array(value)
+        items = packed if packed.ndim == 1 else packed.flat
+        step = max(1, _BYTES_OF_A_PART // int(packed.itemsize))
+        return form, packed.size, step, lambda part: hash(items[part].tobytes())
+    if issubclass(kind, io.StringIO):
+        text = _text_of(value)
+        return len(text), len(text), _BYTES_OF_A_PART, text.__getitem__
+    try:
+        with _view_of(value) as view:
+            form, size = (view.format, view.shape), view.nbytes
+    except ValueError:  # One that was released or closed holds nothing.
+        return None, 0, 1, lambda _: None
+    return form, size, _BYTES_OF_A_PART, lambda part: hash(_bytes_in(value, part))
+
+
+def _hashes_of(packed: Any, of_a_part: int) -> Iterator[int]:
     """Of each part of an array."""
-    size, rest = _elements_of_a_part(packed) * packed.itemsize, b""
+    size, rest = of_a_part * int(packed.itemsize), b""
     for block in _blocks_of(packed):
         data = rest + block
         whole = len(data) - len(data) % size
@@ -220,59 +263,6 @@ def _hashes_of(packed: Any) -> Iterator[int]:
         rest = data[whole:]
     if rest:
         yield hash(rest)
-
-
-def _elements_of_a_part(packed: Any) -> int:
-    return max(1, _BYTES_OF_A_PART // int(packed.itemsize))
-
-
-def _num_parts(value: Any) -> int:
-    if issubclass(type(value), (list, tuple)):
-        return -(-length_of(value) // _ITEMS_OF_A_PART)
-    if is_array(value):  # Of objects: others have hashes.
-        return -(-int(value.size) // _ITEMS_OF_A_PART)
-    if issubclass(type(value), io.StringIO):
-        return -(-len(_text_of(value)) // _BYTES_OF_A_PART)
-    try:
-        with _view_of(value) as view:
-            return -(-view.nbytes // _BYTES_OF_A_PART)
-    except ValueError:  # One that was released holds nothing.
-        return 0
-
-
-def part_of(value: Any, number: int) -> Any:
-    """One of ``contents_of``. Runs no code of a subclass."""
-    kind = type(value)
-    if issubclass(kind, (list, tuple)):
-        base: Any = list if issubclass(kind, list) else tuple
-        first = (number - 1) * _ITEMS_OF_A_PART
-        part = base.__getitem__(value, slice(first, first + _ITEMS_OF_A_PART))
-        return tuple(part) if number else length_of(value)
-    if is_array(value):
-        if not number:
-            return str(value.dtype), value.shape, value.strides
-        if holds_objects(value):  # One by one: NumPy copies no slice of strings without harm.
-            flat, first = plain_array(value).flat, (number - 1) * _ITEMS_OF_A_PART
-            end = min(first + _ITEMS_OF_A_PART, value.size)
-            return tuple(flat[place] for place in range(first, end))
-        packed = packed_array(value)
-        elements, count = packed if packed.ndim == 1 else packed.flat, _elements_of_a_part(packed)
-        return hash(elements[(number - 1) * count : number * count].tobytes())
-    if issubclass(kind, io.StringIO):
-        text = _text_of(value)
-        first = (number - 1) * _BYTES_OF_A_PART
-        return text[first : first + _BYTES_OF_A_PART] if number else len(text)
-    try:
-        view = _view_of(value)
-    except ValueError:  # One that was released.
-        return None
-    with view:
-        if not number:
-            return view.format, view.shape
-        first = (number - 1) * _BYTES_OF_A_PART
-        if view.c_contiguous and view.format in ("B", "b", "c"):
-            return hash(view[first : first + _BYTES_OF_A_PART].tobytes())
-        return hash(view.tobytes()[first : first + _BYTES_OF_A_PART])
 
 
 def is_odd(kind: type) -> bool:
@@ -390,13 +380,13 @@ def _read_item(owner: Any, name: Any) -> Any:
     if is_array(owner):
         flat = plain_array(owner).flat
         return flat[name] if name < len(flat) else MISSING
-    kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(owner), base))
-    return kind.__getitem__(owner, name) if name < kind.__len__(owner) else MISSING
+    base = base_of(owner)
+    return base.__getitem__(owner, name) if name < base.__len__(owner) else MISSING
 
 
 def _read_element(owner: Any, name: Any) -> Any:
     try:
-        is_there = _base_of(type(owner)).__contains__(owner, name)  # type: ignore[arg-type]  # as above
+        is_there = base_of(owner).__contains__(owner, name)
     except Exception:  # noqa: BLE001  As above.
         return MISSING
     return name if is_there else MISSING
@@ -415,7 +405,7 @@ def is_hashed_in_c(kind: type) -> bool:
 def has_keys_that_raise(container: Any) -> bool:
     """True for a dict or set of which a key or element raises when it is hashed: by what it is
     there, nothing finds it."""
-    bases: Any = (dict, set, frozenset)
+    bases: Any = (dict, set, frozenset)  # An ordered dict hashes its keys where it is gone through.
     base = next((base for base in bases if issubclass(type(container), base)), None)
     if base is None:
         return False
@@ -443,13 +433,18 @@ def length_of(owner: Any) -> int:
 
 def length_method_of(owner: Any) -> Callable[[], int]:
     """What tells its length, now and later; as above."""
-    method: Callable[[], int] = _base_of(type(owner)).__len__.__get__(owner)  # type: ignore[arg-type]  # types are hashable
+    method: Callable[[], int] = base_of(owner).__len__.__get__(owner)
     return method
 
 
 def keys_of(owner: Any) -> tuple[Any, ...]:
     """The keys of a dict in their order, without the methods of a subclass."""
-    return tuple(_base_of(type(owner)).__iter__(owner))  # type: ignore[arg-type]  # as above
+    return tuple(base_of(owner).__iter__(owner))
+
+
+def base_of(owner: Any) -> Any:
+    """The built-in container whose methods read an owner, without those of a subclass."""
+    return _base_of(type(owner))  # type: ignore[arg-type]  # types are hashable
 
 
 @functools.lru_cache(maxsize=4096)
