@@ -37,6 +37,8 @@ from graphrt.graphs.places import (
     MISSING,
     Place,
     attributes_of,
+    base_of,
+    class_of,
     contents_of,
     has_keys_that_raise,
     has_plain_dict,
@@ -44,6 +46,7 @@ from graphrt.graphs.places import (
     is_host_scalar,
     is_record,
     is_tensor,
+    own_dict,
     plain_array,
     read_cell,
     read_context,
@@ -77,8 +80,7 @@ _ALL: Any = object()
 Kind = Literal[
     "object",
     "container",
-    "array",
-    "buffer",
+    "bytes",
     "cell",
     "global",
     "class",
@@ -129,27 +131,18 @@ class _Held:
         if self.kind == "variables":
             now = dict.copy(target)
             return {k: now[k] for k in now.keys() - self.name if _is_memo(k, now[k])}
-        if self.kind in ("array", "buffer"):
+        if self.kind == "bytes":
             contents = _bytes_of(target)
             # One object for equal contents, because what is held is compared by identity.
             known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
             return next(known, {_ALL: contents})
         if issubclass(type(target), dict):
-            if issubclass(type(target), OrderedDict):  # It has an order of its own.
-                return dict(OrderedDict.items(target))
-            return dict.copy(target)
+            # An ordered one has an order of its own.
+            is_ordered = issubclass(type(target), OrderedDict)
+            return dict(OrderedDict.items(target)) if is_ordered else dict.copy(target)
         if issubclass(type(target), set):
-            return {v: v for v in self._elements()}
-        return dict(enumerate(self._elements()))
-
-    def _elements(self) -> Iterator[Any]:
-        """Of a container that is no dict. A subclass may give other elements."""
-        target = self.target
-        if is_array(target):
-            return iter(plain_array(target).flat)
-        methods: Any = next(kind for kind in (list, set, deque) if issubclass(type(target), kind))
-        elements: Iterator[Any] = methods.__iter__(target)
-        return elements
+            return {v: v for v in _elements_of(target)}
+        return dict(enumerate(_elements_of(target)))
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
@@ -158,13 +151,13 @@ class _Held:
             return self.get(target, self.name) is last.get(self.name, MISSING)
         if self.kind == "variables" and not last and len(target) == len(self.name):
             return True
-        if self.kind == "array" and target.dtype.kind != "T":
-            return same_bytes(target, last[_ALL])
-        if self.kind in ("array", "buffer"):
+        if self.kind == "bytes":
+            if is_array(target) and target.dtype.kind != "T":
+                return same_bytes(target, last[_ALL])
             return bool(_bytes_of(target) == last[_ALL])
         if not issubclass(type(target), dict):
             # Not ``read``, whose dict takes five times as long.
-            pairs = zip_longest(self._elements(), last.values(), fillvalue=MISSING)
+            pairs = zip_longest(_elements_of(target), last.values(), fillvalue=MISSING)
             return all(starmap(is_, pairs))
         now = target if type(target) is dict and self.kind != "variables" else self.read()
         return (
@@ -182,17 +175,8 @@ class _Held:
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
         if self.is_resized(wanted):
             return  # What was there is gone, and refused where no other error is raised.
-        if self.kind == "buffer":
+        if self.kind == "bytes":
             _set_bytes(target, wanted[_ALL])
-        elif self.kind == "array":
-            plain = plain_array(target)
-            if plain.dtype.kind == "T":
-                for place, value in enumerate(wanted[_ALL]):
-                    plain.flat[place] = value
-            else:
-                contents = plain.copy()
-                contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
-                plain[...] = contents
         elif issubclass(type(target), set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
@@ -202,31 +186,30 @@ class _Held:
                 value = wanted.get(key, MISSING)
                 if was.get(key, MISSING) is not value:
                     self._set(key, value)
+        elif is_array(target):
+            _set_elements(target, wanted.values())
         elif issubclass(type(target), dict):
-            methods = _dict_type(target)
+            methods = base_of(target)
             methods.clear(target)
             for key, value in wanted.items():
                 methods.__setitem__(target, key, value)
         elif isinstance(target, list):
             list.__setitem__(target, slice(None), wanted.values())
-        elif is_array(target):
-            flat = plain_array(target).flat
-            for place, value in wanted.items():
-                flat[place] = value
         else:
             deque.clear(target)
             deque.extend(target, wanted.values())
 
     def is_resized(self, wanted: dict[Any, Any]) -> bool:
         """True for an array of another size: to resize it would leave its views without memory."""
-        return self.kind == "array" and len(_bytes_of(self.target)) != len(wanted[_ALL])
+        is_of_array = self.kind == "bytes" and is_array(self.target)
+        return is_of_array and len(_bytes_of(self.target)) != len(wanted[_ALL])
 
     def _set(self, key: Any, value: Any) -> None:
         """Set or, with ``MISSING``, remove a variable or an attribute."""
         target = self.target
         if self.kind in ("object", "global", "variables"):
             # Not through setattr: a module would register what is registered already.
-            methods = _dict_type(target)
+            methods = base_of(target)
             if value is MISSING:
                 methods.pop(target, key)
             else:
@@ -278,9 +261,30 @@ def _bytes_of(target: Any) -> Any:
     return memoryview(target).tobytes()
 
 
+def _elements_of(target: Any) -> Iterator[Any]:
+    """Of a container that is no dict. A subclass may give other elements."""
+    if is_array(target):
+        return iter(plain_array(target).flat)
+    elements: Iterator[Any] = base_of(target).__iter__(target)
+    return elements
+
+
+def _set_elements(table: Any, values: Iterable[Any]) -> None:
+    flat = plain_array(table).flat
+    for place, value in enumerate(values):
+        flat[place] = value
+
+
 def _set_bytes(target: Any, contents: Any) -> None:
     kind = type(target)
-    if issubclass(kind, CDATA):
+    if is_array(target) and target.dtype.kind == "T":
+        _set_elements(target, contents)
+    elif is_array(target):
+        plain = plain_array(target)
+        whole = plain.copy()
+        whole.reshape(-1).view("u1").data[:] = contents
+        plain[...] = whole
+    elif issubclass(kind, CDATA):
         ctypes.memmove(ctypes.addressof(target), contents, len(contents))
     elif issubclass(kind, _FILES):
         methods = _file_type(target)
@@ -369,11 +373,6 @@ def _is_memo(name: str, value: object) -> bool:
     """True for a variable of a module that runs may have made; others are those of imports and of
     compilers, which look for them later."""
     return not (name.startswith("__") or isinstance(value, _NO_MEMOS))
-
-
-def _dict_type(target: dict[Any, Any]) -> Any:
-    """The class whose methods read and write it, without those of a user's subclass."""
-    return OrderedDict if issubclass(type(target), OrderedDict) else dict
 
 
 class _Change(NamedTuple):
@@ -538,7 +537,7 @@ class HostSnapshot:
             if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)
             elif kind == "member":
-                of = owner if issubclass(type(owner), type) else type(owner)
+                of = class_of(owner)
                 base = _base_with(of, name) or (of if of is owner else None)
                 if base is not None and (id(base), None) not in self._known:
                     self._add(path, base, "class", name)
@@ -581,7 +580,7 @@ class HostSnapshot:
             self._add_array(path, value, is_named=is_named)
             self._add_own(path, kind, value)
         elif issubclass(kind, _BUFFERS):
-            self._add_bytes(path, value, "buffer", is_named=is_named)
+            self._add_bytes(path, value, "bytes", is_named=is_named)
             self._add_own(path, kind, value)
         elif is_record(value):
             self._add_object(path, viewed_by(value), is_named=is_named)
@@ -608,7 +607,7 @@ class HostSnapshot:
                     self._add_object(f"{path}[{name!r}]", plain[name], is_named=is_named)
         elif plain.nbytes:
             has_objects = plain.dtype.hasobject and plain.dtype.kind != "T"
-            of: Kind = "container" if has_objects else "array"
+            of: Kind = "container" if has_objects else "bytes"
             self._add_bytes(path, value, of, is_named=is_named)
 
     def _add_bytes(self, path: str, value: Any, kind: Kind, *, is_named: bool) -> None:
@@ -625,8 +624,8 @@ class HostSnapshot:
         self._add(path, value, kind)
 
     def _add_own(self, path: str, kind: type, value: Any) -> None:
-        own = attributes_of(value)
-        if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
+        own = own_dict(value)
+        if own is not None:
             self._add(path, own, "object")
             if not issubclass(kind, torch.Tensor) and has_plain_dict(kind):  # Another may be set.
                 self._add(f"{path}.__dict__", value, "own", "__dict__")

@@ -27,7 +27,7 @@ from weakref import ReferenceType
 
 import torch
 
-from graphrt.graphs.values import HOST_TYPES
+from graphrt.graphs.values import HOST_TYPES, same_host_value
 
 PlaceKind = Literal[
     "attribute",
@@ -98,6 +98,14 @@ class Place(NamedTuple):
     def read(self) -> Any:
         """What stands there now, or ``MISSING``. Runs no code of the user's but a key's hash."""
         return _READ[self.kind](self.owner, self.name)
+
+    def fits(self, value: Any) -> bool:
+        """True if a program that was captured with what stood there would do the same with this."""
+        return same_host_value(self.value, value)
+
+    def has_moved(self) -> bool:
+        """True if something else stands there now."""
+        return not self.fits(self.read())
 
 
 def is_array(value: Any) -> bool:
@@ -204,11 +212,9 @@ def _view_of(value: Any) -> memoryview:
 
 
 def _bytes_in(value: Any, part: slice) -> bytes:
-    with _view_of(value) as view:
-        if not view.contiguous:
-            return view.tobytes()[part]
-        with PickleBuffer(view).raw() as raw:  # Without its format, which ``cast`` may refuse.
-            return raw[part].tobytes()
+    """Some of its bytes in the order of memory, whatever its format."""
+    with _view_of(value) as view, PickleBuffer(view).raw() as raw:
+        return raw[part].tobytes()
 
 
 def contents_of(value: Any) -> tuple[Any, ...]:
@@ -248,8 +254,11 @@ def _parts_of(value: Any) -> tuple[Any, int, int, Callable[[slice], Any]]:
     try:
         with _view_of(value) as view:
             form, size = (view.format, view.shape), view.nbytes
+            copied = None if view.contiguous else view.tobytes()
     except ValueError:  # One that was released or closed holds nothing.
         return None, 0, 1, lambda _: None
+    if copied is not None:
+        return form, size, _BYTES_OF_A_PART, lambda part: hash(copied[part])
     return form, size, _BYTES_OF_A_PART, lambda part: hash(_bytes_in(value, part))
 
 
@@ -349,18 +358,29 @@ def read_attribute(owner: Any, name: str) -> Any:
     value = attributes.get(name, MISSING)
     if value is not MISSING:
         return value
-    kind = owner if issubclass(type(owner), type) else type(owner)
-    for base in kind.__mro__:
-        value = base.__dict__.get(name, MISSING)
-        if value is not MISSING:
-            if type(value) is MemberDescriptorType:
-                return filled(value, owner)
-            return value
+    kind = class_of(owner)
+    value = read_member(kind, name)
+    if value is not MISSING:
+        return filled(value, owner) if type(value) is MemberDescriptorType else value
     if issubclass(kind, torch.nn.Module) and kind is not owner:
         for register in REGISTERS.values():  # It was a plain attribute, or absent.
             value = getattr(owner, register).get(name, MISSING)
             if value is not MISSING:
                 return value
+    return MISSING
+
+
+def class_of(owner: Any) -> Any:
+    """The class in which an owner finds its members: its own, or itself."""
+    return owner if issubclass(type(owner), type) else type(owner)
+
+
+def read_member(kind: type, name: str) -> Any:
+    """What the objects of a class find in it or in one of its bases."""
+    for base in kind.__mro__:
+        value = base.__dict__.get(name, MISSING)
+        if value is not MISSING:
+            return value
     return MISSING
 
 
@@ -465,6 +485,11 @@ name_of = type.__dict__["__name__"].__get__
 """As above."""
 
 
+def text_of_key(key: Any) -> str:
+    """How a path names an entry: by its key, or by the class of it."""
+    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else name_of(type(key))
+
+
 def entries_of(owner: Any) -> Any:
     """What the length of an owner counts: of a module that is a container, its children."""
     return owner._modules if issubclass(type(owner), torch.nn.Module) else owner
@@ -560,6 +585,12 @@ def attributes_of(owner: Any) -> Mapping[str, Any]:
     if descriptor is not None:
         found = descriptor.__get__(owner)
     return found
+
+
+def own_dict(owner: Any) -> dict[str, Any] | None:
+    """The ``__dict__`` that an object keeps; None where it has none, or makes it anew."""
+    own = attributes_of(owner)
+    return own if isinstance(own, dict) and own is attributes_of(owner) else None
 
 
 class _HiddenDict:

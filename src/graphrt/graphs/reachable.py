@@ -71,6 +71,7 @@ from graphrt.graphs.places import (
     PlaceKind,
     attributes_of,
     base_of,
+    class_of,
     defaults_of,
     filled,
     has_contents,
@@ -85,12 +86,14 @@ from graphrt.graphs.places import (
     length_of,
     module_of,
     name_of,
+    own_dict,
     parts_of_partial,
     plain_array,
     read_attribute,
     read_cell,
     read_context,
     read_script,
+    text_of_key,
     viewed_by,
 )
 from graphrt.graphs.unwatched import (
@@ -514,13 +517,13 @@ class Walk:
             return
         if issubclass(kind, dict):
             for key, item in dict.items(value):
-                self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
+                self._add(Place(f"{path}[{text_of_key(key)}]", value, key, "item", item))
                 # It may have attributes. What weak keys lead to, nothing may keep alive.
                 if not (type(key) is str or is_host_scalar(key) or _is_weak(key)):
-                    self._stack.append((f"{path}.keys()[{_key(key)}]", key))
+                    self._stack.append((f"{path}.keys()[{text_of_key(key)}]", key))
         elif issubclass(kind, (set, frozenset)):
             for item in base.__iter__(value):
-                self._add(Place(f"{path}[{_key(item)}]", value, item, "element", item))
+                self._add(Place(f"{path}[{text_of_key(item)}]", value, item, "element", item))
         else:
             fields = kind.__dict__.get("_fields")
             if type(fields) is not tuple or len(fields) != num_items:
@@ -589,6 +592,7 @@ class Walk:
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2].removesuffix("()")
             is_dict = issubclass(type(owner), dict)
+            may_be_set = issubclass(type(owner), type) or own_dict(owner) is not None
             if issubclass(type(owner), _SEQUENCES):
                 # A dict gets entries of other keys: a memo for each size; and one that makes what
                 # it lacks grows when it is read.
@@ -607,7 +611,7 @@ class Walk:
             for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
-                elif _may_be_set(owner) and read_attribute(owner, name) is MISSING:
+                elif may_be_set and read_attribute(owner, name) is MISSING:
                     where = path.removesuffix("()")
                     yield Place(f"{where}.{name}", owner, name, "attribute", MISSING)
 
@@ -767,7 +771,7 @@ class Walk:
         owner: Any = method.__self__
         function = method.__func__
         if type(function) is FunctionType:
-            known = self._know(owner if issubclass(type(owner), type) else type(owner))
+            known = self._know(class_of(owner))
             self._seen[id(function)] = function
             self._enter_function(path, function, known)
         self._stack.append((path, owner))
@@ -1011,11 +1015,9 @@ class Walk:
         for name in names - known.own:
             known.add_own(name)
             self._enter_members(known, known.members.get(name, ()))
-            self._follow_unnamed(name, lambda place: self._class_named(place) is known)
-
-    def _class_named(self, place: Place) -> _Class | None:
-        owner = place.owner
-        return self._classes.get(owner if issubclass(type(owner), type) else type(owner))
+            self._follow_unnamed(
+                name, lambda place: self._classes.get(class_of(place.owner)) is known
+            )
 
     def _enter_members(self, known: _Class, values: Any) -> None:
         """Read the code of methods and properties that are named."""
@@ -1048,12 +1050,6 @@ def _guessed_by_descriptor(kind: type) -> set[str]:
     return {begin for owner, begin in names_in(get.__code__).guessed if owner in asked}
 
 
-def _may_be_set(owner: Any) -> bool:
-    """True for what may get attributes: it has a ``__dict__``."""
-    own = attributes_of(owner)
-    return issubclass(type(owner), type) or (type(own) is dict and own is attributes_of(owner))
-
-
 def _is_data(member: Any) -> bool:
     """True for a member of a class that instances share as a value, not as a method."""
     kind = type(member)
@@ -1078,10 +1074,6 @@ def _length(path: str, owner: Any, length: int) -> Place:
 
 def _is_weak(value: Any) -> bool:
     return issubclass(type(value), ReferenceType)
-
-
-def _key(key: Any) -> str:
-    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else name_of(type(key))
 
 
 def _source(code: CodeType, line: int) -> Source:
