@@ -38,6 +38,7 @@ from collections.abc import (
     Set,
     ValuesView,
 )
+from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
@@ -814,40 +815,53 @@ class Walk:
             self._name_own(known, names.own)
         if is_others:
             return
+        code = function.__code__
         self._objects.setdefault(f"{function.__qualname__}()", function)
         self._places.append(
-            Place(f"{function.__qualname__}.__code__", function, None, "type", function.__code__)
+            Place(f"{function.__qualname__}.__code__", function, None, "type", code)
         )
-        self._strings |= names.strings
         self._scopes[id(function.__globals__)] = function.__globals__
-        self._assigned.update(chain[-1] for chain in names.assigned)
-        self._add_of_others(function, names)
-        for name, string in names.asked:
-            self._asked.setdefault(name, []).append(string)
-        is_asking = not _ASKING.isdisjoint(names.globals) or "__dict__" in names.attributes
-        for of, string in names.asked if is_asking else ():
-            self._asked_of_own.add(string)
-            if of in _OF_ANY:
-                self._asked_of_any.add(string)
         is_installed = _is_installed(_package_of(function))
-        for of, key in names.asked_by:
-            if of in ("environ", "getenv"):
-                source = _source(function.__code__, names.lines.get(of, 0))
-                self._variables[of, key] = Source() if is_installed else source
+        self._add_of_others(function, names)
+        self._note_names(function, names, known, is_installed)
+        self._name(names.attributes if known is not None else names.attributes | names.own)
+        self._add_globals(names, function.__globals__, is_installed)
+        if vars(function):
+            self._enter_attributes(function.__name__, function, vars(function))
+
+    def _note_names(
+        self, function: FunctionType, names: Names, known: _Class | None, is_installed: bool
+    ) -> None:
+        """What its code asks for, goes through and sets, which is looked up when all is known."""
+        code = function.__code__
+        self._strings |= names.strings
         self._iterated |= names.iterated
         self._stored |= names.stored
-        first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
-        if function.__name__ == "__get__":  # What it asks is asked of the objects that have it.
-            first = function.__code__.co_varnames[:2]
+        self._assigned.update(chain[-1] for chain in names.assigned)
+        is_asking = not _ASKING.isdisjoint(names.globals) or "__dict__" in names.attributes
+        for of, string in names.asked:
+            self._asked.setdefault(of, []).append(string)
+            if is_asking:
+                self._asked_of_own.add(string)
+            if is_asking and of in _OF_ANY:
+                self._asked_of_any.add(string)
+        for of, key in names.asked_by:
+            if of in ("environ", "getenv"):
+                source = _source(code, names.lines.get(of, 0))
+                self._variables[of, key] = Source() if is_installed else source
+        # What ``__get__`` asks is asked of the objects that have it.
+        num_own = 2 if function.__name__ == "__get__" else 1
+        first = code.co_varnames[:num_own]  # None of a static method without arguments.
         own = {asked for asked in names.guessed if known is not None and asked[0] in first}
         if known is not None:
             known.guessed.update(begin for _, begin in own)
-        self._guessed.update(dict.fromkeys(names.guessed - own, function.__code__))
+        self._guessed.update(dict.fromkeys(names.guessed - own, code))
         if not is_installed:  # A registry of a package grows as it likes.
             self._computed |= names.computed
             self._note_code(function, names)
-        self._name(names.attributes if known is not None else names.attributes | names.own)
-        scope = function.__globals__
+
+    def _add_globals(self, names: Names, scope: dict[str, Any], is_installed: bool) -> None:
+        """The variables of its module that code names, and the modules that it imports."""
         for name in names.globals:
             value = scope.get(name, _UNSEEN)
             if value is not _UNSEEN:
@@ -860,15 +874,18 @@ class Walk:
                 found = scope.get(str(constant), MISSING)
                 self._add(Place(str(constant), scope, constant, "global", found))
         for name, level in names.imports:
-            self._add_import(name, level, scope)
+            with suppress(ImportError):  # Outside of every package: to run it raises the same.
+                package = scope.get("__package__") or ""
+                path = importlib.util.resolve_name("." * level + name, package) if level else name
+                self._add_loaded(path, path)
         for of, name in names.asked:
-            if of == "modules" and name in sys.modules:
-                place = Place(
-                    f"sys.modules[{name!r}]", sys.modules, name, "item", sys.modules[name]
-                )
-                self._add(place)
-        if vars(function):
-            self._enter_attributes(function.__name__, function, vars(function))
+            if of == "modules":
+                self._add_loaded(f"sys.modules[{name!r}]", name)
+
+    def _add_loaded(self, path: str, name: str) -> None:
+        """A module, if it has been imported."""
+        if name in sys.modules:
+            self._add(Place(path, sys.modules, name, "item", sys.modules[name]))
 
     def _add_of_others(self, function: FunctionType, names: Names) -> None:
         """Attributes that code sets on modules and classes of others, or asks them for."""
@@ -930,17 +947,6 @@ class Walk:
                 if line is not None:
                     return _source(function.__code__, line)
         return Source()
-
-    def _add_import(self, name: str, level: int, scope: Mapping[str, Any]) -> None:
-        """What code imports when it runs, as far as it has been imported."""
-        try:
-            package = scope.get("__package__") or ""
-            path = importlib.util.resolve_name("." * level + name, package) if level else name
-        except ImportError:  # It stands outside of every package: to run it raises the same.
-            return
-        module = sys.modules.get(path)
-        if module is not None:
-            self._add(Place(path, sys.modules, path, "item", module))
 
     # -- names
 
