@@ -39,9 +39,9 @@ from graphrt.graphs.places import (
     name_of,
     own_dict,
     part_of,
+    parts_in,
     parts_of_partial,
     read_member,
-    text_of_key,
 )
 from graphrt.graphs.reachable import Reach, reach
 from graphrt.graphs.unwatched import Unwatched
@@ -502,7 +502,7 @@ def find_holder(address: int, num_bytes: int, target: object) -> str:
     return ""
 
 
-def find_path(tensor: torch.Tensor, roots: Mapping[str, object]) -> str:
+def find_path(tensor: torch.Tensor, roots: Mapping[str, Any]) -> str:
     """The shortest path to a tensor's storage in named objects, through attributes and containers;
     empty if there is none within 10,000 places."""
     if tensor.layout is not torch.strided:
@@ -513,18 +513,10 @@ def find_path(tensor: torch.Tensor, roots: Mapping[str, object]) -> str:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if issubclass(type(value), torch.Tensor):
-            is_strided = value.layout is torch.strided  # type: ignore[attr-defined]  # a tensor
-            if is_strided and value.untyped_storage() is storage:  # type: ignore[attr-defined]
-                return path
-        elif issubclass(type(value), dict):
-            parts: Any = dict.items(value)  # type: ignore[arg-type]  # it is one
-            queue.extend((f"{path}[{text_of_key(key)}]", part) for key, part in parts)
-        elif issubclass(type(value), (list, tuple)):
-            base: Any = list if issubclass(type(value), list) else tuple
-            queue.extend((f"{path}[{n}]", part) for n, part in enumerate(base.__iter__(value)))
-        elif not issubclass(type(value), type):
-            queue.extend((f"{path}.{name}", part) for name, part in attributes_of(value).items())
+        if not is_tensor(value):
+            queue.extend((path + step, part) for step, part in parts_in(value))
+        elif value.layout is torch.strided and value.untyped_storage() is storage:
+            return path
     return ""
 
 
@@ -669,13 +661,10 @@ def _parts_of(resources: Iterable[object]) -> set[int]:
     pending = list(resources)
     while pending and len(found) < 4096:
         item = pending.pop()
-        kind = type(item)
-        if id(item) in found or issubclass(kind, (torch.nn.Module, torch.Tensor, type)):
+        if id(item) in found or issubclass(type(item), (torch.nn.Module, torch.Tensor, type)):
             continue
         found[id(item)] = item
-        pending += item.values() if issubclass(kind, dict) else attributes_of(item).values()  # type: ignore[attr-defined]  # a dict
-        if kind in (list, tuple, set):
-            pending += item  # type: ignore[arg-type]  # one of three containers
+        pending += (part for _, part in parts_in(item))
     return set(found)
 
 

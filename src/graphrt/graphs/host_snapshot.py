@@ -47,6 +47,7 @@ from graphrt.graphs.places import (
     is_record,
     is_tensor,
     own_dict,
+    parts_in,
     plain_array,
     read_cell,
     read_context,
@@ -947,18 +948,14 @@ def _is_changed(place: Place) -> bool:
 
 
 def _may_turn(value: Any, depth: int = 3) -> bool:
-    """True for a number or a function, which runs may swap, and for what has one in it: a container
-    or object that each run replaces."""
-    if is_host_scalar(value) or type(value) is FunctionType:
+    """True for a number, a function or a class, which runs may swap, and for what has one in it: a
+    container or object that each run replaces."""
+    if is_host_scalar(value) or issubclass(type(value), (FunctionType, type)):
         return True
     if not depth or is_tensor(value):
         return False
-    parts: Any = attributes_of(value).values()
-    if type(value) is dict:
-        parts = value.values()
-    elif type(value) in (tuple, list, set, deque):
-        parts = value
-    return any(part is not None and _may_turn(part, depth - 1) for part in parts)
+    parts = (part for _, part in parts_in(value) if part is not None)
+    return any(_may_turn(part, depth - 1) for part in parts)
 
 
 def _is_in(places: set[tuple[int, Any]], held: _Held, key: Any) -> bool:

@@ -593,6 +593,18 @@ def own_dict(owner: Any) -> dict[str, Any] | None:
     return own if isinstance(own, dict) and own is attributes_of(owner) else None
 
 
+def parts_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container or object holds itself, with the step that leads to each."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        yield from ((f"[{text_of_key(key)}]", part) for key, part in dict.items(value))
+    elif issubclass(kind, (list, tuple, set, frozenset, deque)):
+        parts = base_of(value).__iter__(value)
+        yield from ((f"[{number}]", part) for number, part in enumerate(parts))
+    if not issubclass(kind, type):
+        yield from ((f".{name}", part) for name, part in attributes_of(value).items())
+
+
 class _HiddenDict:
     """Gives the ``__dict__`` of an object whose class has another member of that name."""
 
