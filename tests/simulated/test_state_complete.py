@@ -345,12 +345,22 @@ def test_scale_of_an_eager_segment_comes_again(warmups: int) -> None:
     assert found == [1, 2, 1, 2]
 
 
-def test_functions_that_each_run_swaps_are_refused() -> None:
-    swapped = [lambda x: x + 0, lambda x: x * 2]
+class Adds:
+    by = staticmethod(lambda x: x + 0)
+
+
+class Doubles:
+    by = staticmethod(lambda x: x * 2)
+
+
+@pytest.mark.parametrize("of_classes", [False, True])
+def test_functions_that_each_run_swaps_are_refused(of_classes: bool) -> None:
+    kinds: list[Any] = [Adds, Doubles]
+    swapped = kinds if of_classes else [kind.by for kind in kinds]
 
     def alternates(x: Tensor) -> Tensor:
         swapped.reverse()
-        return swapped[0](x)
+        return swapped[0].by(x) if of_classes else swapped[0](x)
 
     with make(alternates, sizes=[4], warmups=2) as runner, pytest.raises(VerificationError):
         runner.capture()

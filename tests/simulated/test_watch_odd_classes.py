@@ -5,13 +5,17 @@ The values are reached by every look: the walk, the snapshots around runs, and t
 
 from __future__ import annotations
 
+import array
 import collections
+import ctypes
 import functools
+import io
 import itertools
 import math
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,7 @@ import torch
 
 from graphrt import Reason
 from graphrt.graphs import frozen_heap
+from graphrt.graphs.places import contents_of, part_of
 from lab import random_rows, rows_runner
 
 
@@ -202,6 +207,9 @@ ARRAYS: dict[str, tuple[Any, Any]] = {
     "fortran": (np.zeros((300, 400)), lambda base: base.T),
     "strided": (np.zeros((301, 400)), lambda base: base[::2, ::3]),
     "one row in two": (np.zeros((5, 300_000)), lambda base: base[::2]),
+    "two long rows": (np.zeros((2, 300_001)), lambda base: base[:, ::2]),
+    "odd columns": (np.zeros((300_001, 3), "f4"), lambda base: base[:, ::2]),
+    "records": (np.zeros(100_001, "f8, u1"), lambda base: base[::2]),
     "backwards": (np.zeros((300, 400)), lambda base: base[::-1, ::-1]),
     "overlapping": (
         np.zeros(50_000),
@@ -229,8 +237,41 @@ def test_element_of_an_array_is_noticed_however_it_lies_in_memory(name: str, pla
         assert runner.check_externals().moved == ("table[:]",)
 
 
+@pytest.mark.parametrize("name", ARRAYS)
+def test_parts_of_an_array_are_those_of_its_contents(name: str) -> None:
+    base = ARRAYS[name][0].copy()
+    base.reshape(-1).view("u1")[:] = np.arange(base.nbytes, dtype="u4").astype("u1")
+    table = ARRAYS[name][1](base)
+    contents = contents_of(table)
+    assert len(contents) > 1
+    assert contents == tuple(part_of(table, number) for number in range(len(contents)))
+
+
+BUFFERS: dict[str, Callable[[bytes], Any]] = {
+    "numbers": lambda data: array.array("d", data),
+    "numbers of C": lambda data: (ctypes.c_int * (len(data) // 4)).from_buffer_copy(data),
+    "every second": lambda data: memoryview(array.array("h", data))[::2],
+    "two dimensions": lambda data: memoryview(data).cast("f", (125, len(data) // 500)),
+    "bytes": bytearray,
+    "file": io.BytesIO,
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_parts_of_a_buffer_are_those_of_its_contents(name: str) -> None:
+    data = np.arange(10_000, dtype="u4").tobytes()
+    last = data[:-4] + b"\1" + data[-3:]
+    contents, other = (contents_of(BUFFERS[name](each)) for each in (data, last))
+    value = BUFFERS[name](data)
+    assert contents == tuple(part_of(value, number) for number in range(len(contents)))
+    assert contents[-1] != other[-1]
+    assert contents[:-1] == other[:-1]
+    num_bytes = len(data) // 2 if name == "every second" else len(data)
+    assert len(contents) == 1 + math.ceil(num_bytes / 4096)
+
+
 SLOW = """
-import resource, numpy, torch
+import array, resource, numpy, torch
 from lab import rows_runner
 kept = {kept}
 def fn(x):
@@ -252,6 +293,8 @@ with rows_runner(fn) as runner, torch.no_grad():
         "numpy.broadcast_to(numpy.float32(1), (10**4, 10**4, 100))",
         "numpy.lib.stride_tricks.sliding_window_view(numpy.zeros(10**6), 5 * 10**5)",
         "list(range(10**6))",
+        "array.array('d', bytes(64 << 20))",
+        "memoryview(array.array('d', bytes(64 << 20)))[::2]",
         "[[number] for number in range(150_000)]",
     ],
 )

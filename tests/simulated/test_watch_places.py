@@ -1415,6 +1415,25 @@ def test_programs_of_one_callable_share_what_they_read() -> None:
     assert watched[0] == watched[1]
 
 
+def test_modes_of_a_callable_without_break_points_share_what_they_read(monkeypatch) -> None:
+    watched = []
+    for modes in [("FULL",), ("FULL", "PIECEWISE")]:
+        with make(Named(), modes=modes) as runner:
+            runner.capture()
+            watched.append(runner.num_watched)
+            with monkeypatch.context() as patch:
+                patch.setattr(Named, "__factors__", (3.0,))
+                assert len(runner.check_externals().invalidated) == len(modes)
+    assert watched[0] == watched[1]
+
+
+def test_value_behind_a_break_point_is_read_afresh_beside_a_full_graph(monkeypatch) -> None:
+    with make(lambda x: inner(x) + 1, modes=("FULL", "PIECEWISE")) as runner:
+        runner.capture()
+        monkeypatch.setitem(INNER, "scale", 3.0)
+        assert {mode for _, mode, _ in runner.check_externals().invalidated} == {FULL}
+
+
 # -- hooks
 
 

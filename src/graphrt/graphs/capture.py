@@ -217,18 +217,15 @@ def _reads(
     walk: Callable[[], Reach],
 ) -> Reads:
     """What the callable reads now: of an earlier walk, where nothing was replaced since."""
-    fn, owner = recorder.fn, (recorder.owner, recorder.mode)
+    fn = recorder.fn
+    # Eager segments read afresh at each replay what they read.
+    breaks = recorder.mode is RuntimeMode.FULL
     is_before = known is None  # Tensors that moved are found after the recording.
     if known is None:
         programs = (p for g in reversed(library.generations) for p in reversed(g.programs))
-        known = next((p.reads for p in programs if (p.owner, p.mode) == owner), None)
-    # Eager segments read afresh at each replay what they read.
-    breaks = recorder.mode is RuntimeMode.FULL
-    if (
-        known is not None
-        and known.leads_to_the_same(fn, breaks=breaks)
-        and (is_before or known.has_same_tensors())
-    ):
+        of_owner = (p.reads for p in programs if p.owner == recorder.owner and p.reads is not None)
+        known = next((reads for reads in of_owner if reads.is_of(fn, breaks=breaks)), None)
+    if known is not None and known.leads_to_the_same() and (is_before or known.has_same_tensors()):
         return known
     inputs = {
         tensor.untyped_storage().data_ptr()

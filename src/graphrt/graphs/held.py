@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import compress, cycle
-from operator import contains, is_not, ne
+from itertools import chain, compress, cycle
+from operator import call, contains, is_not, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.graphs.places import (
     MISSING,
     REGISTERS,
-    SCALARS,
     Place,
     attributes_of,
+    base_of,
+    class_of,
     contents_of,
     entries_of,
     has_plain_dict,
@@ -33,10 +34,14 @@ from graphrt.graphs.places import (
     is_odd,
     is_tensor,
     keys_of,
+    length_method_of,
     length_of,
     name_of,
+    own_dict,
     part_of,
+    parts_in,
     parts_of_partial,
+    read_member,
 )
 from graphrt.graphs.reachable import Reach, reach
 from graphrt.graphs.unwatched import Unwatched
@@ -142,6 +147,7 @@ class Reads:
         self._later: Reads | None = None
         found = reached or reach(target)
         found = found.lasting or found
+        self._has_breaks = found.outside_breaks is not None
         if not breaks:
             found = found.outside_breaks or found
         of_resources = _parts_of(prepared)
@@ -188,9 +194,10 @@ class Reads:
             place.path for place in self._found if id(place.owner) in of_resources
         )
         """Names of what resources own."""
-        self._boxes = [box for item in found.objects.values() for box in _boxes(item)]
-        self._boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
-        self._sizes = list(map(length_of, self._boxes))
+        boxes = [box for item in found.objects.values() for box in _boxes(item)]
+        boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
+        self._lengths = list(map(length_method_of, boxes))
+        self._sizes = list(map(call, self._lengths))
         self._named = {_id_held(item) for item in tensors}
         self._held: dict[tuple[frozenset[int], frozenset[int]], list[HeldTensor]] = {}
         """By the ids of what is touched and written: one object for all programs, because they are
@@ -209,15 +216,18 @@ class Reads:
     _value_columns = cached_property(lambda self: Columns(self.values))
     _tensor_columns = cached_property(lambda self: Columns(self.tensors))
 
-    def leads_to_the_same(self, target: object, *, breaks: bool) -> bool:
-        """True if a walk of ``target`` would find the same objects now. Updates ``now``."""
-        if self.target is not target or self.breaks != breaks or not self.has_same_links():
+    def is_of(self, target: object, *, breaks: bool) -> bool:
+        """True for a walk of ``target``, with what break points alone reach or without."""
+        return self.target is target and (self.breaks == breaks or not self._has_breaks)
+
+    def leads_to_the_same(self) -> bool:
+        """True if another walk would find the same objects now. Updates ``now``."""
+        if not self.has_same_links():
             return False
         self.now = self._read_values()
         changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
         return (
-            not any(map(self._leads_on, changed))
-            and list(map(length_of, self._boxes)) == self._sizes
+            not any(map(self._leads_on, changed)) and list(map(call, self._lengths)) == self._sizes
         )
 
     @staticmethod
@@ -255,9 +265,9 @@ class Reads:
             return now
         if earlier is self:
             pairs = zip(now, before, strict=True)
-            return [p for p, was in pairs if p is was or is_same_value(p, was.value)]
+            return [p for p, was in pairs if p is was or p.fits(was.value)]
         known = {_id_of(p): p.value for p in before}
-        return [p for p in now if is_same_value(p, known.get(_id_of(p), known))]
+        return [p for p in now if p.fits(known.get(_id_of(p), known))]
 
     def current(self) -> Reads:
         """These, or those of a new walk where an object was replaced by another."""
@@ -339,8 +349,9 @@ class Probe(NamedTuple):
     item: HeldTensor | Place
 
     def now(self) -> Probe:
-        """The same look, where another object stands that is equal to what stood there."""
-        return self._replace(value=self.get(self.box, self.name))
+        """The same look, also where another object stands that is equal to what stood there."""
+        value = self.get(self.box, self.name)
+        return self if value is self.value else self._replace(value=value)
 
 
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
@@ -393,7 +404,9 @@ def probes_of(item: HeldTensor | Place, *, in_turns: bool = True) -> list[Probe]
     if kind == "keys":
         return [_within(item, owner, keys_of, value)]
     if kind == "length":
-        return [_within(item, entries_of(owner), length_of, value)]
+        box = entries_of(owner)
+        # Mostly it is of a built-in type: ``len`` takes a tenth of the time.
+        return [_within(item, box, len if type(box) is base_of(box) else length_of, value)]
     looks: list[tuple[Callable[[Any, Any], Any], Any, Any, Any]]
     if isinstance(item, HeldTensor) and item.parts:
         looks = [(_part, item, place, item.tensor)]
@@ -401,7 +414,7 @@ def probes_of(item: HeldTensor | Place, *, in_turns: bool = True) -> list[Probe]
         looks = _looks_of_type(owner, value)
     elif kind == "member":
         hiding = attributes_of(owner)
-        looks = [(_member, _classes_with(owner, name), name, value)]
+        looks = [(read_member, class_of(owner), name, value)]
         if type(hiding) is dict:
             looks.append((dict.get, hiding, name, None))
     else:
@@ -425,8 +438,8 @@ def _looks_of_type(owner: Any, value: object) -> list[Any]:
     if type(owner) is FunctionType:
         return [(_get_own, owner, "__code__", value)]
     looks: list[Any] = [(_class_of, owner, None, value)]
-    own = attributes_of(owner)
-    if type(own) is dict and own is attributes_of(owner):  # Else it has none.
+    own = own_dict(owner)
+    if type(own) is dict:
         get = _get_own if has_plain_dict(type(owner)) else _own_attributes
         looks.append((get, owner, "__dict__", own))
         if _is_module(owner):
@@ -468,11 +481,6 @@ MAX_TURNS = 64
 or 16,384 elements."""
 
 
-def is_same_value(place: Place, current: object) -> bool:
-    """True if a program that was captured with a place's value would do the same with this."""
-    return same_host_value(place.value, current)
-
-
 def modules_of(target: object) -> dict[str, torch.nn.Module]:
     """Every module reachable from a callable, by path; see ``reach``."""
     objects = reach(target).objects.items()
@@ -494,7 +502,7 @@ def find_holder(address: int, num_bytes: int, target: object) -> str:
     return ""
 
 
-def find_path(tensor: torch.Tensor, roots: Mapping[str, object]) -> str:
+def find_path(tensor: torch.Tensor, roots: Mapping[str, Any]) -> str:
     """The shortest path to a tensor's storage in named objects, through attributes and containers;
     empty if there is none within 10,000 places."""
     if tensor.layout is not torch.strided:
@@ -505,23 +513,11 @@ def find_path(tensor: torch.Tensor, roots: Mapping[str, object]) -> str:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if issubclass(type(value), torch.Tensor):
-            is_strided = value.layout is torch.strided  # type: ignore[attr-defined]  # a tensor
-            if is_strided and value.untyped_storage() is storage:  # type: ignore[attr-defined]
-                return path
-        elif issubclass(type(value), dict):
-            parts: Any = dict.items(value)  # type: ignore[arg-type]  # it is one
-            queue.extend((f"{path}[{_key(key)}]", part) for key, part in parts)
-        elif issubclass(type(value), (list, tuple)):
-            base: Any = list if issubclass(type(value), list) else tuple
-            queue.extend((f"{path}[{n}]", part) for n, part in enumerate(base.__iter__(value)))
-        elif not issubclass(type(value), type):
-            queue.extend((f"{path}.{name}", part) for name, part in attributes_of(value).items())
+        if not is_tensor(value):
+            queue.extend((path + step, part) for step, part in parts_in(value))
+        elif value.layout is torch.strided and value.untyped_storage() is storage:
+            return path
     return ""
-
-
-def _key(key: object) -> str:
-    return repr(key) if type(key) in SCALARS else type(key).__name__
 
 
 def _id_held(item: HeldTensor) -> int:
@@ -622,32 +618,6 @@ def _read(place: Place, _: object) -> Any:
     return place.read()
 
 
-class Classes(NamedTuple):
-    """Where a name is looked up for the objects of a class."""
-
-    kind: type
-    members: tuple[Mapping[str, Any], ...]
-    """Of the class and its bases, as far as the one that has the name."""
-
-
-def _classes_with(owner: Any, name: str) -> Classes:
-    kind = owner if issubclass(type(owner), type) else type(owner)
-    found = []
-    for base in kind.__mro__:
-        found.append(base.__dict__)
-        if name in base.__dict__:
-            break
-    return Classes(kind, tuple(found))
-
-
-def _member(classes: Classes, name: str) -> Any:
-    for members in classes.members:
-        value = members.get(name, MISSING)
-        if value is not MISSING:
-            return value
-    return MISSING
-
-
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)
 _CODE = (CodeType, FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
 
@@ -691,13 +661,10 @@ def _parts_of(resources: Iterable[object]) -> set[int]:
     pending = list(resources)
     while pending and len(found) < 4096:
         item = pending.pop()
-        kind = type(item)
-        if id(item) in found or issubclass(kind, (torch.nn.Module, torch.Tensor, type)):
+        if id(item) in found or issubclass(type(item), (torch.nn.Module, torch.Tensor, type)):
             continue
         found[id(item)] = item
-        pending += item.values() if issubclass(kind, dict) else attributes_of(item).values()  # type: ignore[attr-defined]  # a dict
-        if kind in (list, tuple, set):
-            pending += item  # type: ignore[arg-type]  # one of three containers
+        pending += (part for _, part in parts_in(item))
     return set(found)
 
 
@@ -750,10 +717,9 @@ class Lookup:
             return _replaced(reads, now, tensors, values)
         is_moved = self._is_moved
         # Most were looked at for another program.
-        for item in [item for item in tensors if id(item) not in is_moved]:
+        looked_at: Iterable[HeldTensor | Place] = chain(tensors, values)
+        for item in [item for item in looked_at if id(item) not in is_moved]:
             is_moved[id(item)] = item.has_moved()
-        for place in [place for place in values if id(place) not in is_moved]:
-            is_moved[id(place)] = not is_same_value(place, place.read())
         moved = [item.name for item in tensors if is_moved[id(item)]]
         moved += [place.path for place in values if is_moved[id(place)]]
         return Found(list(dict.fromkeys(moved)), reads, tensors, values)
@@ -778,7 +744,7 @@ def _replaced(
         else:
             kept.append(replace(item, place=place))
     for value in values:
-        place = _place_now(now, value, partial(is_same_value, value))
+        place = _place_now(now, value, value.fits)
         if place is not None:
             same.append(place._replace(value=value.value))
         elif not value.path.startswith(below):  # What is above it says all.

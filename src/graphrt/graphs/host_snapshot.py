@@ -31,11 +31,14 @@ from weakref import ReferenceType
 import torch
 
 from graphrt.errors import VerificationError
+from graphrt.graphs.gc_pause import gc_paused
 from graphrt.graphs.places import (
     CDATA,
     MISSING,
+    Place,
     attributes_of,
-    blocks_of,
+    base_of,
+    class_of,
     contents_of,
     has_keys_that_raise,
     has_plain_dict,
@@ -43,6 +46,8 @@ from graphrt.graphs.places import (
     is_host_scalar,
     is_record,
     is_tensor,
+    own_dict,
+    parts_in,
     plain_array,
     read_cell,
     read_context,
@@ -52,7 +57,7 @@ from graphrt.graphs.places import (
     viewed_by,
 )
 from graphrt.graphs.reachable import Reach, Walk, reach
-from graphrt.graphs.values import tensors_of
+from graphrt.graphs.values import same_host_value, tensors_of
 
 # The containers of a module that hold its parts, and the hooks of its calls: a model that registers
 # hooks in its first run, and notes that it has, must not be without the note alone.
@@ -87,8 +92,7 @@ _ALL: Any = object()
 Kind = Literal[
     "object",
     "container",
-    "array",
-    "buffer",
+    "bytes",
     "cell",
     "global",
     "class",
@@ -98,7 +102,6 @@ Kind = Literal[
     "context",
     "script",
     "own",
-    "large",
 ]
 
 MAX_ARRAY_BYTES = 1 << 20
@@ -140,31 +143,18 @@ class _Held:
         if self.kind == "variables":
             now = dict.copy(target)
             return {k: now[k] for k in now.keys() - self.name if _is_memo(k, now[k])}
-        if self.kind in ("array", "buffer"):
+        if self.kind == "bytes":
             contents = _bytes_of(target)
             # One object for equal contents, because what is held is compared by identity.
             known = (held for held in (self.last, self.first) if held.get(_ALL) == contents)
             return next(known, {_ALL: contents})
-        if self.kind == "large":
-            hashes = _hashes_of(target)
-            known = (held for held in (self.last, self.first) if held.get(_ALL) == hashes)
-            return next(known, {_ALL: hashes})
         if issubclass(type(target), dict):
-            if issubclass(type(target), OrderedDict):  # It has an order of its own.
-                return dict(OrderedDict.items(target))
-            return dict.copy(target)
+            # An ordered one has an order of its own.
+            is_ordered = issubclass(type(target), OrderedDict)
+            return dict(OrderedDict.items(target)) if is_ordered else dict.copy(target)
         if issubclass(type(target), set):
-            return {v: v for v in self._elements()}
-        return dict(enumerate(self._elements()))
-
-    def _elements(self) -> Iterator[Any]:
-        """Of a container that is no dict. A subclass may give other elements."""
-        target = self.target
-        if is_array(target):
-            return iter(plain_array(target).flat)
-        methods: Any = next(kind for kind in (list, set, deque) if issubclass(type(target), kind))
-        elements: Iterator[Any] = methods.__iter__(target)
-        return elements
+            return {v: v for v in _elements_of(target)}
+        return dict(enumerate(_elements_of(target)))
 
     def is_untouched(self) -> bool:
         """True only if it holds what it held last, in the same order."""
@@ -173,15 +163,13 @@ class _Held:
             return self.get(target, self.name) is last.get(self.name, MISSING)
         if self.kind == "variables" and not last and len(target) == len(self.name):
             return True
-        if self.kind == "array" and target.dtype.kind != "T":
-            return same_bytes(target, last[_ALL])
-        if self.kind in ("array", "buffer"):
+        if self.kind == "bytes":
+            if is_array(target) and target.dtype.kind != "T":
+                return same_bytes(target, last[_ALL])
             return bool(_bytes_of(target) == last[_ALL])
-        if self.kind == "large":
-            return bool(_hashes_of(target) == last[_ALL])
         if not issubclass(type(target), dict):
             # Not ``read``, whose dict takes five times as long.
-            pairs = zip_longest(self._elements(), last.values(), fillvalue=MISSING)
+            pairs = zip_longest(_elements_of(target), last.values(), fillvalue=MISSING)
             return all(starmap(is_, pairs))
         now = target if type(target) is dict and self.kind != "variables" else self.read()
         return (
@@ -197,19 +185,10 @@ class _Held:
             # What left a weak container because its object died does not come back.
             now = self.read()
             wanted = {k: v for k, v in wanted.items() if k in now or not _is_dead(k, v)}
-        if self.cannot_return(wanted):
+        if self.is_resized(wanted):
             return  # What was there is gone, and refused where no other error is raised.
-        if self.kind == "buffer":
+        if self.kind == "bytes":
             _set_bytes(target, wanted[_ALL])
-        elif self.kind == "array":
-            plain = plain_array(target)
-            if plain.dtype.kind == "T":
-                for place, value in enumerate(wanted[_ALL]):
-                    plain.flat[place] = value
-            else:
-                contents = plain.copy()
-                contents.reshape(-1).view("u1").data[:] = wanted[_ALL]
-                plain[...] = contents
         elif issubclass(type(target), set):  # Also the one that a module keeps of its buffers.
             set.clear(target)
             set.update(target, wanted)
@@ -219,34 +198,30 @@ class _Held:
                 value = wanted.get(key, MISSING)
                 if was.get(key, MISSING) is not value:
                     self._set(key, value)
+        elif is_array(target):
+            _set_elements(target, wanted.values())
         elif issubclass(type(target), dict):
-            methods = _dict_type(target)
+            methods = base_of(target)
             methods.clear(target)
             for key, value in wanted.items():
                 methods.__setitem__(target, key, value)
         elif isinstance(target, list):
             list.__setitem__(target, slice(None), wanted.values())
-        elif is_array(target):
-            flat = plain_array(target).flat
-            for place, value in wanted.items():
-                flat[place] = value
         else:
             deque.clear(target)
             deque.extend(target, wanted.values())
 
-    def cannot_return(self, wanted: dict[Any, Any]) -> bool:
-        """True for what was too large to copy, and for an array of another size: to resize it would
-        leave its views without memory."""
-        if self.kind == "large":
-            return True
-        return self.kind == "array" and len(_bytes_of(self.target)) != len(wanted[_ALL])
+    def is_resized(self, wanted: dict[Any, Any]) -> bool:
+        """True for an array of another size: to resize it would leave its views without memory."""
+        is_of_array = self.kind == "bytes" and is_array(self.target)
+        return is_of_array and len(_bytes_of(self.target)) != len(wanted[_ALL])
 
     def _set(self, key: Any, value: Any) -> None:
         """Set or, with ``MISSING``, remove a variable or an attribute."""
         target = self.target
         if self.kind in ("object", "global", "variables"):
             # Not through setattr: a module would register what is registered already.
-            methods = _dict_type(target)
+            methods = base_of(target)
             if value is MISSING:
                 methods.pop(target, key)
             else:
@@ -298,15 +273,30 @@ def _bytes_of(target: Any) -> Any:
     return memoryview(target).tobytes()
 
 
-def _hashes_of(target: Any) -> tuple[Any, ...]:
-    if not is_array(target):
-        return contents_of(target)
-    return target.dtype, target.shape, target.strides, *map(hash, blocks_of(target))
+def _elements_of(target: Any) -> Iterator[Any]:
+    """Of a container that is no dict. A subclass may give other elements."""
+    if is_array(target):
+        return iter(plain_array(target).flat)
+    elements: Iterator[Any] = base_of(target).__iter__(target)
+    return elements
+
+
+def _set_elements(table: Any, values: Iterable[Any]) -> None:
+    flat = plain_array(table).flat
+    for place, value in enumerate(values):
+        flat[place] = value
 
 
 def _set_bytes(target: Any, contents: Any) -> None:
     kind = type(target)
-    if issubclass(kind, CDATA):
+    if is_array(target) and target.dtype.kind == "T":
+        _set_elements(target, contents)
+    elif is_array(target):
+        plain = plain_array(target)
+        whole = plain.copy()
+        whole.reshape(-1).view("u1").data[:] = contents
+        plain[...] = whole
+    elif issubclass(kind, CDATA):
         ctypes.memmove(ctypes.addressof(target), contents, len(contents))
     elif issubclass(kind, _FILES):
         methods = _file_type(target)
@@ -395,11 +385,6 @@ def _is_memo(name: str, value: object) -> bool:
     """True for a variable of a module that runs may have made; others are those of imports and of
     compilers, which look for them later."""
     return not (name.startswith("__") or isinstance(value, _NO_MEMOS))
-
-
-def _dict_type(target: dict[Any, Any]) -> Any:
-    """The class whose methods read and write it, without those of a user's subclass."""
-    return OrderedDict if issubclass(type(target), OrderedDict) else dict
 
 
 class _Change(NamedTuple):
@@ -505,6 +490,8 @@ class HostSnapshot:
         self._empty_targets: list[Any] = []
         self._known: set[tuple[int, Any]] = set()
         self._copied_bytes = 0
+        self._large: list[tuple[str, Any]] = []
+        """Arrays and buffers beyond ``MAX_COPIED_BYTES``, which runs may not write."""
         self._moved: dict[_Held, None] = {}
         """What did not always hold the same."""
         self._caches: list[tuple[_Held, Any, Any, int]] = []
@@ -522,7 +509,8 @@ class HostSnapshot:
         a run computes may depend on how many ran before it. Other objects are what a run leaves
         behind of itself."""
         self._walk = Walk(runnable, enters_locals=True)
-        self._reached: Reach | None = self._adopt("", runnable)
+        with gc_paused(collects=False):  # It would visit all that is found again and again.
+            self._reached: Reach | None = self._adopt("", runnable)
         """What the walk found, for as long as nothing of it was seen to change."""
 
     def reach(self) -> Reach:
@@ -534,10 +522,7 @@ class HostSnapshot:
         if (
             is_filled
             or found is None
-            or any(
-                place.kind in _NOT_LOOKED_AT and place.read() is not place.value
-                for place in found.places
-            )
+            or any(place.kind in _NOT_LOOKED_AT and _is_changed(place) for place in found.places)
         ):
             return reach(self.runnable)
         return found
@@ -564,7 +549,7 @@ class HostSnapshot:
             if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)
             elif kind == "member":
-                of = owner if issubclass(type(owner), type) else type(owner)
+                of = class_of(owner)
                 base = _base_with(of, name) or (of if of is owner else None)
                 if base is not None and (id(base), None) not in self._known:
                     self._add(path, base, "class", name)
@@ -607,7 +592,7 @@ class HostSnapshot:
             self._add_array(path, value, is_named=is_named)
             self._add_own(path, kind, value)
         elif issubclass(kind, _BUFFERS):
-            self._add_bytes(path, value, "buffer", is_named=is_named)
+            self._add_bytes(path, value, "bytes", is_named=is_named)
             self._add_own(path, kind, value)
         elif is_record(value):
             self._add_object(path, viewed_by(value), is_named=is_named)
@@ -634,7 +619,7 @@ class HostSnapshot:
                     self._add_object(f"{path}[{name!r}]", plain[name], is_named=is_named)
         elif plain.nbytes:
             has_objects = plain.dtype.hasobject and plain.dtype.kind != "T"
-            of: Kind = "container" if has_objects else "array"
+            of: Kind = "container" if has_objects else "bytes"
             self._add_bytes(path, value, of, is_named=is_named)
 
     def _add_bytes(self, path: str, value: Any, kind: Kind, *, is_named: bool) -> None:
@@ -644,14 +629,15 @@ class HostSnapshot:
                 return
             self._copied_bytes += num_bytes
             if self._copied_bytes > MAX_COPIED_BYTES:
-                if issubclass(type(value), io.StringIO):  # Each look would copy all of it.
-                    return
-                kind = "large"
+                self._known.add((id(value), None))
+                if not issubclass(type(value), io.StringIO):  # Each look would copy all of it.
+                    self._large.append((path, value))
+                return
         self._add(path, value, kind)
 
     def _add_own(self, path: str, kind: type, value: Any) -> None:
-        own = attributes_of(value)
-        if isinstance(own, dict) and own is attributes_of(value):  # Else it has no __dict__.
+        own = own_dict(value)
+        if own is not None:
             self._add(path, own, "object")
             if not issubclass(kind, torch.Tensor) and has_plain_dict(kind):  # Another may be set.
                 self._add(f"{path}.__dict__", value, "own", "__dict__")
@@ -823,6 +809,7 @@ class HostSnapshot:
         if self._ran is None:
             self._ran = set()
         self._note_between()
+        large = [(path, value, contents_of(value)) for path, value in self._large]
         try:
             yield
         except BaseException:
@@ -832,7 +819,7 @@ class HostSnapshot:
                 change.held.write(change.before)
             raise
         changes = self._pending()
-        self._refuse_what_stays(changes)
+        self._refuse_what_stays(changes, large)
         self._note_run(changes, is_first)
         if is_first:
             self._unproven.update(_places_of(changes))
@@ -849,20 +836,24 @@ class HostSnapshot:
         self._note(changes)
 
     @staticmethod
-    def _refuse_what_stays(changes: Iterable[_Change]) -> None:
+    def _refuse_what_stays(
+        changes: Iterable[_Change], large: Iterable[tuple[str, Any, tuple[Any, ...]]]
+    ) -> None:
+        """``large``: with what they held before the run."""
         for change in changes:
-            if change.held.kind == "array" and change.held.cannot_return(change.before):
+            if change.held.is_resized(change.before):
                 raise VerificationError(
                     change.held.path,
                     expected="an array that keeps its size",
                     found="a run resized it",
                     do="keep what grows in a list, or assign another array",
                 )
-            if change.held.kind == "large":
+        for path, value, before in large:
+            if not same_host_value(before, contents_of(value)):
                 raise VerificationError(
-                    change.held.path,
+                    path,
                     expected=f"arrays of at most {MAX_COPIED_BYTES} bytes together that runs write",
-                    found=f"a run wrote into one of {_num_bytes(change.held.target)} more",
+                    found=f"a run wrote into one of {_num_bytes(value)} more",
                     do="keep in a tensor what runs write, or in an array of its own",
                 )
 
@@ -992,19 +983,20 @@ class HostSnapshot:
         ]
 
 
+def _is_changed(place: Place) -> bool:
+    value = place.read()
+    return value is not place.value and not (place.kind == "length" and value == place.value)
+
+
 def _may_turn(value: Any, depth: int = 3) -> bool:
-    """True for a number or a function, which runs may swap, and for what has one in it: a container
-    or object that each run replaces."""
-    if is_host_scalar(value) or type(value) is FunctionType:
+    """True for a number, a function or a class, which runs may swap, and for what has one in it: a
+    container or object that each run replaces."""
+    if is_host_scalar(value) or issubclass(type(value), (FunctionType, type)):
         return True
     if not depth or is_tensor(value):
         return False
-    parts: Any = attributes_of(value).values()
-    if type(value) is dict:
-        parts = value.values()
-    elif type(value) in (tuple, list, set, deque):
-        parts = value
-    return any(part is not None and _may_turn(part, depth - 1) for part in parts)
+    parts = (part for _, part in parts_in(value) if part is not None)
+    return any(_may_turn(part, depth - 1) for part in parts)
 
 
 def _is_single(value: Any) -> bool:

@@ -9,9 +9,10 @@ import gc
 import io
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
+from pickle import PickleBuffer
 from threading import get_ident
 from types import (
     CellType,
@@ -26,7 +27,7 @@ from weakref import ReferenceType
 
 import torch
 
-from graphrt.graphs.values import HOST_TYPES
+from graphrt.graphs.values import HOST_TYPES, same_host_value
 
 PlaceKind = Literal[
     "attribute",
@@ -98,6 +99,14 @@ class Place(NamedTuple):
         """What stands there now, or ``MISSING``. Runs no code of the user's but a key's hash."""
         return _READ[self.kind](self.owner, self.name)
 
+    def fits(self, value: Any) -> bool:
+        """True if a program that was captured with what stood there would do the same with this."""
+        return same_host_value(self.value, value)
+
+    def has_moved(self) -> bool:
+        """True if something else stands there now."""
+        return not self.fits(self.read())
+
 
 def is_array(value: Any) -> bool:
     """True for a NumPy array, whose elements are no places: of their own, they are one value."""
@@ -125,8 +134,9 @@ def plain_array(value: Any) -> Any:
 
 
 def packed_array(value: Any) -> Any:
-    """The same elements in one dimension, each that is in memory once: a view where no others lie
-    between, else an iterator. Of rows that overlap, the bytes from the first to the last."""
+    """The same elements without any code of a subclass, each that is in memory once, in one
+    dimension where no others lie between. Of rows that overlap, the bytes from the first to the
+    last."""
     plain = plain_array(value)
     if plain.flags.c_contiguous:
         return plain.reshape(-1)
@@ -142,7 +152,7 @@ def packed_array(value: Any) -> Any:
         numpy = sys.modules["numpy"]
         first = plain[(slice(1),) * plain.ndim].reshape(-1).view("u1")
         return numpy.lib.stride_tricks.as_strided(first, (num_bytes,), (1,), writeable=False)
-    return plain.flat
+    return plain
 
 
 def same_bytes(value: Any, expected: bytes) -> bool:
@@ -159,24 +169,19 @@ def same_bytes(value: Any, expected: bytes) -> bool:
     )
 
 
-def blocks_of(value: Any) -> Iterator[bytes]:
-    """The bytes of an array, each that is in memory once, a block at a time."""
-    packed = packed_array(value)
-    return _blocks_of(packed if is_array(packed) else plain_array(value))
-
-
-def _blocks_of(plain: Any) -> Iterator[bytes]:
-    row = plain[:1].nbytes
-    if row > _BYTES_AT_ONCE and plain.ndim > 1:
-        for part in plain.reshape(1, -1) if plain.flags.c_contiguous else plain:
+def _blocks_of(packed: Any) -> Iterator[bytes]:
+    """Its bytes, a block at a time: to take out each part alone would take ten times as long."""
+    row = packed[:1].nbytes
+    if row > _BYTES_AT_ONCE and packed.ndim > 1:
+        for part in packed:
             yield from _blocks_of(part)
     else:
         count = max(1, _BYTES_AT_ONCE // max(1, row))
-        for first in range(0, len(plain), count):
-            yield plain[first : first + count].tobytes()
+        for first in range(0, len(packed), count):
+            yield packed[first : first + count].tobytes()
 
 
-def holds_objects(value: Any) -> bool:
+def _holds_references(value: Any) -> bool:
     """True for an array whose bytes are references: to objects, or to strings of any length."""
     return bool(value.dtype.hasobject or value.dtype.kind == "T")
 
@@ -206,77 +211,67 @@ def _view_of(value: Any) -> memoryview:
     return io.BytesIO.getbuffer(value) if is_file else memoryview(value)
 
 
+def _bytes_in(value: Any, part: slice) -> bytes:
+    """Some of its bytes in the order of memory, whatever its format."""
+    with _view_of(value) as view, PickleBuffer(view).raw() as raw:
+        return raw[part].tobytes()
+
+
 def contents_of(value: Any) -> tuple[Any, ...]:
     """What a buffer or a long sequence has: its form, then its parts, each as its hash or as it
     is. The parts that a program depends on are compared later, and need no copy."""
-    if is_array(value) and not holds_objects(value):
-        return part_of(value, 0), *_hashes_of(packed_array(value))
-    return tuple(part_of(value, number) for number in range(1 + _num_parts(value)))
-
-
-def _hashes_of(packed: Any) -> Iterator[int]:
-    """Of each part of an array; many parts are taken out in one go."""
-    itemsize = _itemsize_of(packed)
-    of_a_part = max(1, _BYTES_OF_A_PART // itemsize)
-    at_once = of_a_part * max(1, _BYTES_AT_ONCE // (of_a_part * itemsize))
-    size = of_a_part * itemsize
-    for first in range(0, len(packed), at_once):
-        data = packed[first : first + at_once].tobytes()
-        yield from (hash(data[start : start + size]) for start in range(0, len(data), size))
-
-
-def _itemsize_of(packed: Any) -> int:
-    """Of an array, or of what goes through one."""
-    return int((packed if is_array(packed) else packed.base).itemsize)
-
-
-def _num_parts(value: Any) -> int:
-    if issubclass(type(value), (list, tuple)):
-        return -(-length_of(value) // _ITEMS_OF_A_PART)
-    if is_array(value):  # Of objects: others have hashes.
-        return -(-int(value.size) // _ITEMS_OF_A_PART)
-    if issubclass(type(value), io.StringIO):
-        return -(-len(_text_of(value)) // _BYTES_OF_A_PART)
-    try:
-        with _view_of(value) as view:
-            return -(-view.nbytes // _BYTES_OF_A_PART)
-    except ValueError:  # One that was released holds nothing.
-        return 0
+    form, size, step, take = _parts_of(value)
+    if is_array(value) and not _holds_references(value):
+        return form, *_hashes_of(packed_array(value), step)
+    return form, *(take(slice(first, first + step)) for first in range(0, size, step))
 
 
 def part_of(value: Any, number: int) -> Any:
-    """One of ``contents_of``. Runs no code of a subclass."""
+    """One of ``contents_of``."""
+    form, _, step, take = _parts_of(value)
+    return take(slice((number - 1) * step, number * step)) if number else form
+
+
+def _parts_of(value: Any) -> tuple[Any, int, int, Callable[[slice], Any]]:
+    """The form of contents, of how many items they are, how many of them are one part, and what
+    gives that. Runs no code of a subclass."""
     kind = type(value)
     if issubclass(kind, (list, tuple)):
-        base: Any = list if issubclass(kind, list) else tuple
-        first = (number - 1) * _ITEMS_OF_A_PART
-        part = base.__getitem__(value, slice(first, first + _ITEMS_OF_A_PART))
-        return tuple(part) if number else length_of(value)
+        base, size = base_of(value), length_of(value)
+        return size, size, _ITEMS_OF_A_PART, lambda part: tuple(base.__getitem__(value, part))
     if is_array(value):
-        if not number:
-            return str(value.dtype), value.shape, value.strides
-        if holds_objects(value):  # One by one: NumPy copies no slice of strings without harm.
-            flat, first = plain_array(value).flat, (number - 1) * _ITEMS_OF_A_PART
-            end = min(first + _ITEMS_OF_A_PART, value.size)
-            return tuple(flat[place] for place in range(first, end))
+        form: Any = (str(value.dtype), value.shape, value.strides)
+        if _holds_references(value):  # One by one: NumPy copies no slice of strings without harm.
+            item, places = plain_array(value).flat.__getitem__, range(int(value.size))
+            return form, len(places), _ITEMS_OF_A_PART, lambda part: tuple(map(item, places[part]))
         packed = packed_array(value)
-        count = max(1, _BYTES_OF_A_PART // _itemsize_of(packed))
-        return hash(packed[(number - 1) * count : number * count].tobytes())
+        items = packed if packed.ndim == 1 else packed.flat
+        step = max(1, _BYTES_OF_A_PART // int(packed.itemsize))
+        return form, packed.size, step, lambda part: hash(items[part].tobytes())
     if issubclass(kind, io.StringIO):
         text = _text_of(value)
-        first = (number - 1) * _BYTES_OF_A_PART
-        return text[first : first + _BYTES_OF_A_PART] if number else len(text)
+        return len(text), len(text), _BYTES_OF_A_PART, text.__getitem__
     try:
-        view = _view_of(value)
-    except ValueError:  # One that was released.
-        return None
-    with view:
-        if not number:
-            return view.format, view.shape
-        first = (number - 1) * _BYTES_OF_A_PART
-        if view.c_contiguous and view.format in ("B", "b", "c"):
-            return hash(view[first : first + _BYTES_OF_A_PART].tobytes())
-        return hash(view.tobytes()[first : first + _BYTES_OF_A_PART])
+        with _view_of(value) as view:
+            form, size = (view.format, view.shape), view.nbytes
+            copied = None if view.contiguous else view.tobytes()
+    except ValueError:  # One that was released or closed holds nothing.
+        return None, 0, 1, lambda _: None
+    if copied is not None:
+        return form, size, _BYTES_OF_A_PART, lambda part: hash(copied[part])
+    return form, size, _BYTES_OF_A_PART, lambda part: hash(_bytes_in(value, part))
+
+
+def _hashes_of(packed: Any, of_a_part: int) -> Iterator[int]:
+    """Of each part of an array."""
+    size, rest = of_a_part * int(packed.itemsize), b""
+    for block in _blocks_of(packed):
+        data = rest + block
+        whole = len(data) - len(data) % size
+        yield from (hash(data[start : start + size]) for start in range(0, whole, size))
+        rest = data[whole:]
+    if rest:
+        yield hash(rest)
 
 
 def is_odd(kind: type) -> bool:
@@ -363,18 +358,29 @@ def read_attribute(owner: Any, name: str) -> Any:
     value = attributes.get(name, MISSING)
     if value is not MISSING:
         return value
-    kind = owner if issubclass(type(owner), type) else type(owner)
-    for base in kind.__mro__:
-        value = base.__dict__.get(name, MISSING)
-        if value is not MISSING:
-            if type(value) is MemberDescriptorType:
-                return filled(value, owner)
-            return value
+    kind = class_of(owner)
+    value = read_member(kind, name)
+    if value is not MISSING:
+        return filled(value, owner) if type(value) is MemberDescriptorType else value
     if issubclass(kind, torch.nn.Module) and kind is not owner:
         for register in REGISTERS.values():  # It was a plain attribute, or absent.
             value = getattr(owner, register).get(name, MISSING)
             if value is not MISSING:
                 return value
+    return MISSING
+
+
+def class_of(owner: Any) -> Any:
+    """The class in which an owner finds its members: its own, or itself."""
+    return owner if issubclass(type(owner), type) else type(owner)
+
+
+def read_member(kind: type, name: str) -> Any:
+    """What the objects of a class find in it or in one of its bases."""
+    for base in kind.__mro__:
+        value = base.__dict__.get(name, MISSING)
+        if value is not MISSING:
+            return value
     return MISSING
 
 
@@ -394,13 +400,13 @@ def _read_item(owner: Any, name: Any) -> Any:
     if is_array(owner):
         flat = plain_array(owner).flat
         return flat[name] if name < len(flat) else MISSING
-    kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(owner), base))
-    return kind.__getitem__(owner, name) if name < kind.__len__(owner) else MISSING
+    base = base_of(owner)
+    return base.__getitem__(owner, name) if name < base.__len__(owner) else MISSING
 
 
 def _read_element(owner: Any, name: Any) -> Any:
     try:
-        is_there = _base_of(type(owner)).__contains__(owner, name)  # type: ignore[arg-type]  # as above
+        is_there = base_of(owner).__contains__(owner, name)
     except Exception:  # noqa: BLE001  As above.
         return MISSING
     return name if is_there else MISSING
@@ -419,7 +425,7 @@ def is_hashed_in_c(kind: type) -> bool:
 def has_keys_that_raise(container: Any) -> bool:
     """True for a dict or set of which a key or element raises when it is hashed: by what it is
     there, nothing finds it."""
-    bases: Any = (dict, set, frozenset)
+    bases: Any = (dict, set, frozenset)  # An ordered dict hashes its keys where it is gone through.
     base = next((base for base in bases if issubclass(type(container), base)), None)
     if base is None:
         return False
@@ -442,12 +448,23 @@ def parts_of_partial(call: functools.partial[Any]) -> tuple[Any, Any, Any]:
 
 def length_of(owner: Any) -> int:
     """Of a container, without the method of a subclass, which may count as it likes, or raise."""
-    return int(_base_of(type(owner)).__len__(owner))  # type: ignore[arg-type]  # types are hashable
+    return int(length_method_of(owner)())
+
+
+def length_method_of(owner: Any) -> Callable[[], int]:
+    """What tells its length, now and later; as above."""
+    method: Callable[[], int] = base_of(owner).__len__.__get__(owner)
+    return method
 
 
 def keys_of(owner: Any) -> tuple[Any, ...]:
     """The keys of a dict in their order, without the methods of a subclass."""
-    return tuple(_base_of(type(owner)).__iter__(owner))  # type: ignore[arg-type]  # as above
+    return tuple(base_of(owner).__iter__(owner))
+
+
+def base_of(owner: Any) -> Any:
+    """The built-in container whose methods read an owner, without those of a subclass."""
+    return _base_of(type(owner))  # type: ignore[arg-type]  # types are hashable
 
 
 @functools.lru_cache(maxsize=4096)
@@ -466,6 +483,11 @@ _MODULE_OF = type.__dict__["__module__"].__get__
 """Also of types written in C, which have no entry for it; without any code of a metaclass."""
 name_of = type.__dict__["__name__"].__get__
 """As above."""
+
+
+def text_of_key(key: Any) -> str:
+    """How a path names an entry: by its key, or by the class of it."""
+    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else name_of(type(key))
 
 
 def entries_of(owner: Any) -> Any:
@@ -563,6 +585,24 @@ def attributes_of(owner: Any) -> Mapping[str, Any]:
     if descriptor is not None:
         found = descriptor.__get__(owner)
     return found
+
+
+def own_dict(owner: Any) -> dict[str, Any] | None:
+    """The ``__dict__`` that an object keeps; None where it has none, or makes it anew."""
+    own = attributes_of(owner)
+    return own if isinstance(own, dict) and own is attributes_of(owner) else None
+
+
+def parts_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container or object holds itself, with the step that leads to each."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        yield from ((f"[{text_of_key(key)}]", part) for key, part in dict.items(value))
+    elif issubclass(kind, (list, tuple, set, frozenset, deque)):
+        parts = base_of(value).__iter__(value)
+        yield from ((f"[{number}]", part) for number, part in enumerate(parts))
+    if not issubclass(kind, type):
+        yield from ((f".{name}", part) for name, part in attributes_of(value).items())
 
 
 class _HiddenDict:

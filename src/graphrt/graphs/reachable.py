@@ -28,7 +28,17 @@ import os
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Set,
+    ValuesView,
+)
+from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
@@ -61,6 +71,8 @@ from graphrt.graphs.places import (
     Place,
     PlaceKind,
     attributes_of,
+    base_of,
+    class_of,
     defaults_of,
     filled,
     has_contents,
@@ -75,12 +87,14 @@ from graphrt.graphs.places import (
     length_of,
     module_of,
     name_of,
+    own_dict,
     parts_of_partial,
     plain_array,
     read_attribute,
     read_cell,
     read_context,
     read_script,
+    text_of_key,
     viewed_by,
 )
 from graphrt.graphs.unwatched import (
@@ -158,11 +172,8 @@ _FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
 _CACHE = type(functools.lru_cache(lambda: None))
 _BREAKS = "graphrt.graphs.breaks"
 _UNSEEN = object()
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_fleeting(kind: type) -> bool:
-    return not _FLEETING.isdisjoint(kind.__mro__)
+_TOO_MANY = f"of more than {MAX_ITEMS} elements, none is followed"
+_TOO_MANY_ENTRIES = f"of more than {MAX_ITEMS} entries, only those that code names are followed"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -364,7 +375,7 @@ class Walk:
         else:
             if of_keys:
                 return
-        self._unread.setdefault(id(owner), (path, owner, ELSEWHERE))
+        self._leave_out(path, owner, ELSEWHERE)
 
     def _alone_in(
         self, path: str, owner: Any, own: Mapping[str, Any], names: Iterable[str] = ()
@@ -381,7 +392,7 @@ class Walk:
 
     def _note_elsewhere(self, path: str, value: object) -> None:
         if not (self._stands_alone(value) or id(value) in self._seen):
-            self._unread.setdefault(id(value), (path, value, ELSEWHERE))
+            self._leave_out(path, value, ELSEWHERE)
 
     @staticmethod
     def _stands_alone(value: object) -> bool:
@@ -415,7 +426,7 @@ class Walk:
                 self._enter_late()
                 self._name_guessed()
         for path, value in stack[:1]:
-            self._unread[id(value)] = path, value, f"a walk ends after {MAX_OBJECTS} objects"
+            self._leave_out(path, value, f"a walk ends after {MAX_OBJECTS} objects")
 
     def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
         unnamed = (place for places in self._unnamed.values() for place in places)
@@ -443,53 +454,28 @@ class Walk:
     def _enter(self, path: str, value: Any) -> None:
         kind = type(value)
         if is_odd(kind) or (issubclass(kind, type) and is_odd(value)):
-            self._unread.setdefault(id(value), (path, value, ODD))
-            return
-        if _is_fleeting(kind):  # type: ignore[arg-type]  # types are hashable
-            self._fleeting.append((path, value))
-            return
-        if issubclass(kind, _SEQUENCES):
-            if has_keys_that_raise(value):
-                self._unread[id(value)] = path, value, "a key of it raises when it is hashed"
-                return
-            self._enter_container(path, value)
-        elif issubclass(kind, torch.nn.Module):
-            self._enter_module(path, value)
-            return
-        elif kind is FunctionType:
-            self._enter_function(value, None)
-            return
-        elif kind is MethodType:
-            self._enter_method(path, value)
-            return
-        elif kind is functools.partial or issubclass(kind, functools.partial):
-            self._enter_partial(path, value)
-            return
-        elif issubclass(kind, torch.Tensor):
-            self._enter_attributes(path, value, attributes_of(value))
-            return
-        elif kind is MappingProxyType:
-            self._stack += [(path, found) for found in gc.get_referents(value)]
-            return
-        elif kind in _GETTERS_BY_NAME:
-            names = value.__reduce__()[1]
-            self._name({part for name in names for part in str(name).split(".")})
-            return
-        elif kind is ModuleType or issubclass(kind, ModuleType):
-            if not self._is_foreign(attributes_of(value).get("__name__")):
-                self._scopes[id(attributes_of(value))] = attributes_of(value)
-                self._enter_attributes(path, value, attributes_of(value))
-            return
-        elif issubclass(kind, type):
-            self._enter_class(path, value)
-            return
-        elif module_of(kind) != "builtins":
-            self._enter_object(path, value)
-            if not has_contents(value):
-                return
+            self._leave_out(path, value, ODD)
         else:
-            self._enter_builtin(path, value)
-        self._objects.setdefault(path, value)
+            _way_into(kind)(self, path, value)  # type: ignore[arg-type]  # types are hashable
+
+    def _enter_later(self, path: str, value: Any) -> None:
+        self._fleeting.append((path, value))
+
+    def _enter_tensor(self, path: str, value: torch.Tensor) -> None:
+        self._enter_attributes(path, value, attributes_of(value))
+
+    def _enter_proxy(self, path: str, value: MappingProxyType[Any, Any]) -> None:
+        self._stack += [(path, found) for found in gc.get_referents(value)]
+
+    def _enter_getter(self, _: str, value: Any) -> None:
+        names = value.__reduce__()[1]
+        self._name({part for name in names for part in str(name).split(".")})
+
+    def _enter_package(self, path: str, value: ModuleType) -> None:
+        own = attributes_of(value)
+        if not self._is_foreign(own.get("__name__")):
+            self._scopes[id(own)] = own
+            self._enter_attributes(path, value, own)
 
     def _enter_builtin(self, path: str, value: Any) -> None:
         """Views of a dict, iterators, methods of built-in types: what they refer to."""
@@ -502,11 +488,16 @@ class Walk:
             of = gc.get_referents(value)
             self._stack += [(path, found) for found in of if not issubclass(type(found), Iterator)]
         self._note_unread(path, value)
+        self._objects.setdefault(path, value)
 
     def _note_unread(self, path: str, value: Any) -> None:
         because = why_unread(value)
         if because and (points_elsewhere(value) or not has_contents(value)):
-            self._unread.setdefault(id(value), (path, value, because))
+            self._leave_out(path, value, because)
+
+    def _leave_out(self, path: str, value: Any, because: str) -> None:
+        """Tell that what is in a value is not compared, and why."""
+        self._unread.setdefault(id(value), (path, value, because))
 
     def _add(self, place: Place) -> None:
         """List a place; follow what stands there."""
@@ -525,26 +516,27 @@ class Walk:
             self._stack.append((place.path, value))
 
     def _enter_container(self, path: str, value: Any) -> None:
-        kind = type(value)
-        base: Any = next(of for of in _SEQUENCES if issubclass(kind, of))
+        if has_keys_that_raise(value):
+            self._leave_out(path, value, "a key of it raises when it is hashed")
+            return
+        self._objects.setdefault(path, value)
+        kind, base = type(value), base_of(value)
         num_items = base.__len__(value)  # Not those of a subclass, which may count as they like.
-        if issubclass(kind, dict):
-            if num_items > MAX_ITEMS:
+        if num_items > MAX_ITEMS:
+            if issubclass(kind, dict):
                 self._large.append((path, value))
-                return
+            elif not (has_contents(value) and _are_host_scalars(base.__iter__(value))):
+                self._leave_out(path, value, _TOO_MANY)
+            return
+        if issubclass(kind, dict):
             for key, item in dict.items(value):
-                self._add(Place(f"{path}[{_key(key)}]", value, key, "item", item))
+                self._add(Place(f"{path}[{text_of_key(key)}]", value, key, "item", item))
                 # It may have attributes. What weak keys lead to, nothing may keep alive.
                 if not (type(key) is str or is_host_scalar(key) or _is_weak(key)):
-                    self._stack.append((f"{path}.keys()[{_key(key)}]", key))
-        elif num_items > MAX_ITEMS:
-            if not (has_contents(value) and _are_host_scalars(base.__iter__(value))):
-                because = f"of more than {MAX_ITEMS} elements, none is followed"
-                self._unread.setdefault(id(value), (path, value, because))
-            return
+                    self._stack.append((f"{path}.keys()[{text_of_key(key)}]", key))
         elif issubclass(kind, (set, frozenset)):
             for item in base.__iter__(value):
-                self._add(Place(f"{path}[{_key(item)}]", value, item, "element", item))
+                self._add(Place(f"{path}[{text_of_key(item)}]", value, item, "element", item))
         else:
             fields = kind.__dict__.get("_fields")
             if type(fields) is not tuple or len(fields) != num_items:
@@ -563,8 +555,7 @@ class Walk:
         """The elements of an array of objects."""
         flat = plain_array(value).flat
         if len(flat) > MAX_ITEMS:
-            because = f"of more than {MAX_ITEMS} elements, none is followed"
-            self._unread.setdefault(id(value), (path, value, because))
+            self._leave_out(path, value, _TOO_MANY)
             return
         for index, item in enumerate(flat):
             self._add(Place(f"{path}.flat[{index}]", value, index, "item", item))
@@ -577,8 +568,7 @@ class Walk:
             for path, value in loggers:
                 self._enter_held(path, value)
         for path, value in self._large:
-            because = f"of more than {MAX_ITEMS} entries, only those that code names are followed"
-            self._unread.setdefault(id(value), (path, value, because))
+            self._leave_out(path, value, _TOO_MANY_ENTRIES)
             for name in self._strings:
                 item = dict.get(value, name, MISSING)
                 if item is not MISSING:
@@ -616,6 +606,7 @@ class Walk:
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2].removesuffix("()")
             is_dict = issubclass(type(owner), dict)
+            may_be_set = issubclass(type(owner), type) or own_dict(owner) is not None
             if issubclass(type(owner), _SEQUENCES):
                 # A dict gets entries of other keys: a memo for each size; and one that makes what
                 # it lacks grows when it is read.
@@ -634,7 +625,7 @@ class Walk:
             for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
-                elif _may_be_set(owner) and read_attribute(owner, name) is MISSING:
+                elif may_be_set and read_attribute(owner, name) is MISSING:
                     where = path.removesuffix("()")
                     yield Place(f"{where}.{name}", owner, name, "attribute", MISSING)
 
@@ -679,9 +670,7 @@ class Walk:
     def _enter_module(self, path: str, module: torch.nn.Module) -> None:
         self._home.add(_package_of(type(module)))
         self._objects[path] = module
-        prefix = f"{path}." if path else ""
-        places = self._places
-        own = attributes_of(module)
+        prefix, places, own = _below(path), self._places, attributes_of(module)
         if issubclass(type(module), torch.jit.ScriptModule):
             self._enter_script(prefix, module)
             return
@@ -711,7 +700,7 @@ class Walk:
                 self._places.append(Place(prefix + name, kept, name, "script", value))
             elif type(value) in (dict, list, tuple):
                 because = "TorchScript gives another copy of it at each read"
-                self._unread.setdefault(id(value), (prefix + name, value, because))
+                self._leave_out(prefix + name, value, because)
         for name, child in children.items():
             self._add(Place(prefix + name, children, name, "item", child))
 
@@ -736,6 +725,8 @@ class Walk:
         wrapped = attributes_of(value).get("__wrapped__")
         if wrapped is not None:  # functools.lru_cache and its like
             self._stack.append((path, wrapped))
+        if has_contents(value):
+            self._objects.setdefault(path, value)
 
     def _enter_held(self, path: str, value: Any) -> None:
         """An object of torch's, NumPy's or the standard library's: what it is known to hold."""
@@ -764,7 +755,7 @@ class Walk:
 
     def _enter_attributes(self, path: str, owner: Any, attributes: Mapping[str, Any]) -> None:
         """The attributes of any object: named ones are followed, others only listed."""
-        prefix = f"{path}." if path else ""
+        prefix = _below(path)
         known = self._class_of(owner)
         if not issubclass(type(owner), (ModuleType, FunctionType)):
             self._places.append(Place(f"{prefix}__class__", owner, None, "type", type(owner)))
@@ -800,7 +791,7 @@ class Walk:
         if not self._is_foreign(kind.__dict__.get("__module__")):
             self._objects.setdefault(path, kind)
             known = self._know(kind)
-            prefix = f"{path}." if path else ""
+            prefix = _below(path)
             for name, value in known.data.items():
                 self._add_attribute(known, prefix + name, kind, name, "member", value)
             meta = type(kind)
@@ -812,25 +803,25 @@ class Walk:
         owner: Any = method.__self__
         function = method.__func__
         if type(function) is FunctionType:
-            known = self._know(owner if issubclass(type(owner), type) else type(owner))
+            known = self._know(class_of(owner))
             self._seen[id(function)] = function
-            self._enter_function(function, known)
+            self._enter_function(path, function, known)
         self._stack.append((path, owner))
 
     def _enter_partial(self, path: str, call: Any) -> None:
         for name in ("func", "args", "keywords"):  # Another state may be set.
-            where = f"{path}.{name}" if path else name
-            self._places.append(Place(where, call, name, "attribute", read_attribute(call, name)))
+            found = read_attribute(call, name)
+            self._places.append(Place(_below(path) + name, call, name, "attribute", found))
         func, args, keywords = parts_of_partial(call)
         self._stack.append((path, func))
-        prefix, names = f"{path}." if path else "", parameters_of(func)
+        prefix, names = _below(path), parameters_of(func)
         for index, value in enumerate(args):
             name = names[index] if index < len(names) else f"args[{index}]"
             self._add(Place(prefix + name, args, index, "item", value))
         for name, value in keywords.items():
             self._add(Place(prefix + name, keywords, name, "item", value))
 
-    def _enter_function(self, function: FunctionType, known: _Class | None) -> None:
+    def _enter_function(self, _: str, function: FunctionType, known: _Class | None = None) -> None:
         """``known``: the class of the object that is its first argument, where that is known."""
         home = function.__globals__.get("__name__")
         if home == _BREAKS:  # Its other variables are graphrt's own.
@@ -855,36 +846,47 @@ class Walk:
             self._name_own(known, names.own)
         if is_others:
             return
+        code = function.__code__
         self._objects.setdefault(f"{function.__qualname__}()", function)
         self._places.append(
-            Place(f"{function.__qualname__}.__code__", function, None, "type", function.__code__)
+            Place(f"{function.__qualname__}.__code__", function, None, "type", code)
         )
-        self._strings |= names.strings
         self._scopes[id(function.__globals__)] = function.__globals__
-        self._assigned.update(chain[-1] for chain in names.assigned)
-        self._add_of_others(function, names)
-        for name, string in names.asked:
-            self._asked.setdefault(name, []).append(string)
-        is_asking = not _ASKING.isdisjoint(names.globals) or "__dict__" in names.attributes
-        for of, string in names.asked if is_asking else ():
-            self._asked_of_own.add(string)
-            if of in _OF_ANY:
-                self._asked_of_any.add(string)
         is_installed = _is_installed(_package_of(function))
-        for of, key in names.asked_by:
-            if of in ("environ", "getenv"):
-                code = function.__code__
-                source = Source(code.co_filename, names.lines.get(of, 0), code.co_qualname)
-                self._variables[of, key] = Source() if is_installed else source
+        self._add_of_others(function, names)
+        self._note_names(function, names, known, is_installed)
+        self._name(names.attributes if known is not None else names.attributes | names.own)
+        self._add_globals(names, function.__globals__, is_installed)
+        if vars(function):
+            self._enter_attributes(function.__name__, function, vars(function))
+
+    def _note_names(
+        self, function: FunctionType, names: Names, known: _Class | None, is_installed: bool
+    ) -> None:
+        """What its code asks for, goes through and sets, which is looked up when all is known."""
+        code = function.__code__
+        self._strings |= names.strings
         self._iterated |= names.iterated
         self._stored |= names.stored
-        first = function.__code__.co_varnames[:1]  # None of a static method without arguments.
-        if function.__name__ == "__get__":  # What it asks is asked of the objects that have it.
-            first = function.__code__.co_varnames[:2]
+        self._assigned.update(chain[-1] for chain in names.assigned)
+        is_asking = not _ASKING.isdisjoint(names.globals) or "__dict__" in names.attributes
+        for of, string in names.asked:
+            self._asked.setdefault(of, []).append(string)
+            if is_asking:
+                self._asked_of_own.add(string)
+            if is_asking and of in _OF_ANY:
+                self._asked_of_any.add(string)
+        for of, key in names.asked_by:
+            if of in ("environ", "getenv"):
+                source = _source(code, names.lines.get(of, 0))
+                self._variables[of, key] = Source() if is_installed else source
+        # What ``__get__`` asks is asked of the objects that have it.
+        num_own = 2 if function.__name__ == "__get__" else 1
+        first = code.co_varnames[:num_own]  # None of a static method without arguments.
         own = {asked for asked in names.guessed if known is not None and asked[0] in first}
         if known is not None:
             known.guessed.update(begin for _, begin in own)
-        self._guessed.update(dict.fromkeys(names.guessed - own, function.__code__))
+        self._guessed.update(dict.fromkeys(names.guessed - own, code))
         if not is_installed:  # A registry of a package grows as it likes.
             self._computed |= names.computed
             of_others = () if known is None else first
@@ -893,8 +895,9 @@ class Walk:
             for name in (names.own | names.attributes) & _GONE_THROUGH.keys():
                 self._gone_through.update(_GONE_THROUGH[name])
             self._note_code(function, names)
-        self._name(names.attributes if known is not None else names.attributes | names.own)
-        scope = function.__globals__
+
+    def _add_globals(self, names: Names, scope: dict[str, Any], is_installed: bool) -> None:
+        """The variables of its module that code names, and the modules that it imports."""
         for name in names.globals:
             value = scope.get(name, _UNSEEN)
             if value is not _UNSEEN:
@@ -907,15 +910,18 @@ class Walk:
                 found = scope.get(str(constant), MISSING)
                 self._add(Place(str(constant), scope, constant, "global", found))
         for name, level in names.imports:
-            self._add_import(name, level, scope)
+            with suppress(ImportError):  # Outside of every package: to run it raises the same.
+                package = scope.get("__package__") or ""
+                path = importlib.util.resolve_name("." * level + name, package) if level else name
+                self._add_loaded(path, path)
         for of, name in names.asked:
-            if of == "modules" and name in sys.modules:
-                place = Place(
-                    f"sys.modules[{name!r}]", sys.modules, name, "item", sys.modules[name]
-                )
-                self._add(place)
-        if vars(function):
-            self._enter_attributes(function.__name__, function, vars(function))
+            if of == "modules":
+                self._add_loaded(f"sys.modules[{name!r}]", name)
+
+    def _add_loaded(self, path: str, name: str) -> None:
+        """A module, if it has been imported."""
+        if name in sys.modules:
+            self._add(Place(path, sys.modules, name, "item", sys.modules[name]))
 
     def _add_of_others(self, function: FunctionType, names: Names) -> None:
         """Attributes that code sets on modules and classes of others, or asks them for."""
@@ -960,7 +966,7 @@ class Walk:
         for name, because in called:
             if not because:
                 continue
-            source = Source(code.co_filename, names.lines.get(name, 0), code.co_qualname)
+            source = _source(code, names.lines.get(name, 0))
             self._told[f"{name}()", code] = Unwatched(f"{name}()", "function", because, source)
 
     def _told_unwatched(self) -> Iterator[Unwatched]:
@@ -975,20 +981,8 @@ class Walk:
             if type(function) is FunctionType:
                 line = names_in(function.__code__).lines.get(name)
                 if line is not None:
-                    code = function.__code__
-                    return Source(code.co_filename, line, code.co_qualname)
+                    return _source(function.__code__, line)
         return Source()
-
-    def _add_import(self, name: str, level: int, scope: Mapping[str, Any]) -> None:
-        """What code imports when it runs, as far as it has been imported."""
-        try:
-            package = scope.get("__package__") or ""
-            path = importlib.util.resolve_name("." * level + name, package) if level else name
-        except ImportError:  # It stands outside of every package: to run it raises the same.
-            return
-        module = sys.modules.get(path)
-        if module is not None:
-            self._add(Place(path, sys.modules, path, "item", module))
 
     # -- names
 
@@ -1013,10 +1007,20 @@ class Walk:
         """Follow every attribute and member of these names."""
         for name in names - self._names:
             self._names.add(name)
-            for place in self._unnamed.pop(name, ()):
-                self._add(place._replace(is_named=True))
+            self._follow_unnamed(name, lambda _: True)
             for known, values in self._members.pop(name, ()):
                 self._enter_members(known, values)
+
+    def _follow_unnamed(self, name: str, is_meant: Callable[[Place], bool]) -> None:
+        """Follow attributes that were listed before anything named them."""
+        others = []
+        for place in self._unnamed.pop(name, ()):
+            if is_meant(place):
+                self._add(place._replace(is_named=True))
+            else:
+                others.append(place)
+        if others:
+            self._unnamed[name] = others
 
     def _name_guessed(self) -> None:
         """Follow every attribute of what is asked for computed names. After the code is known."""
@@ -1026,20 +1030,18 @@ class Walk:
         of_any = {begin for asked, begin in self._guessed if begin and asked not in owners}
         for (asked, begin), code in self._guessed.items():
             if not begin and asked not in owners and not _is_installed_file(code.co_filename):
-                source = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
                 because = "the name is computed, and not known of what it is asked"
+                source = _source(code, code.co_firstlineno)
                 path = f"getattr({asked}, ...)"
                 self._told[path, code] = Unwatched(path, "attribute", because, source)
-        for name, places in list(self._unnamed.items()):
-            kept = []
-            for place in places:
-                owner = place.path.removesuffix(f".{name}").rpartition(".")[2]
-                begins = of_any | {begin for asked, begin in self._guessed if asked == owner}
-                if name.startswith((*begins, *self._class_of(place.owner).guessed)):
-                    self._add(place._replace(is_named=True))
-                else:
-                    kept.append(place)
-            self._unnamed[name] = kept
+
+        def is_meant(place: Place) -> bool:
+            owner = place.path.removesuffix(f".{place.name}").rpartition(".")[2]
+            begins = of_any | {begin for asked, begin in self._guessed if asked == owner}
+            return str(place.name).startswith((*begins, *self._class_of(place.owner).guessed))
+
+        for name in list(self._unnamed):
+            self._follow_unnamed(name, is_meant)
 
     def _methods_of_classes(self) -> Iterator[Place]:
         """The methods that code names, as the classes have them."""
@@ -1055,17 +1057,9 @@ class Walk:
         for name in names - known.own:
             known.add_own(name)
             self._enter_members(known, known.members.get(name, ()))
-            places = self._unnamed.pop(name, ())
-            others = []
-            for place in places:
-                owner = place.owner
-                kind = owner if issubclass(type(owner), type) else type(owner)
-                if self._classes.get(kind) is known:
-                    self._add(place._replace(is_named=True))
-                else:
-                    others.append(place)
-            if others:
-                self._unnamed[name] = others
+            self._follow_unnamed(
+                name, lambda place: self._classes.get(class_of(place.owner)) is known
+            )
 
     def _enter_members(self, known: _Class, values: Any) -> None:
         """Read the code of methods and properties that are named."""
@@ -1086,7 +1080,7 @@ class Walk:
     def _read_methods(self) -> None:
         """Read the code of the methods that were named. A loop, because they name one another."""
         while self._methods:
-            self._enter_function(*self._methods.pop())
+            self._enter_function("", *self._methods.pop())
 
 
 def _guessed_by_descriptor(kind: type) -> set[str]:
@@ -1096,12 +1090,6 @@ def _guessed_by_descriptor(kind: type) -> set[str]:
         return set()
     asked = get.__code__.co_varnames[1:2]
     return {begin for owner, begin in names_in(get.__code__).guessed if owner in asked}
-
-
-def _may_be_set(owner: Any) -> bool:
-    """True for what may get attributes: it has a ``__dict__``."""
-    own = attributes_of(owner)
-    return issubclass(type(owner), type) or (type(own) is dict and own is attributes_of(owner))
 
 
 def _is_data(member: Any) -> bool:
@@ -1130,5 +1118,32 @@ def _is_weak(value: Any) -> bool:
     return issubclass(type(value), ReferenceType)
 
 
-def _key(key: Any) -> str:
-    return repr(key) if not is_odd(type(key)) and type(key) in SCALARS else name_of(type(key))
+def _source(code: CodeType, line: int) -> Source:
+    return Source(code.co_filename, line, code.co_qualname)
+
+
+def _below(path: str) -> str:
+    return f"{path}." if path else ""
+
+
+_WAYS: tuple[tuple[Any, Callable[[Walk, str, Any], None]], ...] = (
+    (_SEQUENCES, Walk._enter_container),
+    (torch.nn.Module, Walk._enter_module),
+    (FunctionType, Walk._enter_function),
+    (MethodType, Walk._enter_method),
+    (functools.partial, Walk._enter_partial),
+    (torch.Tensor, Walk._enter_tensor),
+    (MappingProxyType, Walk._enter_proxy),
+    (_GETTERS_BY_NAME, Walk._enter_getter),
+    (ModuleType, Walk._enter_package),
+    (type, Walk._enter_class),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _way_into(kind: type) -> Callable[[Walk, str, Any], None]:
+    """How the walk enters what is of this class."""
+    if not _FLEETING.isdisjoint(kind.__mro__):
+        return Walk._enter_later
+    way = next((way for kinds, way in _WAYS if issubclass(kind, kinds)), None)
+    return way or (Walk._enter_builtin if module_of(kind) == "builtins" else Walk._enter_object)

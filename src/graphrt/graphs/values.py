@@ -65,6 +65,7 @@ _LEAF_TYPES = (torch.Tensor, *HOST_TYPES)
 _PLAIN_LEAVES = frozenset(
     (torch.Tensor, torch.nn.Parameter, bool, int, float, complex, str, bytes, type(None))
 )
+_PLAIN_EXACT = frozenset((bool, int, str, bytes))
 _PLAIN_CONTAINERS = frozenset((tuple, list, dict))
 """Most values have one of these exact types, which a look-up tells faster than ``isinstance``."""
 
@@ -229,6 +230,8 @@ def same_host_value(expected: Any, found: Any, tolerance: float | None = None) -
         return True
     if type(expected) is not type(found):
         return False
+    if type(expected) in _PLAIN_EXACT:
+        return bool(expected == found)
     if type(expected) not in _PLAIN_LEAVES:
         added, found_added = _attributes(expected), _attributes(found)
         if (added or found_added) and not same_host_value(added, found_added, tolerance):

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules import module as torch_module
 
-from graphrt.graphs.held import Classes, HeldTensor, Probe, is_same_value, probes_of
-from graphrt.graphs.places import Place
+from graphrt.graphs.gc_pause import gc_paused
+from graphrt.graphs.held import HeldTensor, Probe, probes_of
+from graphrt.graphs.places import Place, read_member
 from graphrt.graphs.program import Program
 
 # Fields of four ``Probe``s in one plain tuple, without their items: to take out an object that no
@@ -82,6 +83,12 @@ class Watch:
         self._groups, self._items, self.num_places = [], {}, 0
         if self.mode == "off":
             return
+        # The collector would visit all places again and again while they are listed.
+        with gc_paused(collects=False):
+            self._list_groups(upcoming)
+
+    def _list_groups(self, upcoming: set[tuple[int, int]]) -> None:
+        """``upcoming``: by id and number, the looks that come next."""
         probes = self._probes()
         self.num_places = len(probes)
         first = next(
@@ -128,13 +135,8 @@ class Watch:
                 # Whatever else is looked at through it has to be found again.
                 if get(box, name) is not value:
                     return False
-            elif isinstance(item, HeldTensor):
-                if item.has_moved():
-                    return False
-            else:
-                now = item.read()
-                if now is not value and not is_same_value(item, now):
-                    return False
+            elif item.has_moved():
+                return False
         later = _group_of([probes_of(item)[number].now() for item, number in items])
         self._items[id(later)] = self._items.pop(id(group))
         # In the same turn: the group after it comes next.
@@ -175,14 +177,14 @@ class Watch:
                     looks = [] if self.mode == "hooks" else probes_of(item)
                     # Where no tensor is left, the look has to find what was there.
                     if not (isinstance(item, HeldTensor) and item.has_moved()):
-                        looks = [probe.now() for probe in looks]
+                        looks = list(map(Probe.now, looks))
                 self._known[id(item)] = looks
                 found = by_owner.setdefault(id(place.owner), [])
                 for number, probe in enumerate(looks):
-                    if type(probe.box) is Classes:  # Many objects share their members.
-                        if (id(probe.box.kind), probe.name) in of_classes:
+                    if probe.get is read_member:  # Many objects share their members.
+                        if (id(probe.box), probe.name) in of_classes:
                             continue
-                        of_classes.add((id(probe.box.kind), probe.name))
+                        of_classes.add((id(probe.box), probe.name))
                     found.append((probe, (item, number)))
         return [look for looks in by_owner.values() for look in looks]
 
