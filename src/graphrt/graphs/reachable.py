@@ -606,7 +606,7 @@ class Walk:
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2].removesuffix("()")
             is_dict = issubclass(type(owner), dict)
-            may_be_set = issubclass(type(owner), type) or own_dict(owner) is not None
+            may_be_set = _may_be_set(owner)
             if issubclass(type(owner), _SEQUENCES):
                 # A dict gets entries of other keys: a memo for each size; and one that makes what
                 # it lacks grows when it is read.
@@ -1090,6 +1090,11 @@ def _guessed_by_descriptor(kind: type) -> set[str]:
         return set()
     asked = get.__code__.co_varnames[1:2]
     return {begin for owner, begin in names_in(get.__code__).guessed if owner in asked}
+
+
+def _may_be_set(owner: Any) -> bool:
+    """True for what may get attributes: a class, or what has a ``__dict__`` of its own."""
+    return issubclass(type(owner), type) or own_dict(owner) is not None
 
 
 def _is_data(member: Any) -> bool:
