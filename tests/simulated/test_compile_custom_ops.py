@@ -130,7 +130,7 @@ def test_runtime_refuses_rules_that_it_cannot_keep():
             Runtime(
                 model,
                 inputs=[],
-                outputs=OutputSpec({0: "tokens"}),
+                outputs=OutputSpec({"": "tokens"}),
                 config=config,
                 device="simulated",
             )
