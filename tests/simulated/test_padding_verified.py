@@ -268,6 +268,12 @@ def test_choice_between_equal_scores_is_a_tie():
     with make(model, outputs=outputs, observer=events.append) as runtime:
         runtime.capture()
     assert sum(event.num_ties for event in events if isinstance(event, PaddingVerified)) > 0
+    for wrong in ({"token": "logits"}, {"tokens": "logit"}, {"logits": "tokens"}):
+        with (
+            make(model, outputs=OutputSpec(axes, chosen_from=wrong)) as runtime,
+            pytest.raises(ConfigError, match="chosen_from"),
+        ):
+            runtime.capture()
 
 
 class Memo(torch.nn.Module):
