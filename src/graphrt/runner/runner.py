@@ -647,13 +647,14 @@ class CUDAGraphRunner:
             self.execute(decision, dict.fromkeys(self.axes, 0), values, step_info)
 
     def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
-        """Look at everything; ``decision``, or an eager one where its program is invalid now."""
+        """Look at everything; ``decision``, or an eager one where its program is invalid now, or
+        was retired by another user of the library."""
         self.check_externals()
         mode, key, _ = decision
         entry = self._entries.get((mode, key))
-        if entry is None or entry.reason is not Reason.INVALIDATED:
+        if entry is None or entry.reason is Reason.HIT:
             return decision
-        return Decision(RuntimeMode.NONE, batch_key(key, staged), Reason.INVALIDATED)
+        return Decision(RuntimeMode.NONE, batch_key(key, staged), entry.reason)
 
     def _compare(self, ready: ReadyGraph, call: Call) -> Any:
         """Also run eagerly, on the padded views and on the batch as it is in turns.
