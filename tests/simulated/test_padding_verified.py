@@ -268,6 +268,37 @@ def test_choice_between_equal_scores_is_a_tie():
     with make(model, outputs=outputs, observer=events.append) as runtime:
         runtime.capture()
     assert sum(event.num_ties for event in events if isinstance(event, PaddingVerified)) > 0
+    for wrong in ({"token": "logits"}, {"tokens": "logit"}, {"logits": "tokens"}):
+        with (
+            make(model, outputs=OutputSpec(axes, chosen_from=wrong)) as runtime,
+            pytest.raises(ConfigError, match="chosen_from"),
+        ):
+            runtime.capture()
+
+
+def test_rounding_of_a_part_in_a_shorter_dtype_is_no_dependence_on_the_size():
+    inputs = [BufferSpec("x", ("tokens", 3), torch.float64)]
+
+    def with_error(relative, dtype):
+        def model(x):
+            part = (x * 0.1).to(dtype).double()
+            # As another number of rows might round it.
+            return part * (1 + relative * (x.shape[0] - 3))
+
+        return model
+
+    def doubles(sizes, seed):
+        return {"x": examples(sizes, seed).values["x"].double()}
+
+    options = {"inputs": inputs, "examples": doubles}
+    with make(with_error(1e-7, torch.float32), **options) as runtime:
+        runtime.capture()
+        x = torch.randn(3, 3, dtype=torch.float64)
+        assert torch.equal(
+            runtime.step({"x": x})[:, 0], (x * 0.1).float().double()[:, 0] * (1 + 1e-7)
+        )
+    refused(with_error(1e-7, torch.float64), "padded size", **options)
+    refused(with_error(1e-2, torch.float32), "padded size", **options)
 
 
 class Memo(torch.nn.Module):

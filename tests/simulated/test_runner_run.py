@@ -576,9 +576,23 @@ def test_closed_runner_raises_on_every_use():
         lambda: runner.execute(hit, {"batch": 1, "length": 3}, values),
         lambda: runner.execute(miss, {"batch": 9, "length": 3}, batch(9, 3)),
         lambda: runner.decide({"batch": 1, "length": 3}),
+        lambda: runner.key_for({"batch": 1, "length": 3}),
+        lambda: runner.time_replays([hit[:2]]),
         runner.capture,
         runner.capture_next,
         runner.check_externals,
     ):
         with pytest.raises(LibraryClosedError):
             use()
+
+
+def test_time_of_what_is_no_ready_key_is_refused():
+    with make() as runner:
+        ready, late = runner.keys[:2]
+        runner.capture([ready])
+        assert all(each > 0 for each in runner.time_replays([ready, ready]))
+        with pytest.raises(BatchError, match="NOT_CAPTURED_YET"):
+            runner.time_replays([late])
+        for wrong in (None, 3, [None], ["a"], [()], [(1, 2, 3)], [ready[1]], [(ready[0], None)]):
+            with pytest.raises(ConfigError):
+                runner.time_replays(wrong)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from graphrt import OutputSpec, Runtime, SimulatedDevice
+from graphrt import OutputSpec, Reason, Runtime, SimulatedDevice
 from graphrt.device import simulated
 from graphrt.errors import (
     CaptureInProgressError,
@@ -20,7 +20,19 @@ from graphrt.errors import (
     LifetimeError,
     StaticBufferError,
 )
-from lab import FULL, INPUTS, OUTPUTS, RuntimeLab, Toy, assert_equal, config, example, in_a_child
+from lab import (
+    FULL,
+    INPUTS,
+    NONE,
+    OUTPUTS,
+    PIECEWISE,
+    RuntimeLab,
+    Toy,
+    assert_equal,
+    config,
+    example,
+    in_a_child,
+)
 
 
 def test_close_gives_everything_back_and_may_be_repeated():
@@ -119,6 +131,21 @@ def test_close_during_a_capture_is_refused():
             lab.runtime.close()
         lab.step(9, 2)
         lab.runtime.capture()
+
+
+def test_step_after_a_retirement_by_hand_runs_eager():
+    with RuntimeLab() as lab:
+        lab.runtime.capture()
+        lab.step(4, 4)
+        assert lab.runtime.last_decision.mode is PIECEWISE
+        lab.runtime.library.retire()
+        for _ in range(2):
+            lab.step(4, 4)
+            assert lab.runtime.last_decision.mode is NONE
+            assert lab.runtime.last_decision.reason is Reason.NOT_CAPTURED_YET
+        lab.runtime.capture()
+        lab.step(4, 4)
+        assert lab.runtime.last_decision.mode is PIECEWISE
 
 
 def test_runtime_never_closed_warns():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -217,8 +218,13 @@ def test_large_mixed_step_is_cut_eagerly(served: Served, lens: list[int]) -> Non
     assert (event.num_ubatches, event.ubatch_reason) == (2, None)
     event = served.step(lens)
     assert (event.num_ubatches, event.ubatch_reason) == (1, UBatchReason.NO_FULL_GRAPH)
-    with pytest.raises(BatchError, match="query_lens"):
-        served.step(lens, query_lens=[1, 2])
+    for wrong in ([1, 2], 20, [20.0], ["20"], itertools.repeat(1), [None], torch.ones(1, 20)):
+        with pytest.raises(BatchError, match="query_lens"):
+            served.step(lens, query_lens=wrong)
+    with pytest.raises(BatchError, match="unsplit"):
+        served.step(lens, query_lens=lens, unsplit=True)
+    event = served.step(lens, query_lens=torch.tensor(lens))
+    assert event.num_ubatches == 2
 
 
 def test_small_mixed_step_is_not_cut(served: Served) -> None:

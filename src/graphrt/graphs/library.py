@@ -521,6 +521,7 @@ class GraphLibrary:
         self.device.trim()
         generation.pool.release()
         self._generations.remove(generation)
+        self._mark_watches()
         self.emit(Retired(generation.index, num_programs, freed_bytes))
 
     # -- what programs read
@@ -564,9 +565,13 @@ class GraphLibrary:
             self.catalog.invalidate(program, moved.get(program) or names)
         if valid:
             self.emit(Invalidated(owner, len(valid), names))
-            for watch in self.watches:
-                watch.is_marked = True
+            self._mark_watches()
         return valid
+
+    def _mark_watches(self) -> None:
+        """Let runners look again at what serves, before their next graph run."""
+        for watch in self.watches:
+            watch.is_marked = True
 
     def settle(self, programs: Iterable[Program]) -> None:
         """Leave out of what new programs read what their callable changes itself; see ``Program``.

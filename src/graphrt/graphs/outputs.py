@@ -54,7 +54,7 @@ class OutputSpec:
     ``replay_count``: how often outputs were overwritten, as ``unpad`` and ``expire`` count it.
 
     Errors: ``ConfigError`` for axes and ``chosen_from`` that are no mappings by path, what is no
-            dimension, and another policy.
+            dimension, and another policy; when bound, for a path that no output has.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class BoundOutputs:
 
     def __init__(self, spec: OutputSpec, outputs: Any, padded: Mapping[str, int]) -> None:
         nodes = list(walk(outputs))
-        _check_axes(nodes, spec.axes, padded)
+        _check_paths(nodes, spec, padded)
         self.opaque = tuple(dotted(node.path) for node in nodes if node.kind == "opaque")
         self._spec = spec
         self._outputs = outputs
@@ -235,13 +235,21 @@ def _tensors(nodes: Iterable[Node]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _check_axes(
-    nodes: Iterable[Node], axes: Mapping[str, Mapping[int, Length]], padded: Mapping[str, int]
-) -> None:
+def _check_paths(nodes: Iterable[Node], spec: OutputSpec, padded: Mapping[str, int]) -> None:
     """Refuse paths and dimensions that are not there, and a dimension that is not as long as its
     axis is padded to: other rows would be cut."""
     tensors = _tensors(nodes)
-    for path, lengths in axes.items():
+    for path, indexed in spec.chosen_from.items():
+        if not _indexes(tensors.get(path), tensors.get(indexed)):
+            raise ConfigError(
+                f"chosen_from {shown(path)}: {shown(indexed)}",
+                expected="an output of whole numbers, and the floating one that it indexes along "
+                "the last dimension",
+                found=", ".join(f"{p!r} {tuple(t.shape)} {t.dtype}" for p, t in tensors.items())
+                or "none",
+                do="correct the paths",
+            )
+    for path, lengths in spec.axes.items():
         dims = range(tensors[path].dim()) if path in tensors else range(0)
         if path not in tensors or not all(dim in dims for dim in lengths):
             raise ConfigError(
@@ -261,6 +269,16 @@ def _check_axes(
                     do="correct the axis; declare a length of another kind as a function of the "
                     "sizes",
                 )
+
+
+def _indexes(choice: torch.Tensor | None, scores: torch.Tensor | None) -> bool:
+    """Whether ``choice`` can be what was chosen from ``scores``: one for each row, or several."""
+    if choice is None or scores is None:
+        return False
+    rows = choice.shape if scores.dim() == choice.dim() + 1 else choice.shape[:-1]
+    is_measure = choice.is_floating_point() or choice.is_complex()
+    fits = len(rows) + 1 == scores.dim() and all(map(operator.le, rows, scores.shape))
+    return fits and scores.is_floating_point() and not is_measure
 
 
 # --- inference

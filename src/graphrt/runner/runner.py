@@ -21,6 +21,7 @@ from graphrt.config.checked import (
     check_hashable,
     check_number,
     check_type,
+    checked_list,
 )
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
@@ -448,9 +449,16 @@ class CUDAGraphRunner:
         device together; of several ranks, which all call this, on the slowest.
 
         Ends the outputs of runs. State stays as it was.
+
+        Errors: ``ConfigError`` for what is no key of this runner with its mode; ``BatchError`` for
+                one that no graph serves now.
         """
         self._require_idle("time_replays")
-        entries = [self._entries[key] for key in keys]
+        entries = [
+            self._find_ready(Decision(entry.mode, entry.key, Reason.HIT)).entry
+            for key in checked_list("keys", keys, tuple, "keys of this runner, each with its mode")
+            for entry in self._keys.select([key])
+        ]
         with self._occupied(), torch.no_grad():
             times = self._executor.time_replays(entries, self.library.synchronize)
         return times if self._lockstep is None else self._lockstep.slowest(times)
@@ -639,13 +647,14 @@ class CUDAGraphRunner:
             self.execute(decision, dict.fromkeys(self.axes, 0), values, step_info)
 
     def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
-        """Look at everything; ``decision``, or an eager one where its program is invalid now."""
+        """Look at everything; ``decision``, or an eager one where its program is invalid now, or
+        was retired by another user of the library."""
         self.check_externals()
         mode, key, _ = decision
         entry = self._entries.get((mode, key))
-        if entry is None or entry.reason is not Reason.INVALIDATED:
+        if entry is None or entry.reason is Reason.HIT:
             return decision
-        return Decision(RuntimeMode.NONE, batch_key(key, staged), Reason.INVALIDATED)
+        return Decision(RuntimeMode.NONE, batch_key(key, staged), entry.reason)
 
     def _compare(self, ready: ReadyGraph, call: Call) -> Any:
         """Also run eagerly, on the padded views and on the batch as it is in turns.
@@ -712,8 +721,10 @@ class CUDAGraphRunner:
     def key_for(self, *args: Any, **kwargs: Any) -> Key | None:
         """The key that serves such a call once all are captured; None if it runs eager even then.
 
-        Takes the dispatcher's arguments. Errors: ``BatchError`` for what is no batch.
+        Takes the dispatcher's arguments. Errors: ``BatchError`` for what is no batch;
+        ``LibraryClosedError`` after ``close()``.
         """
+        self.require_open()
         if self._prospects is None:
             others = {
                 item: entry.reason

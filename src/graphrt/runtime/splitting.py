@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from graphrt.batch import (
@@ -19,7 +21,7 @@ from graphrt.batch import (
 )
 from graphrt.config import Plan
 from graphrt.device.base import Device
-from graphrt.errors import BatchError, ConfigError
+from graphrt.errors import BatchError, ConfigError, shown
 from graphrt.graphs import BufferSpec, OutputSpec
 from graphrt.runner import CUDAGraphRunner
 from graphrt.ubatch import (
@@ -163,12 +165,16 @@ def _cut_axes(inputs: Any, outputs: OutputSpec) -> tuple[dict[str, InputAxes], b
 
 def _check_query_lens(query_lens: Iterable[int], num_tokens: int, num_reqs: int) -> list[int]:
     """The tokens of each request. Errors: ``BatchError`` if they are not those of the batch."""
-    lens = [int(length) for length in query_lens]
+    try:
+        # One more than there are requests tells of too many; an iterator may never end.
+        lens = [operator.index(length) for length in islice(query_lens, num_reqs + 1)]
+    except TypeError:
+        lens = []
     if sum(lens) != num_tokens or len(lens) != num_reqs:
         raise BatchError(
             "query_lens",
-            expected=f"{num_reqs} numbers that add up to num_tokens = {num_tokens}",
-            found=f"{len(lens)} that add up to {sum(lens)}",
+            expected=f"{num_reqs} whole numbers that add up to num_tokens = {num_tokens}",
+            found=shown(query_lens),
             do="pass the tokens of each request of this batch, in order",
         )
     return lens

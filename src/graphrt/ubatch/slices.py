@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from graphrt.batch import UBatchReason, ubatch_stride
 from graphrt.config import UBatchConfig
-from graphrt.errors import BatchError
+from graphrt.errors import BatchError, shown
 
 
 class UBatchSlice(NamedTuple):
@@ -39,8 +39,11 @@ def wants_split(
 ) -> UBatchReason | None:
     """Why a rank with ``num_tokens`` unpadded tokens does not want a split step; None: it does.
 
-    ``veto``: what the engine has against it, such as REQUEST_DEPENDENCY.
+    ``veto``: what the engine has against it, such as REQUEST_DEPENDENCY. Errors: ``BatchError``
+    for what is no reason.
     """
+    if veto is not None and type(veto) is not UBatchReason:
+        raise _wrong("unsplit", "a UBatchReason, or None", shown(veto))
     if config.num_ubatches == 1:
         return UBatchReason.DISABLED
     least = config.decode_token_threshold if uniform else config.prefill_token_threshold
