@@ -276,29 +276,33 @@ def test_choice_between_equal_scores_is_a_tie():
             runtime.capture()
 
 
-def test_rounding_of_a_part_in_a_shorter_dtype_is_no_dependence_on_the_size():
-    inputs = [BufferSpec("x", ("tokens", 3), torch.float64)]
-
-    def with_error(relative, dtype):
+def test_rounding_of_a_part_in_float32_is_no_dependence_on_the_size():
+    def with_error(relative, part, whole=torch.float64):
         def model(x):
-            part = (x * 0.1).to(dtype).double()
             # As another number of rows might round it.
-            return part * (1 + relative * (x.shape[0] - 3))
+            return (x * 0.1).to(part).to(whole) * (1 + relative * (x.shape[0] - 3))
 
         return model
 
-    def doubles(sizes, seed):
-        return {"x": examples(sizes, seed).values["x"].double()}
+    def options(dtype):
+        def typed(sizes, seed):
+            return {"x": examples(sizes, seed).values["x"].to(dtype)}
 
-    options = {"inputs": inputs, "examples": doubles}
-    with make(with_error(1e-7, torch.float32), **options) as runtime:
+        return {"inputs": [BufferSpec("x", ("tokens", 3), dtype)], "examples": typed}
+
+    of_doubles = options(torch.float64)
+    with make(with_error(1e-7, torch.float32), **of_doubles) as runtime:
         runtime.capture()
         x = torch.randn(3, 3, dtype=torch.float64)
         assert torch.equal(
             runtime.step({"x": x})[:, 0], (x * 0.1).float().double()[:, 0] * (1 + 1e-7)
         )
-    refused(with_error(1e-7, torch.float64), "padded size", **options)
-    refused(with_error(1e-2, torch.float32), "padded size", **options)
+    refused(with_error(1e-7, torch.float64), "padded size", **of_doubles)
+    refused(with_error(1e-2, torch.float32), "padded size", **of_doubles)
+    # No shorter dtype counts so: what bfloat16 rounds away is a quarter.
+    refused(with_error(1e-2, torch.bfloat16), "padded size", **of_doubles)
+    mixed = with_error(1e-2, torch.bfloat16, torch.float32)
+    refused(mixed, "padded size", **options(torch.float32))
 
 
 class Memo(torch.nn.Module):
