@@ -269,3 +269,9 @@ class Decision(NamedTuple):
     mode: RuntimeMode
     descriptor: BatchDescriptor
     reason: Reason
+
+
+def is_key(pair: tuple[object, ...]) -> bool:
+    """True for a mode and a descriptor."""
+    kinds = (RuntimeMode, BatchDescriptor)
+    return len(pair) == 2 and all(map(isinstance, pair, kinds))

@@ -402,14 +402,14 @@ class _Compilation:
         self.stitched, self.source = splitter.stitch(graph, pieces, calls)
         owner._dump.write("stitch.py", lambda: self.source)
         self.given = _names(graph)
-        num_loaded = self._missed.pop(None, 0)
+        misses = {reason: count for reason, count in self._missed.items() if reason is not None}
         self.report = CompileReport(
             backend=self._compiler.name,
             seconds=seconds | self._seconds,
-            num_compiles=self._missed.total(),
+            num_compiles=sum(misses.values()),
             ranges=self._ranges,
-            misses={reason: count for reason, count in self._missed.items() if reason},
-            num_loaded=num_loaded,
+            misses=misses,
+            num_loaded=self._missed[None],
             unmatched_splitting_ops=unmatched,
             side_effects=side_effects,
             num_noops=num_noops,

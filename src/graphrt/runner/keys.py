@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode, is_key
 from graphrt.config.checked import (
     check_choice,
     check_count,
@@ -30,7 +30,6 @@ from graphrt.errors import (
 from graphrt.events import KeysChanged
 from graphrt.files import MOST_NAMED
 from graphrt.graphs import BufferSpec, Catalog, Entry, Key, OutputSpec
-from graphrt.verify import is_key
 
 
 class Dispatcher(Protocol):

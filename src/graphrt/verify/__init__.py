@@ -7,7 +7,7 @@ from graphrt.verify.compare import (
     Difference as Difference,
     compare as compare,
 )
-from graphrt.verify.explain import advice as advice, explain as explain, is_key as is_key
+from graphrt.verify.explain import advice as advice, explain as explain
 from graphrt.verify.padding import (
     UNPADDED_TOLERANCE as UNPADDED_TOLERANCE,
     arbitrary_buffers as arbitrary_buffers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import singledispatch
 
-from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
+from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode, is_key
 from graphrt.errors import ConfigError, shown
 from graphrt.graphs import GraphSegment, Program
 
@@ -70,12 +70,6 @@ def _(pair: tuple) -> str:  # type: ignore[type-arg]  # singledispatch takes cla
     if not is_key(pair):
         return explain.dispatch(object)(pair)
     return f"{pair[0]}: {explain(pair[1])}"
-
-
-def is_key(pair: tuple[object, ...]) -> bool:
-    """True for a mode and a descriptor."""
-    kinds = (RuntimeMode, BatchDescriptor)
-    return len(pair) == 2 and all(map(isinstance, pair, kinds))
 
 
 def advice(reason: Reason) -> str:
