@@ -966,13 +966,22 @@ class HostSnapshot:
 
     def _exchanged(self, changes: Iterable[_Change]) -> set[_Held]:
         """What changed in containers and objects that the callable does not reach any more."""
-        reached = HostSnapshot(self.runnable)._known
-        return {
-            change.held
+        # These were in what has been replaced: to walk over that spares most walks over all.
+        replaced = [
+            value
+            for _, before, _, keys in changes
+            for value in (before.values() if _ALL in keys else map(before.get, keys))
+            if not _is_single(value)
+        ]
+        of_replaced = HostSnapshot(replaced)._known if replaced else set()
+        inside = {
+            (id(change.held.target), change.held.name): change.held
             for change in changes
             if change.held.kind in ("container", "object")
-            and (id(change.held.target), change.held.name) not in reached
         }
+        inside = {known: held for known, held in inside.items() if known in of_replaced}
+        reached = HostSnapshot(self.runnable)._known if inside else set()
+        return {held for known, held in inside.items() if known not in reached}
 
     def _filled_caches(self) -> list[tuple[_Held, Any, Any]]:
         """``functools`` caches with a new entry that may depend on inputs, and where they stand."""
