@@ -126,7 +126,7 @@ class _Machine:
         for step in dis.get_instructions(self._code):
             came = arriving.pop(step.offset, None)
             if came is not None:
-                self._stack = _joined(self._stack, came) if is_reached else came
+                self._stack = _joined(came, self._stack) if is_reached else came
             elif not is_reached:  # A handler of exceptions.
                 self._stack = []
             if step.opcode in _JUMPS and step.argval > step.offset:
