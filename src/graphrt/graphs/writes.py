@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphrt.device.torch_modes import is_for_parts
+from graphrt.device.torch_modes import LookingMode, is_for_parts
 from graphrt.graphs.buffers import is_staging
 from graphrt.graphs.values import tensors_of
 from graphrt.source import caller_source
@@ -38,19 +37,11 @@ def observed_writes() -> Iterator[list[Write]]:
         yield observer.writes
 
 
-class _WriteObserver(TorchDispatchMode):
-    """Runs every operation unchanged, and notes what it writes."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare the guard that torch puts around each dispatch: to make it, torch imports its
-        compiler, which takes seconds."""
-        return False
+class _WriteObserver(LookingMode):
+    """Notes what operations write."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.writes: list[Write] = []
         # By address: one that was given stays, since its tensor outlives the body or is never
         # looked at again.

@@ -11,10 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.device.torch_modes import is_for_parts
+from graphrt.device.torch_modes import LookingMode, is_for_parts
 from graphrt.errors import VerificationError
 from graphrt.events import Observer, PaddingVerified
 from graphrt.graphs.buffers import BoundBuffers, Sizes
@@ -238,21 +237,15 @@ def check_padding(
     return found[0], unlike
 
 
-class _Float32Seen(TorchDispatchMode):
+class _Float32Seen(LookingMode):
     """Notes whether an operator returns float32, as norms of transformers do in a float64 model.
 
     No shorter dtype: a quarter of a result, which bfloat16 may round away, hides what padding does.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.is_any = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # To guard each dispatch, torch would import its compiler.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
