@@ -18,9 +18,9 @@ from graphrt.config.checked import (
     check_callable,
     check_choice,
     check_count,
-    check_hashable,
     check_number,
     check_type,
+    check_variant,
     checked_list,
 )
 from graphrt.device import DeviceName
@@ -279,7 +279,7 @@ class CUDAGraphRunner:
         Errors: ``BatchError`` for a missing or unknown axis, or a size beyond the capacity;
                 ``ConfigError`` for a ``variant`` that cannot be hashed.
         """
-        check_hashable("variant", variant)
+        check_variant(variant)
         return make_key(in_order(self.capacity, sizes, "padded"), variant)
 
     def real_sizes(self, values: Values) -> dict[str, int]:
