@@ -111,12 +111,12 @@ def check_padding(
     replay: Callable[[], Any],
     run_unpadded: Callable[[], Any] | None,
     state: RunState,
-    reads_padding: str = "",
-    chosen_from: Mapping[str, str] = MappingProxyType({}),
-    tolerance: float | None = None,
-    before_warmup: HostSnapshot | None = None,
-    observer: Observer | None = None,
-    can_repeat: bool = True,
+    reads_padding: str,
+    chosen_from: Mapping[str, str],
+    tolerance: float | None,
+    before_warmup: HostSnapshot | None,
+    observer: Observer | None,
+    can_repeat: bool,
 ) -> tuple[Any, dict[str, Comparison]]:
     """Prove twice that the padding of a replay matters to no real row.
 
@@ -208,18 +208,19 @@ def check_padding(
                     found=f"bits that vary: {outcome}",
                     do=VARYING,
                 )
-        if varied is not None and is_read:
-            raise _padding_read_error(
-                subject,
-                names,
-                outcome,
-                is_rounding=_compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
-                is_unread=lambda name: (
-                    not can_repeat
-                    or _compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
-                ),
-            )
-        if depends_on_size:
+            if varied is not None and is_read:
+                raise _padding_read_error(
+                    subject,
+                    names,
+                    outcome,
+                    is_rounding=_compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
+                    is_unread=lambda name: (
+                        not can_repeat
+                        or _compare_runs(
+                            run(replay, name, poisons=False), found, tolerance
+                        ).is_equal
+                    ),
+                )
             raise VerificationError(
                 subject,
                 expected="the real rows and the state of the unpadded batch, within the tolerance "
