@@ -76,6 +76,7 @@ def users(codes: list[CodeType]) -> dict[str, list[CodeType]]:
         ("return getattr(x, 'k')", "asked", {("x", "k")}),
         ("return type(x).get('k')", "asked", {("__class__", "k")}),
         ("return vars(x)['k']", "asked", {("__dict__", "k")}),
+        ("return getattr(f(x), 'k', None)", "asked", {("", "k"), ("f(...)", "k")}),
         ("return os.environ['K'], os.getenv('L')", "asked", {("environ", "K"), ("getenv", "L")}),
         ("name = 'k'\nfor _ in x: pass\nreturn self.table[name]", "asked", {("table", "k")}),
         # Asked for another key.
@@ -90,6 +91,7 @@ def users(codes: list[CodeType]) -> dict[str, list[CodeType]]:
         ("return (self.one or self.two)[key]", "computed", {"one", "two"}),
         ("t = self.one\nif x: t = self.two\nreturn t[key]", "computed", {"t", "one", "two"}),
         ("return self.table['a'], x.get('b')", "computed", set()),
+        ("if key not in self.memo: self.memo[key] = x\nreturn self.memo[key]", "computed", set()),
         ("return os.getenv(key)", "asked_by", {("getenv", "key")}),
         ("return os.environ.get(self.name, 1)", "asked_by", {("environ", "name")}),
         ("return os.environ[key.lower()]", "asked_by", {("environ", "")}),
@@ -123,6 +125,7 @@ def users(codes: list[CodeType]) -> dict[str, list[CodeType]]:
         ("return vars(self)[key]", "guessed", {("self", "")}),
         ("return self.__dict__", "guessed", {("self", "")}),
         ("return self.__dict__['a'], vars(x)['b']", "guessed", set()),
+        ("self.__dict__.update(x)", "guessed", set()),
         # Attributes that are set.
         ("self.a = x", "assigned", {("a",)}),
         ("mod.sub.a = x", "assigned", {("mod", "sub", "a")}),

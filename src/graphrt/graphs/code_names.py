@@ -27,7 +27,8 @@ class Names(NamedTuple):
     """And numbers: constants, which may be keys of a dict."""
     asked: set[tuple[str, str]]
     """A variable or attribute, and a string after it: ``getattr(self.a, "x")``, ``a.get("x")``;
-    ``__class__`` of ``type(a)``, and ``__dict__`` of ``vars(a)`` and ``globals()``."""
+    ``__class__`` of ``type(a)``, and ``__dict__`` of ``vars(a)`` and ``globals()``; empty, which
+    is the callable itself, of what a call returns."""
     iterated: set[str]
     """Variables and attributes that are gone through, counted or tested for being empty."""
     computed: set[str]
@@ -67,6 +68,7 @@ _Values: TypeAlias = tuple[_Value, ...]
 
 _NAMED = ("local", "variable", "attribute")
 _UNKNOWN = (_Value(),)
+_RETURNED = _Value("...(...)")
 _NULL = (_Value(kind="null"),)
 """Beside a function that is no method."""
 _THROUGH = (
@@ -124,11 +126,11 @@ class _Machine:
         """The stack that jumps bring to an instruction further on."""
         is_reached = True
         for step in dis.get_instructions(self._code):
+            # A handler of exceptions begins with what the instructions before it left: that is as
+            # unknown as what it finds.
             came = arriving.pop(step.offset, None)
             if came is not None:
                 self._stack = _joined(came, self._stack) if is_reached else came
-            elif not is_reached:  # A handler of exceptions.
-                self._stack = []
             if step.opcode in _JUMPS and step.argval > step.offset:
                 there = _moved(self._stack, dis.stack_effect(step.opcode, step.arg, jump=True))
                 other = arriving.get(step.argval)
@@ -201,8 +203,9 @@ class _Machine:
         names = [name for name in _names(step) if type(name) is str]
         values = [value for values in self._stack for value in values]
         values += [owner for value in values for owner in value.of]
+        values += [_Value(_GIVEN_BY[value.name]) for value in values if value.name in _GIVEN_BY]
         values += [_Value(name, "variable", text=name) for name in names]
-        every = (*dict.fromkeys(values), *_UNKNOWN)
+        every = (*dict.fromkeys(values), _RETURNED)
         texts = [value.text for value in every]
         for name in names:
             found.attributes.add(name)
@@ -308,15 +311,16 @@ class _Machine:
                 self.found.asked_by.update((name, each) for each in keys)
 
     def _note_asked(self, container: _Values, texts: Iterable[object]) -> None:
+        names = {value.name for value in container}
+        if any(name.endswith("(...)") for name in names):
+            names.add("")
         strings = [text for text in texts if type(text) is str]
-        self.found.asked.update((value.name, text) for value in container for text in strings)
+        self.found.asked.update((name, text) for name in names for text in strings)
 
     def _call(self, step: dis.Instruction) -> None:
         is_spread = step.opname == "CALL_FUNCTION_EX"
         size = 1 - _effect(step) if is_spread else _argument(step) + 2 + (step.opname == "CALL_KW")
         first, second, *args = self._pop(size)
-        if first is not _NULL and second is not _NULL:
-            args.insert(0, second)  # The object of a method, or what a decorator is given.
         callee = second if first is _NULL else first
         result = []
         for value in callee:
