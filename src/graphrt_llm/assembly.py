@@ -74,20 +74,17 @@ SIMULATED_BYTES = 2**31
 class EngineParts(NamedTuple):
     """What an ``LLMEngine`` is made of. It closes ``runtime``, ``device`` and ``group``."""
 
+    config: EngineConfig
     runtime: Runtime
     scheduler: Scheduler
     examples: Examples
     model_config: ModelConfig
+    """Of this rank's part, where ranks share each layer."""
     device: Device
     attention: AttentionChoice
     attention_backend: AttentionBackend
-    seed: int
-    overlap: bool
-    captures_by_priority: bool
     group: RankGroup | None
     ranks: Exchange | None
-    serves_alike: bool
-    """All ranks serve the same requests."""
     lora: LoRAWeights | None
 
 
@@ -108,28 +105,32 @@ def assemble(
     """
     _check(model_config, config, ranks)
     dtype = _dtype(model_config, config)
+    if config.load_format == "dummy":
+        model_dir = None
     if ranks is not None:
-        is_random = model_dir is None or config.load_format == "dummy"
-        _check_alike(model_config, config, ranks, is_random=is_random)
+        _check_alike(model_config, config, ranks, is_random=model_dir is None)
+    asked = config.runtime
+    if config.tensor_parallel:
+        asked = replace(asked, ranks=replace(asked.ranks, same_batch=True))
     started = rank_variables() if ranks is not None else None
     with ExitStack() as undo:
         device = make_device(config.device, None if started is None else started.local_rank)
         undo.callback(device.close)
+        is_cuda = device.name == "cuda"
         group = _group(model_config, config, device, ranks)
         if group is not None:
             undo.callback(group.close)
         # By priority the first step is soon.
-        loads = device.name == "cuda" and config.capture == "by_priority"
+        loads = is_cuda and config.capture == "by_priority"
         load = partial(_load_kernels, model_config, dtype, device.torch_device)
         loaded = in_thread(load) if loads else None
         model = _load(model_config, config, dtype, model_dir, device, group)
-        # Of this rank's part, where ranks share each layer.
         model_config = model.config
-        if config.runtime.max_loras:
+        if asked.max_loras:
             # Before the cache, which gets the memory that is left.
             model.lora = LoRAWeights(
                 model_config,
-                max_loras=config.runtime.max_loras,
+                max_loras=asked.max_loras,
                 max_rank=config.max_lora_rank,
                 dtype=model.dtype,
                 device=device.torch_device,
@@ -153,17 +154,14 @@ def assemble(
             limits,
             model_config.vocab_size,
             scheduler.input_batch.allocator,
-            pinned=device.name == "cuda",
+            pinned=is_cuda,
         )
         facts = Facts(
             attention_groups={attention.name: backend.support},
             attention_ops=(ATTENTION_OP,),
-            device="cuda" if device.name == "cuda" else "simulated",
+            device="cuda" if is_cuda else "simulated",
         )
         split = _split(model, config, facts)
-        asked = config.runtime
-        if config.tensor_parallel:
-            asked = replace(asked, ranks=replace(asked.ranks, same_batch=True))
         runtime = Runtime(
             NamedInputs(split or model, model.kernels),
             config=asked,
@@ -191,8 +189,8 @@ def assemble(
         if loaded is not None:
             loaded.result()
         undo.pop_all()  # From here on the engine closes them.
-    is_cuda = device.torch_device.type == "cuda"
     return EngineParts(
+        config,
         runtime,
         scheduler,
         examples,
@@ -200,13 +198,9 @@ def assemble(
         device,
         attention,
         backend,
-        seed=config.seed,
-        overlap=is_cuda and limits.query_len == 1 if config.overlap is None else config.overlap,
-        captures_by_priority=config.capture == "by_priority",
-        group=group,
-        ranks=ranks,
-        serves_alike=config.tensor_parallel,
-        lora=model.lora,
+        group,
+        ranks,
+        model.lora,
     )
 
 
@@ -408,7 +402,7 @@ def _load(
     context = config.max_model_len or model_config.max_position_embeddings
     num_positions = context + config.runtime.num_speculative_tokens
     model = CausalLM(model_config, dtype, device.torch_device, group, num_positions)
-    if model_dir is None or config.load_format == "dummy":
+    if model_dir is None:
         random_weights(model, seed=config.seed)
     else:
         load_safetensors(model, model_dir)

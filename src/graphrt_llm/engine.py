@@ -112,13 +112,14 @@ class LLMEngine:
         self.scheduler = parts.scheduler
         self.attention = parts.attention
         self.attention_backend = parts.attention_backend
-        self.overlap = parts.overlap
         self.vocab_size = parts.model_config.vocab_size
         self.limits = limits = parts.scheduler.limits
         self._examples = parts.examples
         self._eos_token_ids = frozenset(parts.model_config.eos_token_ids)
-        self._seed = parts.seed
-        self._ranks, self._serves_alike = parts.ranks, parts.serves_alike
+        config, self._ranks = parts.config, parts.ranks
+        self._seed = config.seed
+        self._serves_alike = config.tensor_parallel
+        """All ranks serve the same requests."""
         # Of requests and tokens, in their order: ranks that serve alike have the same.
         self._digest = 0
         self._model_config = parts.model_config
@@ -131,12 +132,15 @@ class LLMEngine:
         self._switching = getattr(parts.attention_backend, "switching", None)
         # Graphs that steps may still capture.
         planned = self.runtime.plan.capture_order
-        self._num_missing = len(planned) if parts.captures_by_priority else 0
+        self._num_missing = len(planned) if config.capture == "by_priority" else 0
         self._device = parts.device
         place = parts.device.torch_device
         excludes = getattr(parts.attention_backend, "excludes", None)
-        is_pinned = place.type == "cuda"
-        self._runner = Runner(self.runtime, limits, pinned=is_pinned, excludes=excludes)
+        is_cuda = place.type == "cuda"
+        self.overlap = is_cuda and limits.query_len == 1
+        if config.overlap is not None:
+            self.overlap = config.overlap
+        self._runner = Runner(self.runtime, limits, pinned=is_cuda, excludes=excludes)
         most_rows = limits.max_num_seqs * limits.query_len
         self._sampler = Sampler(max_rows=most_rows, device=place)
         self._num_added = 0

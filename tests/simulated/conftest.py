@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -23,6 +24,15 @@ def _one_thread() -> Iterator[None]:
     SimulatedDevice().close()  # It imports what modules below would each have to collect.
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_loggers() -> Iterator[None]:
+    """Programs of the documentation set them, as a user's do."""
+    yield
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "graphrt" and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module", autouse=True)

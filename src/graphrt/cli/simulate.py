@@ -9,7 +9,7 @@ token limit.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from typing import Any
 
@@ -45,19 +45,20 @@ MOST_STEPS = 10**6
 
 
 class Rank:
-    """The requests of one rank."""
+    """The requests of one rank, and what it wants of each step."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, place: int, plan: Plan, dispatch: Callable[..., Decision]) -> None:
         self.waiting: deque[list[int]] = deque()
         """Prompt tokens left, and output tokens, of each."""
+        self._place, self._ubatch, self._dispatch = place, plan.ubatch, dispatch
         self._query_len, self._max_tokens = plan.query_len, plan.max_num_batched_tokens
         self._most = max(1, min(plan.max_num_seqs, self._max_tokens // self._query_len))
         self._decoding = 0
         self._ends: dict[int, int] = defaultdict(int)
         """Step -> how many requests do not decode any more from it on."""
 
-    def step(self, number: int) -> tuple[int, bool]:
-        """Unpadded tokens of this step, and whether it is a uniform decode batch."""
+    def vote(self, number: int) -> RankVote:
+        """Take the batch of this step, and vote for what serves it alone."""
         if self._ends:
             self._decoding -= self._ends.pop(number, 0)
         running, waiting = self._decoding, self.waiting
@@ -75,7 +76,32 @@ class Rank:
                 # The end of the prompt gives the first token, the other ones follow.
                 self._ends[number + 1 + ceil((request[1] - 1) / self._query_len)] += 1
         self._decoding = running
-        return tokens, uniform
+        if not tokens:
+            return RankVote.idle(self._place)
+        mode, key, reason = self._dispatch(tokens, uniform)
+        objection = wants_split(tokens, uniform, self._ubatch)
+        return RankVote(self._place, tokens, key.num_tokens, mode, uniform, 0, 0, reason, objection)
+
+
+def _votes(
+    trace: Sequence[TraceRequest], ranks: Sequence[Rank], step_s: float, speed: float
+) -> Iterator[list[RankVote]]:
+    """Of all ranks, for each step in which one has work."""
+    number = arrived = 0
+    while True:
+        while arrived < len(trace) and trace[arrived].arrival_s <= number * step_s * speed:
+            request = trace[arrived]
+            sizes = [request.num_prompt_tokens, request.num_output_tokens]
+            ranks[arrived % len(ranks)].waiting.append(sizes)
+            arrived += 1
+        votes = [rank.vote(number) for rank in ranks]
+        number += 1
+        if any(vote.num_tokens_unpadded for vote in votes):
+            yield votes
+        elif arrived == len(trace):
+            return
+        else:  # Nothing happens before the next request arrives.
+            number = max(number, ceil(trace[arrived].arrival_s / (step_s * speed)))
 
 
 def simulate_ranks(
@@ -97,34 +123,17 @@ def simulate_ranks(
             found=f"one of {longest} steps",
             do="cut its prompt or its output",
         )
-    ranks = [Rank(plan) for _ in range(num_ranks)]
     dispatch, rules = CUDAGraphDispatcher(plan).dispatch, SplitRules.of(plan)
+    ranks = [Rank(place, plan, dispatch) for place in range(num_ranks)]
     # Of all ranks together, by step; then of each rank that has work.
     steps, eager, unsplit = Counter[str](), Counter[str](), Counter[str]()
     modes = {rule: Counter[RuntimeMode]() for rule in RULES}
     padding = Counter[str]()
     num = Counter[str]()
-    number = arrived = 0
-    while True:
-        while arrived < len(trace) and trace[arrived].arrival_s <= number * step_s * speed:
-            request = trace[arrived]
-            sizes = [request.num_prompt_tokens, request.num_output_tokens]
-            ranks[arrived % num_ranks].waiting.append(sizes)
-            arrived += 1
-        votes = [
-            _vote(place, rank.step(number), dispatch, plan) for place, rank in enumerate(ranks)
-        ]
+    for number, votes in enumerate(_votes(trace, ranks, step_s, speed)):
         tag = make_tag(Round.STEP, 0, number)
         words = [pack(vote, tag) for vote in votes]
         agreement = decide(merge(words), rules)
-        number += 1
-        if agreement.idle:
-            if arrived == len(trace):
-                break
-            # Nothing happens before the next request arrives.
-            number = max(number, ceil(trace[arrived].arrival_s / (step_s * speed)))
-            continue
-
         settled = [step for vote in votes if (step := settle(agreement, vote, dispatch, rules))]
         mode, key, _ = settled[0].decision
         is_eager = mode is NONE
@@ -186,14 +195,3 @@ def simulate_ranks(
             for rule in RULES
         },
     }
-
-
-def _vote(
-    place: int, batch: tuple[int, bool], dispatch: Callable[..., Decision], plan: Plan
-) -> RankVote:
-    tokens, uniform = batch
-    if not tokens:
-        return RankVote.idle(place)
-    mode, key, reason = dispatch(tokens, uniform)
-    objection = wants_split(tokens, uniform, plan.ubatch)
-    return RankVote(place, tokens, key.num_tokens, mode, uniform, 0, 0, reason, objection)

@@ -46,6 +46,23 @@ def wait_for_pinned(tensors: Iterable[torch.Tensor]) -> None:
         torch.accelerator.synchronize()
 
 
+class LookingMode(TorchDispatchMode):
+    """Base of modes that run every operation unchanged.
+
+    Without the guard of Dynamo that torch puts around each dispatch: to make it, torch imports its
+    compiler, which takes seconds.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 class OfRecording:
     """Base of the modes of an open recording: a thread that joins it gets modes of its own."""
 

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphrt.device.torch_modes import is_for_parts
+from graphrt.device.torch_modes import LookingMode, is_for_parts
 from graphrt.graphs.buffers import is_staging
-from graphrt.graphs.values import tensors_of
+from graphrt.graphs.values import storage_start, tensors_of
 from graphrt.source import caller_source
 
 
@@ -38,19 +37,11 @@ def observed_writes() -> Iterator[list[Write]]:
         yield observer.writes
 
 
-class _WriteObserver(TorchDispatchMode):
-    """Runs every operation unchanged, and notes what it writes."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare the guard that torch puts around each dispatch: to make it, torch imports its
-        compiler, which takes seconds."""
-        return False
+class _WriteObserver(LookingMode):
+    """Notes what operations write."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.writes: list[Write] = []
         # By address: one that was given stays, since its tensor outlives the body or is never
         # looked at again.
@@ -65,7 +56,7 @@ class _WriteObserver(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         given = tensors_of((args, kwargs))
-        self._given |= {_address(tensor) for tensor in given} - self._made
+        self._given |= {storage_start(tensor) for tensor in given} - self._made
         schema = getattr(func, "_schema", None)
         for position, argument in enumerate(schema.arguments if schema is not None else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -73,17 +64,13 @@ class _WriteObserver(TorchDispatchMode):
                 value = args[position] if is_sent else kwargs.get(argument.name)
                 self._note(tensors_of(value))
         result = func(*args, **kwargs)
-        self._made |= {_address(tensor) for tensor in tensors_of(result)} - self._given
+        self._made |= {storage_start(tensor) for tensor in tensors_of(result)} - self._given
         return result
 
     def _note(self, tensors: Sequence[torch.Tensor]) -> None:
         is_staged = bool(tensors) and is_staging()
         for tensor in tensors:
-            address = _address(tensor)
+            address = storage_start(tensor)
             if address and address not in self._made and (address, is_staged) not in self._written:
                 self._written.add((address, is_staged))
                 self.writes.append(Write(tensor, str(caller_source()), is_staged))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
+from typing import Literal
 
 import torch
 
 from graphrt.batch import BatchDescriptor, Reason
 from graphrt.errors import CaptureInProgressError
 from graphrt.events import CaptureBegan, CaptureEnded, MemoryTaken
-from graphrt.graphs import CaptureOptions, Entry, HostSnapshot, too_many_failures
+from graphrt.graphs import Entry, HostSnapshot, too_many_failures
 from graphrt.interrupts import interrupted_between_steps
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress
@@ -22,7 +23,8 @@ from graphrt.runner.jobs import CaptureJob, capture_all
 from graphrt.runner.keys import RunnerKeys, missing_text, no_examples_error
 from graphrt.runner.report import CaptureMemory, DeviceMemory
 
-Capture = Callable[[Sequence[Entry], CaptureOptions, Progress | None], None]
+GenerationName = Literal["current", "new"]
+Capture = Callable[[Sequence[Entry], GenerationName, Progress | None], None]
 
 
 @dataclass(eq=False)
@@ -88,9 +90,7 @@ class Captures:
         """No other part follows: the next warm-up is the first one."""
         self._host = None
 
-    def choose(
-        self, wanted: Sequence[Entry], options: CaptureOptions
-    ) -> tuple[Sequence[Entry], CaptureOptions]:
+    def choose(self, wanted: Sequence[Entry]) -> tuple[Sequence[Entry], GenerationName]:
         """What to capture, and whether beside the programs that serve or in their place.
 
         No program is freed alone, so one that can never serve again costs its memory until its
@@ -103,16 +103,16 @@ class Captures:
         has_invalid = any(e.program is not None and not e.program.is_valid for e in wanted)
         if not has_invalid or owners != {self.name}:
             # A generation goes as a whole: with it would go what serves another runner.
-            return missing, replace(options, generation="current")
+            return missing, "current"
         entries = self.keys.entries.values()
         if any(entry.reason is Reason.HIT for entry in entries):
             # What takes the old generation's place has to serve what that one serves.
             again = [e for e in entries if e in wanted or e.valid_program is not None]
-            return again, replace(options, generation="new")
+            return again, "new"
         for generation in generations:
             if generation.programs:
                 self.executor.library.retire(generation)
-        return missing, replace(options, generation="current")
+        return missing, "current"
 
     def _invalidate_with_others(self) -> None:
         """Invalidate the programs that another rank has none of: all capture the same keys."""
@@ -151,7 +151,7 @@ class Captures:
         host: HostSnapshot,
         check_interrupt: Callable[[], None],
         entries: Sequence[Entry],
-        options: CaptureOptions,
+        generation: GenerationName,
         progress: Progress | None,
     ) -> None:
         """Capture ``entries`` in one scope, and check each first replay after it."""
@@ -189,7 +189,7 @@ class Captures:
             capture_all(
                 self.executor.library,
                 jobs,
-                options,
+                replace(self.executor.options, generation=generation),
                 gate=gate,
                 progress=lambda number, total, job: tick(job.key),
                 later=[key for _, key in known],

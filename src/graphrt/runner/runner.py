@@ -18,9 +18,9 @@ from graphrt.config.checked import (
     check_callable,
     check_choice,
     check_count,
-    check_hashable,
     check_number,
     check_type,
+    check_variant,
     checked_list,
 )
 from graphrt.device import DeviceName
@@ -194,16 +194,17 @@ class CUDAGraphRunner:
         if library is not None:
             check_choice("device of a runner in a library", device, ("auto", library.device))
         has_keys = bool(sizes or capacity or space)
-        inputs, self._fixed = _declared(inputs, examples, has_keys=has_keys)
+        inputs, outputs, self._fixed = _declared(inputs, outputs, examples, has_keys=has_keys)
         if self._fixed:
             sizes = {axis: [size] for axis, size in self._fixed.items()}
-            outputs = outputs or OutputSpec({})
-        expected = 'an OutputSpec, such as OutputSpec({"": "tokens"}), because sizes differ'
-        do = "name the padded dimension of each output; {} if none is"
-        check_type("outputs", outputs, OutputSpec, expected, do)
-        assert outputs is not None, "told above"
-        space = space or key_space(modes, sizes, capacity)
-        rows = may_overwrite if isinstance(may_overwrite, Mapping) else {}
+        self._space = space = space or key_space(modes, sizes, capacity)
+        self.fn = fn
+        self.last_decision: Decision | None = None
+        self.capacity = space.capacity
+        """Axis -> the largest padded size, in the order of a key's sizes."""
+        self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
+        """The owner of the programs in the library."""
+        self._owns_library = library is None
         options = CaptureOptions(
             state=state,
             may_overwrite=may_overwrite,  # Of a mapping its keys.
@@ -214,18 +215,8 @@ class CUDAGraphRunner:
             observe=observe,
             layers=layers,
         )
-        self.fn = fn
-        self.last_decision: Decision | None = None
-        self.capacity = space.capacity
-        """Axis -> the largest padded size, in the order of a key's sizes."""
-        self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
-        """The owner of the programs in the library."""
         self.library = library or GraphLibrary(device, observer=observer)
         self.device = self.library.device
-        self._owns_library = library is None
-        self._space, self._options, self._lockstep = space, options, lockstep
-        self._has_own_examples = examples is not None
-        self._observer = observer
         with ExitStack() as on_error:
             if self._owns_library:
                 on_error.callback(self.library.close)
@@ -239,7 +230,7 @@ class CUDAGraphRunner:
                 options=options,
                 tolerance=verify_tolerance,
                 observer=observer,
-                written_rows=rows,
+                written_rows=may_overwrite if isinstance(may_overwrite, Mapping) else {},
                 reads_padding=reads_padding,
                 is_strict=on_miss == "strict",
                 wait_for_ranks=None if lockstep is None else lockstep.before_run,
@@ -252,15 +243,17 @@ class CUDAGraphRunner:
         self._executor.is_padded = self._keys.is_padded
         self._entries = self._keys.entries
         self._captures = Captures(self.name, self._keys, self._executor, lockstep)
-        self._verify = verify
-        self._verify_every = self._until_verify = verify_every or 0
-        self._compares_padding = False
-        self._is_running = self._is_closed = False
-        self._misses: dict[Reason, Misses] = {}
         self._watch = Watch(watch)
         self._watch.start()
         self.library.watches.add(self._watch)
         self._look = self._watch.look_at_all if watch == "always" else self._watch.look
+
+        self._observer, self._lockstep, self._verify = observer, lockstep, verify
+        self._has_own_examples = examples is not None
+        self._verify_every = self._until_verify = verify_every or 0
+        self._compares_padding = False
+        self._is_running = self._is_closed = False
+        self._misses: dict[Reason, Misses] = {}
         self._told: KeysChanged | None = None
         """What the observer was told last of what serves."""
         self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
@@ -286,7 +279,7 @@ class CUDAGraphRunner:
         Errors: ``BatchError`` for a missing or unknown axis, or a size beyond the capacity;
                 ``ConfigError`` for a ``variant`` that cannot be hashed.
         """
-        check_hashable("variant", variant)
+        check_variant(variant)
         return make_key(in_order(self.capacity, sizes, "padded"), variant)
 
     def real_sizes(self, values: Values) -> dict[str, int]:
@@ -356,9 +349,9 @@ class CUDAGraphRunner:
         ):
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
             self._ask()
-            chosen, options = self._captures.choose(wanted, self._options)
+            chosen, generation = self._captures.choose(wanted)
             self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
-            capture(chosen, options, tell)
+            capture(chosen, generation, tell)
         return self.report()
 
     def capture_next(
@@ -397,7 +390,7 @@ class CUDAGraphRunner:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
                 part = self._captures.part(self._check, self._refresh)
                 with self._occupied(), part as capture, frozen_heap():
-                    capture(self._captures.recheck(chosen), self._options, None)
+                    capture(self._captures.recheck(chosen), "current", None)
             finally:
                 if self._captures.fail_the_rest():
                     self._refresh()
@@ -919,9 +912,13 @@ class CUDAGraphRunner:
 
 
 def _declared(
-    inputs: Inputs | None, examples: Examples | None, *, has_keys: bool
-) -> tuple[Inputs, Sizes]:
-    """The specs of the inputs, and the sizes of all calls where these are always the same."""
+    inputs: Inputs | None,
+    outputs: OutputSpec | None,
+    examples: Examples | None,
+    *,
+    has_keys: bool,
+) -> tuple[Inputs, OutputSpec, Sizes]:
+    """The specs of inputs and outputs; and the sizes of all calls, where these are the same."""
     if inputs is None:
         if examples is None or has_keys:
             raise ConfigError(
@@ -936,8 +933,14 @@ def _declared(
         for name, value in values.items():
             require_tensor(f"an example: input {shown_value(name)}", value, "a tensor")
         inputs = [BufferSpec(name, tuple(v.shape), v.dtype) for name, v in values.items()]
-    if callable(inputs):
-        return inputs, {}
-    specs = check_specs(inputs)
-    is_fixed = not has_keys and not any(spec.axes for spec in specs)
-    return specs, _FIXED if is_fixed else {}
+    is_fixed = False
+    if not callable(inputs):
+        inputs = check_specs(inputs)
+        is_fixed = not has_keys and not any(spec.axes for spec in inputs)
+    if is_fixed:
+        outputs = outputs or OutputSpec({})
+    expected = 'an OutputSpec, such as OutputSpec({"": "tokens"}), because sizes differ'
+    do = "name the padded dimension of each output; {} if none is"
+    check_type("outputs", outputs, OutputSpec, expected, do)
+    assert outputs is not None, "told above"
+    return inputs, outputs, _FIXED if is_fixed else {}

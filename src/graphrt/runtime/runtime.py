@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
 from time import perf_counter_ns
@@ -202,7 +203,6 @@ class Runtime:
         if ranks is not None:
             config, facts = agree_on_facts(ranks, config, facts)
             self.resolved = resolve(config, facts)
-        lockstep = None if ranks is None else Lockstep(ranks, config.ranks)
         self.config, self.plan = config, self.resolved.plan
         plan = self.plan
         _check_built(self.resolved, model, compile_part=compile_part, op_impls=op_impls)
@@ -214,7 +214,9 @@ class Runtime:
         self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
             axis for spec in inputs for axis in spec.axes
         }
-        fn = model
+        fn, is_unobserved = model, False
+        self._ends = ExitStack()
+        """Of what may end only after the library."""
         self._compiled: CompiledPart | None = None
         if plan.level is not CompilationLevel.NO_COMPILATION:
             rank = 0 if ranks is None else ranks.rank
@@ -223,7 +225,7 @@ class Runtime:
 
                 made = CompiledPart(self.resolved, model, compile_part, op_impls, observer, rank)
             self._compiled, fn = made, made.entry
-        self._split: SplitSteps | None = None
+            self._ends.callback(made.restore)
         self.library = GraphLibrary(
             device,
             budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
@@ -231,16 +233,21 @@ class Runtime:
             observer=observer,
         )
         self.device = self.library.device
-        if ranks is not None:
-            self.library.limit_waits(config.ranks.step_timeout_s, ranks.give_up)
-        is_unobserved = self._compiled is not None and self._compiled.guard(self.device)
         try:
+            lockstep = None
+            if ranks is not None:
+                lockstep = Lockstep(ranks, config.ranks)
+                self.library.limit_waits(config.ranks.step_timeout_s, ranks.give_up)
+            if self._compiled is not None:
+                is_unobserved = self._compiled.guard(self.device)
+            self._split: SplitSteps | None = None
             if plan.ubatch.num_ubatches > 1:
                 may_miss = config.on_miss == "eager"
                 self._split = SplitSteps(
                     fn, self.device, plan, inputs, outputs, sm_control, may_miss=may_miss
                 )
                 fn = self._split.callable
+                self._ends.callback(fn.close)
             self.runner = CUDAGraphRunner(
                 fn,
                 inputs=inputs,
@@ -267,24 +274,23 @@ class Runtime:
                 space=_key_space(plan),
                 lockstep=lockstep,
             )
+            self._execute = self.runner.execute
+            self._execute_padding = self.runner.execute_padding
             self._ranks: RankedSteps | None = None
             if lockstep is not None:
                 num_sms = self.device.limits.num_sms
                 sms = sm_pair(sm_control, plan.ubatch.num_comm_sms, num_sms)
                 self._ranks = RankedSteps(lockstep, self.runner, self.resolved, sms)
+                self._execute = self._ranks.noting_drops(self._execute)
+                self._execute_padding = self._ranks.noting_drops(self._execute_padding)
             if self._compiled is not None:
                 self._compiled.install()
                 if examples is not None:
                     self._trace(self._compiled)
         except BaseException:
-            self._uncompile()
-            self.library.close()
-            self._end_split()
+            with self._ends:
+                self.library.close()
             raise
-        self._execute, self._execute_padding = self.runner.execute, self.runner.execute_padding
-        if self._ranks is not None:
-            self._execute = self._ranks.noting_drops(self._execute)
-            self._execute_padding = self._ranks.noting_drops(self._execute_padding)
 
     @property
     def dispatcher(self) -> CUDAGraphDispatcher:
@@ -574,10 +580,6 @@ class Runtime:
         if self._compiled is not None:
             self._compiled.audit()
 
-    def _uncompile(self) -> None:
-        if self._compiled is not None:
-            self._compiled.restore()
-
     def close(self) -> None:
         """Retire every program, drop the buffers, release the device if this runtime made it.
 
@@ -591,12 +593,7 @@ class Runtime:
         finally:
             if self.library.is_closed:
                 self.runner.close()
-                self._uncompile()
-                self._end_split()
-
-    def _end_split(self) -> None:
-        if self._split is not None:
-            self._split.callable.close()
+                self._ends.close()
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise copy_error(self)

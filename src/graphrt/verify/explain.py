@@ -95,11 +95,11 @@ def _(program: Program) -> str:
 def _program_lines(program: Program) -> Iterator[str]:
     yield f"{program.title}, generation {program.generation}"
     yield f"state: {_state(program)}"
-    yield f"captured: {_count(program.num_graphs, 'device graph')}{_nodes(program)}"
+    kernels = _kernels(program.memory.num_nodes)
+    yield f"captured: {_count(program.num_graphs, 'device graph')}{kernels}"
     for number, segment in enumerate(program.segments):
         if isinstance(segment, GraphSegment):
-            nodes = segment.graph.num_nodes
-            yield f"  {number}. graph" + ("" if nodes is None else f", {_count(nodes, 'kernel')}")
+            yield f"  {number}. graph{_kernels(segment.graph.num_nodes)}"
         else:
             yield f"  {number}. eager: {segment.site}"
     if program.num_eager:
@@ -138,9 +138,8 @@ def _state(program: Program) -> str:
     return "ready: its arguments were checked, its results never compared with eager execution"
 
 
-def _nodes(program: Program) -> str:
-    nodes = program.memory.num_nodes
-    return "" if nodes is None else f", {_count(nodes, 'kernel')}"
+def _kernels(number: int | None) -> str:
+    return "" if number is None else f", {_count(number, 'kernel')}"
 
 
 def _count(number: int, noun: str) -> str:

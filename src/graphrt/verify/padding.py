@@ -11,10 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.device.torch_modes import is_for_parts
+from graphrt.device.torch_modes import LookingMode, is_for_parts
 from graphrt.errors import VerificationError
 from graphrt.events import Observer, PaddingVerified
 from graphrt.graphs.buffers import BoundBuffers, Sizes
@@ -112,12 +111,12 @@ def check_padding(
     replay: Callable[[], Any],
     run_unpadded: Callable[[], Any] | None,
     state: RunState,
-    reads_padding: str = "",
-    chosen_from: Mapping[str, str] = MappingProxyType({}),
-    tolerance: float | None = None,
-    before_warmup: HostSnapshot | None = None,
-    observer: Observer | None = None,
-    can_repeat: bool = True,
+    reads_padding: str,
+    chosen_from: Mapping[str, str],
+    tolerance: float | None,
+    before_warmup: HostSnapshot | None,
+    observer: Observer | None,
+    can_repeat: bool,
 ) -> tuple[Any, dict[str, Comparison]]:
     """Prove twice that the padding of a replay matters to no real row.
 
@@ -209,18 +208,19 @@ def check_padding(
                     found=f"bits that vary: {outcome}",
                     do=VARYING,
                 )
-        if varied is not None and is_read:
-            raise _padding_read_error(
-                subject,
-                names,
-                outcome,
-                is_rounding=_compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
-                is_unread=lambda name: (
-                    not can_repeat
-                    or _compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
-                ),
-            )
-        if depends_on_size:
+            if varied is not None and is_read:
+                raise _padding_read_error(
+                    subject,
+                    names,
+                    outcome,
+                    is_rounding=_compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
+                    is_unread=lambda name: (
+                        not can_repeat
+                        or _compare_runs(
+                            run(replay, name, poisons=False), found, tolerance
+                        ).is_equal
+                    ),
+                )
             raise VerificationError(
                 subject,
                 expected="the real rows and the state of the unpadded batch, within the tolerance "
@@ -238,21 +238,15 @@ def check_padding(
     return found[0], unlike
 
 
-class _Float32Seen(TorchDispatchMode):
+class _Float32Seen(LookingMode):
     """Notes whether an operator returns float32, as norms of transformers do in a float64 model.
 
     No shorter dtype: a quarter of a result, which bfloat16 may round away, hides what padding does.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.is_any = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # To guard each dispatch, torch would import its compiler.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.device.base import TensorUse
 from graphrt.device.cuda import private
 from graphrt.device.cuda.pool import storage_address
-from graphrt.device.torch_modes import OfRecording, is_for_parts
+from graphrt.device.torch_modes import LookingMode, OfRecording, is_for_parts
 from graphrt.source import caller_source
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -162,18 +161,11 @@ class UseTracker:
         return tuple(use for address, use in self._uses.items() if not self._is_pooled(address))
 
 
-class Observer(OfRecording, TorchDispatchMode):
-    """Runs every operation unchanged, and notes it in a tracker."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare the guard that torch puts around each dispatch: compiled code is not observed."""
-        return False
+class Observer(OfRecording, LookingMode):
+    """Notes operations in a tracker."""
 
     def __init__(self, tracker: UseTracker) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self._tracker = tracker
 
     def __torch_dispatch__(
