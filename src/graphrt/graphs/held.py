@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, compress, cycle
-from operator import call, contains, is_not, ne
+from operator import contains, is_not, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ from graphrt.graphs.places import (
     is_odd,
     is_tensor,
     keys_of,
-    length_method_of,
     length_of,
     name_of,
     own_dict,
@@ -196,10 +195,9 @@ class Reads:
         """Names of what resources own."""
         boxes = [box for item in found.objects.values() for box in _boxes(item)]
         boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
-        self._lengths = [
-            box.__len__ if type(box) is dict else length_method_of(box) for box in boxes
-        ]
-        self._sizes = list(map(call, self._lengths))
+        self._boxes = [box for box in boxes if type(box) is dict]
+        self._other_boxes = [box for box in boxes if type(box) is not dict]
+        self._sizes = self._sizes_now()
         self._named = {_id_held(item) for item in tensors}
         self._held: dict[tuple[frozenset[int], frozenset[int]], list[HeldTensor]] = {}
         """By the ids of what is touched and written: one object for all programs, because they are
@@ -228,9 +226,11 @@ class Reads:
             return False
         self.now = self._read_values()
         changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
-        return (
-            not any(map(self._leads_on, changed)) and list(map(call, self._lengths)) == self._sizes
-        )
+        return not any(map(self._leads_on, changed)) and self._sizes_now() == self._sizes
+
+    def _sizes_now(self) -> list[int]:
+        """How much is in everything that was followed."""
+        return [*map(len, self._boxes), *map(length_of, self._other_boxes)]
 
     @staticmethod
     def _leads_on(place: Place) -> bool:
@@ -390,10 +390,13 @@ class Columns:
     def changed(self) -> list[int]:
         """Which items are others now: another object, another layout of a tensor."""
         found: list[int] = []
+        # Mostly none is: to ask that alone leaves the numbers out of the caches.
         for get, (boxes, names, values, numbers) in self._by_getter.items():
-            found += compress(numbers, map(is_not, map(get, boxes, names), values))
+            if any(map(is_not, map(get, boxes, names), values)):
+                found += compress(numbers, map(is_not, map(get, boxes, names), values))
         for detail_of, (values, _, details, numbers) in self._by_detail.items():
-            found += compress(numbers, map(ne, map(detail_of, values), details))
+            if any(map(ne, map(detail_of, values), details)):
+                found += compress(numbers, map(ne, map(detail_of, values), details))
         if found and self._members:
             known = {same[0]: same for same in self._members.values()}
             found += [other for number in found for other in known.get(number, ())]

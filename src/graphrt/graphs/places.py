@@ -448,13 +448,7 @@ def parts_of_partial(call: functools.partial[Any]) -> tuple[Any, Any, Any]:
 
 def length_of(owner: Any) -> int:
     """Of a container, without the method of a subclass, which may count as it likes, or raise."""
-    return len(owner) if type(owner) is dict else int(length_method_of(owner)())
-
-
-def length_method_of(owner: Any) -> Callable[[], int]:
-    """What tells its length, now and later; as above."""
-    method: Callable[[], int] = base_of(owner).__len__.__get__(owner)
-    return method
+    return len(owner) if type(owner) is dict else int(base_of(owner).__len__(owner))
 
 
 def keys_of(owner: Any) -> tuple[Any, ...]:
