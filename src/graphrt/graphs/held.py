@@ -7,12 +7,12 @@ identity, never an address alone, decides whether something moved.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, compress, cycle
-from operator import call, contains, is_not, ne
+from operator import contains, is_not, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ from graphrt.graphs.places import (
     is_odd,
     is_tensor,
     keys_of,
-    length_method_of,
     length_of,
     name_of,
     own_dict,
@@ -196,8 +195,9 @@ class Reads:
         """Names of what resources own."""
         boxes = [box for item in found.objects.values() for box in _boxes(item)]
         boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
-        self._lengths = list(map(length_method_of, boxes))
-        self._sizes = list(map(call, self._lengths))
+        self._boxes = [box for box in boxes if type(box) is dict]
+        self._other_boxes = [box for box in boxes if type(box) is not dict]
+        self._sizes = self._sizes_now()
         self._named = {_id_held(item) for item in tensors}
         self._held: dict[tuple[frozenset[int], frozenset[int]], list[HeldTensor]] = {}
         """By the ids of what is touched and written: one object for all programs, because they are
@@ -226,14 +226,16 @@ class Reads:
             return False
         self.now = self._read_values()
         changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)
-        return (
-            not any(map(self._leads_on, changed)) and list(map(call, self._lengths)) == self._sizes
-        )
+        return not any(map(self._leads_on, changed)) and self._sizes_now() == self._sizes
+
+    def _sizes_now(self) -> list[int]:
+        """How much is in everything that was followed."""
+        return [*map(len, self._boxes), *map(length_of, self._other_boxes)]
 
     @staticmethod
     def _leads_on(place: Place) -> bool:
         """True for a tensor, and an object that has not been followed, in place of a None."""
-        is_value = place.kind in ("contents", "keys") or place.value is MISSING
+        is_value = place.kind in ("length", "contents", "keys") or place.value is MISSING
         return not (is_value or is_host_scalar(place.value))
 
     def has_same_links(self) -> bool:
@@ -354,6 +356,12 @@ class Probe(NamedTuple):
         return self if value is self.value else self._replace(value=value)
 
 
+_Look = tuple[Callable[[Any, Any], Any], Any, Any, Any]
+"""How one place is looked at: as the first fields of a ``Probe``."""
+_Detail = tuple[Callable[[Any], Any], Any, Any]
+"""A function, what it is asked of, and what it has to answer."""
+_Columns = tuple[list[Any], list[Any], list[Any], list[int]]
+
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 
 
@@ -361,83 +369,103 @@ class Columns:
     """Looks at many places in one go, because a call for each would cost ten times as much."""
 
     def __init__(self, items: Sequence[HeldTensor | Place]) -> None:
-        self._by_getter: dict[Any, tuple[list[Any], list[Any], list[Any], list[int]]] = {}
+        self._by_getter: defaultdict[Any, _Columns] = defaultdict(lambda: ([], [], [], []))
         """Boxes, names, what stands there, and which item it is."""
-        self._by_detail: dict[Any, tuple[list[Any], list[Any], list[int]]] = {}
-        """What stands there, a detail of it, and which item it is."""
+        self._by_detail: defaultdict[Any, _Columns] = defaultdict(lambda: ([], [], [], []))
+        """What stands there, nothing, a detail of it, and which item it is."""
+        self._members: dict[tuple[int, str], list[int]] = {}
+        """By id of a class and name, which items are what it has: many objects share it."""
         for number, item in enumerate(items):
-            last: Probe | None = None
-            for probe in probes_of(item, in_turns=False):
-                if last is None or probe[:4] != last[:4]:
-                    columns = self._by_getter.setdefault(probe.get, ([], [], [], []))
-                    _append(columns, *probe[1:4], number)
-                if probe.detail_of is not None:
-                    details = self._by_detail.setdefault(probe.detail_of, ([], [], []))
-                    _append(details, probe.value, probe.detail, number)
-                last = probe
+            looks, details = _looks_at(item, in_turns=False)
+            for get, box, name, value in looks:
+                if get is read_member:
+                    same = self._members.setdefault((id(box), name), [])
+                    same.append(number)
+                    if len(same) > 1:
+                        continue
+                _append(self._by_getter[get], box, name, value, number)
+            for detail_of, value, detail in details:
+                _append(self._by_detail[detail_of], value, None, detail, number)
 
     def changed(self) -> list[int]:
         """Which items are others now: another object, another layout of a tensor."""
         found: list[int] = []
+        # Mostly none is: to ask that alone leaves the numbers out of the caches.
         for get, (boxes, names, values, numbers) in self._by_getter.items():
-            found += compress(numbers, map(is_not, map(get, boxes, names), values))
-        for detail_of, (values, details, numbers) in self._by_detail.items():
-            found += compress(numbers, map(ne, map(detail_of, values), details))
+            if any(map(is_not, map(get, boxes, names), values)):
+                found += compress(numbers, map(is_not, map(get, boxes, names), values))
+        for detail_of, (values, _, details, numbers) in self._by_detail.items():
+            if any(map(ne, map(detail_of, values), details)):
+                found += compress(numbers, map(ne, map(detail_of, values), details))
+        if found and self._members:
+            known = {same[0]: same for same in self._members.values()}
+            found += [other for number in found for other in known.get(number, ())]
         return found
 
 
-def _append(columns: Iterable[list[Any]], *row: Any) -> None:
-    for column, value in zip(columns, row, strict=True):
-        column.append(value)
+def _append(columns: _Columns, box: Any, name: Any, value: Any, number: int) -> None:
+    boxes, names, values, numbers = columns
+    boxes.append(box)
+    names.append(name)
+    values.append(value)
+    numbers.append(number)
 
 
-def probes_of(item: HeldTensor | Place, *, in_turns: bool = True) -> list[Probe]:
+def probes_of(item: HeldTensor | Place) -> list[Probe]:
     """The fast looks at what has a place, as it was when it was walked; of a tensor at address,
-    shape and strides. ``in_turns``: at some of the contents in each turn."""
-    place = item if isinstance(item, Place) else item.place
+    shape and strides, of contents at some in each turn."""
+    looks, details = _looks_at(item, in_turns=True)
+    probes = [Probe(*look, None, 0, item) for look in looks]
+    if not details:
+        return probes
+    # What stands there is looked at along with its details.
+    value = details[0][1]
+    look: _Look = looks[0] if looks else (tuple.__getitem__, (value,), 0, value)
+    return [Probe(*look, detail_of, detail, item) for detail_of, _, detail in details]
+
+
+def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look], list[_Detail]]:
+    """How what has a place is looked at: at what stands there, and at details of that."""
+    tensor = item if isinstance(item, HeldTensor) else None
+    place = item.place if isinstance(item, HeldTensor) else item
     assert place is not None, "only what has a place is looked up again"
-    owner, name, kind, value = place.owner, place.name, place.kind, place.value
+    _, owner, name, kind, value, _ = place
     if kind == "contents":
         step = min(MAX_TURNS, len(value)) if in_turns else 1
         turns = [_Turns(value, first, step, in_turns) for first in range(step)]
-        return [_within(item, owner, turn.is_same, True) for turn in turns]
+        return [], [(turn.is_same, owner, True) for turn in turns]
     if kind == "keys":
-        return [_within(item, owner, keys_of, value)]
+        return [], [(tuple if type(owner) is dict else keys_of, owner, value)]
     if kind == "length":
         box = entries_of(owner)
         # Mostly it is of a built-in type: ``len`` takes a tenth of the time.
-        return [_within(item, box, len if type(box) is base_of(box) else length_of, value)]
-    looks: list[tuple[Callable[[Any, Any], Any], Any, Any, Any]]
-    if isinstance(item, HeldTensor) and item.parts:
-        looks = [(_part, item, place, item.tensor)]
-    elif kind == "type":
-        looks = _looks_of_type(owner, value)
-    elif kind == "member":
+        return [], [(len if type(box) is base_of(box) else length_of, box, value)]
+    if tensor is not None and tensor.parts:
+        return [(_part, tensor, place, tensor.tensor)], []
+    if kind == "type":
+        return _looks_of_type(owner, value), []
+    if kind == "member":
         hiding = attributes_of(owner)
-        looks = [(read_member, class_of(owner), name, value)]
+        looks: list[_Look] = [(read_member, class_of(owner), name, value)]
         if type(hiding) is dict:
             looks.append((dict.get, hiding, name, None))
-    else:
-        get, box, name = _getter(place)
-        looks = [(get, box, name, value)]
-        if isinstance(item, HeldTensor) and item.layout:
-            details = zip(_DETAILS, item.layout, strict=False)
-            return [Probe(*looks[0], detail_of, detail, item) for detail_of, detail in details]
-        if get is dict.get and value is None and kind not in REGISTERS:
-            # A None that is gone: a module that is assigned in its place is registered elsewhere.
-            looks.append((contains, box, name, True))
-    return [Probe(*look, None, 0, item) for look in looks]
+        return looks, []
+    get, box, name = _getter(place)
+    looks = [(get, box, name, value)]
+    if tensor is not None and tensor.layout:
+        of_layout = zip(_DETAILS, tensor.layout, strict=False)
+        return looks, [(detail_of, value, detail) for detail_of, detail in of_layout]
+    if get is dict.get and value is None and kind not in REGISTERS:
+        # A None that is gone: a module that is assigned in its place is registered elsewhere.
+        looks.append((contains, box, name, True))
+    return looks, []
 
 
-def _within(item: HeldTensor | Place, owner: Any, detail_of: Any, detail: Any) -> Probe:
-    return Probe(tuple.__getitem__, (owner,), 0, owner, detail_of, detail, item)
-
-
-def _looks_of_type(owner: Any, value: object) -> list[Any]:
+def _looks_of_type(owner: Any, value: object) -> list[_Look]:
     """At what every other look at an object goes through: its class, its dict and its registers."""
     if type(owner) is FunctionType:
         return [(_get_own, owner, "__code__", value)]
-    looks: list[Any] = [(_class_of, owner, None, value)]
+    looks: list[_Look] = [(_class_of, owner, None, value)]
     own = own_dict(owner)
     if type(own) is dict:
         get = _get_own if has_plain_dict(type(owner)) else _own_attributes
@@ -626,7 +654,7 @@ def _prefixes(names: Iterable[str]) -> set[str]:
     """Every path above the named ones."""
     found: set[str] = set()
     for name in names:
-        while (cut := max(name.rfind("."), name.rfind("["))) > 0:
+        while (cut := max(name.rfind("."), name.rfind("[") if "[" in name else 0)) > 0:
             name = name[:cut]
             if name in found:
                 break
@@ -640,7 +668,9 @@ def _boxes(item: Any) -> Iterator[Any]:
     if issubclass(kind, (dict, list, set)):
         yield item
     elif issubclass(kind, torch.nn.Module):
-        yield from (item._parameters, item._buffers, item._modules, vars(item))
+        yield vars(item)
+        if not issubclass(kind, torch.jit.ScriptModule):  # It keeps its own elsewhere.
+            yield from (item._parameters, item._buffers, item._modules)
     elif not issubclass(kind, (FunctionType, type)):
         yield attributes_of(item)
 

@@ -73,6 +73,9 @@ _REGISTERS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _CONTAINERS = (dict, list, set, deque)
+_IDS_OF_CONTAINERS = frozenset(map(id, _CONTAINERS))
+_IDS_OF_EMPTIES = _IDS_OF_CONTAINERS | {id(OrderedDict)}
+"""To ask for a class by its id runs no code of its metaclass."""
 _NO_OBJECTS = (type, ModuleType)
 _NO_MEMOS = (type, ModuleType, FunctionType, BuiltinFunctionType, ReferenceType)
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -542,12 +545,13 @@ class HostSnapshot:
                     self._add(f"{path.removesuffix('()')}.{name}", found, "own", name)
         # Two objects may have one path; the places of both are listed.
         entered = set(map(id, reached.objects.values()))
-        for place in reached.places:
-            path, owner, name, kind = place.path, place.owner, place.name, place.kind
-            if is_tensor(place.value):
-                self._add(path, attributes_of(place.value), "object")
+        for path, owner, name, kind, found, _ in reached.places:
+            if issubclass(type(found), torch.Tensor):
+                self._add(path, attributes_of(found), "object")
             if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)
+            elif kind in _OF_THE_WHOLE or (id(owner) in entered and kind != "member"):
+                pass  # What is in a container says its length.
             elif kind == "member":
                 of = class_of(owner)
                 base = _base_with(of, name) or (of if of is owner else None)
@@ -555,13 +559,11 @@ class HostSnapshot:
                     self._add(path, base, "class", name)
             elif owner is sys.modules:
                 pass  # An import is the process's: to undo one would run the module once more.
-            elif kind not in _OF_THE_WHOLE and id(owner) not in entered:
-                # What is in a container says its length.
-                if issubclass(type(owner), ModuleType):
-                    self._add(path, vars(owner), "global", name)
-                else:
-                    entered.add(id(owner))
-                    self._add_object(path.removesuffix(f".{name}"), owner)
+            elif issubclass(type(owner), ModuleType):
+                self._add(path, vars(owner), "global", name)
+            else:
+                entered.add(id(owner))
+                self._add_object(path.removesuffix(f".{name}"), owner)
         return reached
 
     def _add_space(self, space: type | Mapping[str, Any]) -> None:
@@ -645,9 +647,11 @@ class HostSnapshot:
             for name in registers:
                 if isinstance(own.get(name), _CONTAINERS):  # TorchScript keeps them elsewhere.
                     self._add(path, own[name], "object")
+            ndarray = getattr(sys.modules.get("numpy"), "ndarray", ())
             for name, item in own.items():
-                is_box = any(type(item) is box for box in _CONTAINERS)
-                if (is_box or is_array(item)) and name not in registers:
+                held: Any = type(item)
+                is_box = id(held) in _IDS_OF_CONTAINERS or issubclass(held, ndarray)
+                if is_box and name not in registers:
                     # Also where no code names it: it may be reached in another way.
                     where = f"{path}.{name}" if path else name
                     self._add_object(where, item, is_named=False)
@@ -662,7 +666,7 @@ class HostSnapshot:
         if known in self._known:
             return
         self._known.add(known)
-        if type(target) in (*_CONTAINERS, OrderedDict) and not target:
+        if id(type(target)) in _IDS_OF_EMPTIES and not target:
             self._empty.append((path, target, kind))
             self._empty_targets.append(target)
         else:
@@ -680,11 +684,10 @@ class HostSnapshot:
             self._singles[held.kind].add(held)
         else:
             self._others.append(held)
-        if not any(map(is_, map(type, held.last.values()), repeat(_CACHE))):
-            return
-        for key, value in held.last.items():
-            if type(value) is _CACHE:
-                self._caches.append((held, key, value, value.cache_info().misses))
+        if id(_CACHE) in map(id, map(type, held.last.values())):
+            for key, value in held.last.items():
+                if type(value) is _CACHE:
+                    self._caches.append((held, key, value, value.cache_info().misses))
 
     # -- what changed
 

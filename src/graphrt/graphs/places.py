@@ -448,13 +448,7 @@ def parts_of_partial(call: functools.partial[Any]) -> tuple[Any, Any, Any]:
 
 def length_of(owner: Any) -> int:
     """Of a container, without the method of a subclass, which may count as it likes, or raise."""
-    return int(length_method_of(owner)())
-
-
-def length_method_of(owner: Any) -> Callable[[], int]:
-    """What tells its length, now and later; as above."""
-    method: Callable[[], int] = base_of(owner).__len__.__get__(owner)
-    return method
+    return len(owner) if type(owner) is dict else int(base_of(owner).__len__(owner))
 
 
 def keys_of(owner: Any) -> tuple[Any, ...]:
@@ -575,16 +569,8 @@ def code_of(owner: Any) -> Any:
 
 def attributes_of(owner: Any) -> Mapping[str, Any]:
     """The ``__dict__`` of an object as it is, without any code of its class; empty if none."""
-    found: Mapping[str, Any] = {}
-    if is_odd(type(owner)):
-        return found
-    if issubclass(type(owner), type):
-        found = type.__getattribute__(owner, "__dict__")
-        return found
-    descriptor = dict_descriptor(type(owner))  # type: ignore[arg-type]  # types are hashable
-    if descriptor is not None:
-        found = descriptor.__get__(owner)
-    return found
+    kind: Any = type(owner)
+    return {} if is_odd(kind) else _dict_getter(kind)(owner)
 
 
 def own_dict(owner: Any) -> dict[str, Any] | None:
@@ -614,6 +600,16 @@ class _HiddenDict:
 
 
 _DICT_OFFSET = type.__dict__["__dictoffset__"].__get__
+
+
+@functools.lru_cache(maxsize=4096)
+def _dict_getter(kind: type) -> Callable[[Any], Mapping[str, Any]]:
+    found = dict_descriptor(kind)
+    return _no_dict if found is None else found.__get__
+
+
+def _no_dict(_: object) -> dict[str, Any]:
+    return {}
 
 
 @functools.lru_cache(maxsize=4096)

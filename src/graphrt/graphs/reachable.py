@@ -65,7 +65,6 @@ from graphrt.graphs.places import (
     MAX_ITEMS,
     MISSING,
     ODD,
-    REGISTERS,
     SCALARS,
     OfThread,
     Place,
@@ -504,7 +503,7 @@ class Walk:
         self._places.append(place)
         value = place.value
         kind = type(value)
-        if is_odd(kind):
+        if type(kind) is not type and is_odd(kind):  # Most are not, and a call takes its time.
             self._stack.append((place.path, value))
             return
         if value is MISSING or kind in SCALARS or id(value) in self._seen:
@@ -606,7 +605,6 @@ class Walk:
         for path, owner in self._objects.items():
             last = path.rpartition(".")[2].removesuffix("()")
             is_dict = issubclass(type(owner), dict)
-            may_be_set = _may_be_set(owner)
             if issubclass(type(owner), _SEQUENCES):
                 # A dict gets entries of other keys: a memo for each size; and one that makes what
                 # it lacks grows when it is read.
@@ -625,7 +623,7 @@ class Walk:
             for name in self._asked.get(last, ()):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
-                elif may_be_set and read_attribute(owner, name) is MISSING:
+                elif _may_be_set(owner) and read_attribute(owner, name) is MISSING:
                     where = path.removesuffix("()")
                     yield Place(f"{where}.{name}", owner, name, "attribute", MISSING)
 
@@ -645,15 +643,16 @@ class Walk:
         asked = {s for of, s in self._asked_of_locals if of not in paths and s.isidentifier()}
         for path, owner in self._objects.items() if asked or self._gone_through else ():
             is_module = issubclass(type(owner), torch.nn.Module)
-            if not (is_module or not is_foreign(module_of(type(owner)))):
+            if not is_module and is_foreign(module_of(type(owner))):
                 continue
-            prefix = f"{path}." if path else ""
-            for name in asked if _may_be_set(owner) else ():
-                if read_attribute(owner, name) is MISSING:
+            prefix = _below(path)
+            for name in asked:
+                if _may_be_set(owner) and read_attribute(owner, name) is MISSING:
                     yield Place(prefix + name, owner, name, "attribute", MISSING)
             if is_module and not issubclass(type(owner), torch.jit.ScriptModule):
+                own = attributes_of(owner)
                 for register in self._gone_through:
-                    names = attributes_of(owner)[register]
+                    names = own[register]
                     yield Place(f"{prefix}{register}.keys()", names, None, "keys", keys_of(names))
 
     def _is_foreign(self, module: object) -> bool:
@@ -674,17 +673,19 @@ class Walk:
         if issubclass(type(module), torch.jit.ScriptModule):
             self._enter_script(prefix, module)
             return
-        for kind, register in tuple(REGISTERS.items())[:2]:
-            for name, value in own[register].items():
-                places.append(Place(prefix + name, module, name, kind, value))
+        for name, value in own["_parameters"].items():
+            places.append(Place(prefix + name, module, name, "parameter", value))
+        for name, value in own["_buffers"].items():
+            places.append(Place(prefix + name, module, name, "buffer", value))
         self._enter_attributes(path, module, own)
         if issubclass(type(module), _CONTAINERS):
             names = module._modules
             places.append(Place(f"{path}.keys()", names, None, "keys", keys_of(names)))
         for name in _HOOKS:
-            places.append(_length(prefix + name, own[name], len(own[name])))
-            for key, hook in own[name].items():
-                self._add(Place(f"{prefix}{name}[{key}]", own[name], key, "item", hook))
+            hooks = own[name]
+            places.append(_length(prefix + name, hooks, len(hooks)))
+            for key, hook in hooks.items():
+                self._add(Place(f"{prefix}{name}[{key}]", hooks, key, "item", hook))
         for name, child in module._modules.items():
             self._add(Place(prefix + name, module, name, "submodule", child))
 
