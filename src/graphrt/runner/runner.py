@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, pairwise
 from time import perf_counter_ns
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self
@@ -34,7 +35,7 @@ from graphrt.errors import (
     VerificationError,
     shown as shown_value,
 )
-from graphrt.events import KeysChanged, Observer, RanEager, Replayed, Withdrawn
+from graphrt.events import CaptureFailed, KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
     BufferSpec,
     CaptureOptions,
@@ -94,6 +95,11 @@ _EAGER = RuntimeMode.NONE
 
 _FIXED = {"calls": 1}
 """The size along an axis that no input has: where all calls have the same shapes."""
+
+
+ENOUGH_REQUESTS = 16
+"""In steps of one kind that were right in micro-batches, for others of it to be trusted: few may
+stand in an order, or be of a size, in which none changes another."""
 
 
 class CUDAGraphRunner:
@@ -255,6 +261,10 @@ class CUDAGraphRunner:
         self._verify = verify
         self._verify_every = self._until_verify = verify_every or 0
         self._compares_padding = False
+        self.split_failure: Mapping[Key, str] = {}
+        """The call that was not cut rightly into micro-batches, and why: from then on none is."""
+        self._compared_cuts: dict[Hashable, int] = {}
+        """Kinds of calls whose cut was right, and how many requests those had together."""
         self._is_running = self._is_closed = False
         self._misses: dict[Reason, Misses] = {}
         self._watch = Watch(watch)
@@ -358,6 +368,7 @@ class CUDAGraphRunner:
             self._ask()
             chosen, options = self._captures.choose(wanted, self._options)
             self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
+            self._forget_cuts()
             capture(chosen, options, tell)
         return self.report()
 
@@ -426,6 +437,7 @@ class CUDAGraphRunner:
             self.library.drop(programs)
         # Other kernels may succeed where those before failed.
         self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in chosen)
+        self._forget_cuts()
         self._executor.emit(Withdrawn(self.name, len(programs), reason))
         self._refresh()
         return len(programs)
@@ -604,17 +616,16 @@ class CUDAGraphRunner:
                     largest = largest_sizes(self._entries, self._space.axis_sizes)
                     raise miss_error(reason, sizes, "; ".join(above_largest(sizes, largest)))
                 call = Call(values, sizes, staged, step_info, ubatch_slices)
+                if ubatch_slices is not None and self._verify == "first":
+                    return self._cut(decision, call, ubatch_slices)
                 return self._executor.eager(key, call)
             # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
             ready = self._ready[mode].get(id(key))
             if ready is None:
                 ready = self._find_ready(decision)
             ready.entry.hits += 1
-            if self._verify_every:
-                self._until_verify -= 1
-                if self._until_verify <= 0:
-                    self._until_verify = self._verify_every
-                    return self._compare(ready, Call(values, sizes, staged, step_info))
+            if self._verify_every and self._is_sampled():
+                return self._compare(ready, Call(values, sizes, staged, step_info))
             return self._executor.replay(ready, values, sizes, staged, step_info)
         finally:
             self._is_running = False
@@ -688,6 +699,48 @@ class CUDAGraphRunner:
             # The next graph run asks whether anything has moved.
             self._watch.is_marked = self._watch.mode != "off"
             raise
+
+    def _is_sampled(self) -> bool:
+        self._until_verify -= 1
+        if self._until_verify > 0:
+            return False
+        self._until_verify = self._verify_every
+        return True
+
+    def _cut(self, decision: Decision, call: Call, slices: Sequence[Any]) -> Any:
+        """Run a call in micro-batches; the first ones of each kind, and samples, also whole.
+
+        Where these differ the result is that of the whole batch, and ``split_failure`` says why.
+        """
+        key, executor = decision.descriptor, self._executor
+        pairs = pairwise(part.request_slice for part in slices)
+        kind = (
+            key.uniform,
+            key.num_active_loras,
+            any(before.stop > after.start for before, after in pairs),  # Cut inside a request.
+            frozenset(call.values),
+            # A model may take another way where there are more of them.
+            tuple(size.bit_length() for size in call.sizes.values()),
+        )
+        known = self._compared_cuts.get(kind, 0)
+        is_due = bool(self._verify_every) and self._is_sampled()
+        # Of several ranks none runs more often than the others, because runs may meet.
+        if self._lockstep is not None or (known >= ENOUGH_REQUESTS and not is_due):
+            return executor.eager(key, call)
+        outputs, error = executor.compare_cut(key, call)
+        if error is None:
+            self._compared_cuts[kind] = known + slices[-1].request_slice.stop
+            return outputs
+        self.split_failure = {(_EAGER, key): failure_text(error)}
+        self.last_decision = decision._replace(descriptor=replace(key, num_ubatches=1))
+        executor.emit(
+            CaptureFailed(self.name, _EAGER, key, type(error).__name__, failure_text(error))
+        )
+        return outputs
+
+    def _forget_cuts(self) -> None:
+        self._compared_cuts.clear()
+        self.split_failure = {}
 
     def _find_ready(self, decision: Decision) -> ReadyGraph:
         """The graph of a decision whose key equals a key of this runner but is another object."""
@@ -797,13 +850,17 @@ class CUDAGraphRunner:
             for entry in self.library.catalog.of_owner(self.name, mode).by_key.values()
         ]
         programs = [entry.program for entry in entries if entry.program is not None]
-        failed = {item: e.error for item, e in self._entries.items() if e.error is not None}
+        failures = {
+            item: failure_text(entry.error)
+            for item, entry in self._entries.items()
+            if entry.error is not None
+        }
         counted = self._observer.snapshot() if isinstance(self._observer, StepMetrics) else None
         return RunnerReport(
             device=self.device.name,
             graphs=captured_graphs(entries, self._space.axis_sizes, counted),
             missing=MappingProxyType(self.missing()),
-            failures=MappingProxyType({key: failure_text(error) for key, error in failed.items()}),
+            failures=MappingProxyType({**failures, **self.split_failure}),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
             largest=MappingProxyType(largest_sizes(self._entries, self._space.axis_sizes)),
             capture_seconds=self._captures.seconds,

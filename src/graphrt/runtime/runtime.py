@@ -447,6 +447,8 @@ class Runtime:
             outputs = self._execute(decision, sizes, values, step_info)
         else:
             outputs = self._execute(decision, sizes, values, step_info, None, slices)
+            if runner.split_failure:
+                why = UBatchReason.SPLIT_FAILED
         if observer is not None:
             host_us = (perf_counter_ns() - started) / 1000
             # Other than decided, where the step found out that something had been replaced.

@@ -98,7 +98,7 @@ UNPADDED_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
 """How far a padded run may be from the unpadded one (``compare``): another number of rows takes
 other kernels, which sum in another order. Measured in bfloat16 over 28 layers of random weights,
 which let rounding grow more than trained ones do: 0.09 of all elements, 0.27 of one row."""
-_IN_FLOAT32 = {**UNPADDED_TOLERANCE, torch.float64: 1e-4, torch.complex128: 1e-4}
+IN_FLOAT32 = {**UNPADDED_TOLERANCE, torch.float64: 1e-4, torch.complex128: 1e-4}
 """Where parts of a float64 model compute in float32."""
 
 
@@ -181,18 +181,18 @@ def check_padding(
         outcome: Comparison | None = None
         is_read = depends_on_size = False
         if varied is not None:
-            outcome = _compare_runs(varied, found, tolerance)
+            outcome = compare_runs(varied, found, tolerance)
             is_read = not outcome.is_equal
         if unpadded is not None and not is_random and not is_read:
-            outcome = _compare_runs(unpadded, found, UNPADDED_TOLERANCE, chosen_from)
+            outcome = compare_runs(unpadded, found, UNPADDED_TOLERANCE, chosen_from)
             depends_on_size = not outcome.is_equal and (
-                tolerance is None or not _compare_runs(unpadded, found, tolerance).is_equal
+                tolerance is None or not compare_runs(unpadded, found, tolerance).is_equal
             )
             if depends_on_size and can_repeat and run_unpadded is not None:
                 found = own_copy(found[0]), found[1]  # The next replay overwrites it.
-                with _Float32Seen() as seen:
+                with Float32Seen() as seen:
                     run(run_unpadded, poisons=False)
-                within = _compare_runs(unpadded, found, _IN_FLOAT32, chosen_from)
+                within = compare_runs(unpadded, found, IN_FLOAT32, chosen_from)
                 if seen.is_any and within.is_equal:
                     outcome, depends_on_size = within, False
                     found = run(replay, is_last=True, poisons=False)
@@ -214,10 +214,10 @@ def check_padding(
                 subject,
                 names,
                 outcome,
-                is_rounding=_compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
+                is_rounding=compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
                 is_unread=lambda name: (
                     not can_repeat
-                    or _compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
+                    or compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
                 ),
             )
         if depends_on_size:
@@ -238,7 +238,7 @@ def check_padding(
     return found[0], unlike
 
 
-class _Float32Seen(TorchDispatchMode):
+class Float32Seen(TorchDispatchMode):
     """Notes whether an operator returns float32, as norms of transformers do in a float64 model.
 
     No shorter dtype: a quarter of a result, which bfloat16 may round away, hides what padding does.
@@ -292,7 +292,7 @@ def _require_cut(
             )
 
 
-def _compare_runs(
+def compare_runs(
     expected: tuple[Any, SavedState],
     found: tuple[Any, SavedState],
     tolerance: float | Mapping[torch.dtype, float] | None,
