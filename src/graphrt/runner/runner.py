@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -88,6 +91,7 @@ from graphrt.runner.report import (
     largest_sizes,
     replaced,
 )
+from graphrt.source import caller_source
 from graphrt.verify import NUM_ADVANCING_RUNS, explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
@@ -265,7 +269,9 @@ class CUDAGraphRunner:
         """The call that was not cut rightly into micro-batches, and why: from then on none is."""
         self._compared_cuts: dict[Hashable, int] = {}
         """Kinds of calls whose cut was right, and how many requests those had together."""
-        self._is_running = self._is_closed = False
+        # Empty during a run. To pop asks and takes in one, so that no other thread comes between;
+        # a lock would take five times as long.
+        self._turn, self._is_closed = [True], False
         self._misses: dict[Reason, Misses] = {}
         self._watch = Watch(watch)
         self._watch.start()
@@ -360,7 +366,7 @@ class CUDAGraphRunner:
         if not isinstance(progress, bool | None):
             check_callable("progress", progress)
         with (
-            self._occupied(),
+            self._occupied("capture"),
             self._captures.part(self._check, self._refresh) as capture,
             shown(progress, self.name) as tell,
         ):
@@ -407,7 +413,7 @@ class CUDAGraphRunner:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
                 part = self._captures.part(self._check, self._refresh)
-                with self._occupied(), part as capture, frozen_heap():
+                with self._occupied("capture_next"), part as capture, frozen_heap():
                     capture(self._captures.recheck(chosen), self._options, None)
             finally:
                 if self._captures.fail_the_rest():
@@ -432,9 +438,10 @@ class CUDAGraphRunner:
         chosen = self._keys.select(keys)
         programs = [entry.program for entry in chosen if entry.program is not None]
         if programs:
-            self._executor.outputs.expire()
-            self.device.synchronize()
-            self.library.drop(programs)
+            with self._occupied("withdraw"):
+                self._executor.outputs.expire()
+                self.device.synchronize()
+                self.library.drop(programs)
         # Other kernels may succeed where those before failed.
         self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in chosen)
         self._forget_cuts()
@@ -471,7 +478,7 @@ class CUDAGraphRunner:
             for key in checked_list("keys", keys, tuple, "keys of this runner, each with its mode")
             for entry in self._keys.select([key])
         ]
-        with self._occupied(), torch.no_grad():
+        with self._occupied("time_replays"), torch.no_grad():
             times = self._executor.time_replays(entries, self.library.synchronize)
         return times if self._lockstep is None else self._lockstep.slowest(times)
 
@@ -578,7 +585,7 @@ class CUDAGraphRunner:
         """Give the observer the event of a run, as a part of that run: another one inside it would
         overwrite outputs that the caller has not got yet."""
         assert self._observer is not None, "only an observer is told"
-        with self._occupied():
+        with self._occupied("the event of a run"):
             self._observer(event)
 
     def execute(
@@ -598,14 +605,15 @@ class CUDAGraphRunner:
         """
         staged = staged or sizes
         mode, key, reason = decision
-        if mode is not _EAGER and not self._look():
-            mode, key, reason = decision = self._ask_again(decision, staged)
-        self.last_decision = decision
-        if self._is_running:
-            self._require_idle("run")
-        self._is_running = True
-        has_grad = is_grad_enabled()
+        has_grad, turn = is_grad_enabled(), self._turn
         try:
+            turn.pop()
+        except IndexError:
+            raise self._refusal("run") from None
+        try:
+            if mode is not _EAGER and not self._look():
+                mode, key, reason = decision = self._ask_again(decision, staged)
+            self.last_decision = decision
             if has_grad:
                 # What is staged, and what eager segments return, must not grow a graph of its own.
                 set_grad_enabled(False)
@@ -628,7 +636,7 @@ class CUDAGraphRunner:
                 return self._compare(ready, Call(values, sizes, staged, step_info))
             return self._executor.replay(ready, values, sizes, staged, step_info)
         finally:
-            self._is_running = False
+            turn.append(True)
             if has_grad:
                 set_grad_enabled(True)
 
@@ -938,23 +946,46 @@ class CUDAGraphRunner:
 
     def _require_idle(self, what: str) -> None:
         self.require_open()
-        if self._is_running:
-            raise ReentrantStepError(
-                f"{what} inside a run of the same runner",
-                expected="one run at a time, because all share the static buffers and outputs",
-                found="a call from the callable, a resource or an observer of a run or capture "
-                "that has not ended, or from another thread",
-                do="call it after that, or give the inner callable a runner of its own",
-            )
+        if not self._turn:
+            raise self._refusal(what)
+
+    def _refusal(self, what: str) -> ReentrantStepError:
+        return ReentrantStepError(
+            f"{what} inside a run of the same runner",
+            expected="one run at a time, because all share the static buffers and outputs",
+            found="a call from the callable, a resource or an observer of a run or capture "
+            f"that has not ended{self._where_else()}",
+            do="call it after that, or give the inner callable a runner of its own; let threads "
+            "take turns with a lock around the whole step",
+        )
+
+    def _where_else(self) -> str:
+        """The places of this thread and of the one whose run has not ended, if that is another."""
+        turns = {each.__code__ for each in (type(self).execute, type(self).capture)}
+        turns |= {each.__code__ for each in (type(self).capture_next, type(self).time_replays)}
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            if ident == threading.get_ident():
+                continue
+            for outer, _ in traceback.walk_stack(frame):
+                if outer.f_code in turns and outer.f_locals.get("self") is self:
+                    return (
+                        f"; or from another thread: here {threading.current_thread().name!r} at "
+                        f"{caller_source()}, there {names.get(ident)!r} at {caller_source(frame)}"
+                    )
+        return ", or from another thread"
 
     @contextmanager
-    def _occupied(self) -> Iterator[None]:
+    def _occupied(self, what: str) -> Iterator[None]:
         """Refuse runs and captures meanwhile: inside this one, or of another thread."""
-        self._is_running = True
+        try:
+            self._turn.pop()
+        except IndexError:
+            raise self._refusal(what) from None
         try:
             yield
         finally:
-            self._is_running = False
+            self._turn.append(True)
 
     def _require_alone(self, what: str) -> None:
         if self._lockstep is not None:
