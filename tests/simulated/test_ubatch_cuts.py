@@ -18,6 +18,7 @@ from graphrt import (
     RuntimeConfig,
     StepMetrics,
     TensorStateGuard,
+    get_forward_context,
     ubatch,
 )
 from graphrt.batch import UBatchReason
@@ -346,6 +347,22 @@ def test_state_that_differs_alone_counts() -> None:
     with Served(Misplaced) as served:
         assert served.step([5, 7]).ubatch_reason is FAILED
         assert "may_overwrite" in served.of(CaptureFailed)[0].message
+
+
+def test_step_info_of_each_part_says_nothing_of_the_whole() -> None:
+    def reads(x: torch.Tensor, **_: Any) -> torch.Tensor:
+        context = get_forward_context()
+        assert context is not None
+        return x * context.attn_metadata["scale"]
+
+    batch, info = values([5, 7]), [{"scale": 2.0}, {"scale": 2.0}]
+    with Served(lambda: Model(reads)) as served:
+        step = {"query_lens": [5, 7], "uniform": False}
+        served.runtime.step(batch, step_info=info, **step)
+        assert not served.of(Verified)
+        served.runtime.step(batch, step_info=info[0], **step)
+        assert [event.equal for event in served.of(Verified)] == [True]
+        assert [event.num_ubatches for event in served.of(RanEager)] == [2, 2]
 
 
 class Random(Model):

@@ -732,8 +732,10 @@ class CUDAGraphRunner:
         )
         known = self._compared_cuts.get(kind, 0)
         is_due = bool(self._verify_every) and self._is_sampled()
-        # Of several ranks none runs more often than the others, because runs may meet.
-        if self._lockstep is not None or (known >= ENOUGH_REQUESTS and not is_due):
+        # A list says something of each micro-batch, and nothing of the whole. Of several ranks none
+        # runs more often than the others, because runs may meet.
+        is_alone = type(call.step_info) in (list, tuple) or self._lockstep is not None
+        if is_alone or (known >= ENOUGH_REQUESTS and not is_due):
             return executor.eager(key, call)
         outputs, error = executor.compare_cut(key, call)
         if error is None:
