@@ -22,6 +22,7 @@ from graphrt import (
     ubatch,
 )
 from graphrt.batch import UBatchReason
+from graphrt.errors import UnverifiedWarning
 from graphrt.events import CaptureFailed, RanEager, Verified
 
 WIDTH, SLOTS = 4, 64
@@ -332,6 +333,16 @@ def test_rows_of_a_cache_that_a_step_reads_and_writes_are_put_back_without_a_gua
     with Served(Recurrent) as served:
         for _ in range(4):
             assert served.step([5, 7]).num_ubatches == 2
+
+
+def test_cache_without_its_rows_is_warned_of_where_the_whole_batch_leaves_another() -> None:
+    model = Misplaced()
+    served = Served(lambda: model, may_overwrite=[model.cache])
+    with served, pytest.warns(UnverifiedWarning, match="may_overwrite 0 is left otherwise"):
+        served.runtime.step(values([5, 7]), query_lens=[5, 7], uniform=False)
+    model = Model()
+    with Served(lambda: model, may_overwrite=[model.cache]) as served:
+        assert served.step([5, 7]).num_ubatches == 2
 
 
 class Misplaced(Model):

@@ -19,7 +19,9 @@ from graphrt.graphs.held import find_holder
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.values import own_copy
 from graphrt.graphs.writes import Write, observed_writes, storage_of
+from graphrt.verify.compare import Comparison
 from graphrt.verify.padding import IN_FLOAT32, UNPADDED_TOLERANCE, Float32Seen, compare_runs
+from graphrt.verify.replay import warn_unverified
 from graphrt.verify.run_state import RunState
 
 _DO = (
@@ -54,6 +56,7 @@ def check_cut(
     ``state``, which is compared too, within ``UNPADDED_TOLERANCE`` as the outputs are. What else
     the runnable may write is in the storages ``may_write``; if it writes another tensor, it cannot
     be run twice. ``observes`` False: nobody looks, because it behaves otherwise under a torch mode.
+    Scratch of ``state`` that is left otherwise is warned of (``UnverifiedWarning``).
     A run that draws random numbers is not compared: they fall on other rows.
     ``tolerance``: an absolute one that is accepted as well.
     """
@@ -91,6 +94,7 @@ def check_cut(
             largest = outcome.max_abs_difference
             observer(Verified(RuntimeMode.NONE, key, outcome.is_equal, largest))
         if outcome.is_equal:
+            _warn_of_scratch(key, state.unlike_scratch(saved, whole[1], limits))
             return found[0], None
         _put_back(state, saved, host)
         stage(whole_key)
@@ -104,6 +108,17 @@ def check_cut(
     except BaseException:
         state.restore(saved)
         raise
+
+
+def _warn_of_scratch(key: BatchDescriptor, unlike: Mapping[str, Comparison]) -> None:
+    if unlike:
+        warn_unverified(
+            f"{key.num_ubatches} micro-batches, {key}",
+            expected="what the whole batch writes, unless it is scratch that no later run reads",
+            found="; ".join(f"{name} is left otherwise: {it}" for name, it in unlike.items()),
+            do="may_overwrite={tensor: 'input that indexes its rows'} compares the rows",
+            is_strict=False,
+        )
 
 
 def _put_back(state: RunState, saved: Any, host: HostSnapshot) -> None:
