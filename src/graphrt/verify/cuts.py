@@ -19,7 +19,7 @@ from graphrt.graphs.held import find_holder
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.values import own_copy
 from graphrt.graphs.writes import Write, observed_writes, storage_of
-from graphrt.verify.compare import Comparison
+from graphrt.verify.compare import Comparison, compare
 from graphrt.verify.padding import IN_FLOAT32, UNPADDED_TOLERANCE, Float32Seen, compare_runs
 from graphrt.verify.replay import warn_unverified
 from graphrt.verify.run_state import RunState
@@ -98,16 +98,26 @@ def check_cut(
             return found[0], None
         _put_back(state, saved, host)
         stage(whole_key)
-        return run(whole_key), VerificationError(
-            f"{key.num_ubatches} micro-batches, {key}",
-            expected="the rows and the state of the whole batch, within the tolerance of their "
-            "dtype",
-            found=f"rows of one micro-batch depend on those of another: {outcome}",
-            do=_DO,
-        )
+        return run(whole_key), _unlike(f"{key.num_ubatches} micro-batches, {key}", outcome)
     except BaseException:
         state.restore(saved)
         raise
+
+
+def require_like_whole(subject: str, whole: Any, cut: Any) -> None:
+    """Errors: ``VerificationError`` if micro-batches returned other than the whole batch did."""
+    outcome = compare(whole, cut, tolerance=UNPADDED_TOLERANCE)
+    if not outcome.is_equal:
+        raise _unlike(subject, outcome)
+
+
+def _unlike(subject: str, outcome: Comparison) -> VerificationError:
+    return VerificationError(
+        subject,
+        expected="the rows and the state of the whole batch, within the tolerance of their dtype",
+        found=f"rows of one micro-batch depend on those of another: {outcome}",
+        do=_DO,
+    )
 
 
 def _warn_of_scratch(key: BatchDescriptor, unlike: Mapping[str, Comparison]) -> None:
