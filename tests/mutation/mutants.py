@@ -246,8 +246,15 @@ MUTANTS = [
     Mutant(
         "micro-batches start from what the whole batch left",
         "graphrt/verify/cuts.py",
-        "        _put_back(state, saved, host)\n        stage(key)\n",
-        "        stage(key)\n",
+        "            _put_back(state, saved, host)\n            stage(key)\n",
+        "            stage(key)\n",
+        CUTS,
+    ),
+    Mutant(
+        "dependencies below the tolerance are not looked for",
+        "graphrt/verify/cuts.py",
+        "        if varied is not None and not is_random:\n",
+        "        if False:\n",
         CUTS,
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,7 +102,9 @@ class Served:
         self.runtime = Runtime(
             self.model,
             inputs=INPUTS,
-            outputs=OutputSpec({"rows": "tokens", "last": "requests"}),
+            outputs=OutputSpec(
+                {"rows": "tokens", "last": "requests"}, options.pop("policy", "clone")
+            ),
             device="simulated",
             config=RuntimeConfig(**config),
             **{"observer": self.events.append, **options},
@@ -237,12 +240,39 @@ def test_order_of_two_requests_is_found_when_they_change_places() -> None:
         assert served.step([1, 8], 3).ubatch_reason is FAILED
 
 
+@pytest.mark.parametrize("mix", ["rows", "mean"])
+@pytest.mark.parametrize("policy", ["view", "checked_view"])
+def test_outputs_of_a_compared_step_may_be_read(policy: str, mix: str) -> None:
+    with Served(lambda: Model({**MIXING, **ALONE}[mix]), policy=policy) as served:
+        for seed in range(4):
+            served.step([5, 7], seed)
+
+
 def test_requests_that_are_cut_inside_are_another_kind_of_step() -> None:
     with Served(lambda: Model(attention)) as served:
         assert served.step([6, 6]).num_ubatches == 2
         assert served.step([6, 6], 4).num_ubatches == 2
         assert served.step([5, 7]).ubatch_reason is FAILED
         assert served.step([6, 6]).ubatch_reason is FAILED
+
+
+def small_share(x: torch.Tensor, **_: Any) -> torch.Tensor:
+    return x + x.mean(0) * 1e-6
+
+
+def test_dependency_below_the_tolerance_is_found_by_other_rows() -> None:
+    with Served(lambda: Model(small_share)) as served:
+        assert served.step([6, 6]).ubatch_reason is FAILED
+
+
+def test_bits_that_vary_from_run_to_run_are_compared_within_the_tolerance() -> None:
+    number = itertools.count()
+
+    def varying(x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return x * (1 + next(number) * 1e-7)
+
+    with Served(lambda: Model(varying)) as served:
+        assert served.step([6, 6]).num_ubatches == 2
 
 
 def test_more_requests_are_another_kind_of_step() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.batch import REQUESTS, TOKENS, BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
 from graphrt.errors import (
@@ -42,6 +42,7 @@ from graphrt.graphs import (
 from graphrt.graphs.buffers import require_tensor
 from graphrt.graphs.capture import guarded_storages
 from graphrt.graphs.values import (
+    dotted,
     format_path,
     kept_host_value,
     map_leaves,
@@ -73,6 +74,7 @@ from graphrt.verify import (
     require_compared,
     require_other_example,
     require_varied_for_memos,
+    varied_padding,
     warn_unverified,
 )
 
@@ -376,6 +378,24 @@ class Executor:
         if self.options.state is not None:
             may_write |= guarded_storages(self.options.state)
 
+        # Floats, and what may hold any valid value.
+        names = [
+            name
+            for name in call.values
+            if (spec := bound.specs[name]).policy.arbitrary
+            and (spec.dtype.is_floating_point or spec.policy.kind != "keep")
+        ]
+        assert call.ubatch_slices is not None, "only cut calls are compared"
+        *_, before, last = call.ubatch_slices
+        start = last.token_slice.start
+        # A request that is cut inside belongs to both.
+        others = {TOKENS: start, REQUESTS: before.request_slice.stop}
+        first, axes = {TOKENS: start, REQUESTS: last.request_slice.start}, self.outputs.axes
+
+        def first_rows(outputs: Any) -> Any:
+            nodes = walk(self.outputs.bind(outputs).unpad(first))
+            return {path: node.value for node in nodes if (path := dotted(node.path)) in axes}
+
         def run(key: BatchDescriptor) -> Any:
             slices = None if key.num_ubatches == 1 else call.ubatch_slices
             return self._run_eagerly(key, bound, call._replace(ubatch_slices=slices))
@@ -387,6 +407,8 @@ class Executor:
             runnable=self.fn,
             state=state,
             may_write=may_write,
+            varied=partial(varied_padding, bound, others, names, by_real=True) if names else None,
+            first_rows=first_rows,
             observes=self.options.observe != "never",
             chosen_from=self.outputs.chosen_from,
             tolerance=self.tolerance,

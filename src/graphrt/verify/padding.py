@@ -27,14 +27,15 @@ from graphrt.verify.run_state import VARYING, RunState, SavedState, restored
 
 @contextmanager
 def varied_padding(
-    bound: BoundBuffers, n: Sizes, names: Iterable[str] | None = None
+    bound: BoundBuffers, n: Sizes, names: Iterable[str] | None = None, *, by_real: bool = False
 ) -> Iterator[None]:
     """Put other valid rows into the padding of a staged step; on exit it is as it was before.
 
     ``names``: which buffers. By default those whose padding must not matter: ``Padding.keep()``,
     floating ones whose padding nobody declared, and what says ``arbitrary``. Floats become
     plus or minus 8 to 16 times the largest real element, which dominates any maximum or mean and
-    keeps clear of NaN; everything else repeats the real rows, which index what exists.
+    keeps clear of NaN; everything else repeats the real rows, which index what exists. ``by_real``:
+    floats repeat them as well.
     """
     chosen = arbitrary_buffers(bound) if names is None else tuple(names)
     padding = bound.padding(n)
@@ -42,7 +43,7 @@ def varied_padding(
     kept = [(view, view.clone()) for name in chosen for view in padding[name]]
     for name in chosen:
         for view in padding[name]:
-            _vary(view, real[name])
+            _vary(view, real[name], by_real=by_real)
     try:
         yield
     finally:
@@ -55,14 +56,14 @@ def arbitrary_buffers(bound: BoundBuffers) -> tuple[str, ...]:
     return tuple(name for name, spec in bound.specs.items() if spec.policy.arbitrary)
 
 
-def _vary(view: torch.Tensor, real: torch.Tensor) -> None:
+def _vary(view: torch.Tensor, real: torch.Tensor, *, by_real: bool) -> None:
     """Fill ``view`` with other values of the kind that ``real`` holds."""
     if view.numel() == 0:
         return
     dtype = view.dtype
     if dtype.is_complex:
-        _vary(torch.view_as_real(view), torch.view_as_real(real))
-    elif dtype.is_floating_point:
+        _vary(torch.view_as_real(view), torch.view_as_real(real), by_real=by_real)
+    elif dtype.is_floating_point and not by_real:
         finite = real.double().abs().nan_to_num(0.0, 0.0, 0.0)
         largest = 8 * (finite.max().item() if finite.numel() else 0.0) or 8.0
         place = torch.arange(view.numel(), device=view.device, dtype=torch.float64)
