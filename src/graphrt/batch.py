@@ -176,6 +176,8 @@ class UBatchReason(IntEnum):
     ``NOT_PROFITABLE``: Measured: the split graph is not faster.
     ``PEER_IDLE``: A rank has no work.
     ``ENGINE_DECLINED``: The engine asked for an unsplit step.
+    ``SPLIT_FAILED``: A step that was cut eagerly was compared with the whole batch, and its rows
+      differed, or it wrote what nobody can put back: the report's ``failures`` say which.
     """
 
     DISABLED = 1
@@ -187,6 +189,7 @@ class UBatchReason(IntEnum):
     NOT_PROFITABLE = 7
     PEER_IDLE = 8
     ENGINE_DECLINED = 9
+    SPLIT_FAILED = 10
 
 
 def ubatch_stride(num_tokens: int, query_len: int, num_ubatches: int) -> int:

@@ -120,7 +120,8 @@ class CaptureFailed(NamedTuple):
     """A capture failed or did not fit the budget; the key runs eager.
 
     ``owner``: The name under which its programs are found.
-    ``mode``: What it runs: FULL or PIECEWISE.
+    ``mode``: What it runs: FULL or PIECEWISE; NONE: a step was not cut into micro-batches rightly,
+      and none is from then on.
     ``key``: The key of its graph.
     ``error``: The class of the error, by name.
     ``message``: Its text.
@@ -179,7 +180,8 @@ class Compiled(NamedTuple):
 class Verified(NamedTuple):
     """A replay was compared with eager execution of the same inputs.
 
-    ``mode``: What it runs: FULL or PIECEWISE.
+    ``mode``: What it runs: FULL or PIECEWISE; NONE: a step that was cut into micro-batches eagerly
+      was compared with the whole batch.
     ``key``: The key of its graph.
     ``equal``: True if they agreed: bit for bit, or within the tolerance.
     ``max_abs_difference``: The largest between elements; NaN if a NaN was on one side.

@@ -55,9 +55,9 @@ def is_user_file(file: str) -> bool:
     return not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
 
 
-def caller_source() -> Source:
-    """The innermost user line among the callers of the calling thread."""
-    frame: FrameType | None = sys._getframe(1)
+def caller_source(frame: FrameType | None = None) -> Source:
+    """The innermost user line of ``frame`` and its callers, by default those of this call."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if is_user_file(code.co_filename):

@@ -24,6 +24,7 @@ GRAPHS, RUNNER, SIMULATED = "graphrt/graphs/", "graphrt/runner/", "graphrt/devic
 CUDA, VERIFY = "graphrt/device/cuda/", "graphrt/verify/"
 ARGUMENTS = "simulated/test_arguments_exact.py"
 CHECKS = "simulated/test_checks_complete.py"
+CUTS = "simulated/test_ubatch_cuts.py"
 CLEANUP = "simulated/test_capture_cleanup.py"
 STALE = "simulated/test_wrapper_stale.py"
 STAGING = "simulated/test_buffers_staging.py"
@@ -224,9 +225,44 @@ MUTANTS = [
     Mutant(
         "resources are not prepared for an eager step",
         RUNNER + "executor.py",
-        "            resource.prepare(key, step_info)\n        context = ",
-        "            pass\n        context = ",
+        "            resource.prepare(key, step_info)\n        return self._run_eagerly",
+        "            pass\n        return self._run_eagerly",
         "simulated/test_runtime_steps.py simulated/test_runner_run.py",
+    ),
+    Mutant(
+        "micro-batches are trusted although they differ",
+        "graphrt/verify/cuts.py",
+        "        if outcome.is_equal:\n",
+        "        if outcome:\n",
+        CUTS,
+    ),
+    Mutant(
+        "what cannot be put back runs twice",
+        "graphrt/verify/cuts.py",
+        "        if beyond:\n",
+        "        if False:\n",
+        CUTS,
+    ),
+    Mutant(
+        "micro-batches start from what the whole batch left",
+        "graphrt/verify/cuts.py",
+        "            _put_back(state, saved, host)\n            stage(key)\n",
+        "            stage(key)\n",
+        CUTS,
+    ),
+    Mutant(
+        "dependencies below the tolerance are not looked for",
+        "graphrt/verify/cuts.py",
+        "        if varied is not None and not is_random:\n",
+        "        if False:\n",
+        CUTS,
+    ),
+    Mutant(
+        "micro-batches of two requests are trusted at once",
+        RUNNER + "runner.py",
+        "known >= ENOUGH_REQUESTS and",
+        "known >= 1 and",
+        CUTS,
     ),
     Mutant(
         "first replay advances guarded state",

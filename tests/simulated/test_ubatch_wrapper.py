@@ -19,6 +19,7 @@ from graphrt import (
     ForwardContext,
     OutputSpec,
     Reason,
+    TensorStateGuard,
     get_forward_context,
     ubatch,
 )
@@ -428,6 +429,40 @@ def test_first_replay_is_compared_with_slices_one_by_one(lab: Lab) -> None:
         )
         report = lab.capture_all(job, fewer)
         assert [program.is_compared for program in report.programs] == [True, True]
+
+
+def test_first_replay_is_compared_with_the_whole_batch(lab: Lab) -> None:
+    model = Counted()
+
+    def inputs(seed: int) -> Any:
+        return (x.copy_(lab.random(8, WIDTH, seed=seed)),), {}
+
+    x, state = lab.random(8, WIDTH), TensorStateGuard([model.total])
+    wrapper = UBatchWrapper(model, lab.library, FULL, CONFIG, input_axes={"x": 0})
+    job = CaptureJob(wrapper, FULL, KEY, inputs)
+    with pytest.raises(VerificationError, match="depend on those of another"):
+        lab.capture_all(job, state=state)
+    model.mixes = False
+    lab.library.forget_failures()
+    report = lab.capture_all(job, state=state)
+    assert [program.is_compared for program in report.programs] == [True]
+    assert (model.calls, model.total.item(), model.sizes) == (0, 0, {4})
+    wrapper.close()
+
+
+class Counted(torch.nn.Module):
+    """Counts its runs on the host and its rows on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.total, self.mixes = 0, torch.zeros(1), True
+        self.sizes = set[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes.add(len(x))
+        self.total += len(x)
+        return x - x.mean(0) if self.mixes else x * 2
 
 
 def test_all_multiprocessors_for_communication_are_refused(lab: Lab) -> None:

@@ -375,7 +375,36 @@ def file_that_exists(folder):
     return lambda x: x * (3 if path.exists() else 2)
 
 
+class Dequantised(torch.nn.Module):
+    """Keeps what it makes of a tensor, until ``fact`` says that this is another."""
+
+    _version = 1
+
+    def __init__(self, fact):
+        super().__init__()
+        self.quantised, self.fact = torch.ones(4), fact
+        self.known, self.weight = fact(self), self.quantised * self._version
+
+    def forward(self, x):
+        if self.fact(self) != self.known:
+            self.known, self.weight = self.fact(self), self.quantised * self._version
+        return x * self.weight
+
+
+def memo_by_writes(_):
+    return Dequantised(lambda model: model.quantised._version)
+
+
+def memo_by_address(_):
+    return Dequantised(lambda model: model.quantised.data_ptr())
+
+
 NAMED = {
+    memo_by_writes: ("_version", "how often a tensor was written is not compared"),
+    memo_by_address: (
+        "data_ptr",
+        "where a tensor lies is compared only if a graph reads the tensor",
+    ),
     array_in_a_file: ("load()", "files are not compared"),
     array_by_another_name: ("load_array()", "files are not compared"),
     tensor_in_a_file: ("load()", "files are not compared"),

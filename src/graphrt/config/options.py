@@ -99,8 +99,9 @@ class RuntimeConfig:
     ``interactivity``: Add every size 1..32 to the default ladder: less padding for few users, more
       graphs.
     ``on_miss``: strict: a step that would run eager raises ``MissError`` instead.
-    ``verify_first_replay``: Compare each program's first replay with eager before it serves.
-    ``verify_every``: Compare 1 of N replayed steps with eager. None: none.
+    ``verify_first_replay``: Compare each program's first replay with eager before it serves, and
+      the first step of each kind that is cut into micro-batches eagerly with the whole batch.
+    ``verify_every``: Compare 1 of N steps that are replayed, or cut eagerly. None: none.
     ``watch``: How a replaced weight, attribute, variable or host value that graphs read is
       noticed. spread: registrations in modules at once, all else four places a step; always: all
       at each step.

@@ -37,7 +37,7 @@ from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CaptureOptions, CaptureScope
 from graphrt.graphs.signature import Signature
 from graphrt.graphs.values import parameters_of, tensors_of
-from graphrt.graphs.writes import Write, observed_writes
+from graphrt.graphs.writes import Write, observed_writes, storage_of
 
 
 def capture_program(
@@ -314,7 +314,7 @@ def _refuse_mutated_inputs(
     recorder: ProgramRecorder,
 ) -> None:
     storages = {item.storage for item in written}
-    own = {_storage_of(tensor) for tensor in tensors_of((recorder.args, recorder.kwargs))}
+    own = {storage_of(tensor) for tensor in tensors_of((recorder.args, recorder.kwargs))}
     for buffers in static:
         for name, tensor in buffers.tensors.items():
             if not buffers.specs[name].written and tensor.untyped_storage() in storages:
@@ -332,7 +332,7 @@ def _refuse_mutated_inputs(
 
 def _line_of(storage: torch.UntypedStorage | None, writes: Sequence[Write]) -> str:
     """The user's line that wrote a storage first; empty where nothing saw it."""
-    lines = (one.source for one in writes if _storage_of(one.tensor) is storage)
+    lines = (one.source for one in writes if storage_of(one.tensor) is storage)
     return next(filter(None, lines), "")
 
 
@@ -344,9 +344,9 @@ def _refuse_advanced_state(
     options: CaptureOptions,
 ) -> None:
     # A runner of another library stages anew in each of its runs.
-    staged = {_storage_of(write.tensor) for write in writes if write.is_staged}
+    staged = {storage_of(write.tensor) for write in writes if write.is_staged}
     writes = [write for write in writes if not write.is_staged]
-    staged -= {_storage_of(write.tensor) for write in writes}
+    staged -= {storage_of(write.tensor) for write in writes}
     undeclared = [
         item for item in _undeclared(written, library, options) if item.storage not in staged
     ]
@@ -377,11 +377,11 @@ def _undeclared(
     written: Sequence[HeldTensor], library: GraphLibrary, options: CaptureOptions
 ) -> list[HeldTensor]:
     """Those of ``written`` that no option and no static buffer declares."""
-    declared = {_storage_of(tensor) for tensor in options.may_overwrite}
+    declared = {storage_of(tensor) for tensor in options.may_overwrite}
     declared |= {workspace.storage for workspace in options.workspaces}
     for buffers in library.static_buffers:
         declared |= {
-            _storage_of(tensor)
+            storage_of(tensor)
             for name, tensor in buffers.tensors.items()
             if buffers.specs[name].written
         }
@@ -394,17 +394,17 @@ def _undeclared(
 
 
 def _guarded(guard: StateGuard, scope: CaptureScope) -> set[torch.UntypedStorage | None]:
-    """The storages that a guard keeps. One that does not name its tensors is watched once."""
-    tensors = getattr(guard, "tensors", None)
-    if tensors is not None:
-        return {_storage_of(tensor) for tensor in tensors_of(tensors)}
     known = scope.guarded.get(id(guard))
     if known is None:
-        with observed_writes() as writes:
-            guard.restore(guard.save())
-        known = scope.guarded[id(guard)] = {_storage_of(write.tensor) for write in writes}
+        known = scope.guarded[id(guard)] = guarded_storages(guard)
     return known
 
 
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+def guarded_storages(guard: StateGuard) -> set[torch.UntypedStorage | None]:
+    """The storages that a guard keeps. One that does not name its tensors is watched once."""
+    tensors = getattr(guard, "tensors", None)
+    if tensors is not None:
+        return {storage_of(tensor) for tensor in tensors_of(tensors)}
+    with observed_writes() as writes:
+        guard.restore(guard.save())
+    return {storage_of(write.tensor) for write in writes}

@@ -99,6 +99,7 @@ from graphrt.graphs.places import (
 from graphrt.graphs.unwatched import (
     ASKED_OF_LOGGERS,
     ELSEWHERE,
+    FACTS_OF_TENSORS,
     READS_ELSEWHERE,
     READS_OF_OTHERS,
     Unwatched,
@@ -969,6 +970,10 @@ class Walk:
                 continue
             source = _source(code, names.lines.get(name, 0))
             self._told[f"{name}()", code] = Unwatched(f"{name}()", "function", because, source)
+        for name in names.attributes & FACTS_OF_TENSORS.keys():
+            source = _source(code, names.lines[name])
+            because = FACTS_OF_TENSORS[name]
+            self._told[name, code] = Unwatched(name, "attribute of a tensor", because, source)
 
     def _told_unwatched(self) -> Iterator[Unwatched]:
         """Everything that was met and cannot be compared, with the line that names it."""

@@ -77,6 +77,12 @@ READS_OF_OTHERS = {
 }
 """Of the standard library, NumPy and torch alone, or under another name."""
 
+FACTS_OF_TENSORS = {
+    "data_ptr": "where a tensor lies is compared only if a graph reads the tensor",
+    "_version": "how often a tensor was written is not compared",
+}
+"""What code may choose a memo by: the graph reads the memo, and not the tensor."""
+
 _NO_DATA = (
     "abc _abc ast builtins code collections.abc concurrent contextlib copyreg dataclasses enum "
     "functools importlib _frozen_importlib _frozen_importlib_external inspect logging operator re "

@@ -28,6 +28,10 @@ class Write(NamedTuple):
     """True where a ``BufferSet`` filled one of its buffers."""
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
 @contextmanager
 def observed_writes() -> Iterator[list[Write]]:
     """Collect the first write to each storage that the body did not make itself, and the first by

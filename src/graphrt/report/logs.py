@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from graphrt.batch import RuntimeMode
 from graphrt.events import (
     CaptureBegan,
     Captured,
@@ -64,10 +65,12 @@ def _told(event: Event) -> tuple[int, str]:
             came = "loaded" if missed is None else f"compiled ({missed})"
             return debug, f"{piece} for {start} to {end} tokens: {came} in {seconds:.2f} s"
         case Verified(mode, key, equal, difference) | PaddingVerified(mode, key, equal, difference):
-            of_padding = isinstance(event, PaddingVerified)
+            of_padding, is_cut = isinstance(event, PaddingVerified), mode is RuntimeMode.NONE
             told = f"{'padded ' * of_padding}replay of {mode.name} {key}"
+            told = f"{key.num_ubatches} micro-batches of {key}" if is_cut else told
             told += " equals " if equal else f" DIFFERS by {difference:g} from "
-            told += "the unpadded batch" if of_padding else "eager execution"
+            other = "the whole batch" if is_cut else "eager execution"
+            told += "the unpadded batch" if of_padding else other
             return debug if equal else warning, told
         case Invalidated(owner, programs, names):
             replaced = ", ".join(names) or "by hand"

@@ -528,12 +528,12 @@ def _counted(event: Event) -> Metrics:
             return Metrics(memory_taken=taken)
         case CaptureFailed(error=error):
             return Metrics(failures={error: 1})
+        case PaddingVerified(equal=equal) | Verified(mode=RuntimeMode.NONE, equal=equal):
+            # Its difference is that of two kernels, which no run in a graph adds to.
+            return Metrics(verifications=VerificationTotals(int(equal), int(not equal)))
         case Verified(equal=equal, max_abs_difference=difference):
             largest = math.inf if math.isnan(difference) else difference
             return Metrics(verifications=VerificationTotals(int(equal), int(not equal), largest))
-        case PaddingVerified(equal=equal):
-            # Its difference is that of two kernels, which no run in a graph adds to.
-            return Metrics(verifications=VerificationTotals(int(equal), int(not equal)))
         case Invalidated(num_programs=programs):
             return Metrics(lifetimes=LifetimeTotals(programs))
         case Retired(num_programs=programs, freed_bytes=freed):

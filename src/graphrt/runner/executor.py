@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.batch import REQUESTS, TOKENS, BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
 from graphrt.errors import (
     ConfigError,
+    GraphrtError,
     InputMismatchError,
     UnkeyedValueError,
     VerificationError,
@@ -39,7 +40,9 @@ from graphrt.graphs import (
     autocast_error,
 )
 from graphrt.graphs.buffers import require_tensor
+from graphrt.graphs.capture import guarded_storages
 from graphrt.graphs.values import (
+    dotted,
     format_path,
     kept_host_value,
     map_leaves,
@@ -48,6 +51,7 @@ from graphrt.graphs.values import (
     tensors_of,
     walk,
 )
+from graphrt.graphs.writes import storage_of
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example, examples_like
 from graphrt.runner.keys import (
     KeySpace,
@@ -62,6 +66,7 @@ from graphrt.verify import (
     RunState,
     Verification,
     WrittenRows,
+    check_cut,
     check_padding,
     check_replay,
     compare,
@@ -69,6 +74,7 @@ from graphrt.verify import (
     require_compared,
     require_other_example,
     require_varied_for_memos,
+    varied_padding,
     warn_unverified,
 )
 
@@ -320,7 +326,7 @@ class Executor:
 
         ``key``: the batch itself; of an input that depends on the key, the spec for these sizes.
         """
-        values, sizes, staged, step_info, slices = call
+        values, _, staged, step_info, slices = call
         if self._expire is not None:
             self._expire()
         bound = self._unpadded(key, staged)
@@ -333,15 +339,81 @@ class Executor:
             key, staged = batch_key(key, padded), padded
             bound = self._unpadded(key, staged)
             bound.stage(staged, values)
-        across, layers = self.num_tokens_across_ranks, self._layers
         for resource in self._resources:
             resource.prepare(key, step_info)
-        context = ForwardContext(RuntimeMode.NONE, key, step_info, None, layers, across, slices)
-        with torch.no_grad(), context:
+        return self._run_eagerly(key, bound, call._replace(staged=staged))
+
+    def _run_eagerly(self, key: BatchDescriptor, bound: BoundBuffers, call: Call) -> Any:
+        """Run ``fn`` on a call that is staged."""
+        _, sizes, staged, info, slices = call
+        across, layers = self.num_tokens_across_ranks, self._layers
+        with (
+            torch.no_grad(),
+            ForwardContext(RuntimeMode.NONE, key, info, None, layers, across, slices),
+        ):
             outputs = self.fn(**bound.views)
         if self._hands_eager_out and staged is sizes:
             return outputs
         return self.outputs.bind(outputs).unpad(sizes)
+
+    def compare_cut(self, key: BatchDescriptor, call: Call) -> tuple[Any, GraphrtError | None]:
+        """Run one call whole and in micro-batches. See ``check_cut``."""
+        if self._expire is not None:
+            self._expire()
+        # A value may be a view of the buffers, which runs may write.
+        call = call._replace(values=own_copy(dict(call.values)))
+        bound = self._unpadded(key, call.staged)
+        whole, _ = self._overwritten()
+        state = self._run_state(bound, call, bound.views, (), None, whole)
+        may_write = {
+            storage_of(tensor)
+            for tensor in (
+                *(bound.views[name] for name in call.values if name in bound.views),
+                *state.tensors.values(),
+                *(written.tensor for written in state.rows.values()),
+                *whole,
+            )
+        }
+        may_write |= {workspace.storage for workspace in self.options.workspaces}
+        if self.options.state is not None:
+            may_write |= guarded_storages(self.options.state)
+
+        # Floats, and what may hold any valid value.
+        names = [
+            name
+            for name in call.values
+            if (spec := bound.specs[name]).policy.arbitrary
+            and (spec.dtype.is_floating_point or spec.policy.kind != "keep")
+        ]
+        assert call.ubatch_slices is not None, "only cut calls are compared"
+        *_, before, last = call.ubatch_slices
+        start = last.token_slice.start
+        # A request that is cut inside belongs to both.
+        others = {TOKENS: start, REQUESTS: before.request_slice.stop}
+        first, axes = {TOKENS: start, REQUESTS: last.request_slice.start}, self.outputs.axes
+
+        def first_rows(outputs: Any) -> Any:
+            nodes = walk(self.outputs.bind(outputs).unpad(first))
+            return {path: node.value for node in nodes if (path := dotted(node.path)) in axes}
+
+        def run(key: BatchDescriptor) -> Any:
+            slices = None if key.num_ubatches == 1 else call.ubatch_slices
+            return self._run_eagerly(key, bound, call._replace(ubatch_slices=slices))
+
+        return check_cut(
+            key=key,
+            stage=lambda key: self._stage(key, bound, call),
+            run=run,
+            runnable=self.fn,
+            state=state,
+            may_write=may_write,
+            varied=partial(varied_padding, bound, others, names, by_real=True) if names else None,
+            first_rows=first_rows,
+            observes=self.options.observe != "never",
+            chosen_from=self.outputs.chosen_from,
+            tolerance=self.tolerance,
+            observer=self.observer,
+        )
 
     def no_values(self, key: BatchDescriptor) -> dict[str, torch.Tensor]:
         """Values of a batch without rows, for the buffers of ``key``."""
@@ -413,7 +485,7 @@ class Executor:
             key=key,
             run_eager=run_eager,
             run_replay=run_replay,
-            state=self._run_state(ready, call, bound.views, whole, before_warmup),
+            state=self._run_state(bound, call, bound.views, whole, before_warmup),
             runnable=self.fn,
             before_warmup=before_warmup,
             tolerance=self.tolerance,
@@ -460,7 +532,7 @@ class Executor:
             stage=lambda: self._stage(key, bound, call),
             replay=lambda: self._replay_compared(ready, sizes, step_info),
             run_unpadded=run_unpadded if call.staged == sizes else None,
-            state=self._run_state(ready, call, real, (), before_warmup, scratch),
+            state=self._run_state(bound, call, real, (), before_warmup, scratch),
             reads_padding=self.reads_padding,
             chosen_from=self.outputs.chosen_from,
             tolerance=self.tolerance,
@@ -509,7 +581,7 @@ class Executor:
 
     def _run_state(
         self,
-        ready: ReadyGraph,
+        bound: BoundBuffers,
         call: Call,
         views: Values,
         overwritten: Sequence[torch.Tensor],
@@ -517,7 +589,7 @@ class Executor:
         scratch: Sequence[torch.Tensor] = (),
     ) -> RunState:
         """Everything that a compared run may write. ``views``: what is real of the buffers."""
-        specs = ready.bound.specs
+        specs = bound.specs
         tensors = {f"buffer {name}": view for name, view in views.items() if specs[name].written}
         tensors |= _numbered(overwritten)
         rows = {}

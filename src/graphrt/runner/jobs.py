@@ -38,9 +38,11 @@ from graphrt.verify import (
     NUM_ADVANCING_RUNS,
     check_replay,
     require_compared,
+    require_like_whole,
     require_other_example,
     require_varied_for_memos,
 )
+from graphrt.verify.run_state import restored
 
 Phase = Literal["warmup", "warmed", "capture", "captured", "failed"]
 Gate = Callable[["CaptureJob", Phase], bool]
@@ -504,10 +506,10 @@ class _Run:
         assert program is not None, "only programs that exist are checked"
         fn, layers = self._callable_of(job), self.options.layers
 
-        def run_eager() -> Any:
+        def run_eager(key: BatchDescriptor = job.key) -> Any:
             args, kwargs = self._inputs(job, seed=1)
             modes = self.library.device.modes_of_recording()
-            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, job.key, layers=layers), modes:
+            with torch.no_grad(), ForwardContext(RuntimeMode.NONE, key, layers=layers), modes:
                 return fn(*args, **kwargs)
 
         def run_replay() -> Any:
@@ -520,6 +522,10 @@ class _Run:
         checked = own_copy(self._inputs(job, seed=1))
         require_other_example(subject, captured, checked)
         host = self.hosts.get(id(fn))
+        whole = None
+        if job.key.num_ubatches > 1:
+            with _guarded(self.options.state), restored(host):
+                whole = own_copy(run_eager(replace(job.key, num_ubatches=1)))
         with _guarded(self.options.state):
             verification = check_replay(
                 mode=job.mode,
@@ -532,6 +538,8 @@ class _Run:
                 observer=self.library.emit,
                 num_runs=NUM_ADVANCING_RUNS if host is not None and host.advances else 1,
             )
+        if whole is not None:  # Eager runs of the key compute the same micro-batches.
+            require_like_whole(subject, whole, verification.outputs)
         require_varied_for_memos(subject, captured, checked, host)
         program.is_compared = require_compared(subject, verification)
 

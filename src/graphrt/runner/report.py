@@ -169,7 +169,8 @@ class RunnerReport:
     ``device``: Its name.
     ``graphs``: One entry for each key with a program.
     ``missing``: Keys that no graph serves now.
-    ``failures``: What captures of keys failed with.
+    ``failures``: What captures of keys failed with; of mode NONE, a step that was cut into
+      micro-batches eagerly.
     ``misses``: Runs that were eager, by reason.
     ``largest``: Axis -> its largest padded size among the keys.
     ``capture_seconds``: Everything that captures took together; see ``other_seconds``.

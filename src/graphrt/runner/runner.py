@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, pairwise
 from time import perf_counter_ns
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self
@@ -34,7 +38,7 @@ from graphrt.errors import (
     VerificationError,
     shown as shown_value,
 )
-from graphrt.events import KeysChanged, Observer, RanEager, Replayed, Withdrawn
+from graphrt.events import CaptureFailed, KeysChanged, Observer, RanEager, Replayed, Withdrawn
 from graphrt.graphs import (
     BufferSpec,
     CaptureOptions,
@@ -87,6 +91,7 @@ from graphrt.runner.report import (
     largest_sizes,
     replaced,
 )
+from graphrt.source import caller_source
 from graphrt.verify import NUM_ADVANCING_RUNS, explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
@@ -94,6 +99,11 @@ _EAGER = RuntimeMode.NONE
 
 _FIXED = {"calls": 1}
 """The size along an axis that no input has: where all calls have the same shapes."""
+
+
+ENOUGH_REQUESTS = 16
+"""In steps of one kind that were right in micro-batches, for others of it to be trusted: few may
+stand in an order, or be of a size, in which none changes another."""
 
 
 class CUDAGraphRunner:
@@ -252,7 +262,13 @@ class CUDAGraphRunner:
         self._has_own_examples = examples is not None
         self._verify_every = self._until_verify = verify_every or 0
         self._compares_padding = False
-        self._is_running = self._is_closed = False
+        self.split_failure: Mapping[Key, str] = {}
+        """The call that was not cut rightly into micro-batches, and why: from then on none is."""
+        self._compared_cuts: dict[Hashable, int] = {}
+        """Kinds of calls whose cut was right, and how many requests those had together."""
+        # Empty during a run. To pop asks and takes in one, so that no other thread comes between;
+        # a lock would take five times as long.
+        self._turn, self._is_closed = [True], False
         self._misses: dict[Reason, Misses] = {}
         self._told: KeysChanged | None = None
         """What the observer was told last of what serves."""
@@ -343,7 +359,7 @@ class CUDAGraphRunner:
         if not isinstance(progress, bool | None):
             check_callable("progress", progress)
         with (
-            self._occupied(),
+            self._occupied("capture"),
             self._captures.part(self._check, self._refresh) as capture,
             shown(progress, self.name) as tell,
         ):
@@ -351,6 +367,7 @@ class CUDAGraphRunner:
             self._ask()
             chosen, generation = self._captures.choose(wanted)
             self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
+            self._forget_cuts()
             capture(chosen, generation, tell)
         return self.report()
 
@@ -389,7 +406,7 @@ class CUDAGraphRunner:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
                 part = self._captures.part(self._check, self._refresh)
-                with self._occupied(), part as capture, frozen_heap():
+                with self._occupied("capture_next"), part as capture, frozen_heap():
                     capture(self._captures.recheck(chosen), "current", None)
             finally:
                 if self._captures.fail_the_rest():
@@ -414,11 +431,13 @@ class CUDAGraphRunner:
         chosen = self._keys.select(keys)
         programs = [entry.program for entry in chosen if entry.program is not None]
         if programs:
-            self._executor.outputs.expire()
-            self.device.synchronize()
-            self.library.drop(programs)
+            with self._occupied("withdraw"):
+                self._executor.outputs.expire()
+                self.device.synchronize()
+                self.library.drop(programs)
         # Other kernels may succeed where those before failed.
         self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in chosen)
+        self._forget_cuts()
         self._executor.emit(Withdrawn(self.name, len(programs), reason))
         self._refresh()
         return len(programs)
@@ -452,7 +471,7 @@ class CUDAGraphRunner:
             for key in checked_list("keys", keys, tuple, "keys of this runner, each with its mode")
             for entry in self._keys.select([key])
         ]
-        with self._occupied(), torch.no_grad():
+        with self._occupied("time_replays"), torch.no_grad():
             times = self._executor.time_replays(entries, self.library.synchronize)
         return times if self._lockstep is None else self._lockstep.slowest(times)
 
@@ -559,7 +578,7 @@ class CUDAGraphRunner:
         """Give the observer the event of a run, as a part of that run: another one inside it would
         overwrite outputs that the caller has not got yet."""
         assert self._observer is not None, "only an observer is told"
-        with self._occupied():
+        with self._occupied("the event of a run"):
             self._observer(event)
 
     def execute(
@@ -579,14 +598,15 @@ class CUDAGraphRunner:
         """
         staged = staged or sizes
         mode, key, reason = decision
-        if mode is not _EAGER and not self._look():
-            mode, key, reason = decision = self._ask_again(decision, staged)
-        self.last_decision = decision
-        if self._is_running:
-            self._require_idle("run")
-        self._is_running = True
-        has_grad = is_grad_enabled()
+        has_grad, turn = is_grad_enabled(), self._turn
         try:
+            turn.pop()
+        except IndexError:
+            raise self._refusal("run") from None
+        try:
+            if mode is not _EAGER and not self._look():
+                mode, key, reason = decision = self._ask_again(decision, staged)
+            self.last_decision = decision
             if has_grad:
                 # What is staged, and what eager segments return, must not grow a graph of its own.
                 set_grad_enabled(False)
@@ -597,20 +617,19 @@ class CUDAGraphRunner:
                     largest = largest_sizes(self._entries, self._space.axis_sizes)
                     raise miss_error(reason, sizes, "; ".join(above_largest(sizes, largest)))
                 call = Call(values, sizes, staged, step_info, ubatch_slices)
+                if ubatch_slices is not None and self._verify == "first":
+                    return self._cut(decision, call, ubatch_slices)
                 return self._executor.eager(key, call)
             # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
             ready = self._ready[mode].get(id(key))
             if ready is None:
                 ready = self._find_ready(decision)
             ready.entry.hits += 1
-            if self._verify_every:
-                self._until_verify -= 1
-                if self._until_verify <= 0:
-                    self._until_verify = self._verify_every
-                    return self._compare(ready, Call(values, sizes, staged, step_info))
+            if self._verify_every and self._is_sampled():
+                return self._compare(ready, Call(values, sizes, staged, step_info))
             return self._executor.replay(ready, values, sizes, staged, step_info)
         finally:
-            self._is_running = False
+            turn.append(True)
             if has_grad:
                 set_grad_enabled(True)
 
@@ -681,6 +700,50 @@ class CUDAGraphRunner:
             # The next graph run asks whether anything has moved.
             self._watch.is_marked = self._watch.mode != "off"
             raise
+
+    def _is_sampled(self) -> bool:
+        self._until_verify -= 1
+        if self._until_verify > 0:
+            return False
+        self._until_verify = self._verify_every
+        return True
+
+    def _cut(self, decision: Decision, call: Call, slices: Sequence[Any]) -> Any:
+        """Run a call in micro-batches; the first ones of each kind, and samples, also whole.
+
+        Where these differ the result is that of the whole batch, and ``split_failure`` says why.
+        """
+        key, executor = decision.descriptor, self._executor
+        pairs = pairwise(part.request_slice for part in slices)
+        kind = (
+            key.uniform,
+            key.num_active_loras,
+            any(before.stop > after.start for before, after in pairs),  # Cut inside a request.
+            frozenset(call.values),
+            # A model may take another way where there are more of them.
+            tuple(size.bit_length() for size in call.sizes.values()),
+        )
+        known = self._compared_cuts.get(kind, 0)
+        is_due = bool(self._verify_every) and self._is_sampled()
+        # A list says something of each micro-batch, and nothing of the whole. Of several ranks none
+        # runs more often than the others, because runs may meet.
+        is_alone = type(call.step_info) in (list, tuple) or self._lockstep is not None
+        if is_alone or (known >= ENOUGH_REQUESTS and not is_due):
+            return executor.eager(key, call)
+        outputs, error = executor.compare_cut(key, call)
+        if error is None:
+            self._compared_cuts[kind] = known + slices[-1].request_slice.stop
+            return outputs
+        self.split_failure = {(_EAGER, key): failure_text(error)}
+        self.last_decision = decision._replace(descriptor=replace(key, num_ubatches=1))
+        executor.emit(
+            CaptureFailed(self.name, _EAGER, key, type(error).__name__, failure_text(error))
+        )
+        return outputs
+
+    def _forget_cuts(self) -> None:
+        self._compared_cuts.clear()
+        self.split_failure = {}
 
     def _find_ready(self, decision: Decision) -> ReadyGraph:
         """The graph of a decision whose key equals a key of this runner but is another object."""
@@ -790,13 +853,17 @@ class CUDAGraphRunner:
             for entry in self.library.catalog.of_owner(self.name, mode).by_key.values()
         ]
         programs = [entry.program for entry in entries if entry.program is not None]
-        failed = {item: e.error for item, e in self._entries.items() if e.error is not None}
+        failures = {
+            item: failure_text(entry.error)
+            for item, entry in self._entries.items()
+            if entry.error is not None
+        }
         counted = self._observer.snapshot() if isinstance(self._observer, StepMetrics) else None
         return RunnerReport(
             device=self.device.name,
             graphs=captured_graphs(entries, self._space.axis_sizes, counted),
             missing=MappingProxyType(self.missing()),
-            failures=MappingProxyType({key: failure_text(error) for key, error in failed.items()}),
+            failures=MappingProxyType({**failures, **self.split_failure}),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
             largest=MappingProxyType(largest_sizes(self._entries, self._space.axis_sizes)),
             capture_seconds=self._captures.seconds,
@@ -874,23 +941,46 @@ class CUDAGraphRunner:
 
     def _require_idle(self, what: str) -> None:
         self.require_open()
-        if self._is_running:
-            raise ReentrantStepError(
-                f"{what} inside a run of the same runner",
-                expected="one run at a time, because all share the static buffers and outputs",
-                found="a call from the callable, a resource or an observer of a run or capture "
-                "that has not ended, or from another thread",
-                do="call it after that, or give the inner callable a runner of its own",
-            )
+        if not self._turn:
+            raise self._refusal(what)
+
+    def _refusal(self, what: str) -> ReentrantStepError:
+        return ReentrantStepError(
+            f"{what} inside a run of the same runner",
+            expected="one run at a time, because all share the static buffers and outputs",
+            found="a call from the callable, a resource or an observer of a run or capture "
+            f"that has not ended{self._where_else()}",
+            do="call it after that, or give the inner callable a runner of its own; let threads "
+            "take turns with a lock around the whole step",
+        )
+
+    def _where_else(self) -> str:
+        """The places of this thread and of the one whose run has not ended, if that is another."""
+        turns = {each.__code__ for each in (type(self).execute, type(self).capture)}
+        turns |= {each.__code__ for each in (type(self).capture_next, type(self).time_replays)}
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            if ident == threading.get_ident():
+                continue
+            for outer, _ in traceback.walk_stack(frame):
+                if outer.f_code in turns and outer.f_locals.get("self") is self:
+                    return (
+                        f"; or from another thread: here {threading.current_thread().name!r} at "
+                        f"{caller_source()}, there {names.get(ident)!r} at {caller_source(frame)}"
+                    )
+        return ", or from another thread"
 
     @contextmanager
-    def _occupied(self) -> Iterator[None]:
+    def _occupied(self, what: str) -> Iterator[None]:
         """Refuse runs and captures meanwhile: inside this one, or of another thread."""
-        self._is_running = True
+        try:
+            self._turn.pop()
+        except IndexError:
+            raise self._refusal(what) from None
         try:
             yield
         finally:
-            self._is_running = False
+            self._turn.append(True)
 
     def _require_alone(self, what: str) -> None:
         if self._lockstep is not None:

@@ -457,6 +457,9 @@ class Runtime:
             host_us = (perf_counter_ns() - started) / 1000
             # Other than decided, where the step found out that something had been replaced.
             mode, key, reason = runner.last_decision or decision
+            if why is None and self._split is not None and key.num_ubatches == 1:
+                failed = bool(runner.split_failure)
+                why = UBatchReason.SPLIT_FAILED if failed else UBatchReason.NO_FULL_GRAPH
             shape = (num_reqs, uniform, host_us, num_active_loras)
             served = (key.num_active_loras, key.num_ubatches, why)
             runner.tell(

@@ -83,6 +83,8 @@ class SplitSteps:
         num_tokens, uniform, _, _ = batch
         dispatch, config = runner.dispatcher.dispatch, self._plan.ubatch
         query_len, num_ubatches = self._plan.query_len if uniform else 1, config.num_ubatches
+        if runner.split_failure:
+            unsplit = UBatchReason.SPLIT_FAILED
         why = wants_split(num_tokens, uniform, config, unsplit)
         if why is None and not ubatch_stride(num_tokens, query_len, num_ubatches):
             why = UBatchReason.TOO_FEW_TOKENS

@@ -7,6 +7,10 @@ from graphrt.verify.compare import (
     Difference as Difference,
     compare as compare,
 )
+from graphrt.verify.cuts import (
+    check_cut as check_cut,
+    require_like_whole as require_like_whole,
+)
 from graphrt.verify.explain import advice as advice, explain as explain
 from graphrt.verify.padding import (
     UNPADDED_TOLERANCE as UNPADDED_TOLERANCE,

@@ -26,14 +26,15 @@ from graphrt.verify.run_state import VARYING, RunState, SavedState, restored
 
 @contextmanager
 def varied_padding(
-    bound: BoundBuffers, n: Sizes, names: Iterable[str] | None = None
+    bound: BoundBuffers, n: Sizes, names: Iterable[str] | None = None, *, by_real: bool = False
 ) -> Iterator[None]:
     """Put other valid rows into the padding of a staged step; on exit it is as it was before.
 
     ``names``: which buffers. By default those whose padding must not matter: ``Padding.keep()``,
     floating ones whose padding nobody declared, and what says ``arbitrary``. Floats become
     plus or minus 8 to 16 times the largest real element, which dominates any maximum or mean and
-    keeps clear of NaN; everything else repeats the real rows, which index what exists.
+    keeps clear of NaN; everything else repeats the real rows, which index what exists. ``by_real``:
+    floats repeat them as well.
     """
     chosen = arbitrary_buffers(bound) if names is None else tuple(names)
     padding = bound.padding(n)
@@ -41,7 +42,7 @@ def varied_padding(
     kept = [(view, view.clone()) for name in chosen for view in padding[name]]
     for name in chosen:
         for view in padding[name]:
-            _vary(view, real[name])
+            _vary(view, real[name], by_real=by_real)
     try:
         yield
     finally:
@@ -54,14 +55,14 @@ def arbitrary_buffers(bound: BoundBuffers) -> tuple[str, ...]:
     return tuple(name for name, spec in bound.specs.items() if spec.policy.arbitrary)
 
 
-def _vary(view: torch.Tensor, real: torch.Tensor) -> None:
+def _vary(view: torch.Tensor, real: torch.Tensor, *, by_real: bool) -> None:
     """Fill ``view`` with other values of the kind that ``real`` holds."""
     if view.numel() == 0:
         return
     dtype = view.dtype
     if dtype.is_complex:
-        _vary(torch.view_as_real(view), torch.view_as_real(real))
-    elif dtype.is_floating_point:
+        _vary(torch.view_as_real(view), torch.view_as_real(real), by_real=by_real)
+    elif dtype.is_floating_point and not by_real:
         finite = real.double().abs().nan_to_num(0.0, 0.0, 0.0)
         largest = 8 * (finite.max().item() if finite.numel() else 0.0) or 8.0
         place = torch.arange(view.numel(), device=view.device, dtype=torch.float64)
@@ -97,7 +98,7 @@ UNPADDED_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
 """How far a padded run may be from the unpadded one (``compare``): another number of rows takes
 other kernels, which sum in another order. Measured in bfloat16 over 28 layers of random weights,
 which let rounding grow more than trained ones do: 0.09 of all elements, 0.27 of one row."""
-_IN_FLOAT32 = {**UNPADDED_TOLERANCE, torch.float64: 1e-4, torch.complex128: 1e-4}
+IN_FLOAT32 = {**UNPADDED_TOLERANCE, torch.float64: 1e-4, torch.complex128: 1e-4}
 """Where parts of a float64 model compute in float32."""
 
 
@@ -180,18 +181,18 @@ def check_padding(
         outcome: Comparison | None = None
         is_read = depends_on_size = False
         if varied is not None:
-            outcome = _compare_runs(varied, found, tolerance)
+            outcome = compare_runs(varied, found, tolerance)
             is_read = not outcome.is_equal
         if unpadded is not None and not is_random and not is_read:
-            outcome = _compare_runs(unpadded, found, UNPADDED_TOLERANCE, chosen_from)
+            outcome = compare_runs(unpadded, found, UNPADDED_TOLERANCE, chosen_from)
             depends_on_size = not outcome.is_equal and (
-                tolerance is None or not _compare_runs(unpadded, found, tolerance).is_equal
+                tolerance is None or not compare_runs(unpadded, found, tolerance).is_equal
             )
             if depends_on_size and can_repeat and run_unpadded is not None:
                 found = own_copy(found[0]), found[1]  # The next replay overwrites it.
-                with _Float32Seen() as seen:
+                with Float32Seen() as seen:
                     run(run_unpadded, poisons=False)
-                within = _compare_runs(unpadded, found, _IN_FLOAT32, chosen_from)
+                within = compare_runs(unpadded, found, IN_FLOAT32, chosen_from)
                 if seen.is_any and within.is_equal:
                     outcome, depends_on_size = within, False
                     found = run(replay, is_last=True, poisons=False)
@@ -213,12 +214,10 @@ def check_padding(
                     subject,
                     names,
                     outcome,
-                    is_rounding=_compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
+                    is_rounding=compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
                     is_unread=lambda name: (
                         not can_repeat
-                        or _compare_runs(
-                            run(replay, name, poisons=False), found, tolerance
-                        ).is_equal
+                        or compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
                     ),
                 )
             raise VerificationError(
@@ -238,7 +237,7 @@ def check_padding(
     return found[0], unlike
 
 
-class _Float32Seen(LookingMode):
+class Float32Seen(LookingMode):
     """Notes whether an operator returns float32, as norms of transformers do in a float64 model.
 
     No shorter dtype: a quarter of a result, which bfloat16 may round away, hides what padding does.
@@ -286,7 +285,7 @@ def _require_cut(
             )
 
 
-def _compare_runs(
+def compare_runs(
     expected: tuple[Any, SavedState],
     found: tuple[Any, SavedState],
     tolerance: float | Mapping[torch.dtype, float] | None,
