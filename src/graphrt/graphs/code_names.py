@@ -49,6 +49,9 @@ _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_M
 _THROUGH = "len list tuple set dict sorted sum min max any all iter enumerate"
 _GOES_THROUGH = frozenset(_THROUGH.split())
 """Built-in functions of which one argument is gone through or counted."""
+_GOING_THROUGH = frozenset(
+    ("GET_ITER", "UNARY_NOT", "LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE")
+)
 _WRITES_ALL = frozenset(("update", "copy", "clear", "pop", "setdefault"))
 _GIVEN_BY = {"type": "__class__", "vars": "__dict__", "globals": "__dict__"}
 _MAKING = frozenset(("BUILD_STRING", "BINARY_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"))
@@ -208,7 +211,7 @@ def _goes_through(steps: Sequence[dis.Instruction], index: int) -> bool:
         called = steps[_begin(steps, index - 1) - 1]
         return called.opname == "LOAD_GLOBAL" and called.argval in _GOES_THROUGH
     is_test = "JUMP" in step.opname and step.opname.endswith(("_TRUE", "_FALSE"))
-    return is_test or step.opname in ("GET_ITER", "UNARY_NOT")
+    return is_test or step.opname in _GOING_THROUGH
 
 
 def _guessed_of(steps: Sequence[dis.Instruction], index: int) -> set[tuple[str, str]]:
