@@ -54,6 +54,7 @@ from graphrt.runner.keys import (
     batch_key,
     check_axes,
     check_parameters,
+    check_specs,
     check_written_rows,
     make_key,
 )
@@ -170,7 +171,7 @@ class Executor:
         self._hands_eager_out = declared.policy == "view" and not any(map(callable, lengths))
         self._expire = self.outputs.expire if declared.policy == "checked_view" else None
         self._of_key: dict[BatchDescriptor, BufferSet] = {}
-        self._specs = inputs if callable(inputs) else lambda key: inputs
+        self._inputs = inputs
         self._reader: BufferSet | None = None
         """Reads real sizes off values. It has no bytes where each key has buffers of its own."""
         self._shared: BufferSet | None = None
@@ -219,6 +220,10 @@ class Executor:
     def forget_examples(self) -> None:
         """What a failed or interrupted capture was made with may belong to others by the next."""
         self._captured_with.clear()
+
+    def _specs(self, key: BatchDescriptor) -> Sequence[BufferSpec]:
+        inputs = self._inputs
+        return check_specs(inputs(key)) if callable(inputs) else inputs
 
     def _buffers_to_read(self) -> BufferSet:
         if self._reader is None:
