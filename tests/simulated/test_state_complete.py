@@ -634,7 +634,8 @@ def test_counter_is_put_back_after_a_failure(lab: Lab, fails_in: str) -> None:
     assert not model.log
 
 
-def test_memo_of_parts_users_is_found_by_seeds(lab: Lab) -> None:
+@pytest.mark.parametrize("has_default", [False, True])
+def test_memo_of_parts_users_is_found_by_seeds(lab: Lab, has_default: bool) -> None:
     memo: list[Tensor] = []
 
     def step(x: Tensor) -> Tensor:
@@ -647,8 +648,9 @@ def test_memo_of_parts_users_is_found_by_seeds(lab: Lab) -> None:
     def inputs(seed: int) -> Any:
         return (x.copy_(torch.full((4,), seed + 1.0)),), {}
 
+    make = (lambda seed=0: inputs(seed)) if has_default else inputs
     with pytest.raises(VerificationError, match="memo"):
-        capture_all(lab.library, [CaptureJob(step, FULL, KEY, inputs, owner="part")])
+        capture_all(lab.library, [CaptureJob(step, FULL, KEY, make, owner="part")])
     assert not memo, "nothing serves, so nothing reads it"
 
 
