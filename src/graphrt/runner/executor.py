@@ -433,6 +433,7 @@ class Executor:
         ready: ReadyGraph,
         call: Call,
         before_warmup: HostSnapshot | None = None,
+        others: Values | None = None,
     ) -> tuple[Any, dict[str, Comparison]]:
         """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
 
@@ -472,6 +473,7 @@ class Executor:
             before_warmup=before_warmup,
             observer=self.observer,
             can_repeat=self.wait_for_ranks is None,
+            others=others or {},
         )
 
     def _stage(self, key: BatchDescriptor, bound: BoundBuffers, call: Call) -> None:
@@ -602,7 +604,9 @@ class Executor:
                 restore()
                 doing = f"in the check of {subject} with a batch of sizes {dict(sizes)}, unpadded"
                 with _of_example(), noting(doing):
-                    unlike |= self.compare_padding(ready, self._call(sizes, 1), before_warmup)[1]
+                    unlike |= self.compare_padding(
+                        ready, self._call(sizes, 1), before_warmup, captured and captured[0]
+                    )[1]
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
             entry.padding = self._describe_padding(compared, generators.drew_random(before))
             if compared and left:
