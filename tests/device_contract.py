@@ -116,6 +116,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "view": lambda x, i: (x * 2).t().reshape(4, 16)[1:3],
     "in-place through a view": lambda x, i: x.clone().index_fill_(0, i[:2], 0.5),
     "cat": lambda x, i: torch.cat([x, x * 2], 1),
+    "cat with no values": lambda x, i: torch.cat([torch.tensor([], device=x.device), x[0]]),
     "gather": lambda x, i: x.gather(0, i.view(-1, 1)),
     "index": lambda x, i: x[i],
     "index_put": lambda x, i: x.clone().index_put_((i,), x * 3),

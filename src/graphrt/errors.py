@@ -119,7 +119,15 @@ def shown(value: object) -> str:
 
 def with_notes(error: BaseException) -> str:
     """What ``error`` says, and its notes: of a micro-batch, which one raised it."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return "\n".join([text_of(error), *getattr(error, "__notes__", ())])
+
+
+def text_of(error: BaseException) -> str:
+    """What ``error`` says, which code of a user's class may fail to tell."""
+    try:
+        return str(error)
+    except Exception as unsaid:  # noqa: BLE001  The first error is the one to report.
+        return f"its text raises {type(unsaid).__name__}"
 
 
 @contextmanager

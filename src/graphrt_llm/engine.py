@@ -749,6 +749,8 @@ class LLMEngine:
         self.close()
 
     def _checked_prompt(self, request_id: str, prompt: Any) -> list[int]:
+        if isinstance(prompt, range):  # Longer than any prompt may be, it is not listed.
+            prompt = prompt[: self.limits.max_model_len + 1]
         try:
             tokens = np.asarray(prompt)
         except (ValueError, TypeError) as error:
@@ -791,6 +793,8 @@ class LLMEngine:
 def _is_one_prompt(prompts: object) -> bool:
     """True for token ids, False for prompts. Errors: ``RequestError`` for anything else."""
     found = f"a {type(prompts).__name__}"
+    if isinstance(prompts, range) and prompts:
+        return True
     is_array = getattr(prompts, "ndim", 0) > 0
     if is_array or (isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)):
         elements = list(cast("Sequence[object]", prompts))

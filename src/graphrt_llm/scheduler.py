@@ -222,7 +222,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> RequestOutput:
         """End an unfinished request now. Errors: ``UnknownRequestError``."""
-        request = self._unfinished.get(request_id)
+        request = self._unfinished.get(request_id) if isinstance(request_id, str) else None
         if request is None:
             raise UnknownRequestError(
                 f"request {request_id!r}",

@@ -25,7 +25,7 @@ from graphrt.errors import (
     GraphrtError,
     StreamRaceError,
 )
-from lab import FULL, KEY, PIECEWISE, Lab
+from lab import FULL, KEY, PIECEWISE, Lab, rows_runner
 
 OTHER = BatchDescriptor(4)
 
@@ -251,3 +251,25 @@ def test_state_guard_that_fails_after_a_recording_leaves_no_graph(lab: Lab) -> N
     del caught
     lab.library.retire()
     assert lab.device.memory().free_bytes == free
+
+
+class UnsayableError(Exception):
+    """Of a class that can neither be copied nor shown."""
+
+    def __init__(self, number: str) -> None:
+        super().__init__("no number")
+        self.number = int(number)
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def test_error_that_cannot_be_copied_or_shown_is_recorded() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise UnsayableError("1")
+
+    with rows_runner(fails, on_capture_error="skip") as runner:
+        (failure,) = runner.capture().failures.values()
+        assert "UnsayableError: its text raises KeyError" in failure
+        assert failure in str(runner.report())
+        assert "its text raises KeyError" in runner.explain(runner.keys[0])

@@ -25,6 +25,7 @@ from graphrt.errors import CaptureInProgressError, GraphrtError
 from graphrt_llm import EngineConfig, FinishReason, LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.errors import (
+    AttentionBackendError,
     EngineConfigError,
     EngineStateError,
     PromptTooLongError,
@@ -167,6 +168,22 @@ def test_without_a_dtype_the_checkpoints_own_is_used(tmp_path):
     save_tiny(tmp_path, torch.bfloat16)
     with LLMEngine.from_model_dir(tmp_path, replace(engine_config(), dtype=None)) as engine:
         assert engine.attention_backend.cache.tensor.dtype == torch.bfloat16
+
+
+def test_a_range_longer_than_any_prompt_is_not_listed():
+    with LLMEngine.tiny(engine_config()) as engine:
+        for add in (engine.generate, engine.add_request):
+            with pytest.raises(RequestError):
+                add(range(10**12))
+        assert engine.generate(range(1, 4)) == engine.generate([1, 2, 3])
+
+
+@pytest.mark.parametrize("name", [[], 3, None])
+def test_a_name_of_another_kind_is_unknown(name):
+    with LLMEngine.tiny(engine_config()) as engine, pytest.raises(UnknownRequestError):
+        engine.abort(name)
+    with pytest.raises((AttentionBackendError, EngineConfigError)):
+        LLMEngine.tiny(replace(engine_config(), attention_backend=name))
 
 
 def test_a_mapping_in_place_of_a_config_is_refused_by_name():

@@ -238,6 +238,13 @@ def test_arbitrary_padding_of_integers_is_varied():
         spec = BufferSpec("ids", ("tokens",), torch.int64, padding)
         # The largest real row does not change the largest, so only sums show it.
         refused(lambda ids: ids * 2 + ids.sum(), "padding is read", inputs=(spec,), examples=of_ids)
+        # The real rows again are no other set of ids: rows of the captured example are.
+        refused(
+            lambda ids: ids * 2 + torch.nn.functional.one_hot(ids, 90)[:, 50:].amax(0).sum(),
+            "padding is read",
+            inputs=(spec,),
+            examples=of_ids,
+        )
     declared = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(0))
     with make(model, inputs=(declared,), examples=of_ids) as runtime:
         assert len(runtime.capture().graphs) == 2

@@ -63,6 +63,7 @@ def test_flat_options_resolve_as_their_fields_do(mode, sizes):
         ({"mode": 3}, "mode: 3"),
         ({"sizes": [1, 0]}, r"sizes\[1\]: 0"),
         ({"sizes": 8}, "sizes: 8"),
+        ({"sizes": range(1, 10**12)}, "at most 65536 entries"),
         ({"sizes": [64], "max_num_batched_tokens": 8}, r"sizes: \[64\]"),
         ({"max_num_seqs": 0}, "max_num_seqs: 0"),
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens: 'many'"),
@@ -88,6 +89,13 @@ def test_argument_of_another_kind_is_refused_by_name(wrong):
     options = {"inputs": INPUTS, "outputs": OutputSpec({}), "device": "simulated", **wrong}
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Runtime(lambda **values: None, **options)
+
+
+@pytest.mark.parametrize("found", [None, [3], BufferSpec])
+def test_inputs_by_key_that_are_no_specs_are_refused(found):
+    runtime = make(inputs=lambda key: found)
+    with runtime, pytest.raises(ConfigError, match="inputs"):
+        runtime.capture(like={"x": torch.ones(4, 3)})
 
 
 def test_input_over_another_axis_is_told_who_takes_it():

@@ -151,6 +151,8 @@ ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor_split by numbers": lambda x: torch.tensor_split(x, 2),
     "meta tensors": lambda x: (torch.empty(2, device="meta") + 1).add_(1),
     "as_tensor of a tensor": lambda x: torch.as_tensor(x) + 1,
+    "tensor of no values": lambda x: torch.cat([torch.tensor([], device=x.device), x]),
+    "new_tensor of no values": lambda x: torch.cat([x.new_tensor([]), x]),
     "iteration": lambda x: [row + 1 for row in x.view(2, 2)],
 }
 

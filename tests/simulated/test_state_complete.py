@@ -634,7 +634,8 @@ def test_counter_is_put_back_after_a_failure(lab: Lab, fails_in: str) -> None:
     assert not model.log
 
 
-def test_memo_of_parts_users_is_found_by_seeds(lab: Lab) -> None:
+@pytest.mark.parametrize("has_default", [False, True])
+def test_memo_of_parts_users_is_found_by_seeds(lab: Lab, has_default: bool) -> None:
     memo: list[Tensor] = []
 
     def step(x: Tensor) -> Tensor:
@@ -647,8 +648,9 @@ def test_memo_of_parts_users_is_found_by_seeds(lab: Lab) -> None:
     def inputs(seed: int) -> Any:
         return (x.copy_(torch.full((4,), seed + 1.0)),), {}
 
+    make = (lambda seed=0: inputs(seed)) if has_default else inputs
     with pytest.raises(VerificationError, match="memo"):
-        capture_all(lab.library, [CaptureJob(step, FULL, KEY, inputs, owner="part")])
+        capture_all(lab.library, [CaptureJob(step, FULL, KEY, make, owner="part")])
     assert not memo, "nothing serves, so nothing reads it"
 
 
@@ -711,6 +713,28 @@ def memo_in_functools_cache() -> Callable[..., Tensor]:
     def step(x: Tensor) -> Tensor:
         current[0] = x
         return x + memo(1)
+
+    return step
+
+
+def memo_in_result_of_cache(
+    make_result: Callable[[], Any], maxsize: int | None, *, is_filled: bool
+) -> Callable[..., Tensor]:
+    """A memo in what a ``functools`` cache gives to all, made before the capture or by it."""
+
+    @functools.lru_cache(maxsize=maxsize)
+    def shared() -> Any:
+        return make_result()
+
+    if is_filled:
+        shared()
+
+    def step(x: Tensor) -> Tensor:
+        found = shared()
+        kept = vars(found) if isinstance(found, SimpleNamespace) else found
+        if "memo" not in kept:
+            kept["memo"] = x.sum(0)
+        return x + kept["memo"]
 
     return step
 
@@ -938,6 +962,20 @@ def test_memo_of_inputs_is_refused_and_named(kind: Any, name: str) -> None:
             runner.capture()
         assert name in raised.value.do
     assert GLOBAL_MEMO is None
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+@pytest.mark.parametrize("maxsize", [None, 8])
+@pytest.mark.parametrize("make_result", [dict, SimpleNamespace])
+def test_memo_in_what_a_cache_gives_is_refused_and_removed(
+    make_result: Any, maxsize: int | None, is_filled: bool
+) -> None:
+    step = memo_in_result_of_cache(make_result, maxsize, is_filled=is_filled)
+    with make(step) as runner:
+        with pytest.raises(VerificationError, match="first warm-up"):
+            runner.capture()
+        x = torch.randn(2, 3)
+        assert torch.equal(step(x), x + x.sum(0))
 
 
 # -- a memo that is set where there was nothing before

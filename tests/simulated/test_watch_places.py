@@ -428,6 +428,14 @@ class Setting:
         return owner.hidden
 
 
+class Answering:
+    def __init__(self):
+        object.__setattr__(self, "kept", 2.0)
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, "kept" if name == "scale" else name)
+
+
 class WithSetting:
     offset, setting = 2.0, Setting()
 
@@ -463,6 +471,13 @@ def indirect_case(name):
 
     tagged.scale = 2.0
     hooked, wide = linear(), SimpleNamespace(all=tuple(range(20)))
+    answering, counted = Answering(), type("Counted", (type,), {"unit": 2.0})("Class", (), {})()
+    lazy, lazy_values = ModuleType("lazy_module"), {"scale": 2.0}
+    lazy.__getattr__ = lambda name: lazy_values[name]
+
+    def scaled(x, first, second=1.0):
+        return x * first * second
+
     cases = {
         "operator": (lambda x: box @ x, lambda: setattr(box, "scale", 3.0)),
         "loop": (lambda x: x * sum(box), lambda: box.items.append(3.0)),
@@ -481,6 +496,13 @@ def indirect_case(name):
             lambda: hooked.register_forward_hook(lambda module, args, out: out * 3),
         ),
         "long_tuple": (lambda x: x * wide.all[3], lambda: setattr(wide, "all", (1,) * 20)),
+        "getattribute": (lambda x: x * answering.scale, lambda: setattr(answering, "kept", 3.0)),
+        "metaclass": (
+            lambda x: x * type(counted).unit,
+            lambda: setattr(type(type(counted)), "unit", 3.0),
+        ),
+        "module_getattr": (lambda x: x * lazy.scale, lambda: lazy_values.update(scale=3.0)),
+        "keywords": (lambda x: scaled(x, **table), lambda: table.update(second=3.0)),
     }
     return cases if name is None else cases[name]
 
@@ -508,6 +530,29 @@ HOST_VALUES = [
     (np.float32(2), np.float32(3)),
     (np.bool_(True), np.bool_(False)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("of", "before", "after"),
+    [
+        (np.dtype, "f4", "f8"),
+        (torch.finfo, torch.float32, torch.float16),
+        (torch.iinfo, torch.int32, torch.int64),
+        (lambda item: list[item], int, float),
+        (lambda item: int | item, str, float),
+        (lambda item: item, NotImplemented, 1),
+    ],
+)
+def test_description_of_a_type_is_noticed(of, before, after) -> None:
+    box = SimpleNamespace(value=of(before))
+    with make(lambda x: x * len(repr(box.value))) as runner:
+        runner.capture()
+        box.value = of(before)
+        assert runner.check_externals().is_unchanged
+        box.value = of(after)
+        for _ in range(laps(runner)):
+            run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
 
 
 @pytest.mark.parametrize(("before", "after"), HOST_VALUES)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
-from graphrt.errors import CaptureError, ConfigError, TooManyFailuresError
+from graphrt.errors import CaptureError, ConfigError, TooManyFailuresError, text_of
 from graphrt.graphs.nesting import ReplayInProgress
 from graphrt.graphs.program import Program
 
@@ -325,10 +325,10 @@ def detached(error: BaseException) -> Exception:
     """A copy of ``error`` without traceback: it keeps no frame, hence no tensor, alive."""
     try:
         alone = copy.copy(error)
-    except TypeError:  # its constructor cannot be called with its ``args``
+    except Exception:  # noqa: BLE001  Its constructor may refuse its ``args``, as it likes.
         alone = None
     if not isinstance(alone, Exception):
-        alone = CaptureError(f"{type(error).__name__}: {error}")
+        alone = CaptureError(f"{type(error).__name__}: {text_of(error)}")
     alone.__traceback__ = None
     alone.__context__ = None
     alone.__cause__ = None if error.__cause__ is None else detached(error.__cause__)

@@ -889,6 +889,9 @@ class HostSnapshot:
 
         ``memos``: also what the first one alone set, where no graph reads it.
         """
+        for *_, cache, misses in self._caches if memos else ():
+            if not misses and _may_hold_inputs(cache):  # It was empty.
+                cache.cache_clear()
         if not (self._advancing or self._unproven or memos):
             return
         self._note_between()
@@ -1027,13 +1030,20 @@ def _may_hold_inputs(cache: Any) -> bool:
     Other caches (kernels, modules, flags by name) stay as they are: to fill them twice may have
     effects of its own.
     """
-    found = gc.get_referents(cache)
-    found += [value for own in found if type(own) is dict for value in own.values()]
+    others = (cache.__wrapped__, attributes_of(cache))
     return any(
-        isinstance(value, float | complex) or tensors_of(value)
-        for value in found
-        if value is not cache.__wrapped__ and not isinstance(value, dict)
+        _leads_to_inputs(found)
+        for found in gc.get_referents(cache)
+        if not any(found is other for other in others)
     )
+
+
+def _leads_to_inputs(value: Any, depth: int = 4) -> bool:
+    if is_tensor(value) or isinstance(value, float | complex):
+        return True
+    if not depth or issubclass(type(value), (*_NO_MEMOS, torch.nn.Module)):
+        return False
+    return any(_leads_to_inputs(part, depth - 1) for _, part in parts_in(value))
 
 
 @functools.lru_cache(maxsize=4096)

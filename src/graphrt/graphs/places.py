@@ -308,7 +308,7 @@ def is_host_scalar(value: Any) -> bool:
 def _is_host_kind(kind: type) -> bool:
     """By class alone: a proxy may answer for its class as it likes, or raise."""
     numpy = sys.modules.get("numpy")
-    kinds = HOST_TYPES if numpy is None else (*HOST_TYPES, numpy.generic)
+    kinds = HOST_TYPES if numpy is None else (*HOST_TYPES, numpy.generic, numpy.dtype)
     is_plain = is_foreign(module_of(kind)) and issubclass(kind, kinds)
     # A ``void`` may be a view of an array.
     is_void = numpy is not None and issubclass(kind, numpy.void)

@@ -206,7 +206,8 @@ class _Class:
         self.is_module = issubclass(kind, torch.nn.Module)
         self.is_foreign = is_others
         self.guessed: set[str] = set()
-        """How the computed names begin that its methods ask their object for."""
+        """How the computed names begin that its methods ask their object for. Empty where one of
+        them answers for every name: that may ask for any."""
         self.own = {"forward"}
         """Attributes that methods of the class read of their object; and the one that hides the
         method of a module that every call runs."""
@@ -227,6 +228,8 @@ class _Class:
                     else name not in _OF_EVERY_CLASS and _is_data(value)
                 ):
                     self.members.setdefault(name, []).append(value)
+        if "__getattribute__" in self.members:
+            self.guessed.add("")
         self.data = {n: each[0] for n, each in self.members.items() if _is_data(each[0])}
         """Members that instances share as values."""
         self.hideable: dict[str, Any] = {}
@@ -476,6 +479,7 @@ class Walk:
         if not self._is_foreign(own.get("__name__")):
             self._scopes[id(own)] = own
             self._enter_attributes(path, value, own)
+            self._stack.append((f"{path}.__getattr__()", own.get("__getattr__")))
 
     def _enter_builtin(self, path: str, value: Any) -> None:
         """Views of a dict, iterators, methods of built-in types: what they refer to."""
@@ -746,21 +750,25 @@ class Walk:
     def _enter_memos(self, path: str, cache: Any) -> None:
         """What a ``functools`` cache remembers. One of limited size forgets by itself, and does not
         tell results from arguments: of these, no host values are listed."""
-        own = attributes_of(cache)
+        own, size = attributes_of(cache), cache.cache_info().currsize
         for found in gc.get_referents(cache):
-            if type(found) is dict and found is not own:
-                if cache.cache_parameters()["maxsize"] is None:
-                    for key, result in found.items():
-                        self._add(Place(f"{path}()", found, key, "item", result))
-            elif not (is_host_scalar(found) or found is cache.__wrapped__ or found is own):
+            if found is own or found is cache.__wrapped__ or is_host_scalar(found):
+                continue
+            if cache.cache_parameters()["maxsize"] is None and type(found) is dict:
+                for key, result in found.items():
+                    self._add(Place(f"{path}()", found, key, "item", result))
+            elif not (type(found) is dict and len(found) == size and _are_links(found)):
                 self._add(Place(f"{path}()", cache, id(found), "memo", found))
 
     def _enter_attributes(self, path: str, owner: Any, attributes: Mapping[str, Any]) -> None:
         """The attributes of any object: named ones are followed, others only listed."""
         prefix = _below(path)
-        known = self._class_of(owner)
-        if not issubclass(type(owner), (ModuleType, FunctionType)):
-            self._places.append(Place(f"{prefix}__class__", owner, None, "type", type(owner)))
+        kind = type(owner)
+        known = self._know(kind)
+        if not issubclass(kind, (ModuleType, FunctionType)):
+            self._places.append(Place(f"{prefix}__class__", owner, None, "type", kind))
+        if not is_foreign(module_of(type(kind))):  # ``type(self).x`` may be its metaclass's.
+            self._stack.append((f"{prefix}__class__", kind))
         self._read_methods()
         skipped = _MODULE_OWN if known.is_module else ()
         for name, value in attributes.items():
@@ -1087,6 +1095,11 @@ class Walk:
         """Read the code of the methods that were named. A loop, because they name one another."""
         while self._methods:
             self._enter_function("", *self._methods.pop())
+
+
+def _are_links(table: dict[Any, Any]) -> bool:
+    """True for the dict in which a ``functools`` cache of limited size has its entries."""
+    return all(name_of(type(entry)) == "_lru_list_elem" for entry in table.values())
 
 
 def _guessed_by_descriptor(kind: type) -> set[str]:

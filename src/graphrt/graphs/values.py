@@ -21,6 +21,7 @@ from enum import Enum
 from fractions import Fraction
 from operator import is_
 from pathlib import PurePath
+from types import GenericAlias, UnionType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ _EXACT_TYPES = (
     bytearray,
     type(None),
     type(...),
+    type(NotImplemented),
     type,
     Enum,
     Fraction,
@@ -54,6 +56,10 @@ _TEXT_TYPES = (
     datetime.time,
     datetime.timedelta,
     datetime.tzinfo,
+    GenericAlias,
+    UnionType,
+    torch.finfo,
+    torch.iinfo,
 )
 """Equal values may differ (1.0 and 1.00, empty ranges, one instant in two zones, Windows paths in
 two cases); texts do not."""
@@ -189,7 +195,8 @@ def is_host(value: Any) -> bool:
         return all(map(is_host, (value.start, value.stop, value.step)))
     if isinstance(value, set | frozenset):
         return all(map(_is_hashable_host, value))
-    return isinstance(value, HOST_TYPES) or _is_numpy_value(value)
+    is_plain = isinstance(value, (*HOST_TYPES, *_types_of_numpy("dtype")))
+    return is_plain or _is_numpy_value(value)
 
 
 def is_mutable_host(value: Any) -> bool:
@@ -214,10 +221,13 @@ def _is_hashable_host(value: Any) -> bool:
 
 def _is_numpy_value(value: Any) -> bool:
     """True for a numpy scalar; not for ``numpy.void``, which may be a view of an array."""
-    # Where a value is numpy's, numpy has been imported; it is no dependency of ours.
-    numpy = sys.modules.get("numpy")
-    is_scalar = numpy is not None and isinstance(value, getattr(numpy, "generic", ()))
-    return is_scalar and value.dtype.kind != "V"
+    return isinstance(value, _types_of_numpy("generic")) and value.dtype.kind != "V"
+
+
+def _types_of_numpy(name: str) -> tuple[Any, ...]:
+    """A type of numpy's. Where a value is one, numpy has been imported; it is no dependency."""
+    found = getattr(sys.modules.get("numpy"), name, None)
+    return () if found is None else (found,)
 
 
 def same_host_value(expected: Any, found: Any, tolerance: float | None = None) -> bool:

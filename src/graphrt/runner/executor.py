@@ -58,6 +58,7 @@ from graphrt.runner.keys import (
     batch_key,
     check_axes,
     check_parameters,
+    check_specs,
     check_written_rows,
     make_key,
 )
@@ -176,7 +177,7 @@ class Executor:
         self._hands_eager_out = declared.policy == "view" and not any(map(callable, lengths))
         self._expire = self.outputs.expire if declared.policy == "checked_view" else None
         self._of_key: dict[BatchDescriptor, BufferSet] = {}
-        self._specs = inputs if callable(inputs) else lambda key: inputs
+        self._inputs = inputs
         self._reader: BufferSet | None = None
         """Reads real sizes off values. It has no bytes where each key has buffers of its own."""
         self._shared: BufferSet | None = None
@@ -225,6 +226,10 @@ class Executor:
     def forget_examples(self) -> None:
         """What a failed or interrupted capture was made with may belong to others by the next."""
         self._captured_with.clear()
+
+    def _specs(self, key: BatchDescriptor) -> Sequence[BufferSpec]:
+        inputs = self._inputs
+        return check_specs(inputs(key)) if callable(inputs) else inputs
 
     def _buffers_to_read(self) -> BufferSet:
         if self._reader is None:
@@ -500,6 +505,7 @@ class Executor:
         ready: ReadyGraph,
         call: Call,
         before_warmup: HostSnapshot | None = None,
+        others: Values | None = None,
     ) -> tuple[Any, dict[str, Comparison]]:
         """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
 
@@ -539,6 +545,7 @@ class Executor:
             before_warmup=before_warmup,
             observer=self.observer,
             can_repeat=self.wait_for_ranks is None,
+            others=others or {},
         )
 
     def _stage(self, key: BatchDescriptor, bound: BoundBuffers, call: Call) -> None:
@@ -669,7 +676,9 @@ class Executor:
                 restore()
                 doing = f"in the check of {subject} with a batch of sizes {dict(sizes)}, unpadded"
                 with _of_example(), noting(doing):
-                    unlike |= self.compare_padding(ready, self._call(sizes, 1), before_warmup)[1]
+                    unlike |= self.compare_padding(
+                        ready, self._call(sizes, 1), before_warmup, captured and captured[0]
+                    )[1]
                 compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
             entry.padding = self._describe_padding(compared, generators.drew_random(before))
             if compared and left:

@@ -99,11 +99,11 @@ class CaptureJob:
 
     @property
     def takes_seed(self) -> bool:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = inspect.signature(self.make_inputs).parameters.values()
-        return any(
-            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-            for p in parameters
-        )
+        # A default keeps a variable of a loop, unless it is the seed's own.
+        first = next((p for p in parameters if p.kind in kinds), None)
+        return first is not None and (first.default is first.empty or first.name == "seed")
 
 
 class CaptureReport(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.dispatch import BucketKey
-from graphrt.errors import GraphrtError, with_notes
+from graphrt.errors import GraphrtError, text_of, with_notes
 from graphrt.events import MemoryTaken
 from graphrt.graphs import Entry, GraphLibrary, GraphMemory, Key, Program, TimedPhase, Unwatched
 from graphrt.report import Metrics, StepCounts, TextRow, TextTable, size_text, time_text
@@ -295,7 +295,7 @@ def explain_entry(entry: Entry) -> Iterator[str]:
     else:
         yield f"{name}: no graph serves it ({entry.reason.name}): {entry.reason.meaning}."
     if entry.error is not None:
-        yield f"  It failed: {type(entry.error).__name__}: {entry.error}"
+        yield f"  It failed: {type(entry.error).__name__}: {text_of(entry.error)}"
     if entry.reason is Reason.INVALIDATED:
         yield f"  Replaced since the capture: {replaced(entry)}."
     if entry.misses:

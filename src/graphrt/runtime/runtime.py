@@ -33,7 +33,7 @@ from graphrt.config import (
     RuntimeConfig,
     resolve,
 )
-from graphrt.config.checked import check_type, config_error
+from graphrt.config.checked import MOST_SIZES, check_type, config_error
 from graphrt.config.unbuilt import misplaced_attention, unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
@@ -633,7 +633,10 @@ def _resolve(
         sizes = asked.pop("sizes", None)
         compilation = CompilationConfig(
             cudagraph_mode=asked.pop("mode", None),
-            cudagraph_capture_sizes=tuple(sizes) if isinstance(sizes, range) else sizes,
+            # One more than may be, so that as many are refused without being listed.
+            cudagraph_capture_sizes=tuple(sizes[: MOST_SIZES + 1])
+            if isinstance(sizes, range)
+            else sizes,
         )
         config = RuntimeConfig(compilation=compilation, **asked)
         return config, resolve(config, facts)

@@ -26,15 +26,21 @@ from graphrt.verify.run_state import VARYING, RunState, SavedState, restored
 
 @contextmanager
 def varied_padding(
-    bound: BoundBuffers, n: Sizes, names: Iterable[str] | None = None, *, by_real: bool = False
+    bound: BoundBuffers,
+    n: Sizes,
+    names: Iterable[str] | None = None,
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    *,
+    by_real: bool = False,
 ) -> Iterator[None]:
     """Put other valid rows into the padding of a staged step; on exit it is as it was before.
 
     ``names``: which buffers. By default those whose padding must not matter: ``Padding.keep()``,
     floating ones whose padding nobody declared, and what says ``arbitrary``. Floats become
     plus or minus 8 to 16 times the largest real element, which dominates any maximum or mean and
-    keeps clear of NaN; everything else repeats the real rows, which index what exists. ``by_real``:
-    floats repeat them as well.
+    keeps clear of NaN; everything else is filled with rows of ``others``, a batch that is valid
+    too, or repeats the real rows, which index what exists. Repeated, they hide what a maximum or a
+    set of ids does. ``by_real``: floats are filled so as well.
     """
     chosen = arbitrary_buffers(bound) if names is None else tuple(names)
     padding = bound.padding(n)
@@ -42,7 +48,7 @@ def varied_padding(
     kept = [(view, view.clone()) for name in chosen for view in padding[name]]
     for name in chosen:
         for view in padding[name]:
-            _vary(view, real[name], by_real=by_real)
+            _vary(view, real[name], others.get(name, real[name]), by_real=by_real)
     try:
         yield
     finally:
@@ -55,13 +61,14 @@ def arbitrary_buffers(bound: BoundBuffers) -> tuple[str, ...]:
     return tuple(name for name, spec in bound.specs.items() if spec.policy.arbitrary)
 
 
-def _vary(view: torch.Tensor, real: torch.Tensor, *, by_real: bool) -> None:
-    """Fill ``view`` with other values of the kind that ``real`` holds."""
+def _vary(view: torch.Tensor, real: torch.Tensor, other: torch.Tensor, *, by_real: bool) -> None:
+    """Fill ``view`` with other values of the kind that ``real`` holds: integers of ``other``."""
     if view.numel() == 0:
         return
     dtype = view.dtype
     if dtype.is_complex:
-        _vary(torch.view_as_real(view), torch.view_as_real(real), by_real=by_real)
+        parts = torch.view_as_real(real)
+        _vary(torch.view_as_real(view), parts, parts, by_real=by_real)
     elif dtype.is_floating_point and not by_real:
         finite = real.double().abs().nan_to_num(0.0, 0.0, 0.0)
         largest = 8 * (finite.max().item() if finite.numel() else 0.0) or 8.0
@@ -76,9 +83,9 @@ def _vary(view: torch.Tensor, real: torch.Tensor, *, by_real: bool) -> None:
                 values *= (1 - 2 * odd).view(size, *[1] * (view.dim() - dim - 1))
         limit = torch.finfo(dtype).max
         view.copy_(values.clamp(-limit, limit))
-    elif real.numel():
+    elif other.numel():
         # Backwards, so that the rows next to the real ones are not those a step before had there.
-        source = real
+        source = other.to(view.device)
         for dim, size in enumerate(view.shape):
             places = torch.arange(size, device=view.device).remainder(source.shape[dim])
             source = source.index_select(dim, source.shape[dim] - 1 - places)
@@ -118,6 +125,7 @@ def check_padding(
     before_warmup: HostSnapshot | None,
     observer: Observer | None,
     can_repeat: bool,
+    others: Mapping[str, torch.Tensor],
 ) -> tuple[Any, dict[str, Comparison]]:
     """Prove twice that the padding of a replay matters to no real row.
 
@@ -140,7 +148,7 @@ def check_padding(
     from run to run. Where parts of a float64 result are computed in float32, its tolerance counts.
     ``before_warmup``: each run starts with what the callable remembered then.
     ``can_repeat``: a difference may be followed by more replays, which tell its cause: not where
-    other ranks would have to replay too.
+    other ranks would have to replay too. ``others``: as for ``varied_padding``.
 
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
             padded size or varies from run to run, with the first rows that differ.
@@ -154,7 +162,8 @@ def check_padding(
             stage()
         # A FULL replay runs no Python, which might remember anything.
         runs_python = call is not replay or mode is not RuntimeMode.FULL
-        with varied_padding(bound, sizes, varied), restored(before_warmup if runs_python else None):
+        host = before_warmup if runs_python else None
+        with varied_padding(bound, sizes, varied, others), restored(host):
             return call()
 
     def run(

@@ -157,7 +157,7 @@ def make_attention(name: str, cache: KVCache, limits: Limits | None = None) -> A
     Errors: ``AttentionBackendError`` for an unknown name, where the backend cannot serve, and where
     a factory returned what is no ``AttentionBackend``.
     """
-    factory = _FACTORIES.get(name)
+    factory = _FACTORIES.get(name) if isinstance(name, str) else None
     if factory is None:
         raise AttentionBackendError(
             f"attention backend {name!r}",

@@ -429,7 +429,8 @@ def _check_values(
         return uploads(name) if to_device and is_host(data) else None
     if _holds_tensor(data):
         return reads_host(f"{name} (of a list of tensors)")
-    return uploads(f"{name} (on the device)") if to_device else None
+    is_empty = isinstance(data, (list, tuple)) and not data  # There is nothing to copy.
+    return uploads(f"{name} (on the device)") if to_device and not is_empty else None
 
 
 def _check_new(name: str, args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | None:

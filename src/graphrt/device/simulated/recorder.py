@@ -236,7 +236,8 @@ class SimulatedRecording:
                 "break point.",
             )
         if traits.makes_constant:
-            return self._host_tensor(func(*args, **kwargs))
+            made = func(*args, **kwargs)
+            return self._host_tensor(made) if made.numel() else made
         if self._is_on_host(func, traits, args, kwargs):
             result = func(*args, **kwargs)
             self._tensors.note_host(result)
