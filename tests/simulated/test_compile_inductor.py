@@ -130,7 +130,7 @@ def test_code_for_a_cpu_with_other_instructions_is_not_found(folder, monkeypatch
     [
         (lambda data: data[:-100], CacheMiss.CORRUPT),
         (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
-        (lambda data: data.replace(b'"schema": 3', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"schema": 4', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
         (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
@@ -224,10 +224,48 @@ def pieces_and_sum(folder):
         return len(missed(lab)), round(found.double().sum().item(), 3)
 
 
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_start_with_kept_code_imports_nothing_that_makes_code(folder, is_asked_for):
+    """``is_asked_for``: by someone else, while code is loaded."""
+    expected = pieces_and_sum(folder)
+    program = textwrap.dedent(
+        f"""
+        import sys
+        from pathlib import Path
+        sys.path[:0] = {sys.path!r}
+        import torch
+        from test_compile_inductor import pieces_and_sum
+        torch.set_num_threads({torch.get_num_threads()})  # Code for other threads is another entry.
+        load, classes = torch.compiler.load_cache_artifacts, []
+        def and_ask(saved):
+            if {is_asked_for}:
+                from torch._inductor.graph import GraphLowering
+                classes.append(GraphLowering)
+            return load(saved)
+        torch.compiler.load_cache_artifacts = and_ask
+        print(*pieces_and_sum(Path({str(folder)!r})))
+        makers = ("compile_fx", "decomposition", "graph", "ir", "lowering", "select_algorithm")
+        print(any(f"torch._inductor.{{name}}" in sys.modules for name in makers))
+        # Nothing is left of what stood for them.
+        from torch._inductor import compile_fx, debug, graph
+        found = {{graph.GraphLowering}}
+        print(compile_fx.GraphLowering in found, found.issuperset(classes))
+        print(compile_fx.select_decomp_table()[torch.ops.aten.silu.default].__name__)
+        print(debug.__file__ == torch._inductor.debug.__file__)
+        """
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    pieces, total = expected
+    assert run.stdout.split() == [
+        *(str(pieces), str(total), str(is_asked_for), "True", "True", "silu", "True")
+    ]
+
+
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     expected = pieces_and_sum(folder)
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
-    shutil.copytree(folder / "v3" / "inductor", tmp_path / "v3" / "inductor")
+    shutil.copytree(folder / "v4" / "inductor", tmp_path / "v4" / "inductor")
     program = textwrap.dedent(
         f"""
         import sys
@@ -254,7 +292,7 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
             process.stdin.flush()
         found = {process.communicate()[0].strip() for process in both}
     assert found == {str(expected)}
-    assert len(list(tmp_path.glob("v3/objects/*/*"))) == 3
+    assert len(list(tmp_path.glob("v4/objects/*/*"))) == 3
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):

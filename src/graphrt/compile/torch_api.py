@@ -11,14 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._inductor
+import torch._inductor.async_compile
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
@@ -44,6 +46,8 @@ from graphrt.source import caller_source
 _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
+_CODE = "torch._inductor.runtime.compile_tasks."
+"""Modules of code that Inductor has written are named so."""
 _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
 """Of kernels that torch would call before, or in place of, the function of a custom op."""
 
@@ -233,15 +237,17 @@ def to_bytes(artifact: Any) -> bytes | None:
         # Not asked for where Inductor compiled nothing for a CPU: it would compile to find out.
         found = cpu_vec_isa.valid_vec_isa_list
         isas = found() if found.cache_info().currsize else None
-        return pickle.dumps((isas, path.read_bytes()))
+        return pickle.dumps((isas, _plain_kernels(), path.read_bytes()))
 
 
 def from_bytes(payload: bytes) -> Callable[..., Any]:
     """What ``to_bytes`` was given. Raises whatever torch raises, about anything."""
-    isas, saved = pickle.loads(payload)  # An entry is code, and from a folder of this user's.
+    # An entry is code, and from a folder of this user's.
+    isas, kernels, saved = pickle.loads(payload)
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
-    with tempfile.TemporaryDirectory() as folder, in_process, _without_compiler(isas):
+    without = _without_compiler(isas), _without_lowering(kernels)
+    with tempfile.TemporaryDirectory() as folder, in_process, without[0], without[1]:
         path = Path(folder, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")
@@ -256,6 +262,82 @@ def _without_compiler(isas: Sequence[Any] | None) -> Iterator[None]:
         if isas is not None:
             replaced.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: isas))
         yield
+
+
+def _plain_kernels() -> list[str]:
+    """The names of those of Inductor's ``extern_kernels`` that are functions of torch."""
+    found = vars(import_module("torch._inductor.select_algorithm").extern_kernels)
+    return [name for name, call in found.items() if call is getattr(torch, name, None)]
+
+
+@contextmanager
+def _without_lowering(kernels: Sequence[str]) -> Iterator[None]:
+    """While entered, code is loaded without the modules of Inductor that make code, whose imports
+    take most of the time of a load.
+
+    torch 2.11 to 2.13 import them for one name each, which is given to who asks for it there;
+    whoever asks for anything else imports them. ``kernels``: what ``_plain_kernels`` said where the
+    code was made.
+    """
+    given: list[tuple[str, str, str, Any]] = [
+        ("compile_fx", "torch._inductor.standalone_compile", "_CompileFxKwargs", dict),
+        ("decomposition", "torch._inductor.codecache", "select_decomp_table", None),
+        ("graph", "torch._inductor.codecache", "GraphLowering", _NO_TEST_WANTS_CODE),
+        ("select_algorithm", _CODE, "extern_kernels", _ExternKernels(kernels)),
+        ("codegen.memory_planning", _CODE, "_align", getattr(inductor_utils, "_align", None)),
+    ]
+    placed = [_StandIn(f"torch._inductor.{module}", *rest) for module, *rest in given]
+    for one in placed:
+        sys.modules.setdefault(one.__name__, one)
+    if not hasattr(torch._inductor, "debug"):
+        # Each call of the code asks it, so it stays until someone imports the module itself.
+        asks = "torch._inductor.output_code"
+        debug = _StandIn("torch._inductor.debug", asks, "RECORD_GRAPH_EXECUTION", False)
+        torch._inductor.debug = debug
+    try:
+        yield
+    finally:
+        for one in placed:
+            one.remove()
+
+
+_NO_TEST_WANTS_CODE = SimpleNamespace(save_output_code=None)
+
+
+class _StandIn(ModuleType):
+    """A module that is not imported, with the one name that modules called ``user``... ask for."""
+
+    def __init__(self, module: str, user: str, name: str, value: Any) -> None:
+        super().__init__(module)
+        self._given = user, name, value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # The import system asks.
+            raise AttributeError(name)
+        user, known, value = self._given
+        if name == known and sys._getframe(1).f_globals["__name__"].startswith(user):
+            return value
+        self.remove()
+        return getattr(import_module(self.__name__), name)
+
+    def remove(self) -> None:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+
+
+class _ExternKernels:
+    """Inductor's ``extern_kernels``, which is imported only for others than ``plain``."""
+
+    def __init__(self, plain: Sequence[str]) -> None:
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        owner: Any = torch
+        if name not in self._plain:
+            owner = import_module("torch._inductor.select_algorithm").extern_kernels
+        found = getattr(owner, name)
+        setattr(self, name, found)  # Next time it is not asked for.
+        return found
 
 
 @contextmanager
