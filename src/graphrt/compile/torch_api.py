@@ -284,9 +284,10 @@ def _without_lowering(kernels: Sequence[str]) -> Iterator[None]:
         ("decomposition", "torch._inductor.codecache", "select_decomp_table", None),
         ("graph", "torch._inductor.codecache", "GraphLowering", _NO_TEST_WANTS_CODE),
         ("select_algorithm", _CODE, "extern_kernels", _ExternKernels(kernels)),
-        ("codegen.memory_planning", _CODE, "_align", getattr(inductor_utils, "_align", None)),
+        ("codegen.memory_planning", _CODE, "_align", inductor_utils._align),
     ]
-    placed = [_StandIn(f"torch._inductor.{module}", *rest) for module, *rest in given]
+    thread = threading.get_ident()
+    placed = [_StandIn(f"torch._inductor.{one[0]}", *one[1:], thread) for one in given]
     for one in placed:
         sys.modules.setdefault(one.__name__, one)
     if not hasattr(torch._inductor, "debug"):
@@ -305,18 +306,29 @@ _NO_TEST_WANTS_CODE = SimpleNamespace(save_output_code=None)
 
 
 class _StandIn(ModuleType):
-    """A module that is not imported, with the one name that modules called ``user``... ask for."""
+    """A module that is not imported, with the one name that modules called ``user``... ask for,
+    on one ``thread``. Whoever else imports it, or asks for a name, gets the module itself."""
 
-    def __init__(self, module: str, user: str, name: str, value: Any) -> None:
+    def __init__(
+        self, module: str, user: str, name: str, value: Any, thread: int | None = None
+    ) -> None:
         super().__init__(module)
-        self._given = user, name, value
+        del self.__spec__  # Which import statements ask for, also where they find this.
+        self._given = user, name, value, thread
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # The import system asks.
-            raise AttributeError(name)
-        user, known, value = self._given
-        if name == known and sys._getframe(1).f_globals["__name__"].startswith(user):
+        user, known, value, thread = self._given
+        asking: Any = sys._getframe(1)
+        while "importlib" in asking.f_code.co_filename:
+            asking = asking.f_back
+        is_user = asking.f_globals.get("__name__", "").startswith(user)
+        is_user = is_user and thread in (None, threading.get_ident())
+        if is_user and name == known:
             return value
+        is_import = name == "__spec__" and not is_user
+        is_there = sys.modules.get(self.__name__, self) is not self
+        if name.startswith("__") and not is_import and not is_there:
+            raise AttributeError(name)  # For who looks at all modules.
         self.remove()
         return getattr(import_module(self.__name__), name)
 
