@@ -100,7 +100,8 @@ def test_second_start_compiles_nothing(folder, monkeypatch):
         known.cache_clear()  # As in another process.
     codecache._precompile_header.cache_clear()
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    ran = []
+    ran, kept = [], folder.glob("v*/objects/*/*")
+    written = {path: path.stat().st_mtime_ns for path in kept}
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", lambda *command, **options: ran.append(1))
     with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
         report = lab.runtime.report().compile
@@ -108,6 +109,8 @@ def test_second_start_compiles_nothing(folder, monkeypatch):
         assert set(missed(lab)) == {None}
         assert report.seconds["compile"] == 0.0
     assert not ran
+    assert written
+    assert written == {path: path.stat().st_mtime_ns for path in folder.glob("v*/objects/*/*")}
     asked = cpu_vec_isa.valid_vec_isa_list.cache_info()
     assert asked.misses == 0, "a process for each instruction set of the CPU"
 
