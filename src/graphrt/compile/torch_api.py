@@ -279,11 +279,14 @@ def _without_lowering(kernels: Sequence[str]) -> Iterator[None]:
     whoever asks for anything else imports them. ``kernels``: what ``_plain_kernels`` said where the
     code was made.
     """
+    extern = _ExternKernels(**{name: getattr(torch, name) for name in kernels})
+    # What a load asks of Inductor's graphs is whether a test wants the code.
+    graphs = SimpleNamespace(save_output_code=None)
     given: list[tuple[str, str, str, Any]] = [
         ("compile_fx", "torch._inductor.standalone_compile", "_CompileFxKwargs", dict),
         ("decomposition", "torch._inductor.codecache", "select_decomp_table", None),
-        ("graph", "torch._inductor.codecache", "GraphLowering", _NO_TEST_WANTS_CODE),
-        ("select_algorithm", _CODE, "extern_kernels", _ExternKernels(kernels)),
+        ("graph", "torch._inductor.codecache", "GraphLowering", graphs),
+        ("select_algorithm", _CODE, "extern_kernels", extern),
         ("codegen.memory_planning", _CODE, "_align", inductor_utils._align),
     ]
     thread = threading.get_ident()
@@ -300,9 +303,6 @@ def _without_lowering(kernels: Sequence[str]) -> Iterator[None]:
     finally:
         for one in placed:
             one.remove()
-
-
-_NO_TEST_WANTS_CODE = SimpleNamespace(save_output_code=None)
 
 
 class _StandIn(ModuleType):
@@ -337,19 +337,12 @@ class _StandIn(ModuleType):
             del sys.modules[self.__name__]
 
 
-class _ExternKernels:
-    """Inductor's ``extern_kernels``, which is imported only for others than ``plain``."""
-
-    def __init__(self, plain: Sequence[str]) -> None:
-        self._plain = plain
+class _ExternKernels(SimpleNamespace):
+    """Some of Inductor's ``extern_kernels``; the module is imported for others."""
 
     def __getattr__(self, name: str) -> Any:
-        owner: Any = torch
-        if name not in self._plain:
-            owner = import_module("torch._inductor.select_algorithm").extern_kernels
-        found = getattr(owner, name)
-        setattr(self, name, found)  # Next time it is not asked for.
-        return found
+        owner = import_module("torch._inductor.select_algorithm").extern_kernels
+        return getattr(owner, name)
 
 
 @contextmanager
