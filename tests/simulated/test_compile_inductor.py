@@ -100,7 +100,8 @@ def test_second_start_compiles_nothing(folder, monkeypatch):
         known.cache_clear()  # As in another process.
     codecache._precompile_header.cache_clear()
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    ran = []
+    ran, kept = [], folder.glob("v*/objects/*/*")
+    written = {path: path.stat().st_mtime_ns for path in kept}
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", lambda *command, **options: ran.append(1))
     with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
         report = lab.runtime.report().compile
@@ -108,6 +109,8 @@ def test_second_start_compiles_nothing(folder, monkeypatch):
         assert set(missed(lab)) == {None}
         assert report.seconds["compile"] == 0.0
     assert not ran
+    assert written
+    assert written == {path: path.stat().st_mtime_ns for path in folder.glob("v*/objects/*/*")}
     asked = cpu_vec_isa.valid_vec_isa_list.cache_info()
     assert asked.misses == 0, "a process for each instruction set of the CPU"
 
@@ -130,7 +133,7 @@ def test_code_for_a_cpu_with_other_instructions_is_not_found(folder, monkeypatch
     [
         (lambda data: data[:-100], CacheMiss.CORRUPT),
         (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
-        (lambda data: data.replace(b'"schema": 3', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"schema": 4', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
         (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
@@ -224,10 +227,62 @@ def pieces_and_sum(folder):
         return len(missed(lab)), round(found.double().sum().item(), 3)
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_start_with_kept_code_imports_nothing_that_makes_code(folder, is_asked):
+    """``is_asked``: another thread imports these modules while code is loaded."""
+    expected = pieces_and_sum(folder)
+    program = textwrap.dedent(
+        f"""
+        import importlib, inspect, sys, threading
+        from pathlib import Path
+        sys.path[:0] = {sys.path!r}
+        import torch
+        from test_compile_inductor import lab_of, missed
+        torch.set_num_threads({torch.get_num_threads()})  # Code for other threads is another entry.
+        found = []
+        def ask():
+            from torch._inductor.decomposition import select_decomp_table
+            found.append(select_decomp_table)
+            import torch._inductor.codegen.memory_planning
+            found.append(torch._inductor.codegen.memory_planning.MemoryPlanner)
+            scope = {{"__name__": "torch._inductor.codecache"}}
+            exec("from torch._inductor.graph import GraphLowering", scope)
+            found.append(scope["GraphLowering"])
+            module = importlib.import_module("torch._inductor.select_algorithm")
+            found.extend((module.extern_kernels, module.__file__))
+        load = torch.compiler.load_cache_artifacts
+        def load_while_asked(saved):
+            inspect.getmodule(Path)  # It looks at each module.
+            if {is_asked}:
+                thread = threading.Thread(target=ask)
+                thread.start()
+                thread.join()
+            return load(saved)
+        torch.compiler.load_cache_artifacts = load_while_asked
+        with lab_of(Path({str(folder)!r}), "NONE") as lab:
+            total = round(lab.step(5, 2)["rows"].double().sum().item(), 3)
+            print(len(missed(lab)), total, set(missed(lab)) == {{None}})
+        makers = ("compile_fx", "decomposition", "graph", "ir", "lowering", "select_algorithm")
+        print(any(f"torch._inductor.{{name}}" in sys.modules for name in makers))
+        # Nothing is left of what stood for them.
+        during, found = found, []
+        ask()
+        print(during == found * len(missed(lab) if {is_asked} else []))
+        from torch._inductor import compile_fx, debug, graph
+        print(compile_fx.GraphLowering is graph.GraphLowering, debug is torch._inductor.debug)
+        kernels = torch._inductor.codecache.PyCodeCache.modules[0].extern_kernels
+        print(kernels.mm is torch.mm, kernels.bias_addmm.__module__.startswith("torch._inductor."))
+        """
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [*map(str, expected), "True", str(is_asked), *["True"] * 5]
+
+
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     expected = pieces_and_sum(folder)
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
-    shutil.copytree(folder / "v3" / "inductor", tmp_path / "v3" / "inductor")
+    shutil.copytree(folder / "v4" / "inductor", tmp_path / "v4" / "inductor")
     program = textwrap.dedent(
         f"""
         import sys
@@ -254,7 +309,7 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
             process.stdin.flush()
         found = {process.communicate()[0].strip() for process in both}
     assert found == {str(expected)}
-    assert len(list(tmp_path.glob("v3/objects/*/*"))) == 3
+    assert len(list(tmp_path.glob("v4/objects/*/*"))) == 3
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):

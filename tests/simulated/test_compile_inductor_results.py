@@ -153,10 +153,10 @@ def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
     x = torch.ones(4, 2)
     one.trace(partial(one, x), [(x, 0, "tokens")])
     assert torch.equal(one(x), x - 1.0)
-    assert not any((tmp_path / "v3" / "inductor").iterdir())
-    [index] = tmp_path.glob("v3/plans/*/rank_3/index.json")
+    assert not any((tmp_path / "v4" / "inductor").iterdir())
+    [index] = tmp_path.glob("v4/plans/*/rank_3/index.json")
     [entry] = json.loads(index.read_text())
-    assert list(tmp_path.glob(f"v3/objects/*/{entry['key']}.bin"))
+    assert list(tmp_path.glob(f"v4/objects/*/{entry['key']}.bin"))
 
 
 class WrappingError(Exception):
@@ -166,7 +166,7 @@ class WrappingError(Exception):
 
 @pytest.mark.parametrize(
     ("place", "named"),
-    [("v3/inductor/73", "compilation.cache_dir, or GRAPH"), ("../73", "TORCHINDUCTOR_CACHE_DIR")],
+    [("v4/inductor/73", "compilation.cache_dir, or GRAPH"), ("../73", "TORCHINDUCTOR_CACHE_DIR")],
 )
 @pytest.mark.parametrize("wrapping", [WrappingError, lambda error: error])
 def test_folder_that_inductor_cannot_write_is_named(tmp_path, monkeypatch, place, named, wrapping):
@@ -180,7 +180,7 @@ def test_folder_that_inductor_cannot_write_is_named(tmp_path, monkeypatch, place
 
 
 def test_failure_over_a_read_only_folder_stays_what_it_is(tmp_path, monkeypatch):
-    (tmp_path / "v3" / "inductor").mkdir(parents=True)
+    (tmp_path / "v4" / "inductor").mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: path.name == "inductor")
     fails = mock.Mock(side_effect=RuntimeError("no such luck"))
     monkeypatch.setattr(torch_api, "compile_by_inductor", fails)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 from graphrt.errors import ConfigWarning
 from graphrt.events import CacheMiss
 
-SCHEMA = 3
+SCHEMA = 4
 _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
 _UNFINISHED = "unfinished-"

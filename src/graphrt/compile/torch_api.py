@@ -11,14 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._inductor
+import torch._inductor.async_compile
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
@@ -44,6 +46,8 @@ from graphrt.source import caller_source
 _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
+_CODE = "torch._inductor.runtime.compile_tasks."
+"""Modules of code that Inductor has written are named so."""
 _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
 """Of kernels that torch would call before, or in place of, the function of a custom op."""
 
@@ -233,15 +237,17 @@ def to_bytes(artifact: Any) -> bytes | None:
         # Not asked for where Inductor compiled nothing for a CPU: it would compile to find out.
         found = cpu_vec_isa.valid_vec_isa_list
         isas = found() if found.cache_info().currsize else None
-        return pickle.dumps((isas, path.read_bytes()))
+        return pickle.dumps((isas, _plain_kernels(), path.read_bytes()))
 
 
 def from_bytes(payload: bytes) -> Callable[..., Any]:
     """What ``to_bytes`` was given. Raises whatever torch raises, about anything."""
-    isas, saved = pickle.loads(payload)  # An entry is code, and from a folder of this user's.
+    # An entry is code, and from a folder of this user's.
+    isas, kernels, saved = pickle.loads(payload)
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
-    with tempfile.TemporaryDirectory() as folder, in_process, _without_compiler(isas):
+    without = _without_compiler(isas), _without_lowering(kernels)
+    with tempfile.TemporaryDirectory() as folder, in_process, without[0], without[1]:
         path = Path(folder, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")
@@ -256,6 +262,87 @@ def _without_compiler(isas: Sequence[Any] | None) -> Iterator[None]:
         if isas is not None:
             replaced.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: isas))
         yield
+
+
+def _plain_kernels() -> list[str]:
+    """The names of those of Inductor's ``extern_kernels`` that are functions of torch."""
+    found = vars(import_module("torch._inductor.select_algorithm").extern_kernels)
+    return [name for name, call in found.items() if call is getattr(torch, name, None)]
+
+
+@contextmanager
+def _without_lowering(kernels: Sequence[str]) -> Iterator[None]:
+    """While entered, code is loaded without the modules of Inductor that make code, whose imports
+    take most of the time of a load.
+
+    torch 2.11 to 2.13 import them for one name each, which is given to who asks for it there;
+    whoever asks for anything else imports them. ``kernels``: what ``_plain_kernels`` said where the
+    code was made.
+    """
+    extern = _ExternKernels(**{name: getattr(torch, name) for name in kernels})
+    # What a load asks of Inductor's graphs is whether a test wants the code.
+    graphs = SimpleNamespace(save_output_code=None)
+    given: list[tuple[str, str, str, Any]] = [
+        ("compile_fx", "torch._inductor.standalone_compile", "_CompileFxKwargs", dict),
+        ("decomposition", "torch._inductor.codecache", "select_decomp_table", None),
+        ("graph", "torch._inductor.codecache", "GraphLowering", graphs),
+        ("select_algorithm", _CODE, "extern_kernels", extern),
+        ("codegen.memory_planning", _CODE, "_align", inductor_utils._align),
+    ]
+    thread = threading.get_ident()
+    placed = [_StandIn(f"torch._inductor.{one[0]}", *one[1:], thread) for one in given]
+    for one in placed:
+        sys.modules.setdefault(one.__name__, one)
+    if not hasattr(torch._inductor, "debug"):
+        # Each call of the code asks it, so it stays until someone imports the module itself.
+        asks = "torch._inductor.output_code"
+        debug = _StandIn("torch._inductor.debug", asks, "RECORD_GRAPH_EXECUTION", False)
+        torch._inductor.debug = debug
+    try:
+        yield
+    finally:
+        for one in placed:
+            one.remove()
+
+
+class _StandIn(ModuleType):
+    """A module that is not imported, with the one name that modules called ``user``... ask for,
+    on one ``thread``. Whoever else imports it, or asks for a name, gets the module itself."""
+
+    def __init__(
+        self, module: str, user: str, name: str, value: Any, thread: int | None = None
+    ) -> None:
+        super().__init__(module)
+        del self.__spec__  # Which import statements ask for, also where they find this.
+        self._given = user, name, value, thread
+
+    def __getattr__(self, name: str) -> Any:
+        user, known, value, thread = self._given
+        asking: Any = sys._getframe(1)
+        while "importlib" in asking.f_code.co_filename:
+            asking = asking.f_back
+        is_user = asking.f_globals.get("__name__", "").startswith(user)
+        is_user = is_user and thread in (None, threading.get_ident())
+        if is_user and name == known:
+            return value
+        is_import = name == "__spec__" and not is_user
+        is_there = sys.modules.get(self.__name__, self) is not self
+        if name.startswith("__") and not is_import and not is_there:
+            raise AttributeError(name)  # For who looks at all modules.
+        self.remove()
+        return getattr(import_module(self.__name__), name)
+
+    def remove(self) -> None:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+
+
+class _ExternKernels(SimpleNamespace):
+    """Some of Inductor's ``extern_kernels``; the module is imported for others."""
+
+    def __getattr__(self, name: str) -> Any:
+        owner = import_module("torch._inductor.select_algorithm").extern_kernels
+        return getattr(owner, name)
 
 
 @contextmanager
