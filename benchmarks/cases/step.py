@@ -306,7 +306,7 @@ def engine_step() -> Sequence[Row]:
         assert ready.mode is RuntimeMode.FULL
         dispatch, stage, unpad = runtime.dispatcher.dispatch, ready.bound.stage, ready.unpad
         look, num_watched = runtime.runner._look, runtime.runner.num_watched
-        [resource] = runtime.runner._options.prepared
+        [resource] = runtime.runner._executor.options.prepared
         program = ready.program
         num_tokens, num_reqs = options.pop("num_tokens"), options.pop("num_reqs")
         uniform, exclude = options.pop("uniform"), options.pop("exclude")

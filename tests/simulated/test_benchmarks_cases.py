@@ -416,6 +416,7 @@ def tiny_of(
     sizes: Sequence[int] | None = None,
     level: Any = None,
     dtype: Any = "float32",
+    num_blocks: int | None = None,
     is_first: bool = False,
 ) -> Iterator[LLMEngine]:
     compilation = CompilationConfig(
@@ -425,7 +426,12 @@ def tiny_of(
     )
     runtime = replace(TINY_CONFIG.runtime, compilation=compilation, max_num_batched_tokens=256)
     config = replace(
-        TINY_CONFIG, runtime=runtime, max_model_len=context, capture=capture, dtype=dtype
+        TINY_CONFIG,
+        runtime=runtime,
+        max_model_len=context,
+        num_blocks=num_blocks,
+        capture=capture,
+        dtype=dtype,
     )
     with LLMEngine.tiny(config, observer=observer) as engine:
         yield engine
