@@ -246,8 +246,12 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
     isas, kernels, saved = pickle.loads(payload)
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
-    without = _without_compiler(isas), _without_lowering(kernels)
-    with tempfile.TemporaryDirectory() as folder, in_process, without[0], without[1]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        in_process,
+        _without_compiler(isas),
+        _without_lowering(kernels),
+    ):
         path = Path(folder, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")

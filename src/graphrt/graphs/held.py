@@ -360,7 +360,6 @@ _Look = tuple[Callable[[Any, Any], Any], Any, Any, Any]
 """How one place is looked at: as the first fields of a ``Probe``."""
 _Detail = tuple[Callable[[Any], Any], Any, Any]
 """A function, what it is asked of, and what it has to answer."""
-_Columns = tuple[list[Any], list[Any], list[Any], list[int]]
 
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 
@@ -369,10 +368,12 @@ class Columns:
     """Looks at many places in one go, because a call for each would cost ten times as much."""
 
     def __init__(self, items: Sequence[HeldTensor | Place]) -> None:
-        self._by_getter: defaultdict[Any, _Columns] = defaultdict(lambda: ([], [], [], []))
+        self._by_getter: defaultdict[Any, tuple[list[Any], list[Any], list[Any], list[int]]]
+        self._by_getter = defaultdict(lambda: ([], [], [], []))
         """Boxes, names, what stands there, and which item it is."""
-        self._by_detail: defaultdict[Any, _Columns] = defaultdict(lambda: ([], [], [], []))
-        """What stands there, nothing, a detail of it, and which item it is."""
+        self._by_detail: defaultdict[Any, tuple[list[Any], list[Any], list[int]]]
+        self._by_detail = defaultdict(lambda: ([], [], []))
+        """What stands there, a detail of it, and which item it is."""
         self._members: dict[tuple[int, str], list[int]] = {}
         """By id of a class and name, which items are what it has: many objects share it."""
         for number, item in enumerate(items):
@@ -385,16 +386,17 @@ class Columns:
                         continue
                 _append(self._by_getter[get], box, name, value, number)
             for detail_of, value, detail in details:
-                _append(self._by_detail[detail_of], value, None, detail, number)
+                _append(self._by_detail[detail_of], value, detail, number)
 
     def changed(self) -> list[int]:
-        """Which items are others now: another object, another layout of a tensor."""
+        """Which items are others now: another object, another layout of a tensor. Of items that
+        share a member of a class all, where one is another."""
         found: list[int] = []
         # Mostly none is: to ask that alone leaves the numbers out of the caches.
         for get, (boxes, names, values, numbers) in self._by_getter.items():
             if any(map(is_not, map(get, boxes, names), values)):
                 found += compress(numbers, map(is_not, map(get, boxes, names), values))
-        for detail_of, (values, _, details, numbers) in self._by_detail.items():
+        for detail_of, (values, details, numbers) in self._by_detail.items():
             if any(map(ne, map(detail_of, values), details)):
                 found += compress(numbers, map(ne, map(detail_of, values), details))
         if found and self._members:
@@ -403,12 +405,9 @@ class Columns:
         return found
 
 
-def _append(columns: _Columns, box: Any, name: Any, value: Any, number: int) -> None:
-    boxes, names, values, numbers = columns
-    boxes.append(box)
-    names.append(name)
-    values.append(value)
-    numbers.append(number)
+def _append(columns: Iterable[list[Any]], *row: Any) -> None:
+    for column, value in zip(columns, row, strict=True):
+        column.append(value)
 
 
 def probes_of(item: HeldTensor | Place) -> list[Probe]:
@@ -654,7 +653,7 @@ def _prefixes(names: Iterable[str]) -> set[str]:
     """Every path above the named ones."""
     found: set[str] = set()
     for name in names:
-        while (cut := max(name.rfind("."), name.rfind("[") if "[" in name else 0)) > 0:
+        while (cut := max(name.rfind("."), name.rfind("["))) > 0:
             name = name[:cut]
             if name in found:
                 break
