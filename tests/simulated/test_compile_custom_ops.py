@@ -35,6 +35,15 @@ class Halve(CustomOp):
         return x / 2
 
 
+@CustomOp.register("test_negate")
+class Negate(CustomOp):
+    optimized_for = ("cpu",)
+    operator = "aten::neg"
+
+    def forward_native(self, x):
+        return 0 - x
+
+
 def plan(rules: str = "", **asked: Any) -> CompilePlan:
     config = CompilationConfig(custom_ops=rules, **asked)  # type: ignore[arg-type]
     return resolve(RuntimeConfig(compilation=config), Facts(attention_ops=("a::b",))).compile
@@ -77,6 +86,9 @@ def test_form_runs_where_the_device_has_it():
     assert (halve.is_enabled, halve.is_optimized) == (True, False)
     assert halve(x).tolist() == [0.5, 0.5]
     assert copy.deepcopy(Double(on, "cpu"))(x).tolist() == [3.0, 3.0]
+    for op in (Double(on, "cpu"), Double(off, "cpu"), halve, Negate(on, "cpu")):
+        assert op.form(x).tolist() == op(x).tolist()
+    assert Negate(on, "cpu").form is torch.ops.aten.neg
 
 
 @pytest.mark.parametrize(("rules", "expected"), [("all", 3.0), ("none", 2.0)])

@@ -84,10 +84,12 @@ def _vary(view: torch.Tensor, real: torch.Tensor, other: torch.Tensor, *, by_rea
         limit = torch.finfo(dtype).max
         view.copy_(values.clamp(-limit, limit))
     elif other.numel():
+        # Integers on the host: on a GPU the first launches of these kernels take 0.1 s.
+        device = view.device if dtype.is_floating_point else "cpu"
+        source = other.to(device)
         # Backwards, so that the rows next to the real ones are not those a step before had there.
-        source = other.to(view.device)
         for dim, size in enumerate(view.shape):
-            places = torch.arange(size, device=view.device).remainder(source.shape[dim])
+            places = torch.arange(size, device=device).remainder(source.shape[dim])
             source = source.index_select(dim, source.shape[dim] - 1 - places)
         view.copy_(source)
 

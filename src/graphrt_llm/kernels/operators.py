@@ -110,21 +110,19 @@ class Operators(nn.Module):
 
     def __init__(self, kernels: Kernels, plan: CompilePlan, device: torch.device) -> None:
         super().__init__()
-        self.norm_linear: Callable[..., Tensor] = norm_linear
-        self.norm_gate: Callable[..., Tensor] = norm_gate
-        self.add_linear: Callable[..., None] = eager.add_linear
-        self.rotate_and_store: Callable[..., None] = rotate_and_store
+        ops: list[CustomOp] = []
+        plain = (norm_linear, norm_gate, eager.add_linear, rotate_and_store)
+        forms: Sequence[Callable[..., Any]] = plain
         if kernels.name == "triton":
-            self.norm_linear = NormLinear(plan, device)
-            self.norm_gate = NormGate(plan, device)
-            self.add_linear = AddLinear(plan, device)
-            self.rotate_and_store = RotateAndStore(plan, device)
+            ops = [kind(plan, device) for kind in (NormLinear, NormGate, AddLinear, RotateAndStore)]
+            forms = [op.form for op in ops]
+        self.ops = nn.ModuleList(ops)
+        self.norm_linear, self.norm_gate, self.add_linear, self.rotate_and_store = forms
 
     @property
     def are_all_kernels(self) -> bool:
         """Whether every one is the model's own kernel, so that a compiler has nothing to merge."""
-        forms = list(self.children())
-        return bool(forms) and all(getattr(form, "is_optimized", False) for form in forms)
+        return len(self.ops) > 0 and all(op.is_optimized for op in self.ops)
 
 
 _library = torch.library.Library("graphrt_llm", "FRAGMENT")

@@ -368,7 +368,7 @@ class FunctionalLM(nn.Module):
             layer.functional(residual, rotation, slots, attn, self.operators)
         last = residual.index_select(0, logits_indices.flatten())
         eps, head = model.config.rms_norm_eps, model.lm_head.t()
-        logits = self.operators.norm_linear(last, model.norm, eps, head, None)
+        logits: Tensor = self.operators.norm_linear(last, model.norm, eps, head, None)
         return logits if logits_indices.dim() == 1 else logits.view(*logits_indices.shape, -1)
 
 
