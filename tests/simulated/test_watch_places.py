@@ -471,7 +471,7 @@ def indirect_case(name):
 
     tagged.scale = 2.0
     hooked, wide = linear(), SimpleNamespace(all=tuple(range(20)))
-    answering, counted = Answering(), type("Counted", (type,), {"unit": 2.0})("Class", (), {})()
+    guarded, counted = Answering(), type("Counted", (type,), {"unit": 2.0})("Class", (), {})()
     lazy, lazy_values = ModuleType("lazy_module"), {"scale": 2.0}
     lazy.__getattr__ = lambda name: lazy_values[name]
 
@@ -496,7 +496,7 @@ def indirect_case(name):
             lambda: hooked.register_forward_hook(lambda module, args, out: out * 3),
         ),
         "long_tuple": (lambda x: x * wide.all[3], lambda: setattr(wide, "all", (1,) * 20)),
-        "getattribute": (lambda x: x * answering.scale, lambda: setattr(answering, "kept", 3.0)),
+        "getattribute": (lambda x: x * guarded.scale, lambda: setattr(guarded, "kept", 3.0)),
         "metaclass": (
             lambda x: x * type(counted).unit,
             lambda: setattr(type(type(counted)), "unit", 3.0),

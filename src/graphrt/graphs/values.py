@@ -322,15 +322,15 @@ def _collect(values: Sequence[Any], above: tuple[int, ...], found: list[torch.Te
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif id(value) not in above:
+        else:
             parts = _children(value)
-            if parts is not None:
+            if parts is not None and id(value) not in above:
                 _collect(parts[2], (*above, id(value)), found)
 
 
 def _map(value: Any, leaf: Callable[[Any], Any], above: tuple[int, ...]) -> Any:
-    parts = None if id(value) in above else _children(value)
-    if parts is None:
+    parts = _children(value)
+    if parts is None or id(value) in above:
         return leaf(value)
     _, names, children = parts
     below = (*above, id(value))

@@ -62,7 +62,7 @@ def arbitrary_buffers(bound: BoundBuffers) -> tuple[str, ...]:
 
 
 def _vary(view: torch.Tensor, real: torch.Tensor, other: torch.Tensor, *, by_real: bool) -> None:
-    """Fill ``view`` with other values of the kind that ``real`` holds: integers of ``other``."""
+    """Fill ``view`` with other values of the kind of ``real``: integers of ``other``."""
     if view.numel() == 0:
         return
     dtype = view.dtype
