@@ -208,7 +208,8 @@ def _load_kernels(model_config: ModelConfig, dtype: torch.dtype, device: torch.d
     """Run PyTorch's kernels of a prompt, and of the check of its graph: the driver loads a kernel
     at its first launch, and cuBLAS itself, these in 0.3 s, outside of the interpreter's lock."""
     rows = torch.zeros(128, model_config.hidden_size, dtype=dtype, device=device)
-    rows.addmm_(rows, rows.T @ rows)
+    product = rows @ rows.T  # Small, because the memory that is free is being counted meanwhile.
+    product.addmm_(product, product)
     cache = KVCache(model_config, num_blocks=2, block_size=1, dtype=dtype, device=device)
     SdpaAttention(cache).load_kernels()
     logits = cache.tensor.new_zeros(2, 8)
@@ -218,7 +219,7 @@ def _load_kernels(model_config: ModelConfig, dtype: torch.dtype, device: torch.d
     for tolerance in (None, {logits.dtype: 2.0}):
         compare(*results, tolerance=tolerance, chosen_from={"tokens": "logits"})
     tokens = results[0]["tokens"]
-    rows.view(torch.int16).index_fill_(0, tokens, 1)
+    logits.view(torch.int16).index_fill_(0, tokens, 1)
     torch._foreach_zero_([tokens])
 
 
