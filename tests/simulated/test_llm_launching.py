@@ -45,16 +45,81 @@ class Compiled:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def run(self, x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
-        assert (stream, function) == (STREAM, self.function)
-        metadata, launch_metadata, enter_hook, exit_hook, *arguments = args
-        assert metadata == self.packed_metadata
-        assert launch_metadata is enter_hook is exit_hook is None
-        self.kernel.launches.append(((x, y, z), arguments))
+    def run(self, *args: Any) -> None:
+        launched(self.kernel, *args)
+
+
+def launched(
+    kernel: Kernel, x: int, y: int, z: int, stream: int, function: Any, *args: Any
+) -> None:
+    assert (stream, function) == (STREAM, Compiled.function)
+    metadata, launch_metadata, enter_hook, exit_hook, *arguments = args
+    assert metadata == Compiled.packed_metadata
+    assert launch_metadata is enter_hook is exit_hook is None
+    kernel.launches.append(((x, y, z), arguments))
 
 
 def tensor(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(64, dtype=dtype)
+
+
+class CudaLauncher:
+    """What ``run`` is in a release of Triton: it adds arguments, and calls a function of C."""
+
+    def __init__(self, kernel: Kernel, *added: Any) -> None:
+        self.kernel = kernel
+        self.added = added
+        self.num_asked = 0
+        self.launch = self.launch_in_c
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        self.num_asked += 1
+        self.launch(x, y, z, stream, function, *self.added, *args)
+
+    def launch_in_c(self, x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        assert args[: len(self.added)] == self.added
+        launched(self.kernel, x, y, z, stream, function, *args[len(self.added) :])
+
+
+class ScratchLauncher(CudaLauncher):
+    """Passes memory on, which is another one at each launch."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        self.added = (False, object())
+        super().__call__(x, y, z, stream, function, *args)
+
+
+class FailingLauncher(CudaLauncher):
+    """Wants the kernel's arguments in any case."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        if len(args) == 4:
+            raise TypeError("function takes exactly 9 arguments")
+        super().__call__(x, y, z, stream, function, *args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "added", "is_direct"),
+    [
+        (CudaLauncher, (), True),
+        (CudaLauncher, (False, True, None, None), True),
+        (CudaLauncher, (False, 0, b"memory"), False),
+        (ScratchLauncher, (), False),
+        (FailingLauncher, (False,), False),
+    ],
+)
+def test_launches_leave_out_what_tritons_launcher_asks_each_time(
+    monkeypatch, kind, added, is_direct
+):
+    kernel = Kernel()
+    run = kind(kernel, *added)
+    monkeypatch.setattr(Compiled, "run", property(lambda self: run))
+    launch = Launcher(kernel, stream_of)
+    launch(GRID, (tensor(),), (5,), (8,), 4)
+    second = tensor()
+    launch((7, 1, 1), (second,), (5,), (8,), 4)
+    assert kernel.launches == [((7, 1, 1), [second.data_ptr(), 5, 8])]
+    assert run.num_asked == (not is_direct)
 
 
 def test_the_second_launch_of_a_variant_compiles_nothing():

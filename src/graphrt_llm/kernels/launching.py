@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from copy import copy
 from functools import cache, reduce
 from importlib import import_module
 from operator import attrgetter, or_
@@ -71,15 +72,13 @@ _dtype_of = attrgetter("dtype")
 
 
 class _Variant(NamedTuple):
-    """A compiled kernel, and the parts of it that Triton's own launch uses."""
+    """A compiled kernel, and how it is launched: grid, stream, ``before``, addresses, ``after``."""
 
     kernel: Any
     """Kept, because some releases unload the code from the device together with it."""
-    run: Callable[..., None]
-    function: Any
-    metadata: Any
-    constants: tuple[int, ...]
-    """With that of ``EARLY``, if the kernel has it."""
+    launch: Callable[..., None]
+    before: tuple[Any, ...]
+    after: tuple[float, ...]
 
 
 class Launcher:
@@ -121,18 +120,8 @@ class Launcher:
             self._launch_by_triton(variant, grid, addresses, tensors)
             return
         # Addresses, because of a tensor Triton asks ``data_ptr``, and the driver what it is.
-        compiled.run(
-            *grid,
-            self._stream_of(device.index),  # type: ignore[misc]  # set with the first variant
-            compiled.function,
-            compiled.metadata,
-            None,
-            None,
-            None,
-            *addresses,
-            *numbers,
-            *compiled.constants,
-        )
+        stream = self._stream_of(device.index)  # type: ignore[misc]  # set with the first variant
+        compiled.launch(*grid, stream, *compiled.before, *addresses, *compiled.after)
 
     def _launch_by_triton(
         self, variant: Any, grid: Grid, addresses: list[int], tensors: tuple[Tensor, ...]
@@ -155,6 +144,31 @@ class Launcher:
             from triton.runtime import driver
 
             self._stream_of = driver.active.get_current_stream
-        self._variants[variant] = _Variant(
-            compiled, compiled.run, compiled.function, compiled.packed_metadata, constants
-        )
+        launch = _launch_of(compiled.run, compiled.function, compiled.packed_metadata)
+        self._variants[variant] = _Variant(compiled, *launch, (*numbers, *constants))
+
+
+def _launch_of(
+    run: Any, function: Any, metadata: Any
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What Triton's launcher ``run`` calls in the end, and what that takes between the stream and
+    the addresses.
+
+    The launcher looks for scratch memory at each launch, which takes longer than the rest and which
+    few kernels have. What it passes on differs by release, so that a copy of it is asked. ``run``
+    itself where that does not say.
+    """
+    before = (function, metadata, None, None, None)
+    grid_and_stream = (1, 1, 1, 0)
+    asked, passed = copy(run), list[tuple[Any, ...]]()
+    if asked is run or not hasattr(run, "launch"):
+        return run, before
+    with suppress(Exception):  # Whatever another release says to that.
+        asked.launch = lambda *args: passed.append(args)
+        asked(*grid_and_stream, *before)
+    for args in passed:
+        added = args[5:-4]
+        is_known = args == (*grid_and_stream, function, *added, *before[1:])
+        if is_known and all(one is None or isinstance(one, int) for one in added):
+            return run.launch, args[4:]
+    return run, before
