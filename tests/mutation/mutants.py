@@ -211,22 +211,22 @@ MUTANTS = [
     Mutant(
         "eager step does not end checked views",
         RUNNER + "executor.py",
-        "            self._expire()\n        bound = self._unpadded(key, staged)",
-        "            pass\n        bound = self._unpadded(key, staged)",
+        "            self._expire()\n        bound = self.unpadded(key, staged)",
+        "            pass\n        bound = self.unpadded(key, staged)",
         CHECKS,
     ),
     Mutant(
         "strict mode runs a miss eagerly",
         RUNNER + "runner.py",
-        "            if self._executor.is_strict:\n",
+        "            if self._comparisons.is_strict:\n",
         "            if False:\n",
         "simulated/test_runtime_steps.py",
     ),
     Mutant(
         "resources are not prepared for an eager step",
         RUNNER + "executor.py",
-        "            resource.prepare(key, step_info)\n        return self._run_eagerly",
-        "            pass\n        return self._run_eagerly",
+        "            resource.prepare(key, step_info)\n        return self.run_eagerly",
+        "            pass\n        return self.run_eagerly",
         "simulated/test_runtime_steps.py simulated/test_runner_run.py",
     ),
     Mutant(
