@@ -259,15 +259,15 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches of two requests are trusted at once",
-        RUNNER + "runner.py",
+        RUNNER + "comparisons.py",
         "known >= ENOUGH_REQUESTS and",
         "known >= 1 and",
         CUTS,
     ),
     Mutant(
         "first replay advances guarded state",
-        RUNNER + "executor.py",
-        "        finally:\n            restore()\n",
+        RUNNER + "comparisons.py",
+        "        finally:\n            state.restore(saved)\n",
         "        finally:\n            pass\n",
         "simulated/test_runtime_capture.py simulated/test_runner_jobs.py",
     ),

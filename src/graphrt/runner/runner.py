@@ -684,8 +684,8 @@ class CUDAGraphRunner:
         return True
 
     def _cut(self, decision: Decision, call: Call) -> Any:
-        """Run a call in micro-batches. Where a comparison finds that these differ, the result is that
-        of the whole batch, and ``split_failure`` says why."""
+        """Run a call in micro-batches. Where a comparison finds that they differ from the whole
+        batch, the result is that of the whole batch, and ``split_failure`` says why."""
         key = decision.descriptor
         is_due = bool(self._verify_every) and self._is_sampled()
         outputs, error = self._comparisons.run_cut(key, call, is_due=is_due)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
@@ -20,7 +19,7 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.values import own_copy
 from graphrt.graphs.writes import Write, observed_writes, storage_of
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.padding import IN_FLOAT32, UNPADDED_TOLERANCE, Float32Seen, compare_runs
+from graphrt.verify.padding import IN_FLOAT32, UNPADDED_TOLERANCE, Float32Seen, compare_within
 from graphrt.verify.replay import warn_unverified
 from graphrt.verify.run_state import RunState
 
@@ -41,12 +40,12 @@ def check_cut(
     runnable: object,
     state: RunState,
     may_write: Collection[Any],
-    varied: Callable[[], _Around] | None = None,
-    first_rows: Callable[[Any], Any] = lambda outputs: outputs,
-    observes: bool = True,
-    chosen_from: Mapping[str, str] = MappingProxyType({}),
-    tolerance: float | None = None,
-    observer: Observer | None = None,
+    varied: Callable[[], _Around] | None,
+    first_rows: Callable[[Any], Any],
+    observes: bool,
+    chosen_from: Mapping[str, str],
+    tolerance: float | None,
+    observer: Observer | None,
 ) -> tuple[Any, GraphrtError | None]:
     """Run one batch whole and in the micro-batches of ``key``, from one state, and compare.
 
@@ -113,10 +112,7 @@ def check_cut(
             if is_random or state.drew_random(saved):
                 return found[0], None
             limits = IN_FLOAT32 if seen.is_any else UNPADDED_TOLERANCE
-            outcome = compare_runs(whole, found, limits, chosen_from)
-            if not outcome.is_equal and tolerance is not None:
-                accepted = compare_runs(whole, found, tolerance)
-                outcome = accepted if accepted.is_equal else outcome
+            outcome = compare_within(whole, found, limits, tolerance, chosen_from)
         if observer is not None:
             largest = outcome.max_abs_difference
             observer(Verified(RuntimeMode.NONE, key, outcome.is_equal, largest))
