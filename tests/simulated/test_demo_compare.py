@@ -11,7 +11,14 @@ import pytest
 
 from graphrt import CUDAGraphMode, Observer, Reason, RuntimeMode
 from graphrt_llm import LLMEngine
-from graphrt_llm.demo.compare import TIE_TOLERANCE, Outcome, compare_policies, tie_tolerance
+from graphrt_llm.demo.compare import (
+    TIE_TOLERANCE,
+    MakeEngine,
+    Outcome,
+    Policy,
+    compare_policies,
+    tie_tolerance,
+)
 from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Options, read_inputs
 from graphrt_llm.demo.report import are_identical, as_json, as_page, findings
 from graphrt_llm.demo.setup import CAPTURE_SIZES, Prepared, prepare
@@ -40,20 +47,20 @@ class Phases:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    report = tmp_path_factory.mktemp("demo") / "report.html"
-    asked = Options(None, None, "safetensors", 25, ALL, "simulated", None, report, seed=3)
+def prepared() -> Prepared:
+    asked = Options(None, None, "safetensors", 25, ALL, "simulated", None, None, seed=3)
     return prepare(read_inputs(asked))
 
 
 def compared(prepared: Prepared, modes: Sequence[CUDAGraphMode], phases: Phases) -> list[Outcome]:
+    policies = [policy for policy in prepared.policies if policy[1] in modes]
     return compare_policies(
-        modes,
-        prepared.make_engine,
-        prepared.load,
-        tie_tolerance=prepared.tie_tolerance,
-        phases=phases,
+        policies, prepared.load, tie_tolerance=prepared.tie_tolerance, phases=phases
     )
+
+
+def made_by(make_engine: MakeEngine) -> list[Policy]:
+    return [(mode.name, mode, make_engine) for mode in ALL]
 
 
 @pytest.fixture(scope="module")
@@ -173,15 +180,15 @@ def test_a_single_policy_is_compared_with_nothing(
 
 def other_weights(prepared: Prepared) -> Prepared:
     """The same, but every policy with graphs gets a model with other weights."""
-    asked = Options(None, None, "safetensors", 5, ALL, "simulated", None, prepared.report, seed=4)
+    asked = Options(None, None, "safetensors", 5, ALL, "simulated", None, None, seed=4)
     strange = prepare(read_inputs(asked))
 
     def make_engine(mode: CUDAGraphMode, observer: Observer) -> LLMEngine:
-        made_by = prepared if mode is CUDAGraphMode.NONE else strange
-        return made_by.make_engine(mode, observer)
+        (_, _, make), *_ = (prepared if mode is CUDAGraphMode.NONE else strange).policies
+        return make(mode, observer)
 
     return prepared._replace(
-        make_engine=make_engine,
+        policies=made_by(make_engine),
         load=prepared.load._replace(requests=prepared.load.requests[:5]),
     )
 
@@ -220,7 +227,7 @@ def test_an_interrupt_closes_the_engine(prepared: Prepared) -> None:
     made: list[LLMEngine] = []
 
     def make_engine(mode: CUDAGraphMode, observer: Observer) -> LLMEngine:
-        made.append(prepared.make_engine(mode, observer))
+        made.append(prepared.policies[0][2](mode, observer))
         return made[-1]
 
     class Impatient(Phases):
@@ -229,7 +236,7 @@ def test_an_interrupt_closes_the_engine(prepared: Prepared) -> None:
                 signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        compared(prepared._replace(make_engine=make_engine), ALL, Impatient())
+        compared(prepared._replace(policies=made_by(make_engine)), ALL, Impatient())
     [engine] = made
     with pytest.raises(EngineStateError, match="closed"):
         engine.step()

@@ -248,20 +248,13 @@ def run(inputs: Inputs, *, as_json: bool, ranks: Exchange | None = None) -> bool
     num_threads = 1 if inputs.options.model is None else None
     with Bars(Console(stderr=True, quiet=not is_first)) as bars, _threads(num_threads):
         outcomes = compare_policies(
-            inputs.options.modes,
-            prepared.make_engine,
-            prepared.load,
-            tie_tolerance=prepared.tie_tolerance,
-            phases=bars,
-            make_plain=prepared.make_plain,
+            prepared.policies, prepared.load, tie_tolerance=prepared.tie_tolerance, phases=bars
         )
     parts = None if ranks is None else gather(ranks, of_rank(ranks.rank, outcomes))
     agreed = are_identical(outcomes) if parts is None else all_identical(parts)
     if not is_first:
         return agreed
-    report = prepared.report
-    if report is not None:
-        report = write_report(report, as_page(prepared.setting, outcomes))
+    report = inputs.report and write_report(inputs.report, as_page(prepared.setting, outcomes))
     if as_json:
         found = as_object(prepared.setting, outcomes, report, parts)
         typer.echo(json.dumps(found, allow_nan=False))
