@@ -94,16 +94,17 @@ class Comparisons:
         if self.verifies and self.lockstep is not None:
             # Runs meet in collectives: all ranks make as many.
             advances = not self.lockstep.served_by_all([not advances])[0]
+        num_runs = NUM_ADVANCING_RUNS if advances else 1
         with self._among_ranks(entry):
             ready, call = self.executor.make_ready(entry), self.executor.example(entry.key, 1)
-            whole, left = self._overwritten()
+            whole, num_left = self._overwritten()
             with self._state_kept(whole) as (state, saved):
                 if not self.verifies:
                     with noted_eager_segments():
                         self.executor.replay(ready, *call[:4])
                     return
-                self._compare_full(ready, call, host, NUM_ADVANCING_RUNS if advances else 1, left)
-                entry.padding = self._compare_smaller(ready, host, state, saved, len(left))
+                self._compare_full(ready, call, host, num_runs, num_left)
+                entry.padding = self._compare_smaller(ready, host, state, saved, num_left)
 
     def _compare_full(
         self,
@@ -111,9 +112,9 @@ class Comparisons:
         call: Call,
         host: HostSnapshot,
         num_runs: int,
-        left: Sequence[torch.Tensor],
+        num_left: int,
     ) -> None:
-        """Compare a new program on examples that fill its key. ``left``: not compared."""
+        """Compare a new program on examples that fill its key."""
         entry, executor = ready.entry, self.executor
         captured, checked = executor.captured_with.get(entry.key), dict(call.values)
         subject = f"{entry.mode.name}, {entry.key}"
@@ -126,7 +127,9 @@ class Comparisons:
             found = self.compare(ready, call, host, num_runs)
         if captured is not None:
             require_varied_for_memos(subject, captured[0], checked, host, is_strict=self.is_strict)
-        ready.program.is_compared = require_compared(subject, found, left, is_strict=self.is_strict)
+        ready.program.is_compared = require_compared(
+            subject, found, num_left, is_strict=self.is_strict
+        )
         if reads_info and executor.has_step_info:
             # The capture found none: one example may say what the callable does without.
             self.compare(ready, executor.example(entry.key, 0), host)
@@ -319,7 +322,7 @@ class Comparisons:
             unpadded = executor.unpadded(unpadded_key, call.sizes)
             executor.stage(unpadded_key, unpadded, call)
             outputs = self._eager_compared(unpadded_key, unpadded, call)
-            if not executor.shares_buffers:
+            if executor.shared is None:
                 # Written in buffers of its own, compared where replays write.
                 for name, view in real.items():
                     if bound.specs[name].written:
@@ -434,11 +437,10 @@ class Comparisons:
 
     # -- state
 
-    def _overwritten(self) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """What runs may overwrite without saying which rows: to compare whole, or not at all."""
+    def _overwritten(self) -> tuple[dict[str, torch.Tensor], int]:
+        """What runs may overwrite without saying which rows, and how many of it are too large."""
         whole: dict[str, torch.Tensor] = {}
-        left: list[torch.Tensor] = []
-        room = MAX_COMPARED_BYTES
+        room, num_left = MAX_COMPARED_BYTES, 0
         for tensor in self.executor.options.may_overwrite:
             if tensor in self.executor.written_rows:
                 continue
@@ -446,8 +448,8 @@ class Comparisons:
             if room >= 0:
                 whole[f"may_overwrite {len(whole)}"] = tensor
             else:
-                left.append(tensor)
-        return whole, left
+                num_left += 1
+        return whole, num_left
 
     def _run_state(
         self,

@@ -129,36 +129,31 @@ class Executor:
         self._expire = self.outputs.expire if declared.policy == "checked_view" else None
         self._of_key: dict[BatchDescriptor, BufferSet] = {}
         self._inputs = inputs
-        self._shared: BufferSet | None = None
+        self.shared: BufferSet | None = None
+        """What all keys have views of; None where each has buffers of its own."""
         if callable(inputs):
             return  # The first use asks for the specs of a key.
         check_written_rows(self.written_rows, inputs)
         # A prefix along an inner axis is not contiguous.
         if not any(axis in spec.shape[1:] for spec in inputs for axis in spec.axes):
             sizes_of, device = self.space.axis_sizes, self.library.device
-            self._shared = BufferSet(inputs, self.space.capacity, sizes_of, device)
+            self.shared = BufferSet(inputs, self.space.capacity, sizes_of, device)
         self._reader  # noqa: B018  Refuses what no buffers can be made of.
         check_parameters(self.fn, inputs)
 
     @cached_property
     def _reader(self) -> BufferSet:
         """Reads real sizes off values. It has no bytes where each key has buffers of its own."""
-        if self._shared is not None:
-            return self._shared
-        capacity, inputs = self.space.capacity, self._inputs
-        specs = check_specs(inputs(make_key(capacity))) if callable(inputs) else inputs
-        none = dict.fromkeys(capacity, 0)
+        if self.shared is not None:
+            return self.shared
+        specs = self._specs(make_key(self.space.capacity))
+        none = dict.fromkeys(self.space.capacity, 0)
         return BufferSet(specs, none, lambda _: none, self.library.device)
-
-    @property
-    def shares_buffers(self) -> bool:
-        """True where all keys have views of the same buffers."""
-        return self._shared is not None
 
     def register(self) -> None:
         """Let graphs of the library write the shared buffers that are declared ``written``."""
-        if self._shared is not None:
-            self.library.add_buffers(self._shared)
+        if self.shared is not None:
+            self.library.add_buffers(self.shared)
 
     def real_sizes(self, values: Values) -> dict[str, int]:
         """The real size of every axis, read off ``values``. Errors: ``InputMismatchError``."""
@@ -188,8 +183,8 @@ class Executor:
 
     def bind(self, key: BatchDescriptor) -> BoundBuffers:
         """The padded views of ``key``."""
-        if self._shared is not None:
-            return self._shared.bind(key)
+        if self.shared is not None:
+            return self.shared.bind(key)
         buffers = self._of_key.get(key)
         if buffers is None:
             sizes, specs = self.space.axis_sizes(key), self._specs(key)
@@ -337,10 +332,10 @@ class Executor:
 
     def unpadded(self, key: BatchDescriptor, sizes: Sizes) -> BoundBuffers:
         """Buffers of exactly these sizes: the shared ones where they are large enough."""
-        if self._shared is not None and all(
+        if self.shared is not None and all(
             sizes.get(axis, 0) <= size for axis, size in self.space.capacity.items()
         ):
-            return self._shared.unpadded(sizes)
+            return self.shared.unpadded(sizes)
         specs = self._specs(key)
         return BufferSet(specs, sizes, lambda _: sizes, self.library.device).bind(key)
 

@@ -192,6 +192,14 @@ class RunnerKeys:
         entries = self.entries.items()
         return {item: entry.reason for item, entry in entries if entry.reason is not Reason.HIT}
 
+    def largest(self) -> dict[str, int]:
+        """Axis -> its largest padded size."""
+        largest: dict[str, int] = {}
+        for _, key in self.entries:
+            for axis, size in self._space.axis_sizes(key).items():
+                largest[axis] = max(size, largest.get(axis, size))
+        return largest
+
     def changed(self) -> KeysChanged:
         """What serves now, as an event."""
         programs = [entry.program for entry in self.entries.values()]

@@ -94,7 +94,6 @@ from graphrt.runner.report import (
     captured_graphs,
     explain_entry,
     failure_text,
-    largest_sizes,
     replaced,
 )
 from graphrt.source import caller_source
@@ -555,15 +554,12 @@ class CUDAGraphRunner:
         if self._observer is not _unheard:
             mode, served, reason = self.last_decision or decision
             host_us = (perf_counter_ns() - started) / 1000
-            num_tokens = sizes[self.axes[0]]
-            num_reqs = sizes.get("requests", 0)
-            if mode is RuntimeMode.NONE:
-                self.tell(RanEager(reason, num_tokens, num_reqs, served.uniform, host_us))
-            else:
-                padded = served.num_tokens
-                self.tell(
-                    Replayed(mode, reason, num_tokens, padded, num_reqs, served.uniform, host_us)
-                )
+            num_tokens, shape = sizes[self.axes[0]], (sizes.get("requests", 0), served.uniform)
+            self.tell(
+                RanEager(reason, num_tokens, *shape, host_us)
+                if mode is RuntimeMode.NONE
+                else Replayed(mode, reason, num_tokens, served.num_tokens, *shape, host_us)
+            )
         return outputs
 
     def tell(self, event: Replayed | RanEager) -> None:
@@ -605,8 +601,8 @@ class CUDAGraphRunner:
                 self.require_open()
                 self._misses.setdefault(reason, Misses()).add(sizes)
                 if self._comparisons.is_strict:
-                    largest = largest_sizes(self._keys.entries, self._space.axis_sizes)
-                    raise miss_error(reason, sizes, "; ".join(above_largest(sizes, largest)))
+                    above = above_largest(sizes, self._keys.largest())
+                    raise miss_error(reason, sizes, "; ".join(above))
                 call = Call(values, sizes, staged, step_info, ubatch_slices)
                 if ubatch_slices is not None and self._comparisons.verifies:
                     return self._cut(decision, call)
@@ -820,7 +816,7 @@ class CUDAGraphRunner:
             missing=MappingProxyType(self.missing()),
             failures=MappingProxyType({**failures, **self.split_failure}),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
-            largest=MappingProxyType(largest_sizes(self._keys.entries, self._space.axis_sizes)),
+            largest=MappingProxyType(self._keys.largest()),
             capture_seconds=self._captures.seconds,
             missing_seconds=sum(e.seconds.total for e in entries if e.program is None),
             graph_bytes=self.library.charged_bytes,
@@ -855,9 +851,8 @@ class CUDAGraphRunner:
             yield f"Its padding: {served.padding}."
         if reason is Reason.ABOVE_MAX:
             sizes = key.variant.sizes if isinstance(key.variant, BucketKey) else (key.num_tokens,)
-            largest = largest_sizes(self._keys.entries, self._space.axis_sizes)
-            found = above_largest(dict(zip(self.axes, sizes, strict=False)), largest)
-            yield from (f"{line}." for line in found)
+            real = dict(zip(self.axes, sizes, strict=False))
+            yield from (f"{line}." for line in above_largest(real, self._keys.largest()))
         if reason in self._misses:
             yield f"So far: {self._misses[reason]}."
         concerned = [entry for entry in self._keys.entries.values() if entry.reason is reason]
@@ -911,8 +906,8 @@ class CUDAGraphRunner:
 
     def _where_else(self) -> str:
         """The places of this thread and of the one whose run has not ended, if that is another."""
-        turns = {each.__code__ for each in (type(self).execute, type(self).capture)}
-        turns |= {each.__code__ for each in (type(self).capture_next, type(self).time_replays)}
+        methods = ("execute", "capture", "capture_next", "time_replays")
+        turns = {getattr(type(self), name).__code__ for name in methods}
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             if ident == threading.get_ident():
