@@ -19,7 +19,7 @@ from graphrt_llm.demo.compare import (
     compare_policies,
     tie_tolerance,
 )
-from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Options, read_inputs
+from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Inputs, Options, read_inputs
 from graphrt_llm.demo.report import are_identical, as_json, as_page, findings
 from graphrt_llm.demo.setup import CAPTURE_SIZES, Prepared, prepare
 from graphrt_llm.errors import EngineStateError
@@ -47,9 +47,14 @@ class Phases:
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Prepared:
+def inputs() -> Inputs:
     asked = Options(None, None, "safetensors", 25, ALL, "simulated", None, None, seed=3)
-    return prepare(read_inputs(asked))
+    return read_inputs(asked)
+
+
+@pytest.fixture(scope="module")
+def prepared(inputs: Inputs) -> Prepared:
+    return prepare(inputs)
 
 
 def compared(prepared: Prepared, modes: Sequence[CUDAGraphMode], phases: Phases) -> list[Outcome]:
@@ -142,9 +147,9 @@ def test_progress_reaches_the_end(phases: Phases, outcomes: object, prepared: Pr
 
 
 def test_the_json_object_holds_the_contract(
-    outcomes: dict[CUDAGraphMode, Outcome], prepared: Prepared
+    outcomes: dict[CUDAGraphMode, Outcome], inputs: Inputs
 ) -> None:
-    printed = as_json(prepared.setting, list(outcomes.values()), Path("r.html"))
+    printed = as_json(inputs, list(outcomes.values()), Path("r.html"))
     assert printed["device"] == "simulated"
     assert printed["num_requests"] == 25
     assert printed["tokens_identical"] is True
@@ -158,9 +163,9 @@ def test_the_json_object_holds_the_contract(
 
 
 def test_the_page_shows_plan_and_scaling(
-    outcomes: dict[CUDAGraphMode, Outcome], prepared: Prepared
+    outcomes: dict[CUDAGraphMode, Outcome], inputs: Inputs
 ) -> None:
-    page = as_page(prepared.setting, list(outcomes.values()))
+    page = as_page(inputs, list(outcomes.values()))
     plan, padding, pieces, adjustments, failures, _ = page.tables
     assert all(row.cells[1:] == ("-", "-") for row in padding.rows)  # No adapters, no drafts.
     assert not pieces.rows  # Level 0.

@@ -32,7 +32,6 @@ from graphrt import (
 if TYPE_CHECKING:
     from graphrt_llm.demo.compare import Outcome
     from graphrt_llm.demo.inputs import Inputs
-    from graphrt_llm.demo.setup import Prepared
 
 DEFAULT_MODES = "NONE,PIECEWISE,FULL_DECODE_ONLY,FULL_AND_PIECEWISE"
 DEFAULT_REPORT = Path("graphrt-report.html")
@@ -254,12 +253,12 @@ def run(inputs: Inputs, *, as_json: bool, ranks: Exchange | None = None) -> bool
     agreed = are_identical(outcomes) if parts is None else all_identical(parts)
     if not is_first:
         return agreed
-    report = inputs.report and write_report(inputs.report, as_page(prepared.setting, outcomes))
+    report = inputs.report and write_report(inputs.report, as_page(inputs, outcomes))
     if as_json:
-        found = as_object(prepared.setting, outcomes, report, parts)
+        found = as_object(inputs, outcomes, report, parts)
         typer.echo(json.dumps(found, allow_nan=False))
     else:
-        _print(prepared, outcomes, report, parts)
+        _print(inputs, outcomes, report, parts)
     return agreed
 
 
@@ -280,7 +279,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _print(
-    prepared: Prepared,
+    inputs: Inputs,
     outcomes: Sequence[Outcome],
     report: Path | None,
     parts: Sequence[Mapping[str, Any]] | None,
@@ -291,7 +290,7 @@ def _print(
 
     console = Console()
     runs = [outcome.run for outcome in outcomes]
-    console.print(Text(lead(prepared.setting, outcomes)))
+    console.print(Text(lead(inputs, outcomes)))
     for sentence in findings(outcomes):
         console.print(Text(sentence))
     for sentence in () if parts is None else in_words(parts):
