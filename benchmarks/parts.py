@@ -32,7 +32,7 @@ from benchmarks.models import DecodeStep, decode_step_of_06b
 from graphrt import Device, GraphLibrary, SimulatedDevice
 from graphrt.graphs import HostSnapshot, capture as capturing, gc_pause, recorder
 from graphrt.graphs.held import Reads
-from graphrt.runner import executor, jobs, runner
+from graphrt.runner import comparisons, executor, jobs, runner
 from graphrt.verify import RunState, padding, replay
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
@@ -79,12 +79,12 @@ OF_A_START: Parts = {
     "warm-up": [(jobs._Run, "warm_up")],
     "capture": [(jobs._Run, "capture")],
     "first-replay check": [(jobs._Run, "check")],
-    "padded comparison": [(executor.Executor, "compare_padding")],
-    "eager, compared": [(executor.Executor, "_eager_compared")],
-    "replays": [(executor.Executor, "_replay_compared")],
+    "padded comparison": [(comparisons.Comparisons, "compare_padding")],
+    "eager, compared": [(comparisons.Comparisons, "_eager_compared")],
+    "replays": [(comparisons.Comparisons, "_replay_compared")],
     "state": [(RunState, name) for name in ("save", "restore", "poison", "settle")],
     "comparing": [(replay, "compare"), (padding, "compare")],
-    "examples": [(jobs._Run, "_inputs"), (executor.Executor, "_call")],
+    "examples": [(jobs._Run, "_inputs"), (executor.Executor, "example_call")],
     "collector": [(gc_pause._Collector, "pause"), (gc_pause._Collector, "resume")],
     "reads": OF_A_CAPTURE["reads"],
     "host state": OF_A_CAPTURE["host state"],

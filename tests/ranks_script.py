@@ -57,7 +57,7 @@ from graphrt.parallel import (
     make_tag,
     pack,
 )
-from graphrt.runner.executor import Executor
+from graphrt.runner.comparisons import Comparisons
 from graphrt.ubatch import index
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
@@ -769,7 +769,7 @@ def micro_batches() -> None:
             say(mode=mode, same=found == expected, split=len(split))
     # On rank 1 alone a step in micro-batches takes longer: the slowest rank decides for all.
     graphrt.runtime.splitting._TIMED_DEVICES = ("simulated",)
-    Executor.time_replays = lambda *_: [3 + 2 * RANK, 4]  # type: ignore[method-assign]
+    Comparisons.time_replays = lambda *_: [3 + 2 * RANK, 4]  # type: ignore[method-assign]
     ubatch = {**SPLIT, "auto_off": True}
     asked = replace(asked, runtime=replace(asked.runtime, ubatch=ubatch))
     steps = []

@@ -44,7 +44,7 @@ from graphrt import (
     RuntimeMode,
     RuntimeReport,
 )
-from graphrt.runner.executor import Executor
+from graphrt.runner.comparisons import Comparisons
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams
 from graphrt_llm.config import CaptureWhen, DType
 from graphrt_llm.models import CausalLM, ModelConfig
@@ -414,7 +414,7 @@ class Start(NamedTuple):
 @contextmanager
 def unpadded() -> Iterator[None]:
     """While entered, no first replay is compared with the unpadded batch."""
-    with mock.patch.object(Executor, "compare_padding", _nothing):
+    with mock.patch.object(Comparisons, "compare_padding", _nothing):
         yield
 
 

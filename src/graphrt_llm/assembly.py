@@ -72,7 +72,7 @@ SIMULATED_BYTES = 2**31
 
 
 class EngineParts(NamedTuple):
-    """What an ``LLMEngine`` is made of. It closes ``runtime``, ``device`` and ``group``."""
+    """What an ``LLMEngine`` is made of. It closes ``runtime``, its device and ``group``."""
 
     config: EngineConfig
     runtime: Runtime
@@ -80,7 +80,6 @@ class EngineParts(NamedTuple):
     examples: Examples
     model_config: ModelConfig
     """Of this rank's part, where ranks share each layer."""
-    device: Device
     attention: AttentionChoice
     attention_backend: AttentionBackend
     group: RankGroup | None
@@ -120,21 +119,12 @@ def assemble(
         group = _group(model_config, config, device, ranks)
         if group is not None:
             undo.callback(group.close)
-        # By priority the first step is soon.
-        loads = is_cuda and config.capture == "by_priority"
-        load = partial(_load_kernels, model_config, dtype, device.torch_device)
-        loaded = in_thread(load) if loads else None
+        loaded = None
+        if is_cuda and config.capture == "by_priority":  # The first step is soon.
+            loaded = in_thread(partial(_load_kernels, model_config, dtype, device.torch_device))
         model = _load(model_config, config, dtype, model_dir, device, group)
         model_config = model.config
-        if asked.max_loras:
-            # Before the cache, which gets the memory that is left.
-            model.lora = LoRAWeights(
-                model_config,
-                max_loras=asked.max_loras,
-                max_rank=config.max_lora_rank,
-                dtype=model.dtype,
-                device=device.torch_device,
-            )
+        # After the weights, because the cache gets the memory that is left.
         limits = _limits(model_config, config, model.dtype, device)
         if ranks is not None:
             limits = replace(limits, num_blocks=agree_least(ranks, [limits.num_blocks])[0])
@@ -150,12 +140,8 @@ def assemble(
             undo.callback(switching.close)
         model.attention = backend
         scheduler = Scheduler(limits)
-        examples = Examples(
-            limits,
-            model_config.vocab_size,
-            scheduler.input_batch.allocator,
-            pinned=is_cuda,
-        )
+        allocator = scheduler.input_batch.allocator
+        examples = Examples(limits, model_config.vocab_size, allocator, pinned=is_cuda)
         facts = Facts(
             attention_groups={attention.name: backend.support},
             attention_ops=(ATTENTION_OP,),
@@ -189,18 +175,9 @@ def assemble(
         if loaded is not None:
             loaded.result()
         undo.pop_all()  # From here on the engine closes them.
+    lora = model.lora
     return EngineParts(
-        config,
-        runtime,
-        scheduler,
-        examples,
-        model_config,
-        device,
-        attention,
-        backend,
-        group,
-        ranks,
-        model.lora,
+        config, runtime, scheduler, examples, model_config, attention, backend, group, ranks, lora
     )
 
 
@@ -412,6 +389,14 @@ def _load(
         random_weights(model, seed=config.seed)
     else:
         load_safetensors(model, model_dir)
+    if config.runtime.max_loras:
+        model.lora = LoRAWeights(
+            model.config,
+            max_loras=config.runtime.max_loras,
+            max_rank=config.max_lora_rank,
+            dtype=model.dtype,
+            device=device.torch_device,
+        )
     return model.eval()
 
 

@@ -133,8 +133,8 @@ class LLMEngine:
         # Graphs that steps may still capture.
         planned = self.runtime.plan.capture_order
         self._num_missing = len(planned) if config.capture == "by_priority" else 0
-        self._device = parts.device
-        place = parts.device.torch_device
+        self._device = self.runtime.device
+        place = self._device.torch_device
         excludes = getattr(parts.attention_backend, "excludes", None)
         is_cuda = place.type == "cuda"
         self.overlap = is_cuda and limits.query_len == 1

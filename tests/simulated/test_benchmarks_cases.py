@@ -211,7 +211,7 @@ def test_a_start_without_the_padded_comparison_makes_none() -> None:
     runtime = replace(TINY_CONFIG.runtime, compilation=few)
     config = replace(TINY_CONFIG, device="simulated", runtime=runtime)
     counts = []
-    with mock.patch("graphrt.runner.executor.check_padding", return_value=(None, {})) as check:
+    with mock.patch("graphrt.runner.comparisons.check_padding", return_value=(None, {})) as check:
         for around in (engine.unpadded(), nullcontext()):
             with around, LLMEngine.tiny(config) as served:
                 served.capture()

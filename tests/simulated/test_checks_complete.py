@@ -29,7 +29,7 @@ from graphrt.errors import (
     VerificationError,
 )
 from graphrt.events import CaptureFailed, PaddingVerified, Verified
-from graphrt.runner.executor import Executor
+from graphrt.runner.comparisons import Comparisons
 from graphrt.verify import compare
 from lab import KEY, PIECEWISE, Lab, RuntimeLab, Toy
 
@@ -299,7 +299,7 @@ def test_state_of_any_guard_is_put_back_when_the_device_is_done(
 
     story: list[str] = []
     # As on a GPU, where tensors of the host may still be written.
-    monkeypatch.setattr(Executor, "_wait_for", lambda *_: lambda: story.append("waited"))
+    monkeypatch.setattr(Comparisons, "_wait_for", lambda *_: lambda: story.append("waited"))
     with runner_of(frozen(None), state=Guard(), sizes={"tokens": [2]}) as runner:
         runner.capture()
     assert story[-2:] == ["waited", "restored"]

@@ -11,8 +11,15 @@ import pytest
 
 from graphrt import CUDAGraphMode, Observer, Reason, RuntimeMode
 from graphrt_llm import LLMEngine
-from graphrt_llm.demo.compare import TIE_TOLERANCE, Outcome, compare_policies, tie_tolerance
-from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Options, read_inputs
+from graphrt_llm.demo.compare import (
+    TIE_TOLERANCE,
+    MakeEngine,
+    Outcome,
+    Policy,
+    compare_policies,
+    tie_tolerance,
+)
+from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Inputs, Options, read_inputs
 from graphrt_llm.demo.report import are_identical, as_json, as_page, findings
 from graphrt_llm.demo.setup import CAPTURE_SIZES, Prepared, prepare
 from graphrt_llm.errors import EngineStateError
@@ -40,20 +47,25 @@ class Phases:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    report = tmp_path_factory.mktemp("demo") / "report.html"
-    asked = Options(None, None, "safetensors", 25, ALL, "simulated", None, report, seed=3)
-    return prepare(read_inputs(asked))
+def inputs() -> Inputs:
+    asked = Options(None, None, "safetensors", 25, ALL, "simulated", None, None, seed=3)
+    return read_inputs(asked)
+
+
+@pytest.fixture(scope="module")
+def prepared(inputs: Inputs) -> Prepared:
+    return prepare(inputs)
 
 
 def compared(prepared: Prepared, modes: Sequence[CUDAGraphMode], phases: Phases) -> list[Outcome]:
+    policies = [policy for policy in prepared.policies if policy[1] in modes]
     return compare_policies(
-        modes,
-        prepared.make_engine,
-        prepared.load,
-        tie_tolerance=prepared.tie_tolerance,
-        phases=phases,
+        policies, prepared.load, tie_tolerance=prepared.tie_tolerance, phases=phases
     )
+
+
+def made_by(make_engine: MakeEngine) -> list[Policy]:
+    return [(mode.name, mode, make_engine) for mode in ALL]
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +147,9 @@ def test_progress_reaches_the_end(phases: Phases, outcomes: object, prepared: Pr
 
 
 def test_the_json_object_holds_the_contract(
-    outcomes: dict[CUDAGraphMode, Outcome], prepared: Prepared
+    outcomes: dict[CUDAGraphMode, Outcome], inputs: Inputs
 ) -> None:
-    printed = as_json(prepared.setting, list(outcomes.values()), Path("r.html"))
+    printed = as_json(inputs, list(outcomes.values()), Path("r.html"))
     assert printed["device"] == "simulated"
     assert printed["num_requests"] == 25
     assert printed["tokens_identical"] is True
@@ -151,9 +163,9 @@ def test_the_json_object_holds_the_contract(
 
 
 def test_the_page_shows_plan_and_scaling(
-    outcomes: dict[CUDAGraphMode, Outcome], prepared: Prepared
+    outcomes: dict[CUDAGraphMode, Outcome], inputs: Inputs
 ) -> None:
-    page = as_page(prepared.setting, list(outcomes.values()))
+    page = as_page(inputs, list(outcomes.values()))
     plan, padding, pieces, adjustments, failures, _ = page.tables
     assert all(row.cells[1:] == ("-", "-") for row in padding.rows)  # No adapters, no drafts.
     assert not pieces.rows  # Level 0.
@@ -173,15 +185,15 @@ def test_a_single_policy_is_compared_with_nothing(
 
 def other_weights(prepared: Prepared) -> Prepared:
     """The same, but every policy with graphs gets a model with other weights."""
-    asked = Options(None, None, "safetensors", 5, ALL, "simulated", None, prepared.report, seed=4)
+    asked = Options(None, None, "safetensors", 5, ALL, "simulated", None, None, seed=4)
     strange = prepare(read_inputs(asked))
 
     def make_engine(mode: CUDAGraphMode, observer: Observer) -> LLMEngine:
-        made_by = prepared if mode is CUDAGraphMode.NONE else strange
-        return made_by.make_engine(mode, observer)
+        (_, _, make), *_ = (prepared if mode is CUDAGraphMode.NONE else strange).policies
+        return make(mode, observer)
 
     return prepared._replace(
-        make_engine=make_engine,
+        policies=made_by(make_engine),
         load=prepared.load._replace(requests=prepared.load.requests[:5]),
     )
 
@@ -220,7 +232,7 @@ def test_an_interrupt_closes_the_engine(prepared: Prepared) -> None:
     made: list[LLMEngine] = []
 
     def make_engine(mode: CUDAGraphMode, observer: Observer) -> LLMEngine:
-        made.append(prepared.make_engine(mode, observer))
+        made.append(prepared.policies[0][2](mode, observer))
         return made[-1]
 
     class Impatient(Phases):
@@ -229,7 +241,7 @@ def test_an_interrupt_closes_the_engine(prepared: Prepared) -> None:
                 signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        compared(prepared._replace(make_engine=make_engine), ALL, Impatient())
+        compared(prepared._replace(policies=made_by(make_engine)), ALL, Impatient())
     [engine] = made
     with pytest.raises(EngineStateError, match="closed"):
         engine.step()

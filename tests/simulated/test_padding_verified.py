@@ -1080,3 +1080,13 @@ def test_step_while_a_capture_goes_on_is_refused(in_a_thread):
         rows = runtime.step({"x": torch.ones(3, 3)}, num_tokens=3, num_reqs=3)
         assert torch.equal(rows, torch.full((3, 3), 2.0))
         assert runtime.last_decision.reason is Reason.PADDED
+
+
+def test_padding_accepted_by_verify_tolerance_is_told_as_equal():
+    events = []
+    model = lambda x: x + x.shape[0] / 1000  # noqa: E731
+    with make(model, verify_tolerance=0.1, observer=events.append) as runtime:
+        runtime.capture()
+    told = [event for event in events if isinstance(event, PaddingVerified)]
+    assert told
+    assert all(event.equal and event.max_abs_difference > 1e-3 for event in told)

@@ -14,7 +14,7 @@ from graphrt import Reason
 from graphrt.errors import ConfigError, LibraryClosedError, RankLostError
 from graphrt.parallel import NUM_WORDS, InProcessExchange, Lockstep, launch_ranks
 from graphrt.parallel.exchange import _Storage
-from graphrt.runner.executor import Executor
+from graphrt.runner.comparisons import Comparisons
 from lab import FULL, NONE, PIECEWISE, BusyDevice, RuntimeLab, assert_equal
 
 
@@ -62,7 +62,7 @@ def test_rank_with_other_graphs_never_decides_by_itself() -> None:
 
 
 def test_comparison_meets_the_others_before_it_reads_results(monkeypatch) -> None:
-    done, meet, replay = [], Lockstep._capture_round, Executor._replay_compared
+    done, meet, replay = [], Lockstep._capture_round, Comparisons._replay_compared
 
     def met(self, phase, *more, **also):
         done.append(phase.name)
@@ -77,7 +77,7 @@ def test_comparison_meets_the_others_before_it_reads_results(monkeypatch) -> Non
         return outputs
 
     monkeypatch.setattr(Lockstep, "_capture_round", met)
-    monkeypatch.setattr(Executor, "_replay_compared", replayed)
+    monkeypatch.setattr(Comparisons, "_replay_compared", replayed)
     with alone() as lab:
         lab.runtime.capture()
     assert "REPLAYED" in done

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,3 +95,17 @@ def examples_like(
         return example._replace(values=made)
 
     return examples
+
+
+@contextmanager
+def of_example() -> Iterator[None]:
+    """Around the staging of an example: say what to do if it does not fit."""
+    try:
+        yield
+    except InputMismatchError as error:
+        error.subject = f"an example: {error.subject}"
+        error.do = (
+            "let examples(sizes, seed) return every input, of exactly the sizes it is asked for: "
+            "those of a key, and smaller ones, which check the padding"
+        )
+        raise

@@ -133,7 +133,7 @@ class RunnerKeys:
     """The keys of a runner in capture order, each with what the catalogue says of it."""
 
     def __init__(self, catalog: Catalog, owner: str, space: KeySpace) -> None:
-        self._catalog, self._owner, self._space = catalog, owner, space
+        self.owner, self._catalog, self._space = owner, catalog, space
         keys = space.make_dispatcher(unavailable={}).keys
         self.entries: dict[Key, Entry] = {key: catalog.entry(owner, *key) for key in keys}
 
@@ -168,7 +168,7 @@ class RunnerKeys:
             check_choice("mode of a key to capture", mode, self._space.modes)
             self._space.axis_sizes(key)
         for item in unknown:
-            self.entries[item] = self._catalog.entry(self._owner, *item)
+            self.entries[item] = self._catalog.entry(self.owner, *item)
         return [entry for item, entry in self.entries.items() if item in chosen]
 
     def is_padded(self, real: Mapping[str, int], found: Mapping[str, int]) -> bool:
@@ -192,11 +192,19 @@ class RunnerKeys:
         entries = self.entries.items()
         return {item: entry.reason for item, entry in entries if entry.reason is not Reason.HIT}
 
+    def largest(self) -> dict[str, int]:
+        """Axis -> its largest padded size."""
+        largest: dict[str, int] = {}
+        for _, key in self.entries:
+            for axis, size in self._space.axis_sizes(key).items():
+                largest[axis] = max(size, largest.get(axis, size))
+        return largest
+
     def changed(self) -> KeysChanged:
         """What serves now, as an event."""
         programs = [entry.program for entry in self.entries.values()]
         return KeysChanged(
-            self._owner,
+            self.owner,
             sum(program.num_graphs for program in programs if program is not None),
             tuple(Counter(self.missing().values()).items()),
         )

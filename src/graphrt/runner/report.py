@@ -254,15 +254,6 @@ def _padding_percent(entry: Entry, metrics: Metrics | None) -> float | None:
     return counts.padding_percent if counts.steps == entry.hits else None
 
 
-def largest_sizes(keys: Iterable[Key], axis_sizes: AxisSizes) -> dict[str, int]:
-    """Axis -> its largest padded size."""
-    largest: dict[str, int] = {}
-    for _, key in keys:
-        for axis, size in axis_sizes(key).items():
-            largest[axis] = max(size, largest.get(axis, size))
-    return largest
-
-
 def above_largest(sizes: Mapping[str, int], largest: Mapping[str, int]) -> Iterator[str]:
     """How far a batch is above the largest size, for each axis on which it is."""
     for axis, size in sizes.items():

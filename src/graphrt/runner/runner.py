@@ -6,10 +6,10 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from time import perf_counter_ns
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self
@@ -38,14 +38,20 @@ from graphrt.errors import (
     VerificationError,
     shown as shown_value,
 )
-from graphrt.events import CaptureFailed, KeysChanged, Observer, RanEager, Replayed, Withdrawn
+from graphrt.events import (
+    CaptureFailed,
+    Event,
+    KeysChanged,
+    Observer,
+    RanEager,
+    Replayed,
+    Withdrawn,
+)
 from graphrt.graphs import (
     BufferSpec,
     CaptureOptions,
-    Entry,
     ExternalsReport,
     GraphLibrary,
-    HostSnapshot,
     Key,
     OutputSpec,
     Resource,
@@ -58,12 +64,12 @@ from graphrt.graphs import (
 from graphrt.graphs.buffers import require_tensor
 from graphrt.graphs.held import bytes_of
 from graphrt.graphs.library import copy_error
-from graphrt.graphs.values import own_copy
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress, StepMetrics, shown
 from graphrt.runner.captures import Captures
+from graphrt.runner.comparisons import Comparisons, Varying
 from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example
-from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph, Varying
+from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph
 from graphrt.runner.keys import (
     BY_AXIS,
     Dispatcher,
@@ -88,11 +94,10 @@ from graphrt.runner.report import (
     captured_graphs,
     explain_entry,
     failure_text,
-    largest_sizes,
     replaced,
 )
 from graphrt.source import caller_source
-from graphrt.verify import NUM_ADVANCING_RUNS, explain
+from graphrt.verify import explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
 _EAGER = RuntimeMode.NONE
@@ -101,9 +106,8 @@ _FIXED = {"calls": 1}
 """The size along an axis that no input has: where all calls have the same shapes."""
 
 
-ENOUGH_REQUESTS = 16
-"""In steps of one kind that were right in micro-batches, for others of it to be trusted: few may
-stand in an order, or be of a size, in which none changes another."""
+def _unheard(event: Event) -> None:
+    """The observer where there is none."""
 
 
 class CUDAGraphRunner:
@@ -207,14 +211,7 @@ class CUDAGraphRunner:
         inputs, outputs, self._fixed = _declared(inputs, outputs, examples, has_keys=has_keys)
         if self._fixed:
             sizes = {axis: [size] for axis, size in self._fixed.items()}
-        self._space = space = space or key_space(modes, sizes, capacity)
-        self.fn = fn
-        self.last_decision: Decision | None = None
-        self.capacity = space.capacity
-        """Axis -> the largest padded size, in the order of a key's sizes."""
-        self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
-        """The owner of the programs in the library."""
-        self._owns_library = library is None
+        space = space or key_space(modes, sizes, capacity)
         options = CaptureOptions(
             state=state,
             may_overwrite=may_overwrite,  # Of a mapping its keys.
@@ -225,8 +222,15 @@ class CUDAGraphRunner:
             observe=observe,
             layers=layers,
         )
+
+        self.fn, self._space, self._observer = fn, space, _unheard if observer is None else observer
+        self.capacity = space.capacity
+        """Axis -> the largest padded size, in the order of a key's sizes."""
+        self._owns_library = library is None
         self.library = library or GraphLibrary(device, observer=observer)
         self.device = self.library.device
+        self.name = name or str(getattr(fn, "__qualname__", type(fn).__qualname__))
+        """The owner of the programs in the library."""
         with ExitStack() as on_error:
             if self._owns_library:
                 on_error.callback(self.library.close)
@@ -238,12 +242,7 @@ class CUDAGraphRunner:
                 space=space,
                 examples=examples,
                 options=options,
-                tolerance=verify_tolerance,
-                observer=observer,
                 written_rows=may_overwrite if isinstance(may_overwrite, Mapping) else {},
-                reads_padding=reads_padding,
-                is_strict=on_miss == "strict",
-                wait_for_ranks=None if lockstep is None else lockstep.before_run,
             )
             for mode in space.modes:
                 self.name = self.library.catalog.add_owner(name, mode, self.name).owner
@@ -251,24 +250,29 @@ class CUDAGraphRunner:
             on_error.pop_all()
         self._keys = RunnerKeys(self.library.catalog, self.name, space)
         self._executor.is_padded = self._keys.is_padded
-        self._entries = self._keys.entries
-        self._captures = Captures(self.name, self._keys, self._executor, lockstep)
+        self._comparisons = Comparisons(
+            executor=self._executor,
+            lockstep=lockstep,
+            observer=self._observer,
+            verifies=verify == "first",
+            tolerance=verify_tolerance,
+            reads_padding=reads_padding,
+            is_strict=on_miss == "strict",
+        )
+        self._captures = Captures(self._keys, self._comparisons)
         self._watch = Watch(watch)
         self._watch.start()
         self.library.watches.add(self._watch)
         self._look = self._watch.look_at_all if watch == "always" else self._watch.look
 
-        self._observer, self._lockstep, self._verify = observer, lockstep, verify
         self._has_own_examples = examples is not None
         self._verify_every = self._until_verify = verify_every or 0
-        self._compares_padding = False
-        self.split_failure: Mapping[Key, str] = {}
-        """The call that was not cut rightly into micro-batches, and why: from then on none is."""
-        self._compared_cuts: dict[Hashable, int] = {}
-        """Kinds of calls whose cut was right, and how many requests those had together."""
         # Empty during a run. To pop asks and takes in one, so that no other thread comes between;
         # a lock would take five times as long.
         self._turn, self._is_closed = [True], False
+        self.last_decision: Decision | None = None
+        self.split_failure: Mapping[Key, str] = {}
+        """The call that was not cut rightly into micro-batches, and why: from then on none is."""
         self._misses: dict[Reason, Misses] = {}
         self._told: KeysChanged | None = None
         """What the observer was told last of what serves."""
@@ -283,7 +287,7 @@ class CUDAGraphRunner:
     @property
     def keys(self) -> tuple[Key, ...]:
         """Every key with its mode, in capture order."""
-        return tuple(self._entries)
+        return tuple(self._keys.entries)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -360,7 +364,7 @@ class CUDAGraphRunner:
             check_callable("progress", progress)
         with (
             self._occupied("capture"),
-            self._captures.part(self._check, self._refresh) as capture,
+            self._captures.part(self._refresh) as capture,
             shown(progress, self.name) as tell,
         ):
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
@@ -405,7 +409,7 @@ class CUDAGraphRunner:
         if chosen:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
-                part = self._captures.part(self._check, self._refresh)
+                part = self._captures.part(self._refresh)
                 with self._occupied("capture_next"), part as capture, frozen_heap():
                     capture(self._captures.recheck(chosen), "current", None)
             finally:
@@ -438,23 +442,9 @@ class CUDAGraphRunner:
         # Other kernels may succeed where those before failed.
         self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in chosen)
         self._forget_cuts()
-        self._executor.emit(Withdrawn(self.name, len(programs), reason))
+        self._observer(Withdrawn(self.name, len(programs), reason))
         self._refresh()
         return len(programs)
-
-    def _check(self, host: HostSnapshot, entry: Entry) -> None:
-        """Check a first replay."""
-        before_warmup = None if self._verify == "off" else host
-        advances = host.advances
-        if before_warmup is not None and self._lockstep is not None:
-            # Runs meet in collectives: all ranks make as many.
-            advances = not self._lockstep.served_by_all([not advances])[0]
-        num_runs = NUM_ADVANCING_RUNS if advances else 1
-        with self._comparing(entry):
-            self._executor.check_first_replay(before_warmup, num_runs, entry)
-
-    def _comparing(self, entry: Entry) -> AbstractContextManager[None]:
-        return nullcontext() if self._lockstep is None else self._lockstep.comparing(entry)
 
     def time_replays(self, keys: Sequence[Key]) -> list[int]:
         """Nanoseconds that a replay of each of these ready keys takes on an example, host and
@@ -472,8 +462,9 @@ class CUDAGraphRunner:
             for entry in self._keys.select([key])
         ]
         with self._occupied("time_replays"), torch.no_grad():
-            times = self._executor.time_replays(entries, self.library.synchronize)
-        return times if self._lockstep is None else self._lockstep.slowest(times)
+            times = self._comparisons.time_replays(entries)
+        lockstep = self._comparisons.lockstep
+        return times if lockstep is None else lockstep.slowest(times)
 
     def trace(
         self,
@@ -491,7 +482,7 @@ class CUDAGraphRunner:
             self._executor.use_examples_like(like)
         if self._executor.examples is None:
             raise no_examples_error()
-        self._executor.trace(sizes, run)
+        self._comparisons.trace(sizes, run)
 
     # -- run
 
@@ -560,24 +551,20 @@ class CUDAGraphRunner:
             if decision.reason is Reason.NOT_CAPTURED_YET:
                 self.note_miss(sizes, real_sizes=sizes)
         outputs = self.execute(decision, sizes, values, step_info, staged)
-        if self._observer is not None:
+        if self._observer is not _unheard:
             mode, served, reason = self.last_decision or decision
             host_us = (perf_counter_ns() - started) / 1000
-            num_tokens = sizes[self.axes[0]]
-            num_reqs = sizes.get("requests", 0)
-            if mode is RuntimeMode.NONE:
-                self.tell(RanEager(reason, num_tokens, num_reqs, served.uniform, host_us))
-            else:
-                padded = served.num_tokens
-                self.tell(
-                    Replayed(mode, reason, num_tokens, padded, num_reqs, served.uniform, host_us)
-                )
+            num_tokens, shape = sizes[self.axes[0]], (sizes.get("requests", 0), served.uniform)
+            self.tell(
+                RanEager(reason, num_tokens, *shape, host_us)
+                if mode is RuntimeMode.NONE
+                else Replayed(mode, reason, num_tokens, served.num_tokens, *shape, host_us)
+            )
         return outputs
 
     def tell(self, event: Replayed | RanEager) -> None:
         """Give the observer the event of a run, as a part of that run: another one inside it would
         overwrite outputs that the caller has not got yet."""
-        assert self._observer is not None, "only an observer is told"
         with self._occupied("the event of a run"):
             self._observer(event)
 
@@ -613,12 +600,12 @@ class CUDAGraphRunner:
             if mode is _EAGER:
                 self.require_open()
                 self._misses.setdefault(reason, Misses()).add(sizes)
-                if self._executor.is_strict:
-                    largest = largest_sizes(self._entries, self._space.axis_sizes)
-                    raise miss_error(reason, sizes, "; ".join(above_largest(sizes, largest)))
+                if self._comparisons.is_strict:
+                    above = above_largest(sizes, self._keys.largest())
+                    raise miss_error(reason, sizes, "; ".join(above))
                 call = Call(values, sizes, staged, step_info, ubatch_slices)
-                if ubatch_slices is not None and self._verify == "first":
-                    return self._cut(decision, call, ubatch_slices)
+                if ubatch_slices is not None and self._comparisons.verifies:
+                    return self._cut(decision, call)
                 return self._executor.eager(key, call)
             # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
             ready = self._ready[mode].get(id(key))
@@ -663,7 +650,7 @@ class CUDAGraphRunner:
         was retired by another user of the library."""
         self.check_externals()
         mode, key, _ = decision
-        entry = self._entries.get((mode, key))
+        entry = self._keys.entries.get((mode, key))
         if entry is None or entry.reason is Reason.HIT:
             return decision
         return Decision(RuntimeMode.NONE, batch_key(key, staged), entry.reason)
@@ -675,27 +662,11 @@ class CUDAGraphRunner:
         whose comparison raised: the others have heard of it, and drop theirs.
         """
         try:
-            with self._comparing(ready.entry):
-                # A value may be an output of the run before, which the first replay here
-                # overwrites.
-                staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
-                call = call._replace(values=own_copy(dict(call.values)), staged=staged)
-                pads = self._compares_padding and call.sizes != ready.bound.sizes
-                # Unpadded, ranks have sizes of their own, and runs that meet in collectives none
-                # in common.
-                self._compares_padding = not self._compares_padding and self._lockstep is None
-                if not pads:
-                    return self._executor.compare(ready, call).outputs
-                try:
-                    return self._executor.compare_padding(ready, call)[0]
-                except VerificationError:
-                    # Padding is not to blame where the graph itself is wrong, which this raises.
-                    self._executor.compare(ready, call)
-                    raise
+            return self._comparisons.sample(ready, call)
         except Exception as error:
-            if self._lockstep is None and not isinstance(error, VerificationError):
+            if self._comparisons.lockstep is None and not isinstance(error, VerificationError):
                 raise
-            self.library.catalog.mark_wrong(self._entries[ready.mode, ready.key], error)
+            self.library.catalog.mark_wrong(self._keys.entries[ready.mode, ready.key], error)
             self._refresh()
             # The next graph run asks whether anything has moved.
             self._watch.is_marked = self._watch.mode != "off"
@@ -708,41 +679,21 @@ class CUDAGraphRunner:
         self._until_verify = self._verify_every
         return True
 
-    def _cut(self, decision: Decision, call: Call, slices: Sequence[Any]) -> Any:
-        """Run a call in micro-batches; the first ones of each kind, and samples, also whole.
-
-        Where these differ the result is that of the whole batch, and ``split_failure`` says why.
-        """
-        key, executor = decision.descriptor, self._executor
-        pairs = pairwise(part.request_slice for part in slices)
-        kind = (
-            key.uniform,
-            key.num_active_loras,
-            any(before.stop > after.start for before, after in pairs),  # Cut inside a request.
-            frozenset(call.values),
-            # A model may take another way where there are more of them.
-            tuple(size.bit_length() for size in call.sizes.values()),
-        )
-        known = self._compared_cuts.get(kind, 0)
+    def _cut(self, decision: Decision, call: Call) -> Any:
+        """Run a call in micro-batches. Where a comparison finds that they differ from the whole
+        batch, the result is that of the whole batch, and ``split_failure`` says why."""
+        key = decision.descriptor
         is_due = bool(self._verify_every) and self._is_sampled()
-        # A list says something of each micro-batch, and nothing of the whole. Of several ranks none
-        # runs more often than the others, because runs may meet.
-        is_alone = type(call.step_info) in (list, tuple) or self._lockstep is not None
-        if is_alone or (known >= ENOUGH_REQUESTS and not is_due):
-            return executor.eager(key, call)
-        outputs, error = executor.compare_cut(key, call)
-        if error is None:
-            self._compared_cuts[kind] = known + slices[-1].request_slice.stop
-            return outputs
-        self.split_failure = {(_EAGER, key): failure_text(error)}
-        self.last_decision = decision._replace(descriptor=replace(key, num_ubatches=1))
-        executor.emit(
-            CaptureFailed(self.name, _EAGER, key, type(error).__name__, failure_text(error))
-        )
+        outputs, error = self._comparisons.run_cut(key, call, is_due=is_due)
+        if error is not None:
+            why = failure_text(error)
+            self.split_failure = {(_EAGER, key): why}
+            self.last_decision = decision._replace(descriptor=replace(key, num_ubatches=1))
+            self._observer(CaptureFailed(self.name, _EAGER, key, type(error).__name__, why))
         return outputs
 
     def _forget_cuts(self) -> None:
-        self._compared_cuts.clear()
+        self._comparisons.forget_cuts()
         self.split_failure = {}
 
     def _find_ready(self, decision: Decision) -> ReadyGraph:
@@ -750,7 +701,7 @@ class CUDAGraphRunner:
         self.require_open()
         require_decision(decision)
         mode, key, _ = decision
-        entry = self._entries.get((mode, key))
+        entry = self._keys.entries.get((mode, key))
         ready = None if entry is None else self._ready[mode].get(id(entry.key))
         if ready is None:
             raise BatchError(
@@ -772,7 +723,7 @@ class CUDAGraphRunner:
         """
         item = self.key_for(*args, **kwargs)
         if item is not None:
-            self.library.catalog.note_miss(self._entries[item], real_sizes)
+            self.library.catalog.note_miss(self._keys.entries[item], real_sizes)
 
     def key_for(self, *args: Any, **kwargs: Any) -> Key | None:
         """The key that serves such a call once all are captured; None if it runs eager even then.
@@ -784,7 +735,7 @@ class CUDAGraphRunner:
         if self._prospects is None:
             others = {
                 item: entry.reason
-                for item, entry in self._entries.items()
+                for item, entry in self._keys.entries.items()
                 if entry.reason not in (Reason.HIT, Reason.NOT_CAPTURED_YET)
             }
             self._prospects = self._space.make_dispatcher(unavailable=others)
@@ -798,7 +749,7 @@ class CUDAGraphRunner:
     def _refresh(self) -> None:
         """Dispatch to exactly the programs that are ready; every other key says why not."""
         ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
-        for (mode, _), entry in self._entries.items():
+        for (mode, _), entry in self._keys.entries.items():
             if entry.reason is Reason.HIT:
                 known = self._ready[mode].get(id(entry.key))
                 if known is None or known.program is not entry.program:
@@ -809,7 +760,7 @@ class CUDAGraphRunner:
             self._captures.forget_host()
         self.dispatcher: Dispatcher = self._space.make_dispatcher(unavailable=self.missing())
         for mode, key in self.dispatcher.keys:
-            entry = self._entries[mode, key]
+            entry = self._keys.entries[mode, key]
             if entry.reason is Reason.HIT:
                 ready[mode][id(key)] = ready[mode][id(entry.key)]
         self._ready = ready
@@ -818,7 +769,7 @@ class CUDAGraphRunner:
         changed = self._keys.changed()
         if changed != self._told:
             self._told = changed
-            self._executor.emit(changed)
+            self._observer(changed)
 
     @property
     def num_watched(self) -> int:
@@ -855,7 +806,7 @@ class CUDAGraphRunner:
         programs = [entry.program for entry in entries if entry.program is not None]
         failures = {
             item: failure_text(entry.error)
-            for item, entry in self._entries.items()
+            for item, entry in self._keys.entries.items()
             if entry.error is not None
         }
         counted = self._observer.snapshot() if isinstance(self._observer, StepMetrics) else None
@@ -865,7 +816,7 @@ class CUDAGraphRunner:
             missing=MappingProxyType(self.missing()),
             failures=MappingProxyType({**failures, **self.split_failure}),
             misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
-            largest=MappingProxyType(largest_sizes(self._entries, self._space.axis_sizes)),
+            largest=MappingProxyType(self._keys.largest()),
             capture_seconds=self._captures.seconds,
             missing_seconds=sum(e.seconds.total for e in entries if e.program is None),
             graph_bytes=self.library.charged_bytes,
@@ -887,7 +838,7 @@ class CUDAGraphRunner:
             return "\n".join(self._explain_decision(subject))
         if not isinstance(subject, BatchDescriptor | tuple):
             return explain(subject)
-        found = [entry for item, entry in self._entries.items() if subject in (item, item[1])]
+        found = [entry for item, entry in self._keys.entries.items() if subject in (item, item[1])]
         if not found:
             return f"{explain(subject)}\nNo key of this runner: see `keys`."
         return "\n".join(line for entry in found for line in explain_entry(entry))
@@ -895,17 +846,16 @@ class CUDAGraphRunner:
     def _explain_decision(self, decision: Decision) -> Iterator[str]:
         mode, key, reason = decision
         yield explain(decision)
-        served = self._entries.get((mode, key))
+        served = self._keys.entries.get((mode, key))
         if served is not None and served.padding:
             yield f"Its padding: {served.padding}."
         if reason is Reason.ABOVE_MAX:
             sizes = key.variant.sizes if isinstance(key.variant, BucketKey) else (key.num_tokens,)
-            largest = largest_sizes(self._entries, self._space.axis_sizes)
-            found = above_largest(dict(zip(self.axes, sizes, strict=False)), largest)
-            yield from (f"{line}." for line in found)
+            real = dict(zip(self.axes, sizes, strict=False))
+            yield from (f"{line}." for line in above_largest(real, self._keys.largest()))
         if reason in self._misses:
             yield f"So far: {self._misses[reason]}."
-        concerned = [entry for entry in self._entries.values() if entry.reason is reason]
+        concerned = [entry for entry in self._keys.entries.values() if entry.reason is reason]
         if reason is Reason.CAPTURE_FAILED:
             for entry in concerned:
                 yield from explain_entry(entry)
@@ -926,7 +876,7 @@ class CUDAGraphRunner:
         if self._owns_library:
             self.library.close()
         if not self._is_closed:
-            self._executor.emit(KeysChanged(self.name, 0, ()))
+            self._observer(KeysChanged(self.name, 0, ()))
         self._is_closed = True
         self._watch.stop()
         self._executor.outputs.expire()
@@ -956,8 +906,8 @@ class CUDAGraphRunner:
 
     def _where_else(self) -> str:
         """The places of this thread and of the one whose run has not ended, if that is another."""
-        turns = {each.__code__ for each in (type(self).execute, type(self).capture)}
-        turns |= {each.__code__ for each in (type(self).capture_next, type(self).time_replays)}
+        methods = ("execute", "capture", "capture_next", "time_replays")
+        turns = {getattr(type(self), name).__code__ for name in methods}
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             if ident == threading.get_ident():
@@ -983,7 +933,7 @@ class CUDAGraphRunner:
             self._turn.append(True)
 
     def _require_alone(self, what: str) -> None:
-        if self._lockstep is not None:
+        if self._comparisons.lockstep is not None:
             raise ConfigError(
                 f"{what} of one rank among several",
                 expected="captures that all ranks make together: each has missed other keys",

@@ -21,6 +21,7 @@ from graphrt.events import Observer
 from graphrt.graphs import break_point, frozen_heap
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example
+from graphrt.runner.executor import Inputs
 
 
 class CompiledPart:
@@ -34,6 +35,7 @@ class CompiledPart:
         self,
         resolved: Resolved,
         model: Callable[..., Any],
+        inputs: Inputs,
         part: torch.nn.Module | None,
         impls: Mapping[str, Callable[..., Any]] | None,
         observer: Observer | None,
@@ -48,6 +50,9 @@ class CompiledPart:
             )
         plan, target = resolved.plan, model if part is None else part.forward
         self._part = part
+        self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
+            axis for spec in inputs for axis in spec.axes
+        }
         # A ``forward`` set on the instance hides its class's: ``restore`` puts it back.
         own = getattr(part, "__dict__", {})
         self._forward = {"forward": own["forward"]} if "forward" in own else {}
@@ -88,8 +93,6 @@ class CompiledPart:
         runner: CUDAGraphRunner,
         sizes: Mapping[str, int],
         like: Example | Mapping[str, torch.Tensor] | None,
-        *,
-        has_both_axes: bool,
     ) -> None:
         """Compile, in an eager run, before the first step and before what the model remembers on
         the host is noted: traces leave things there."""
@@ -100,7 +103,7 @@ class CompiledPart:
         # A trace makes so many objects that the collector would visit all of the heap with them.
         with frozen_heap(), break_points_refused() if self._is_whole else nullcontext():
             runner.trace({TOKENS: tokens, REQUESTS: requests}, code.trace, like)
-            if code.needs_size_1 and requests > 1 and has_both_axes:
+            if code.needs_size_1 and requests > 1 and self._has_both_axes:
                 runner.trace({TOKENS: tokens, REQUESTS: 1}, code.trace)
             if code.needs_size_1 and tokens > 1:
                 runner.trace({TOKENS: 1, REQUESTS: 1}, code.trace)

@@ -197,33 +197,28 @@ class Runtime:
         ranks: Exchange | None = None,
     ) -> None:
         flat = dict(zip(_FIELDS, (mode, sizes, max_num_seqs, max_num_batched_tokens), strict=True))
-        config, self.resolved = _resolve(config, flat, facts)
+        config, resolved = _resolve(config, flat, facts)
         check_type("ranks", ranks, Exchange | None, "an exchange, as InProcessExchange")
         check_rank_config(config.ranks, ranks is not None)
         if ranks is not None:
             config, facts = agree_on_facts(ranks, config, facts)
-            self.resolved = resolve(config, facts)
-        self.config, self.plan = config, self.resolved.plan
-        plan = self.plan
-        _check_built(self.resolved, model, compile_part=compile_part, op_impls=op_impls)
+            resolved = resolve(config, facts)
+        _check_built(resolved, model, compile_part=compile_part, op_impls=op_impls)
         if not callable(inputs):
             inputs = check_specs(inputs)
             _check_axes(inputs)
-        self._observer = observer
-        self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
-        self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
-            axis for spec in inputs for axis in spec.axes
-        }
-        fn, is_unobserved = model, False
+        self.config, self.resolved, self.plan = config, resolved, resolved.plan
+        self._observer, self._query_len, plan = observer, resolved.plan.query_len, resolved.plan
         self._ends = ExitStack()
         """Of what may end only after the library."""
+        fn, is_unobserved = model, False
         self._compiled: CompiledPart | None = None
         if plan.level is not CompilationLevel.NO_COMPILATION:
-            rank = 0 if ranks is None else ranks.rank
             with gc_paused(collects=False):
                 from graphrt.runtime.compiling import CompiledPart  # Here: it takes seconds.
 
-                made = CompiledPart(self.resolved, model, compile_part, op_impls, observer, rank)
+                rank = 0 if ranks is None else ranks.rank
+                made = CompiledPart(resolved, model, inputs, compile_part, op_impls, observer, rank)
             self._compiled, fn = made, made.entry
             self._ends.callback(made.restore)
         self.library = GraphLibrary(
@@ -275,14 +270,11 @@ class Runtime:
                 lockstep=lockstep,
             )
             self._execute = self.runner.execute
-            self._execute_padding = self.runner.execute_padding
             self._ranks: RankedSteps | None = None
             if lockstep is not None:
-                num_sms = self.device.limits.num_sms
-                sms = sm_pair(sm_control, plan.ubatch.num_comm_sms, num_sms)
-                self._ranks = RankedSteps(lockstep, self.runner, self.resolved, sms)
+                sms = sm_pair(sm_control, plan.ubatch.num_comm_sms, self.device.limits.num_sms)
+                self._ranks = RankedSteps(lockstep, self.runner, resolved, sms)
                 self._execute = self._ranks.noting_drops(self._execute)
-                self._execute_padding = self._ranks.noting_drops(self._execute_padding)
             if self._compiled is not None:
                 self._compiled.install()
                 if examples is not None:
@@ -487,7 +479,7 @@ class Runtime:
             )
         decision = self._ranks.decide_idle()
         if decision is not None:
-            self._execute_padding(decision, step_info)
+            self._ranks.noting_drops(self.runner.execute_padding)(decision, step_info)
         return decision is not None
 
     def tell_batch(self, digest: int) -> None:
@@ -540,8 +532,8 @@ class Runtime:
         if num_reqs is None:
             num_tokens = check_count("num_tokens", num_tokens, least=0)
             is_uniform = uniform is not None and check_flag("uniform", uniform)
-            at_most = self._max_num_seqs
-            num_reqs = num_tokens // self._query_len if is_uniform else min(num_tokens, at_most)
+            most = num_tokens // self._query_len if is_uniform else self.plan.max_num_seqs
+            num_reqs = min(num_tokens, most)
         return num_tokens, num_reqs
 
     def check_externals(self) -> ExternalsReport:
@@ -577,7 +569,7 @@ class Runtime:
         sizes: Mapping[str, int] = {TOKENS: plan.max_num_seqs, REQUESTS: plan.max_num_seqs}
         if plan.capture_order:
             sizes = _axis_sizes(plan.capture_order[0][1], plan.max_num_seqs)
-        compiled.trace(self.runner, sizes, like, has_both_axes=self._has_both_axes)
+        compiled.trace(self.runner, sizes, like)
 
     def _audit(self) -> None:
         if self._compiled is not None:

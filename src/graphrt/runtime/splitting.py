@@ -86,37 +86,35 @@ class SplitSteps:
         if runner.split_failure:
             unsplit = UBatchReason.SPLIT_FAILED
         why = wants_split(num_tokens, uniform, config, unsplit)
-        if why is None and not ubatch_stride(num_tokens, query_len, num_ubatches):
-            why = UBatchReason.TOO_FEW_TOKENS
-        if why is None:
-            found = dispatch(*batch, num_ubatches)
-            if found.mode is not _EAGER:
-                padded = found.descriptor.num_tokens
-                if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
-                    why = UBatchReason.LAST_SLICE_EMPTY
-                elif found.descriptor in self._unprofitable:
-                    why = UBatchReason.NOT_PROFITABLE
-                else:
-                    return found, None, None
-        if why is None:
-            why = UBatchReason.NO_FULL_GRAPH
-            may_cut = self._may_cut and num_tokens >= config.prefill_token_threshold
-            if may_cut and self._times_splits:
+        if why is not None:
+            return dispatch(*batch), None, why
+        if not ubatch_stride(num_tokens, query_len, num_ubatches):
+            return dispatch(*batch), None, UBatchReason.TOO_FEW_TOKENS
+        found = dispatch(*batch, num_ubatches)
+        if found.mode is not _EAGER:
+            padded = found.descriptor.num_tokens
+            if last_ubatch_is_empty(num_tokens, padded, query_len, num_ubatches):
+                return dispatch(*batch), None, UBatchReason.LAST_SLICE_EMPTY
+            if found.descriptor in self._unprofitable:
+                return dispatch(*batch), None, UBatchReason.NOT_PROFITABLE
+            return found, None, None
+        why = UBatchReason.NO_FULL_GRAPH
+        if self._may_cut and num_tokens >= config.prefill_token_threshold:
+            lens: list[int] | None = None
+            if self._times_splits:
                 why = UBatchReason.NOT_PROFITABLE
-            elif may_cut:
-                lens: list[int] | None
-                if query_lens is not None:
-                    lens = _check_query_lens(query_lens, num_tokens, num_reqs)
-                elif uniform:
-                    lens = [query_len] * num_reqs
-                else:  # Where nothing is cut by requests: as if there was one.
-                    lens = None if self._cuts_requests else [num_tokens]
-                if lens is not None:
-                    slices = make_slices(lens, num_tokens, num_reqs, num_ubatches, query_len)
-                    return found, slices, None
-            if found.reason is _NOT_CAPTURED_YET:
-                sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
-                runner.note_miss(*batch, num_ubatches, real_sizes=sizes)
+            elif query_lens is not None:
+                lens = _check_query_lens(query_lens, num_tokens, num_reqs)
+            elif uniform:
+                lens = [query_len] * num_reqs
+            elif not self._cuts_requests:  # Nothing is cut by requests: as if there was one.
+                lens = [num_tokens]
+            if lens is not None:
+                slices = make_slices(lens, num_tokens, num_reqs, num_ubatches, query_len)
+                return found, slices, None
+        if found.reason is _NOT_CAPTURED_YET:
+            sizes = {TOKENS: num_tokens, REQUESTS: num_reqs}
+            runner.note_miss(*batch, num_ubatches, real_sizes=sizes)
         return dispatch(*batch), None, why
 
     def compare_times(self, runner: CUDAGraphRunner) -> frozenset[BatchDescriptor]:

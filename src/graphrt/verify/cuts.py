@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
@@ -20,7 +19,7 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.values import own_copy
 from graphrt.graphs.writes import Write, observed_writes, storage_of
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.padding import IN_FLOAT32, UNPADDED_TOLERANCE, Float32Seen, compare_runs
+from graphrt.verify.padding import IN_FLOAT32, UNPADDED_TOLERANCE, Float32Seen, compare_within
 from graphrt.verify.replay import warn_unverified
 from graphrt.verify.run_state import RunState
 
@@ -41,12 +40,12 @@ def check_cut(
     runnable: object,
     state: RunState,
     may_write: Collection[Any],
-    varied: Callable[[], _Around] | None = None,
-    first_rows: Callable[[Any], Any] = lambda outputs: outputs,
-    observes: bool = True,
-    chosen_from: Mapping[str, str] = MappingProxyType({}),
-    tolerance: float | None = None,
-    observer: Observer | None = None,
+    varied: Callable[[], _Around] | None,
+    first_rows: Callable[[Any], Any],
+    observes: bool,
+    chosen_from: Mapping[str, str],
+    tolerance: float | None,
+    observer: Observer | None,
 ) -> tuple[Any, GraphrtError | None]:
     """Run one batch whole and in the micro-batches of ``key``, from one state, and compare.
 
@@ -66,7 +65,7 @@ def check_cut(
     ``tolerance``: an absolute one that is accepted as well. A run that draws random numbers is not
     compared: they fall on other rows.
     """
-    whole_key = replace(key, num_ubatches=1)
+    whole_key, subject = replace(key, num_ubatches=1), f"{key.num_ubatches} micro-batches, {key}"
     saved, host = state.save(), HostSnapshot(runnable)
     expected: list[Any] = []
 
@@ -99,7 +98,7 @@ def check_cut(
             raise
         beyond = [w for w in writes if not w.is_staged and storage_of(w.tensor) not in may_write]
         if beyond:
-            return expected[0], _cannot_be_put_back(key, beyond, runnable)
+            return expected[0], _cannot_be_put_back(subject, beyond, runnable)
         whole = own_copy(expected[0]), state.save()
         is_random = state.drew_random(saved)
         outcome: Comparison | None = None
@@ -113,19 +112,27 @@ def check_cut(
             if is_random or state.drew_random(saved):
                 return found[0], None
             limits = IN_FLOAT32 if seen.is_any else UNPADDED_TOLERANCE
-            outcome = compare_runs(whole, found, limits, chosen_from)
-            if not outcome.is_equal and tolerance is not None:
-                accepted = compare_runs(whole, found, tolerance)
-                outcome = accepted if accepted.is_equal else outcome
+            outcome = compare_within(whole, found, limits, tolerance, chosen_from)
         if observer is not None:
             largest = outcome.max_abs_difference
             observer(Verified(RuntimeMode.NONE, key, outcome.is_equal, largest))
         if outcome.is_equal:
-            _warn_of_scratch(key, state.unlike_scratch(saved, whole[1], limits))
+            unlike = state.unlike_scratch(saved, whole[1], limits)
+            if unlike:
+                warn_unverified(
+                    subject,
+                    expected="what the whole batch writes, unless it is scratch that no later run "
+                    "reads",
+                    found="; ".join(
+                        f"{name} is left otherwise: {it}" for name, it in unlike.items()
+                    ),
+                    do="may_overwrite={tensor: 'input that indexes its rows'} compares the rows",
+                    is_strict=False,
+                )
             return found[0], None
         _put_back(state, saved, host)
         stage(whole_key)
-        return run(whole_key), _unlike(f"{key.num_ubatches} micro-batches, {key}", outcome)
+        return run(whole_key), _unlike(subject, outcome)
     except BaseException:
         state.restore(saved)
         raise
@@ -147,24 +154,13 @@ def _unlike(subject: str, outcome: Comparison) -> VerificationError:
     )
 
 
-def _warn_of_scratch(key: BatchDescriptor, unlike: Mapping[str, Comparison]) -> None:
-    if unlike:
-        warn_unverified(
-            f"{key.num_ubatches} micro-batches, {key}",
-            expected="what the whole batch writes, unless it is scratch that no later run reads",
-            found="; ".join(f"{name} is left otherwise: {it}" for name, it in unlike.items()),
-            do="may_overwrite={tensor: 'input that indexes its rows'} compares the rows",
-            is_strict=False,
-        )
-
-
 def _put_back(state: RunState, saved: Any, host: HostSnapshot) -> None:
     host.restore_advanced(memos=True)
     state.restore(saved)
 
 
 def _cannot_be_put_back(
-    key: BatchDescriptor, writes: Collection[Write], runnable: object
+    subject: str, writes: Collection[Write], runnable: object
 ) -> StateAdvancedError:
     places: dict[str, Write] = {}
     for write in writes:
@@ -172,7 +168,7 @@ def _cannot_be_put_back(
         name = find_holder(storage.data_ptr(), storage.nbytes(), runnable)
         places.setdefault(name or "a tensor", write)
     return StateAdvancedError(
-        f"{key.num_ubatches} micro-batches, {key}: {', '.join(places)}",
+        f"{subject}: {', '.join(places)}",
         expected="a callable that writes only what a comparison with the whole batch can put back: "
         "static buffers, what state= guards, and what may_overwrite= names, with the input that "
         "indexes its rows where it is large",

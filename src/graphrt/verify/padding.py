@@ -183,69 +183,62 @@ def check_padding(
         varied = run(replay, *names) if names else None
         unpadded = None if run_unpadded is None else run(run_unpadded)
         is_random = unpadded is not None and state.drew_random(saved)
-        earlier = [each[1] for each in (unpadded, varied) if each is not None]
+        earlier = [each for each in (unpadded, varied) if each is not None]
         found = run(replay, is_last=True, poisons=bool(earlier))
         if earlier:
-            state.settle(saved, *(each.compared for each in (*earlier, found[1])))
+            state.settle(saved, *(left.compared for _, left in (*earlier, found)))
         if unpadded is not None:
             _require_cut(subject, unpadded[0], found[0], sizes, bound.sizes)
-        outcome: Comparison | None = None
-        is_read = depends_on_size = False
-        if varied is not None:
-            outcome = compare_runs(varied, found, tolerance)
-            is_read = not outcome.is_equal
+
+        outcome = None if varied is None else compare_runs(varied, found, tolerance)
+        is_read = outcome is not None and not outcome.is_equal
         if unpadded is not None and not is_random and not is_read:
-            outcome = compare_runs(unpadded, found, UNPADDED_TOLERANCE, chosen_from)
-            depends_on_size = not outcome.is_equal and (
-                tolerance is None or not compare_runs(unpadded, found, tolerance).is_equal
-            )
-            if depends_on_size and can_repeat and run_unpadded is not None:
-                found = own_copy(found[0]), found[1]  # The next replay overwrites it.
+            outcome = compare_within(unpadded, found, UNPADDED_TOLERANCE, tolerance, chosen_from)
+            if not outcome.is_equal and can_repeat and run_unpadded is not None:
+                wider = compare_runs(unpadded, found, IN_FLOAT32, chosen_from)
                 with Float32Seen() as seen:
                     run(run_unpadded, poisons=False)
-                within = compare_runs(unpadded, found, IN_FLOAT32, chosen_from)
-                if seen.is_any and within.is_equal:
-                    outcome, depends_on_size = within, False
-                    found = run(replay, is_last=True, poisons=False)
+                if wider.is_equal and seen.is_any:
+                    outcome, found = wider, run(replay, is_last=True, poisons=False)
         if outcome is not None and observer is not None:
             largest, ties = outcome.max_abs_difference, outcome.num_ties
             observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
-        if is_read or depends_on_size:
-            found = own_copy(found[0]), found[1]  # The next replays overwrite it.
-            if can_repeat and state.varies(saved, lambda: call_with(replay)):
-                raise VerificationError(
-                    subject,
-                    expected="a replay whose bits are the same in each run, for differences to "
-                    "show what padding does",
-                    found=f"bits that vary: {outcome}",
-                    do=VARYING,
-                )
-            if varied is not None and is_read:
-                raise _padding_read_error(
-                    subject,
-                    names,
-                    outcome,
-                    is_rounding=compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
-                    is_unread=lambda name: (
-                        not can_repeat
-                        or compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
-                    ),
-                )
+        if outcome is None or outcome.is_equal:
+            if unpadded is None:
+                return found[0], {}
+            return found[0], state.unlike_scratch(saved, unpadded[1], UNPADDED_TOLERANCE)
+
+        found = own_copy(found[0]), found[1]  # The next replays overwrite it.
+        if can_repeat and state.varies(saved, lambda: call_with(replay)):
             raise VerificationError(
                 subject,
-                expected="the real rows and the state of the unpadded batch, within the tolerance "
-                "of their dtype",
-                found=f"the result depends on the padded size: {outcome}",
-                do="mask what is summed over rows, and pass the real size as a tensor in place of "
-                "the number of rows",
+                expected="a replay whose bits are the same in each run, for differences to show "
+                "what padding does",
+                found=f"bits that vary: {outcome}",
+                do=VARYING,
             )
+        if varied is not None and is_read:
+            raise _padding_read_error(
+                subject,
+                names,
+                outcome,
+                is_rounding=compare_runs(varied, found, UNPADDED_TOLERANCE).is_equal,
+                is_unread=lambda name: (
+                    not can_repeat
+                    or compare_runs(run(replay, name, poisons=False), found, tolerance).is_equal
+                ),
+            )
+        raise VerificationError(
+            subject,
+            expected="the real rows and the state of the unpadded batch, within the tolerance of "
+            "their dtype",
+            found=f"the result depends on the padded size: {outcome}",
+            do="mask what is summed over rows, and pass the real size as a tensor in place of the "
+            "number of rows",
+        )
     except BaseException:
         state.restore(saved)
         raise
-    unlike = {}
-    if unpadded is not None:
-        unlike = state.unlike_scratch(saved, unpadded[1], UNPADDED_TOLERANCE)
-    return found[0], unlike
 
 
 class Float32Seen(LookingMode):
@@ -306,6 +299,21 @@ def compare_runs(
     outputs = compare(expected[0], found[0], tolerance=tolerance, chosen_from=chosen_from)
     state = compare(expected[1].compared, found[1].compared, tolerance=tolerance)
     return outputs if state.is_equal or not outputs.is_equal else state
+
+
+def compare_within(
+    expected: tuple[Any, SavedState],
+    found: tuple[Any, SavedState],
+    limits: Mapping[torch.dtype, float],
+    tolerance: float | None,
+    chosen_from: Mapping[str, str],
+) -> Comparison:
+    """Compare two runs within ``limits``; an absolute ``tolerance`` is accepted as well."""
+    outcome = compare_runs(expected, found, limits, chosen_from)
+    if outcome.is_equal or tolerance is None:
+        return outcome
+    accepted = compare_runs(expected, found, tolerance)
+    return accepted if accepted.is_equal else outcome
 
 
 def check_padding_unread(

@@ -8,7 +8,7 @@ show that, and only if both sides start from the same state.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -255,22 +255,22 @@ def require_varied_for_memos(
 def require_compared(
     subject: str,
     verification: Verification,
-    overwritten: Sequence[torch.Tensor] = (),
+    num_left: int = 0,
     *,
     is_strict: bool = False,
 ) -> bool:
     """True if anything was compared. If nothing was, which proves nothing, warn; or refuse it where
     ``is_strict``.
 
-    ``overwritten``: tensors that the run may write and that are too large to compare.
+    ``num_left``: tensors that the run may overwrite and that are too large to compare.
     Errors: ``VerificationError``. Warns: ``UnverifiedWarning``.
     """
     states = verification.state
     if verification.comparison.num_compared + (states.num_compared if states else 0):
         return True
     found = "no output"
-    if overwritten:
-        found += f", and {len(overwritten)} overwritten tensors that are too large to compare"
+    if num_left:
+        found += f", and {num_left} overwritten tensors that are too large to compare"
     warn_unverified(
         f"{subject}: nothing was compared",
         expected="at least one output, guarded state or written rows",

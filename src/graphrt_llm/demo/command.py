@@ -32,7 +32,6 @@ from graphrt import (
 if TYPE_CHECKING:
     from graphrt_llm.demo.compare import Outcome
     from graphrt_llm.demo.inputs import Inputs
-    from graphrt_llm.demo.setup import Prepared
 
 DEFAULT_MODES = "NONE,PIECEWISE,FULL_DECODE_ONLY,FULL_AND_PIECEWISE"
 DEFAULT_REPORT = Path("graphrt-report.html")
@@ -248,25 +247,18 @@ def run(inputs: Inputs, *, as_json: bool, ranks: Exchange | None = None) -> bool
     num_threads = 1 if inputs.options.model is None else None
     with Bars(Console(stderr=True, quiet=not is_first)) as bars, _threads(num_threads):
         outcomes = compare_policies(
-            inputs.options.modes,
-            prepared.make_engine,
-            prepared.load,
-            tie_tolerance=prepared.tie_tolerance,
-            phases=bars,
-            make_plain=prepared.make_plain,
+            prepared.policies, prepared.load, tie_tolerance=prepared.tie_tolerance, phases=bars
         )
     parts = None if ranks is None else gather(ranks, of_rank(ranks.rank, outcomes))
     agreed = are_identical(outcomes) if parts is None else all_identical(parts)
     if not is_first:
         return agreed
-    report = prepared.report
-    if report is not None:
-        report = write_report(report, as_page(prepared.setting, outcomes))
+    report = inputs.report and write_report(inputs.report, as_page(inputs, outcomes))
     if as_json:
-        found = as_object(prepared.setting, outcomes, report, parts)
+        found = as_object(inputs, outcomes, report, parts)
         typer.echo(json.dumps(found, allow_nan=False))
     else:
-        _print(prepared, outcomes, report, parts)
+        _print(inputs, outcomes, report, parts)
     return agreed
 
 
@@ -287,7 +279,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _print(
-    prepared: Prepared,
+    inputs: Inputs,
     outcomes: Sequence[Outcome],
     report: Path | None,
     parts: Sequence[Mapping[str, Any]] | None,
@@ -298,7 +290,7 @@ def _print(
 
     console = Console()
     runs = [outcome.run for outcome in outcomes]
-    console.print(Text(lead(prepared.setting, outcomes)))
+    console.print(Text(lead(inputs, outcomes)))
     for sentence in findings(outcomes):
         console.print(Text(sentence))
     for sentence in () if parts is None else in_words(parts):

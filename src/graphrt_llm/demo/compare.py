@@ -33,10 +33,9 @@ def tie_tolerance(dtype: str, num_layers: int) -> float:
     return TIE_TOLERANCE[dtype] * math.sqrt(max(num_layers, 4) / 4)
 
 
-UNCOMPILED, UNSPLIT = "UNCOMPILED", "UNSPLIT"
-"""Names of the run that compiled ones, and those in micro-batches, are compared with."""
-
 MakeEngine = Callable[[CUDAGraphMode, Observer], LLMEngine]
+Policy = tuple[str, CUDAGraphMode, MakeEngine]
+"""What one run of the traffic is called, and what serves it."""
 
 
 class Phases(Protocol):
@@ -96,26 +95,15 @@ class Outcome:
 
 
 def compare_policies(
-    modes: Sequence[CUDAGraphMode],
-    make_engine: MakeEngine,
-    load: Load,
-    *,
-    tie_tolerance: float,
-    phases: Phases,
-    make_plain: tuple[str, MakeEngine] | None = None,
+    policies: Sequence[Policy], load: Load, *, tie_tolerance: float, phases: Phases
 ) -> list[Outcome]:
-    """Serve ``load`` under each of ``modes``; the first one's tokens are the reference.
-
-    ``make_plain``: first serve it with such an engine, without graphs, under that name.
+    """Serve ``load`` under each of ``policies``; the first one's tokens are the reference.
 
     One engine exists at a time, so that memory holds one model and one cache.
-    Errors: those of ``make_engine``, ``LLMEngine.capture`` and ``serve``.
+    Errors: those of the engines' makers, ``LLMEngine.capture`` and ``serve``.
     """
     outcomes: list[Outcome] = []
-    runs = [(mode.name, mode, make_engine) for mode in modes]
-    if make_plain is not None:
-        runs.insert(0, (make_plain[0], CUDAGraphMode.NONE, make_plain[1]))
-    for name, mode, make in runs:
+    for name, mode, make in policies:
         metrics = StepMetrics()
         with make(mode, metrics) as engine:
             reference = outcomes[0].tokens if outcomes else None

@@ -20,6 +20,9 @@ MAX_NUM_BATCHED_TOKENS = 128
 """Above the largest captured size: a full step of prompts runs eager, so that the report shows a
 miss with its reason."""
 
+STEP_SECONDS = 0.07
+"""Virtual. With the arrivals of Azure's conversation trace, batches then hold 1 to 10 requests."""
+
 LONGEST_CONTEXT = 1024
 """Also for models with a longer one: the demo's cache fits every device."""
 

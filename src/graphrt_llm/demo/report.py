@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphrt import RuntimeMode
 from graphrt.report import ReportPage, TextRow, TextTable, summarize_runs
 from graphrt_llm.demo.compare import Outcome
+from graphrt_llm.demo.inputs import STEP_SECONDS, Inputs
 from graphrt_llm.demo.ranks import all_identical, are_identical, of_rank, tokens_digest
 
 DEVICES = {"simulated": "the simulated device (CPU replay)", "cuda": "a CUDA device"}
 
 
-class Setting(NamedTuple):
-    """What was run, in words."""
-
-    trace: str
-    """Where the traffic comes from."""
-    num_requests: int
-    model: str
-    dtype: str
-    seed: int
-    step_seconds: float
-
-
 def as_json(
-    setting: Setting,
+    inputs: Inputs,
     outcomes: Sequence[Outcome],
     report: Path | None,
     ranks: Sequence[Mapping[str, Any]] | None = None,
@@ -40,8 +29,8 @@ def as_json(
     parts = [of_rank(0, outcomes)] if ranks is None else ranks
     return {
         "device": outcomes[0].runtime.device,
-        "trace": setting.trace,
-        "num_requests": setting.num_requests,
+        "trace": inputs.trace,
+        "num_requests": len(inputs.requests),
         "tokens_identical": all_identical(parts),
         "tokens_digest": tokens_digest(parts),
         "ranks": [{k: v for k, v in part.items() if k != "tokens"} for part in ranks or ()],
@@ -55,11 +44,11 @@ def as_json(
     }
 
 
-def as_page(setting: Setting, outcomes: Sequence[Outcome]) -> ReportPage:
+def as_page(inputs: Inputs, outcomes: Sequence[Outcome]) -> ReportPage:
     """The HTML report."""
     return ReportPage(
         title="One traffic, several graph policies",
-        lead=lead(setting, outcomes),
+        lead=lead(inputs, outcomes),
         findings=findings(outcomes),
         runs=[outcome.run for outcome in outcomes],
         tables=[
@@ -68,16 +57,16 @@ def as_page(setting: Setting, outcomes: Sequence[Outcome]) -> ReportPage:
             _pieces(outcomes),
             _adjustments(outcomes),
             _failures(outcomes),
-            _settings(setting),
+            _settings(inputs),
         ],
     )
 
 
-def lead(setting: Setting, outcomes: Sequence[Outcome]) -> str:
+def lead(inputs: Inputs, outcomes: Sequence[Outcome]) -> str:
     """One sentence: what ran where."""
     return (
-        f"{setting.num_requests} requests from {setting.trace}, served by {setting.model} in "
-        f"{setting.dtype} on {DEVICES[outcomes[0].runtime.device]}."
+        f"{len(inputs.requests)} requests from {inputs.trace}, served by {inputs.model} in "
+        f"{inputs.config.dtype} on {DEVICES[outcomes[0].runtime.device]}."
     )
 
 
@@ -268,17 +257,17 @@ def _failures(outcomes: Sequence[Outcome]) -> TextTable:
     )
 
 
-def _settings(setting: Setting) -> TextTable:
+def _settings(inputs: Inputs) -> TextTable:
     return _table(
         "Configuration",
         ("",),
         (
-            ("trace", setting.trace),
-            ("requests", f"{setting.num_requests:,}"),
-            ("model", setting.model),
-            ("dtype", setting.dtype),
-            ("seed", str(setting.seed)),
-            ("virtual time of a step", f"{1000 * setting.step_seconds:g} ms"),
+            ("trace", inputs.trace),
+            ("requests", f"{len(inputs.requests):,}"),
+            ("model", inputs.model),
+            ("dtype", str(inputs.config.dtype)),
+            ("seed", str(inputs.options.seed)),
+            ("virtual time of a step", f"{1000 * STEP_SECONDS:g} ms"),
         ),
         "Arrivals drive a virtual clock: every step takes the same virtual time, so every policy "
         "gets the same batches and nothing waits.",

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphrt import (
-    CompilationConfig,
-    CUDAGraphMode,
-    Exchange,
-    Observer,
-)
-from graphrt_llm.demo.compare import UNCOMPILED, UNSPLIT, Load, MakeEngine, tie_tolerance
-from graphrt_llm.demo.inputs import MAX_NUM_SEQS, Inputs
-from graphrt_llm.demo.report import Setting
+from graphrt import CompilationConfig, CUDAGraphMode, Exchange, Observer
+from graphrt_llm.demo.compare import Load, Policy, tie_tolerance
+from graphrt_llm.demo.inputs import MAX_NUM_SEQS, STEP_SECONDS, Inputs
 from graphrt_llm.engine import LLMEngine
 
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112)
-STEP_SECONDS = 0.07
-"""Virtual. With the arrivals of Azure's conversation trace, batches then hold 1 to 10 requests."""
 
 
 class Prepared(NamedTuple):
     """Everything a comparison needs."""
 
-    setting: Setting
     load: Load
-    make_engine: MakeEngine
-    make_plain: tuple[str, MakeEngine] | None
-    """Name and engine of what a compiled run, or one in micro-batches, is compared with."""
+    policies: Sequence[Policy]
     tie_tolerance: float
-    report: Path | None
 
 
 def prepare(inputs: Inputs, ranks: Exchange | None = None) -> Prepared:
     """How each policy's engine is made. ``ranks``: for engines that share the traffic."""
-    options, requests, trace, described, model, config, report = inputs
-    dtype = config.dtype
-    assert dtype is not None
+    options, described, config = inputs.options, inputs.described, inputs.config
+    assert config.dtype is not None, "read_inputs names one"
     loras = tuple(f"adapter-{number}" for number in range(options.loras))
 
     def make_engine(
@@ -76,16 +63,12 @@ def prepare(inputs: Inputs, ranks: Exchange | None = None) -> Prepared:
             engine.add_lora(name, seed=number)
         return engine
 
-    make_plain: tuple[str, MakeEngine] | None = None
+    policies: list[Policy] = [(mode.name, mode, make_engine) for mode in options.modes]
     if options.level or options.ubatches > 1:
-        name = UNCOMPILED if options.level else UNSPLIT
-        make_plain = name, partial(make_engine, level=0, ubatches=1)
-
+        name = "UNCOMPILED" if options.level else "UNSPLIT"
+        policies.insert(0, (name, CUDAGraphMode.NONE, partial(make_engine, level=0, ubatches=1)))
     return Prepared(
-        setting=Setting(trace, len(requests), model, dtype, options.seed, STEP_SECONDS),
-        load=Load(requests, STEP_SECONDS, options.seed, loras),
-        make_engine=make_engine,
-        make_plain=make_plain,
-        tie_tolerance=tie_tolerance(dtype, described.num_layers),
-        report=report,
+        load=Load(inputs.requests, STEP_SECONDS, options.seed, loras),
+        policies=policies,
+        tie_tolerance=tie_tolerance(config.dtype, described.num_layers),
     )
