@@ -48,8 +48,7 @@ class StateGuard(Protocol):
 
     A capture is refused if it writes a tensor that the guard leaves out. Which ones it keeps, its
     attribute ``tensors`` says (a list or mapping of them); without one, they are those that
-    ``restore(save())`` writes, which is tried once a scope if a capture writes what nothing else
-    declares.
+    ``restore(save())`` writes, which is tried once a scope.
     """
 
     def save(self) -> Any:
