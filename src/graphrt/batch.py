@@ -240,16 +240,13 @@ class BatchDescriptor:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_reqs", "num_active_loras", "num_ubatches"):
-            count = getattr(self, name)
-            is_count = type(count) is int or isinstance(count, Integral)
-            if not is_count and (count is not None or name != "num_reqs"):
-                raise BatchError(
-                    f"BatchDescriptor: {name}",
-                    expected="an integer",
-                    found=shown(count),
-                    do="pass the size of the batch",
-                )
+        if not (
+            type(self.num_tokens) is int
+            and (self.num_reqs is None or type(self.num_reqs) is int)
+            and type(self.num_active_loras) is int
+            and type(self.num_ubatches) is int
+        ):
+            self._check_counts()
         try:
             object.__setattr__(self, "_hash", hash(_facts_of(self)))
         except Exception as error:  # A ``__hash__`` may raise anything.
@@ -259,6 +256,17 @@ class BatchDescriptor:
                 found=shown(self.variant),
                 do="pass a tuple in place of a list, and a frozen value in place of an object",
             ) from error
+
+    def _check_counts(self) -> None:
+        for name in ("num_tokens", "num_reqs", "num_active_loras", "num_ubatches"):
+            count = getattr(self, name)
+            if not isinstance(count, Integral) and (count is not None or name != "num_reqs"):
+                raise BatchError(
+                    f"BatchDescriptor: {name}",
+                    expected="an integer",
+                    found=shown(count),
+                    do="pass the size of the batch",
+                )
 
     def __hash__(self) -> int:
         return self._hash
