@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
+from numbers import Integral
 from operator import attrgetter
 from typing import NamedTuple
+
+from graphrt.errors import BatchError, shown
 
 TOKENS, REQUESTS = "tokens", "requests"
 """The two axes of an engine's batch."""
@@ -61,6 +64,8 @@ class CUDAGraphMode(Enum):
     @classmethod
     def parse(cls, text: str) -> CUDAGraphMode:
         """Return the mode named by ``text``, in any case. Raises ``KeyError`` for another name."""
+        if not isinstance(text, str):
+            raise KeyError(text)
         return cls[text.strip().upper()]
 
     def decode_mode(self) -> RuntimeMode:
@@ -216,6 +221,8 @@ class BatchDescriptor:
     keys). ``variant`` is free for the caller's own facts; it must be hashable. The hash is computed
     once.
 
+    Errors: ``BatchError`` for what is not hashable, and for counts that are no integers.
+
     ``num_tokens``: Tokens, padded in a key.
     ``uniform``: True for a decode batch in which every request brings equally many tokens.
     ``has_lora``: True if any adapter is active.
@@ -233,7 +240,33 @@ class BatchDescriptor:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(_facts_of(self)))
+        if not (
+            type(self.num_tokens) is int
+            and (self.num_reqs is None or type(self.num_reqs) is int)
+            and type(self.num_active_loras) is int
+            and type(self.num_ubatches) is int
+        ):
+            self._check_counts()
+        try:
+            object.__setattr__(self, "_hash", hash(_facts_of(self)))
+        except Exception as error:  # A ``__hash__`` may raise anything.
+            raise BatchError(
+                "BatchDescriptor",
+                expected="a variant that can be hashed",
+                found=shown(self.variant),
+                do="pass a tuple in place of a list, and a frozen value in place of an object",
+            ) from error
+
+    def _check_counts(self) -> None:
+        for name in ("num_tokens", "num_reqs", "num_active_loras", "num_ubatches"):
+            count = getattr(self, name)
+            if not isinstance(count, Integral) and (count is not None or name != "num_reqs"):
+                raise BatchError(
+                    f"BatchDescriptor: {name}",
+                    expected="an integer",
+                    found=shown(count),
+                    do="pass the size of the batch",
+                )
 
     def __hash__(self) -> int:
         return self._hash

@@ -74,11 +74,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from reprlib import Repr
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from graphrt.batch import Reason
+from typing import NamedTuple
 
 
 class GraphrtError(Exception):
@@ -178,9 +176,9 @@ class TraceError(GraphrtError, ValueError):
 
 
 class MissError(GraphrtError, RuntimeError):
-    """Strict mode: the step would have run eager. ``reason`` says why."""
+    """Strict mode: the step would have run eager. ``reason``, a ``Reason``, says why."""
 
-    def __init__(self, subject: str = "", *, reason: Reason | None = None, **parts: str) -> None:
+    def __init__(self, subject: str = "", *, reason: IntEnum | None = None, **parts: str) -> None:
         super().__init__(subject, **parts)
         self.reason = reason
 

@@ -1,6 +1,6 @@
 """Reading what others wrote: regular files, so many bytes and no more, and JSON said once.
 
-It raises builtin errors only, because each reader has an error of its own for its user.
+It knows builtin errors only, because each reader has an error of its own for its user.
 """
 
 from __future__ import annotations
@@ -9,13 +9,31 @@ import errno
 import json
 import math
 import os
+import reprlib
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 MOST_NAMED = 50
 """Of many problems, so many are written out."""
+
+
+def checked_path(name: str, value: Any, error: Callable[..., Exception]) -> Path:
+    """``value`` as a path. Raises ``error``, with the parts of a message, for what is none."""
+    try:
+        path = os.fspath(value)
+        is_path = isinstance(path, str) and b"\0" not in os.fsencode(path)
+    except Exception:  # noqa: BLE001  Its ``__fspath__`` may raise anything.
+        is_path = False
+    if not is_path or not path:
+        raise error(
+            name,
+            expected="a path: a Path, or text that is not empty and has no zero byte",
+            found=reprlib.repr(value),
+            do="pass the path of a file or directory",
+        )
+    return Path(path)
 
 
 def open_regular(path: str | Path) -> IO[bytes]:

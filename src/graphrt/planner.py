@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from graphrt.errors import TraceError
-from graphrt.files import open_regular, parse_json
+from graphrt.files import checked_path, open_regular, parse_json
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
@@ -111,14 +111,13 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
     first.wrong(f"the header {AZURE_HEADER}, or a JSON object", _short(first.text))
 
 
-def _opened(path: object, limit: int | None) -> tuple[_Row, Iterator[_Row]]:
+def _opened(trace: object, limit: int | None) -> tuple[_Row, Iterator[_Row]]:
     """The first row, and those after it."""
-    if not isinstance(path, str | Path):
-        raise TraceError("trace", expected="the path of a file", found=reprlib.repr(path))
-    rows = _rows(Path(path), limit)
+    path = checked_path("trace", trace, TraceError)
+    rows = _rows(path, limit)
     first = next(rows, None)
     if first is None:
-        raise _empty(Path(path))
+        raise _empty(path)
     return first, rows
 
 

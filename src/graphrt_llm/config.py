@@ -112,7 +112,10 @@ class EngineConfig:
         check(is_share, "gpu_memory_utilization", "a share in (0, 1]")
         for name, kind in (("dtype", DType), ("load_format", LoadFormat), ("capture", CaptureWhen)):
             allowed = (*([None] if name == "dtype" else []), *get_args(kind))
-            check(getattr(self, name) in allowed, name, f"one of {', '.join(map(str, allowed))}")
+            value = getattr(self, name)
+            is_met = isinstance(value, str | None) and value in allowed
+            check(is_met, name, f"one of {', '.join(map(str, allowed))}")
+        check(isinstance(self.attention_backend, str), "attention_backend", "the name of one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,7 @@ from graphrt import (
     interrupted_between_steps,
 )
 from graphrt.errors import RankLostError, RankTimeoutError
+from graphrt.files import checked_path
 from graphrt_llm.assembly import TINY_CONFIG, EngineParts, assemble
 from graphrt_llm.attention import AttentionBackend, AttentionChoice, SwitchingAttention
 from graphrt_llm.config import EngineConfig
@@ -44,6 +45,7 @@ from graphrt_llm.errors import (
     AdapterInUseError,
     EngineConfigError,
     EngineStateError,
+    ModelConfigError,
     RequestError,
     UnknownAdapterError,
 )
@@ -186,7 +188,7 @@ class LLMEngine:
         Errors: those of the model and weight readers, which name file and tensor;
         ``EngineConfigError``; graphrt's ``ConfigError``.
         """
-        directory = Path(model_dir)
+        directory = checked_path("model directory", model_dir, ModelConfigError)
         parts = assemble(
             ModelConfig.from_directory(directory),
             _config_of(config),
@@ -328,10 +330,6 @@ class LLMEngine:
                 expected="a name that no other adapter has",
                 found=f"{', '.join(map(repr, self._adapters)) or 'a ' + type(name).__name__}",
                 do="remove_lora(name) first, or choose another name.",
-            )
-        if directory is not None and not isinstance(directory, str | Path):
-            raise AdapterError(
-                f"adapter {name!r}", expected="a directory, or None", found=repr(directory)
             )
         if directory is not None:
             adapter = load_lora(directory, self._model_config, max_rank=weights.max_rank)

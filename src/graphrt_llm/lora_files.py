@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphrt.files import read_json
+from graphrt.files import checked_path, read_json
 from graphrt_llm.errors import AdapterError, AdapterModelError, MissingTensorError
 from graphrt_llm.lora import PARTS, LoRAAdapter, linear_maps
 from graphrt_llm.model_config import ModelConfig
@@ -53,7 +53,7 @@ def load_lora(directory: str | Path, config: ModelConfig, *, max_rank: int = 64)
     kind of adapter that is not computed here, a tensor that is not finite; ``AdapterModelError``
     where it was made for another model than ``config`` describes; ``MissingTensorError``.
     """
-    directory = Path(directory)
+    directory = checked_path("adapter", directory, AdapterError)
     rank, scaling, targets = _read_config(directory / CONFIG, max_rank)
     path = directory / WEIGHTS
     factors: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from graphrt.errors import shown
-from graphrt.files import read_json
+from graphrt.files import checked_path, read_json
 from graphrt_llm.errors import ModelConfigError
 
 MOST_CONFIG_BYTES = 4 * 2**20
@@ -98,6 +98,17 @@ class ModelConfig:
     checkpoint_dtype: str | None = None
 
     def __post_init__(self) -> None:
+        architectures, dtype = get_args(Architecture), self.checkpoint_dtype
+        if not isinstance(self.architecture, str) or self.architecture not in architectures:
+            raise ModelConfigError(
+                "model field 'architecture'",
+                expected=f"one of {', '.join(architectures)}",
+                found=shown(self.architecture),
+            )
+        if not isinstance(dtype, str | None):
+            raise ModelConfigError(
+                "model field 'checkpoint_dtype'", expected="a name, or None", found=shown(dtype)
+            )
         sizes = (
             "vocab_size",
             "hidden_size",
@@ -192,12 +203,11 @@ class ModelConfig:
     @classmethod
     def named(cls, name: str) -> ModelConfig:
         """The shape known as ``name``: ``tiny``, or one that benchmarks use."""
-        try:
-            return _NAMED[name]
-        except KeyError:
+        if not isinstance(name, str) or name not in _NAMED:
             raise ModelConfigError(
                 f"model {name!r}", expected=f"one of {', '.join(_NAMED)}", found=repr(name)
-            ) from None
+            )
+        return _NAMED[name]
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelConfig:
@@ -205,7 +215,8 @@ class ModelConfig:
 
         Errors: ``ModelConfigError`` naming file and field.
         """
-        return _read_hf_config(Path(directory) / "config.json")
+        folder = checked_path("model directory", directory, ModelConfigError)
+        return _read_hf_config(folder / "config.json")
 
 
 _TINY = ModelConfig(

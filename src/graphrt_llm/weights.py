@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphrt.files import open_regular, read_json
+from graphrt.files import checked_path, open_regular, read_json
 from graphrt_llm.errors import (
     MissingTensorError,
     TensorDtypeError,
@@ -62,7 +62,7 @@ def load_safetensors(model: CausalLM, directory: str | Path) -> None:
     the model is then as it was. ``TensorRangeError`` for a value that the model's dtype cannot
     hold: the tensors before it are written then.
     """
-    directory = Path(directory)
+    directory = checked_path("checkpoint", directory, WeightsFileError)
     with ExitStack() as files:
         stored = _open_checkpoint(directory, files)
         wanted = list(model.checkpoint_tensors())

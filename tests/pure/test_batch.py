@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from graphrt import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
+from graphrt.errors import BatchError
 
 NONE, PIECEWISE, FULL = RuntimeMode
 
@@ -68,6 +69,8 @@ def test_every_mode_and_reason_prints_its_name() -> None:
 def test_parsing_another_name_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         CUDAGraphMode.parse("FULL_ONLY")
+    with pytest.raises(KeyError):
+        CUDAGraphMode.parse(None)  # type: ignore[arg-type]
 
 
 def test_only_hit_and_padded_are_no_misses() -> None:
@@ -107,8 +110,17 @@ def test_equal_descriptors_are_one_key() -> None:
 def test_a_descriptor_is_frozen_and_its_variant_must_be_hashable() -> None:
     with pytest.raises(AttributeError):
         BatchDescriptor(8).num_tokens = 9  # type: ignore[misc]
-    with pytest.raises(TypeError):
+    with pytest.raises(BatchError, match="variant"):
         BatchDescriptor(8, variant=[])
+
+
+@pytest.mark.parametrize("value", [None, "8", b"", [], 8.5])
+@pytest.mark.parametrize("name", ["num_tokens", "num_reqs", "num_active_loras", "num_ubatches"])
+def test_descriptor_with_a_count_of_another_type_names_it(name: str, value: object) -> None:
+    if (name, value) == ("num_reqs", None):
+        return
+    with pytest.raises(BatchError, match=name):
+        BatchDescriptor(**{"num_tokens": 8, name: value})  # type: ignore[arg-type]
 
 
 def test_relax_for_mixed_batch_drops_requests_only() -> None:

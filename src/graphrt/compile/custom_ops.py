@@ -16,7 +16,7 @@ import torch
 
 from graphrt.config import CompilationLevel, CompilePlan
 from graphrt.config.checked import config_error
-from graphrt.errors import ConfigError, ConfigProblem
+from graphrt.errors import ConfigError, ConfigProblem, shown
 
 Op = TypeVar("Op", bound="CustomOp")
 
@@ -72,11 +72,12 @@ class CustomOp(torch.nn.Module):
         """
 
         def register(kind: type[Op]) -> type[Op]:
-            before = _REGISTERED.get(name)
+            is_name = isinstance(name, str) and name.isidentifier()
+            before = _REGISTERED.get(name) if is_name else None
             # The same class again: its module was loaded a second time.
             is_new = before is None or _place(before) == _place(kind)
-            if not name.isidentifier() or not is_new:
-                found = repr(name) if before is None else f"that of {'.'.join(_place(before))}"
+            if not is_name or not is_new:
+                found = shown(name) if before is None else f"that of {'.'.join(_place(before))}"
                 raise ConfigError(
                     f"custom op {name!r}",
                     expected="an identifier that no other operation has",

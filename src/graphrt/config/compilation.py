@@ -30,7 +30,7 @@ from graphrt.config.checked import (
     option,
 )
 from graphrt.errors import ConfigProblem, ConfigWarning, shown
-from graphrt.files import MOST_NAMED, parse_json
+from graphrt.files import MOST_NAMED, checked_path, parse_json
 
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """In ``compile_sizes``: the sizes that are captured."""
@@ -131,7 +131,9 @@ def _check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _as_path(value: object) -> object:
-    return (Path(value) if value else None) if isinstance(value, str) else value
+    if value is None or value == "" or not isinstance(value, str | Path):
+        return value or None
+    return checked_path("", value, lambda _, expected, **parts: ValueError(expected))
 
 
 def _check_passes(passes: Mapping[str, Any]) -> FrozenMapping:
@@ -345,7 +347,7 @@ class CompilationConfig:
         repeated: Sequence[str] = ()
         try:
             value, repeated = parse_json(text)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # The second: it is no text.
             found = str(error)
         if not isinstance(value, dict) or repeated:
             found = found or (f"{', '.join(repeated)} twice" if repeated else shown(value))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from graphrt.errors import ConfigError
+from graphrt.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from graphrt.device.base import Device
@@ -19,17 +19,15 @@ def make_device(name: DeviceName = "auto", index: int | None = None) -> Device:
 
     Errors: ``ConfigError`` for another name, and for ``"cuda"`` without a GPU.
     """
+    if not isinstance(name, str) or name not in get_args(DeviceName):
+        expected = '"auto", "cuda" or "simulated"'
+        raise ConfigError("device", expected=expected, found=shown(name), do="name one of them")
     # Imported here: each implementation loads torch, which naming a device does not need.
-    if name in ("auto", "cuda"):
+    if name != "simulated":
         from graphrt.device.cuda import CUDADevice
 
         if name == "cuda" or CUDADevice.is_available():
             return CUDADevice() if index is None else CUDADevice.select(index)
-        name = "simulated"
-    if name == "simulated":
-        from graphrt.device.simulated import SimulatedDevice
+    from graphrt.device.simulated import SimulatedDevice
 
-        return SimulatedDevice()
-    raise ConfigError(
-        "device", expected='"auto", "cuda" or "simulated"', found=repr(name), do="name one of them"
-    )
+    return SimulatedDevice()

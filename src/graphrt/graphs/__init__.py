@@ -14,7 +14,10 @@ from graphrt.graphs.breaks import (
 )
 from graphrt.graphs.buffers import BoundBuffers as BoundBuffers, BufferSet as BufferSet
 from graphrt.graphs.bufferspec import BufferSpec as BufferSpec, Padding as Padding
-from graphrt.graphs.capture import capture_program as capture_program
+from graphrt.graphs.capture import (
+    capture_program as capture_program,
+    keep_undeclared as keep_undeclared,
+)
 from graphrt.graphs.catalog import (
     Catalog as Catalog,
     Entry as Entry,

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from graphrt.batch import RuntimeMode
+from graphrt.config.checked import check_type
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError, LateInitError
 from graphrt.graphs.recorder import ProgramRecorder, open_cuts
@@ -64,6 +65,8 @@ def break_point(
               compile the parts between break points instead.
     Errors:   ``BreakError`` where a PIECEWISE capture would have to cut compiled code.
     """
+    for what, text in (("name", name), ("out", out)):
+        check_type(f"{what} of a break point", text, str | None, "a string, or None")
     if fn is None:
         return functools.partial(break_point, name=name, out=out, capture_stub=capture_stub)
     keyword_of_out = out

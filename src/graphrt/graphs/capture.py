@@ -75,6 +75,7 @@ def capture_program(
             do="capture from one thread",
         )
     started = perf_counter()
+    written: list[torch.UntypedStorage] = []
     try:
         require_no_grad()
         require_stream(scope.stream, library.device.current_stream())
@@ -82,6 +83,14 @@ def capture_program(
         library.require_budget()
         # Asked again: to make room, the library may have retired the one just asked for.
         generation = library.generation_for(scope)
+        is_observed = options.observe != "never"
+        keep = keep_undeclared(library, scope, options, owner) if is_observed else None
+
+        def keep_what_runs(tensor: torch.Tensor) -> None:
+            if keep is not None and not library.device.owns(tensor):
+                written.append(tensor.untyped_storage())
+                keep(tensor)
+
         recorder = scope.recorder = ProgramRecorder(
             device=library.device,
             pool=generation.pool,
@@ -92,7 +101,8 @@ def capture_program(
             replaying=library.replaying,
             side_streams=library.side_streams,
             generators=library.generators,
-            observe=options.observe != "never",
+            observe=is_observed,
+            keep=keep_what_runs,
             state=options.state,
             fn=fn,
             args=args,
@@ -113,6 +123,7 @@ def capture_program(
             )
             entry = library.add(scope, generation, program)
     except Exception as error:
+        scope.kept.put_back(lambda storage, _: any(storage is each for each in written))
         if isinstance(error, CaptureError):
             error.locate(owner=owner, mode=mode.name, key=str(key))
         if not isinstance(error, EnvironmentMismatchError):
@@ -352,6 +363,9 @@ def _refuse_advanced_state(
     ]
     if not undeclared:
         return
+    assert library.scope is not None, "a capture has a scope"
+    refused = {item.storage for item in undeclared}
+    library.scope.kept.put_back(lambda storage, _: storage in refused)
     places: dict[str, str] = {}
     for item in undeclared:
         # A capture looks into no object that is an argument; the user who reads this does.
@@ -377,6 +391,34 @@ def _undeclared(
     written: Sequence[HeldTensor], library: GraphLibrary, options: CaptureOptions
 ) -> list[HeldTensor]:
     """Those of ``written`` that no option and no static buffer declares."""
+    declared = _declared(library, options)
+    undeclared = [item for item in written if item.storage not in declared]
+    if undeclared and options.state is not None:
+        assert library.scope is not None, "a capture has a scope"
+        guarded = _guarded(options.state, library.scope)
+        undeclared = [item for item in undeclared if item.storage not in guarded]
+    return undeclared
+
+
+def keep_undeclared(
+    library: GraphLibrary, scope: CaptureScope, options: CaptureOptions, of: object
+) -> Callable[[torch.Tensor], None] | None:
+    """What keeps the contents of a tensor that nothing declares, before a run of ``of`` writes it;
+    None for options that want no checks."""
+    if options.checks == "none":
+        return None
+    guarded = set() if options.state is None else _guarded(options.state, scope)
+
+    def keep(tensor: torch.Tensor) -> None:
+        storage = storage_of(tensor)
+        if storage not in guarded and storage not in _declared(library, options):
+            scope.kept.keep(tensor, of)
+
+    return keep
+
+
+def _declared(library: GraphLibrary, options: CaptureOptions) -> set[torch.UntypedStorage | None]:
+    """The storages that options, guard aside, and static buffers declare."""
     declared = {storage_of(tensor) for tensor in options.may_overwrite}
     declared |= {workspace.storage for workspace in options.workspaces}
     for buffers in library.static_buffers:
@@ -385,12 +427,7 @@ def _undeclared(
             for name, tensor in buffers.tensors.items()
             if buffers.specs[name].written
         }
-    undeclared = [item for item in written if item.storage not in declared]
-    if undeclared and options.state is not None:
-        assert library.scope is not None, "a capture has a scope"
-        guarded = _guarded(options.state, library.scope)
-        undeclared = [item for item in undeclared if item.storage not in guarded]
-    return undeclared
+    return declared
 
 
 def _guarded(guard: StateGuard, scope: CaptureScope) -> set[torch.UntypedStorage | None]:

@@ -186,7 +186,10 @@ class GraphLibrary:
 
     def program(self, owner: str | Any, mode: RuntimeMode, key: BatchDescriptor) -> Program | None:
         """Return the published program of an owner (a wrapper, or its name), or None."""
-        name = owner if isinstance(owner, str) else owner.owner
+        name: Any = owner if isinstance(owner, str) else getattr(owner, "owner", None)
+        check_type("owner", name, str, "a wrapper, or the name of one's programs")
+        check_type("mode", mode, RuntimeMode, "a RuntimeMode")
+        check_type("key", key, BatchDescriptor, "a BatchDescriptor")
         entry = self.catalog.get(name, mode, key)
         return None if entry is None else entry.program
 
@@ -382,6 +385,7 @@ class GraphLibrary:
     def stream(self, name: str) -> Stream:
         """The device's persistent stream of this name, registered as a side stream."""
         self._require_usable()
+        check_type("stream", name, str, "a name")
         return self.register_stream(self.device.stream(name))
 
     def add_buffers(self, buffers: BufferSet) -> None:
@@ -553,6 +557,7 @@ class GraphLibrary:
 
     def invalidate(self, owner: str | None = None) -> int:
         """Make every valid program of ``owner`` (of all) ``invalid`` by hand; returns how many."""
+        check_type("owner", owner, str | None, "the name of an owner of programs, or None: all")
         owners = dict.fromkeys(program.owner for program in self._of_owner(owner))
         return sum(len(self._invalidate(one, self._of_owner(one), {})) for one in owners)
 

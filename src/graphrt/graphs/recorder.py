@@ -115,6 +115,8 @@ class ProgramRecorder:
     side_streams: Sequence[Stream]
     generators: Sequence[torch.Generator]
     observe: bool
+    keep: Callable[[torch.Tensor], None] | None
+    """Called before an eager segment that is observed writes a tensor for the first time."""
     state: StateGuard | None
     fn: Callable[..., Any]
     args: Sequence[Any]
@@ -232,7 +234,7 @@ class ProgramRecorder:
                     _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
             watch: AbstractContextManager[list[Write]] = (
-                observed_writes() if self.observe else nullcontext([])
+                observed_writes(self.keep) if self.observe else nullcontext([])
             )
             self.replaying.begin(f"{self._label}, which is being captured")
             try:

@@ -8,10 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from graphrt.config.checked import checked_list
+from graphrt.config.checked import check_type, checked_list
 from graphrt.context import get_forward_context
 from graphrt.device.torch_modes import wait_for_pinned
-from graphrt.errors import FrozenBufferError
+from graphrt.errors import ConfigError, FrozenBufferError, shown
 
 
 @runtime_checkable
@@ -48,8 +48,7 @@ class StateGuard(Protocol):
 
     A capture is refused if it writes a tensor that the guard leaves out. Which ones it keeps, its
     attribute ``tensors`` says (a list or mapping of them); without one, they are those that
-    ``restore(save())`` writes, which is tried once a scope if a capture writes what nothing else
-    declares.
+    ``restore(save())`` writes, which is tried once a scope.
     """
 
     def save(self) -> Any:
@@ -91,6 +90,16 @@ class Workspace:
     """
 
     def __init__(self, name: str, device: torch.device | str | None = None) -> None:
+        check_type("name of a Workspace", name, str, "a string")
+        try:
+            _ = device is None or torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"workspace {name!r}: device",
+                expected="a device of torch's, or None",
+                found=shown(device),
+                do="name one, as cpu or cuda:0",
+            ) from error
         self.name = name
         self.device = device
         self._bytes: torch.Tensor | None = None

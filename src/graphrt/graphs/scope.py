@@ -20,6 +20,7 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.program import Program
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import Resource, StateGuard, Workspace
+from graphrt.graphs.writes import KeptTensors
 
 Observe = Literal["ends", "always", "never"]
 
@@ -40,11 +41,11 @@ class CaptureOptions:
     ``generation``: Add to the current generation; rebuild into a new one, which takes the current
       one's place when the scope ends; or use lazy ones of limited size.
     ``observe``: Which recordings learn what they touch outside the pool, by a dispatch mode that
-      slows them. ``"ends"``: the largest and the smallest key of a callable, and all of them once
-      one touches a tensor that nothing names. ``"never"``: for callables that hold compiled code,
-      which runs differently under a dispatch mode. None: the device's default, ``"always"`` on the
-      simulated device and ``"ends"`` on CUDA. What a capture that is not observed writes, no check
-      sees.
+      slows them, and which warm-ups are, so that what they write undeclared can be put back.
+      ``"ends"``: the largest and the smallest key of a callable, and all of them once one touches a
+      tensor that nothing names. ``"never"``: for callables that hold compiled code, which runs
+      differently under a dispatch mode. None: the device's default, ``"always"`` on the simulated
+      device and ``"ends"`` on CUDA. What a capture that is not observed writes, no check sees.
     ``allow_escape``: Names (``*`` and ``?`` as in a shell) of attributes that may keep memory of a
       recording.
     ``checks``: ``"all"``: a callable that writes what neither ``state`` nor ``may_overwrite`` nor
@@ -132,6 +133,8 @@ class CaptureScope:
     """By id of a state guard that was watched: the storages that it keeps."""
     hosts: dict[int, HostSnapshot] = field(default_factory=dict)
     """By id of a callable that is captured here: what it remembers on the host."""
+    kept: KeptTensors = field(default_factory=KeptTensors)
+    """What tensors that nothing declares held before runs of this scope wrote them."""
     recording_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a program is recorded: one at a time."""
     _environments: dict[BatchDescriptor, CaptureEnvironment] = field(default_factory=dict)

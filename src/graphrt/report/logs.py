@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from graphrt.batch import RuntimeMode
+from graphrt.errors import ConfigError, shown
 from graphrt.events import (
     CaptureBegan,
     Captured,
@@ -34,6 +35,13 @@ class LoggingObserver:
 
     def __init__(self, logger: logging.Logger | str = "graphrt") -> None:
         self._logger = logging.getLogger(logger) if isinstance(logger, str) else logger
+        if not hasattr(self._logger, "isEnabledFor"):
+            raise ConfigError(
+                "LoggingObserver",
+                expected="a logger, or the name of one",
+                found=shown(logger),
+                do="pass one of them",
+            )
 
     def __call__(self, event: Event, /) -> None:
         # Steps are many: their text is made where it is shown.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphrt.errors import MissingExtraError, ReportError
+from graphrt.files import checked_path
 from graphrt.report.tables import (
     PolicyRun,
     TextTable,
@@ -78,6 +79,7 @@ def check_report_path(path: Path) -> Path:
     Errors: ``ReportError``; ``MissingExtraError`` without matplotlib and jinja2.
     """
     _check_libraries()
+    path = checked_path("report", path, ReportError)
     try:
         place = path.expanduser().resolve()
         if not place.parent.is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -29,10 +29,12 @@ from graphrt.graphs import (
     StateGuard,
     TimedPhase,
     capture_program,
+    keep_undeclared,
     optional_methods,
     require_no_grad,
 )
 from graphrt.graphs.values import own_copy
+from graphrt.graphs.writes import KeptTensors, keeping_writes
 from graphrt.ubatch import UBatchWrapper
 from graphrt.verify import (
     NUM_ADVANCING_RUNS,
@@ -160,6 +162,7 @@ def capture_all(
     try:
         with opened as scope:
             options = run.options = scope.options
+            run.kept = scope.kept
             run.reserve(later)
             for job in run.jobs:
                 with run.attempt(job, "warmup") as goes_on:
@@ -196,6 +199,7 @@ def capture_all(
         return run.report()
     finally:
         run.restore_hosts()
+        run.put_back()
         library.settle(program for own in run.captured.values() for program in own)
 
 
@@ -216,10 +220,16 @@ class _Run:
     _users: dict[int, list[CaptureJob]] = field(default_factory=dict)
     """The jobs of each callable that ran."""
     _ran_again: set[int] = field(default_factory=set)
+    _warmed: set[tuple[str, RuntimeMode]] = field(default_factory=set)
+    kept: KeptTensors | None = None
+    """Of the scope, once it is entered."""
 
     def __post_init__(self) -> None:
         self._catalog = self.library.catalog
         self._takes_seed = {job: job.takes_seed for job in self.jobs}
+        self._extents: dict[tuple[str, RuntimeMode], list[tuple[int, ...]]] = {}
+        for job in self.jobs:
+            self._extents.setdefault((job.name, job.mode), []).append(_extent(job.key))
 
     def report(self) -> CaptureReport:
         return CaptureReport(
@@ -312,6 +322,15 @@ class _Run:
             jobs = self._users.get(fn, ())
             host.restore_advanced(memos=bool(jobs) and not any(map(self._has_program, jobs)))
 
+    def put_back(self) -> None:
+        """Put back what runs of a callable wrote undeclared, as its memos, if no graph reads it."""
+        if self.kept is None:
+            return
+        served = {fn for fn, jobs in self._users.items() if any(map(self._has_program, jobs))}
+        if self.kept.put_back(lambda storage, fn: fn in self._users and fn not in served):
+            self.library.synchronize()  # Before the copies are freed.
+        self.kept.clear()
+
     def _has_program(self, job: CaptureJob) -> bool:
         """True if a program of the job's callable, of any key, may be replayed."""
         entries = self._catalog.of_owner(job.name, job.mode).by_key.values()
@@ -331,9 +350,22 @@ class _Run:
                 args, kwargs = self._inputs(job)
                 # What only that branch sets is a memo as well.
                 run = host.run(is_first=number == 0 or is_last)
-                with run, reported, scope.step(RuntimeMode.NONE, job.key):
+                keeping = self._keeping(job, scope, host)
+                with run, reported, scope.step(RuntimeMode.NONE, job.key), keeping:
                     require_no_grad()
                     job.target(*args, **kwargs)
+        self._warmed.add((job.name, job.mode))
+
+    def _keeping(
+        self, job: CaptureJob, scope: CaptureScope, host: HostSnapshot
+    ) -> AbstractContextManager[object]:
+        """Around an eager run: keeps what tensors held before it writes them, if it is observed."""
+        is_first = (job.name, job.mode) not in self._warmed
+        options = self._options_of(job, is_first=is_first)
+        keep = None
+        if options.observe != "never":
+            keep = keep_undeclared(self.library, scope, options, id(host.runnable))
+        return nullcontext() if keep is None else keeping_writes(keep)
 
     def capture(self, job: CaptureJob, scope: CaptureScope) -> None:
         """Capture the program of a job, or those of the wrappers that its target calls."""
@@ -365,7 +397,13 @@ class _Run:
                 # A memo or a counter? One more run tells, where there was no warm-up.
                 args, kwargs = self._inputs(job)
                 run = host.run(is_first=False)
-                with _guarded(self.options.state), run, scope.step(RuntimeMode.NONE, job.key):
+                keeping = self._keeping(job, scope, host)
+                with (
+                    _guarded(self.options.state),
+                    run,
+                    scope.step(RuntimeMode.NONE, job.key),
+                    keeping,
+                ):
                     job.target(*args, **kwargs)
                 self._ran_again.add(id(host))
             is_kept = self.gate(job, "captured")
@@ -437,27 +475,28 @@ class _Run:
             )
         return target.runnable
 
-    def _options_of(self, job: CaptureJob) -> CaptureOptions:
-        """The options for one job: its wrapper's, and whether its recording is observed."""
+    def _options_of(self, job: CaptureJob, *, is_first: bool = True) -> CaptureOptions:
+        """The options for one job: its wrapper's, and whether its recording is observed; or its
+        warm-up, which may not be the ``is_first`` of its owner."""
         options, target = self.options, _wrapper_of(job.target)
         if target is not None:
             options = target.options_within(options)
         is_simulated = self.library.device.name == "simulated"
         observe = options.observe or ("always" if is_simulated else "ends")
         if observe == "ends":
-            observe = "always" if self._is_end(job) else "never"
+            observe = "always" if self._is_end(job, is_first) else "never"
         return replace(options, observe=observe)
 
-    def _is_end(self, job: CaptureJob) -> bool:
+    def _is_end(self, job: CaptureJob, is_first: bool) -> bool:
         """True for the largest and the smallest key of an owner, the first that is captured, and
         every one once an observation has shown a tensor that nothing names."""
         owner = self._catalog.of_owner(job.name, job.mode)
-        extents = [_extent(key) for key in owner.by_key]
+        extents = [*self._extents[job.name, job.mode], *map(_extent, owner.by_key)]
         programs = [entry.program or entry.staged for entry in owner.by_key.values()]
         return (
             owner.is_observed_always
             or _extent(job.key) in (min(extents), max(extents))
-            or not any(program is not None and program.is_observed for program in programs)
+            or (is_first and not any(p is not None and p.is_observed for p in programs))
         )
 
     def _is_captured(self, job: CaptureJob) -> bool:
