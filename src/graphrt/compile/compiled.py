@@ -116,6 +116,8 @@ class Compiled:
         self._attention = splitter.SplittingOps(plan.attention_ops)
         is_inductor = plan.backend == "inductor"
         self._compiler = Inductor(plan, rank) if is_inductor else BlackBox(plan.backend)
+        self.is_opaque = self._compiler.is_opaque
+        """Whether recorders that work by dispatch modes cannot see what its code launches."""
         self._dump = Dump(plan.debug_dump_path, rank)
         self._plan = plan
         self._wrap = wrap
@@ -132,11 +134,6 @@ class Compiled:
         self._is_audit_due = False
         self._misses: deque[str] = deque(maxlen=1)
         """Why torch's guards took the last call for another one."""
-
-    @property
-    def is_opaque(self) -> bool:
-        """Whether recorders that work by dispatch modes cannot see what its code launches."""
-        return self._compiler.is_opaque
 
     refused = staticmethod(torch_api.compiled_code_refused)
     """A context in which compiled code that no piece is, raises."""
@@ -443,8 +440,17 @@ class _Compilation:
         for sizes in wanted:
             began = perf_counter()
             mode, inputs, axes = symbols.inputs(piece.inputs, self._axis, sizes)
-            with mode, enable_python_dispatcher():
-                module, structure = self._module_for(piece, sizes, inputs, symbols)
+            # In plain form what is an operator for smaller sizes.
+            plain = {
+                op: form.plain
+                for op, form in self._sized.items()
+                if sizes.start > form.largest_size
+            }
+            module, structure = piece.module, piece.structure
+            if any(splitter.operator_of(node) in plain for node in piece.nodes):
+                with mode, enable_python_dispatcher():
+                    module = splitter.written_out(module, plain, inputs)
+                structure = splitter.structure_of(module, symbols.names)
             job = Job(module, inputs, piece.name, structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
@@ -460,20 +466,6 @@ class _Compilation:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
         return ranges.chosen_by_size(forms, place, self._axis)
-
-    def _module_for(
-        self, piece: Piece, sizes: Range, inputs: Sequence[Any], symbols: Symbols
-    ) -> tuple[fx.GraphModule, str]:
-        """The piece, with plain forms of what is an operator for smaller sizes; its structure."""
-        plain = {
-            name: form.plain
-            for name, form in self._sized.items()
-            if sizes.start > form.largest_size
-        }
-        if not any(splitter.operator_of(node) in plain for node in piece.nodes):
-            return piece.module, piece.structure
-        module = splitter.written_out(piece.module, plain, inputs)
-        return module, splitter.structure_of(module, symbols.names)
 
 
 def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:

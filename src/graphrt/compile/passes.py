@@ -91,10 +91,8 @@ def _additive(attention: fx.Node, mask: fx.Node) -> fx.Node | None:
     with values[inputs.index(mask)].fake_mode, enable_python_dispatcher():
         traced = make_fx(attend)(*values).graph
     given = list(traced.nodes)[inputs.index(mask)]
-    for where in given.users:
-        if where.target is torch.ops.aten.where.self:
-            break
-    else:
+    where = next((one for one in given.users if one.target is torch.ops.aten.where.self), None)
+    if where is None:
         return None
     before = mask.next
     while before.op == "placeholder":

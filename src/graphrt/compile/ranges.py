@@ -161,10 +161,8 @@ class Symbols:
             expression = expression.xreplace(known)
             if expression.is_number:
                 return int(expression)
-            hint = expression.xreplace(env.backed_var_to_val) if made else None
-            if hint is not None:
-                hint = int(hint) if hint.is_number else None
-            return env.create_symintnode(expression, hint=hint)
+            hint = expression.xreplace(env.backed_var_to_val) if made else expression
+            return env.create_symintnode(expression, hint=int(hint) if hint.is_number else None)
 
         def fake(node: fx.Node) -> Any:
             example = node.meta.get("example_value")

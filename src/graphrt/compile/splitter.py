@@ -6,6 +6,7 @@ import hashlib
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar
 from uuid import uuid4
@@ -343,29 +344,27 @@ def written_out(
 ) -> fx.GraphModule:
     """``module`` with what the functions do in place of operators of these names; ``inputs``: fake
     ones of it."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    copies: dict[fx.Node, fx.Node] = {}
-    several: dict[Any, tuple[fx.Proxy, ...]] = {}
+    written = fx.GraphModule(module, deepcopy(module.graph))
+    graph, tracer = written.graph, fx.proxy.GraphAppendingTracer(written.graph)
 
     def proxied(used: fx.Node) -> Any:
-        return fx.Proxy(copies[used], tracer)
+        return fx.Proxy(used, tracer)
 
-    for node in module.graph.nodes:
+    for node in list(graph.nodes):
         function = plain.get(operator_of(node))
-        if node.target is operator.getitem and node.args[0] in several:
-            copies[node] = several[node.args[0]][node.args[1]].node
-            continue
         if function is None:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
-        args: Any = fx.node.map_arg(node.args, proxied)
-        made = function(*args, **fx.node.map_arg(node.kwargs, proxied))
+        with graph.inserting_before(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxied)
+            made = function(*args, **kwargs)
         if isinstance(made, tuple):
-            several[node] = made
+            for user in list(node.users):
+                user.replace_all_uses_with(made[user.args[1]].node)
+                graph.erase_node(user)
         elif made is not None:
-            copies[node] = made.node
-    written = fx.GraphModule(module, graph)
+            node.replace_all_uses_with(made.node)
+        graph.erase_node(node)
+    written.recompile()
     _Examples(written).run(*inputs)
     return written
 

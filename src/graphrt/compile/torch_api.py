@@ -56,10 +56,9 @@ def mark(tensor: torch.Tensor, dim: int, axis: str, most: int, *, is_backed: boo
     """Let ``dim`` of ``tensor`` vary in the next trace, together with all dims of ``axis``."""
     if is_backed:
         mark_dynamic(tensor, dim, min=2, max=most)
-    elif _MARKS_BOUNDS:
-        mark_unbacked(tensor, dim, shape_id=axis, min=1, max=most)
     else:
-        mark_unbacked(tensor, dim, shape_id=axis)
+        bounds = {"min": 1, "max": most} if _MARKS_BOUNDS else {}
+        mark_unbacked(tensor, dim, shape_id=axis, **bounds)
 
 
 def unmark(tensor: torch.Tensor) -> None:
@@ -102,15 +101,13 @@ def python_of(operator: str) -> Callable[..., Any] | None:
     if any(has_kernel(operator, key) for key in _KEYS_OF_OTHERS):
         return None
     function: Callable[..., Any] = known._init_fn
-    arguments = known._opoverload._schema.arguments
-    if [argument.name for argument in arguments] != [*inspect.signature(function).parameters]:
-        return None
-    types = {argument.name: str(argument.type) for argument in arguments}
+    types = {one.name: str(one.type) for one in known._opoverload._schema.arguments}
     floats = [name for name in types if "float" in types[name]]
+    is_alike = [*types] == [*inspect.signature(function).parameters]
+    if not is_alike or not {types[name] for name in floats} <= {"float", "Optional[float]"}:
+        return None
     if not floats:
         return function
-    if not {types[name] for name in floats} <= {"float", "Optional[float]"}:
-        return None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # An integer would choose the dtype of results.
