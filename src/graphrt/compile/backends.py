@@ -129,8 +129,7 @@ class Inductor:
 
     def compile(self, job: Job) -> Form:
         plan = self._plan
-        is_whole = plan.use_inductor_graph_partition
-        partitions = partitioned(job.module) if is_whole else nullcontext()
+        partitions = partitioned(job.module) if plan.use_inductor_graph_partition else nullcontext()
         with compiling(self.name, job.name), _folders(plan.cache_dir), partitions:
             if not plan.compile_cache or plan.cache_dir is None or plan.unhashable_passes:
                 is_asked = plan.compile_cache and plan.cache_dir is not None

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from graphrt.compile import torch_api
 from graphrt.compile.failures import line_of
+from graphrt.compile.ranges import sizes_of
 from graphrt.compile.splitter import Describe, Piece, SplittingOps, operator_of
 from graphrt.errors import CompileError
 
@@ -179,12 +180,7 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
             wanted[place] = strides
     if not wanted:
         return call
-    sizes: dict[Any, tuple[int, int]] = {}
-    for at, node in enumerate(piece.inputs):
-        value = node.meta.get("example_value")
-        shape = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(-1, value)]
-        sizes |= {sympy.sympify(size): (at, dim) for dim, size in shape}
-    where = {symbol: place for symbol, place in sizes.items() if symbol.is_Symbol}
+    where = {size: place for size, place in sizes_of(piece.inputs) if size.is_Symbol}
     texts = [f"({', '.join(map(torch_api.as_python, strides))},)" for strides in wanted.values()]
     names = ", ".join(str(symbol) for symbol in where)
     strides_for = eval(f"lambda {names}: [{', '.join(texts)}]", {"math": math})

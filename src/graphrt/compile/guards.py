@@ -148,10 +148,9 @@ class Contract:
                 if size != other:
                     accepted = f"{other} {wanted}, as dimension {where} of {owner} has"
             raise _breach(f"dimension {dim} of {name}", accepted, str(size))
-        if expected.stride is None:
-            if not leaf.is_contiguous():
-                raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")
-        elif leaf.stride() != expected.stride:
+        if expected.stride is None and not leaf.is_contiguous():
+            raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")
+        if expected.stride not in (None, leaf.stride()):
             raise _breach(f"strides of {name}", str(expected.stride), str(leaf.stride()))
 
 

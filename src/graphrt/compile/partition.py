@@ -184,11 +184,8 @@ def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         running = _CUTS.running
         return (op if running is None else running.at(op))(*args, **kwargs)
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
-
     _library().impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library())
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", op, lib=_library())
     found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return found
 

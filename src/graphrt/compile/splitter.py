@@ -124,12 +124,18 @@ def _targets(names: Iterable[str]) -> dict[_Target, str]:
     found: dict[_Target, str] = {}
     for name in names:
         op = _operator(name)
-        if op is None and "::" in name:
-            raise _unknown(name, "no operator of that name is registered")
         try:
+            if op is None and "::" in name:
+                raise ValueError("no operator of that name is registered")
             found[op or callable_at(name)] = name
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise _unknown(name, str(error)) from error
+            raise SplittingOpError(
+                f"{FIELD}: {name!r}",
+                expected="ns::op, ns::op.overload or ns.op of a registered operator, or "
+                "package.callable",
+                found=str(error),
+                do="correct it, or import what registers it before the runtime is made",
+            ) from error
     return found
 
 
@@ -169,15 +175,6 @@ def callable_at(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise TypeError(f"a {type(found).__name__}, which cannot be called")
     return found
-
-
-def _unknown(name: str, found: str) -> SplittingOpError:
-    return SplittingOpError(
-        f"{FIELD}: {name!r}",
-        expected="ns::op, ns::op.overload or ns.op of a registered operator, or package.callable",
-        found=found,
-        do="correct it, or import what registers it before the runtime is made",
-    )
 
 
 def cut(
