@@ -2,7 +2,7 @@
 
 C-compile-entry: the ways to call it. Through its flat program, graphrt's entry, torch.compile's own
 entry; and eagerly. At this size the host decides; with larger matrices the products do, and the
-ratios shrink.
+ratios shrink. Then an entry whose pieces run eagerly, beside the model itself.
 
 C-compile-start: the first result of a process that finds it compiled, over one that compiles it.
 """
@@ -172,6 +172,34 @@ def entries(folder: Path) -> Sequence[Row]:
             ("C-compile-entry-eager", "eager", 1.7),
         )
     ]
+
+
+def eager_pieces(folder: Path) -> Row:
+    from graphrt.compile import Compiled  # Starts are timed with its imports.
+
+    model, x = Layers(4), examples({"tokens": TOKENS}, 1)["x"]
+    plan = resolve(config(folder, backend="eager")).compile
+    entry = Compiled(model, plan, limits={"tokens": 64})
+    with torch.no_grad():
+        with gc_paused(collects=False):
+            entry.trace(partial(entry, x=x), [(x, 0, "tokens")])
+        torch.testing.assert_close(entry(x=x), model(x=x), rtol=0, atol=0)
+        arms = {"own entry": partial(entry, x=x), "eager": partial(model, x=x)}
+        samples = time_host(arms, block_ms=150)
+    return row(
+        "C-compile-entry-eager-pieces",
+        ratio(samples, "eager", "own entry"),
+        target=0.9,
+        unit="ratio",
+        higher_is_better=True,
+        samples=samples,
+        timed="eager over the entry of the same model whose pieces run eagerly, ns of host time",
+        medians_ns=medians(samples),
+        layers=4,
+        hidden=HIDDEN,
+        tokens=TOKENS,
+        threads=torch.get_num_threads(),
+    )
 
 
 def policies(folder: Path) -> Sequence[Row]:
@@ -354,7 +382,7 @@ def _need_compiler() -> None:
 def against_entries() -> Sequence[Row]:
     _need_compiler()
     with tempfile.TemporaryDirectory() as folder:
-        return [*entries(Path(folder)), *policies(Path(folder))]
+        return [*entries(Path(folder)), eager_pieces(Path(folder)), *policies(Path(folder))]
 
 
 CASES = [

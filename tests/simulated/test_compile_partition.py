@@ -14,7 +14,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 import partitions
 from graphrt import RuntimeConfig, resolve
 from graphrt.compile import Compiled
-from graphrt.errors import BackendError, CompileError, ConfigError, SplittingOpError
+from graphrt.errors import CompileError, ConfigError, SplittingOpError
 from partitions import ATTEND, MAX_TOKENS, NUM_LAYERS, WIDTH, Decoder
 
 # Of torch's own modules, as they are imported.
@@ -238,11 +238,3 @@ def test_write_that_the_schema_does_not_name_is_refused(folder, written):
         with pytest.raises(CompileError, match="a write to another tensor") as caught:
             compiled(model, folder, splitting_ops=[f"graphrt_tests::{name}"])
     assert "test_compile_partition" in caught.value.source
-
-
-def test_torch_without_partitions_is_refused_by_name(folder, monkeypatch):
-    monkeypatch.delattr(inductor_utils, "_unstable_customized_partition_wrapper")
-    with pytest.raises(ConfigError, match="set_customized_partition_wrappers") as caught:
-        compiled(Decoder(), folder)
-    assert not isinstance(caught.value, BackendError)
-    assert "use_inductor_graph_partition" in str(caught.value)

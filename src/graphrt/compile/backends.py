@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from difflib import get_close_matches
 from errno import EACCES, EPERM, EROFS
 from pathlib import Path
@@ -87,9 +88,7 @@ class BlackBox:
             return Form(job.module.forward, CacheMiss.UNCACHEABLE)
         with compiling(self.name, job.name):
             # A copy, because a backend may change its graph.
-            graph = fx.GraphModule(job.module, fx.Graph())
-            graph.graph.output(graph.graph.graph_copy(job.module.graph, {}))
-            graph.recompile()
+            graph = fx.GraphModule(job.module, deepcopy(job.module.graph))
             return Form(self._backend(graph, list(job.inputs)), CacheMiss.UNCACHEABLE)
 
 
@@ -130,8 +129,7 @@ class Inductor:
 
     def compile(self, job: Job) -> Form:
         plan = self._plan
-        is_whole = plan.use_inductor_graph_partition
-        partitions = partitioned(job.module) if is_whole else nullcontext()
+        partitions = partitioned(job.module) if plan.use_inductor_graph_partition else nullcontext()
         with compiling(self.name, job.name), _folders(plan.cache_dir), partitions:
             if not plan.compile_cache or plan.cache_dir is None or plan.unhashable_passes:
                 is_asked = plan.compile_cache and plan.cache_dir is not None

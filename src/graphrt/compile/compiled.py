@@ -25,7 +25,7 @@ from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import Axis, Range, Symbols
-from graphrt.compile.splitter import Piece, PieceInfo, Wrap
+from graphrt.compile.splitter import Describe, Piece, PieceInfo, Wrap
 from graphrt.config import CompilePlan
 from graphrt.errors import CompileError, ContractError, RecompileError, ShapeGuardError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
@@ -112,13 +112,14 @@ class Compiled:
         self.report: CompileReport | None = None
         self.source = ""
         """The generated function that calls the pieces."""
-        self._ops = splitter.SplittingOps(plan.splitting_ops)
+        self._ops = splitter.SplittingOps(plan.splitting_ops, impls)
         self._attention = splitter.SplittingOps(plan.attention_ops)
         is_inductor = plan.backend == "inductor"
         self._compiler = Inductor(plan, rank) if is_inductor else BlackBox(plan.backend)
+        self.is_opaque = self._compiler.is_opaque
+        """Whether recorders that work by dispatch modes cannot see what its code launches."""
         self._dump = Dump(plan.debug_dump_path, rank)
         self._plan = plan
-        self._impls = splitter.Impls(dict(impls or {}))
         self._wrap = wrap
         self._limits = dict(limits)
         self._observer = observer
@@ -133,11 +134,6 @@ class Compiled:
         self._is_audit_due = False
         self._misses: deque[str] = deque(maxlen=1)
         """Why torch's guards took the last call for another one."""
-
-    @property
-    def is_opaque(self) -> bool:
-        """Whether recorders that work by dispatch modes cannot see what its code launches."""
-        return self._compiler.is_opaque
 
     refused = staticmethod(torch_api.compiled_code_refused)
     """A context in which compiled code that no piece is, raises."""
@@ -347,7 +343,7 @@ class _Compilation:
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo is to call."""
-        owner, plan, ops, impls = self._owner, self._plan, self._owner._ops, self._owner._impls
+        owner, plan, ops = self._owner, self._plan, self._owner._ops
         owner._dump.graph("dynamo.py", graph)
         side_effects = refuse_side_effects()
         began = perf_counter()
@@ -358,7 +354,7 @@ class _Compilation:
         if plan.level == 3 and plan.backend in ("eager", "inductor"):
             if plan.pass_config.enable_noop:
                 num_noops = remove_noops(graph, ops)
-            share_masks(graph, ops, impls)
+            share_masks(graph, ops)
         if self._compiler.name == "inductor":
             called = {splitter.operator_of(node) for node in graph.graph.nodes}
             self._sized = {name: form for name, form in sized_forms().items() if name in called}
@@ -366,7 +362,7 @@ class _Compilation:
             self._ranges = ranges.cut_at(self._ranges, largest)
         is_opaque, by_inductor = self._compiler.is_opaque, plan.use_inductor_graph_partition
         marked = cut_operator if by_inductor else None
-        pieces, unmatched = splitter.cut(graph, ops, impls, symbols.names, is_opaque, marked)
+        pieces, unmatched = splitter.cut(graph, ops, symbols.names, is_opaque, marked)
         owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
         if is_opaque:
@@ -376,12 +372,12 @@ class _Compilation:
                     effects.refuse_hidden_reads(piece, readers)
         if by_inductor:
             refuse_other_devices(graph)
-            self._cuts = Cuts(graph, ops, impls, owner._wrap, pieces[0].structure)
+            self._cuts = Cuts(graph, ops, owner._wrap, pieces[0].structure)
         seconds = {"trace": began - self._started, "split": perf_counter() - began}
-        forms: dict[str, tuple[Callable[..., Any], effects.Description]] = {}
+        forms: dict[str, tuple[Callable[..., Any], Describe]] = {}
         for piece in captured:
             if piece.structure not in forms:
-                forms[piece.structure] = self._compile(piece, symbols), effects.Description(piece)
+                forms[piece.structure] = self._compile(piece, symbols), effects.description(piece)
         calls = []
         self.infos = [] if self._cuts is None else self._cuts.infos
         for index, piece in enumerate(pieces):
@@ -444,8 +440,17 @@ class _Compilation:
         for sizes in wanted:
             began = perf_counter()
             mode, inputs, axes = symbols.inputs(piece.inputs, self._axis, sizes)
-            with mode, enable_python_dispatcher():
-                module, structure = self._module_for(piece, sizes, inputs, symbols)
+            # In plain form what is an operator for smaller sizes.
+            plain = {
+                op: form.plain
+                for op, form in self._sized.items()
+                if sizes.start > form.largest_size
+            }
+            module, structure = piece.module, piece.structure
+            if any(splitter.operator_of(node) in plain for node in piece.nodes):
+                with mode, enable_python_dispatcher():
+                    module = splitter.written_out(module, plain, inputs)
+                structure = splitter.structure_of(module, symbols.names)
             job = Job(module, inputs, piece.name, structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
@@ -461,20 +466,6 @@ class _Compilation:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
         return ranges.chosen_by_size(forms, place, self._axis)
-
-    def _module_for(
-        self, piece: Piece, sizes: Range, inputs: Sequence[Any], symbols: Symbols
-    ) -> tuple[fx.GraphModule, str]:
-        """The piece, with plain forms of what is an operator for smaller sizes; its structure."""
-        plain = {
-            name: form.plain
-            for name, form in self._sized.items()
-            if sizes.start > form.largest_size
-        }
-        if not any(splitter.operator_of(node) in plain for node in piece.nodes):
-            return piece.module, piece.structure
-        module = splitter.written_out(piece.module, plain, inputs)
-        return module, splitter.structure_of(module, symbols.names)
 
 
 def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:

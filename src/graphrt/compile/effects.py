@@ -15,64 +15,51 @@ from torch._subclasses import FakeTensorMode
 
 from graphrt.compile import torch_api
 from graphrt.compile.failures import line_of
-from graphrt.compile.splitter import Piece, SplittingOps, operator_of
+from graphrt.compile.ranges import sizes_of
+from graphrt.compile.splitter import Describe, Piece, SplittingOps, operator_of
 from graphrt.errors import CompileError
 
-_WRITING_OPERATORS = frozenset(
-    getattr(operator, name)
-    for name in (
-        *("setitem", "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul"),
-        *("ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
-    )
+_IN_PLACE = (
+    "setitem iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
 )
-
+_WRITING_OPERATORS = frozenset(getattr(operator, name) for name in _IN_PLACE.split())
 
 _Known = tuple[list[Callable[[Sequence[Any]], Any]], tuple[int, ...]]
 """What makes each output of the arguments; positions of what is written."""
 
 
-class Description:
-    """Says of calls of a piece what they return and write, without making them."""
+def description(piece: Piece) -> Describe:
+    """Says of calls of a piece what they return and write."""
+    # By their schemas too, because fake kernels of operators need not write.
+    module, declared = piece.module, written_inputs(piece)
+    known: dict[Any, _Known] = {}
 
-    def __init__(self, piece: Piece) -> None:
-        self._module = piece.module
-        # By their schemas too, because fake kernels of operators need not write.
-        self._written = written_inputs(piece)
-        self._known: dict[Any, _Known] = {}
-
-    def __call__(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """What a call with ``args`` returns, new tensors as ``meta`` ones; positions of what it
-        writes."""
+    def describe(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         key = tuple(
             (arg.shape, arg.stride()) if isinstance(arg, torch.Tensor) else arg for arg in args
         )
-        if key not in self._known:
-            self._known[key] = self._describe(args)
-        outputs, written = self._known[key]
+        if key not in known:
+            known[key] = _described(module, declared, args)
+        outputs, written = known[key]
         return tuple(output(args) for output in outputs), written
 
-    def _describe(self, args: Sequence[Any]) -> _Known:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            fakes = [
-                torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
-                if isinstance(arg, torch.Tensor)
-                else arg
-                for arg in args
-            ]
-            versions = [_version(fake) for fake in fakes]
-            outputs = fx.Interpreter(self._module).run(*fakes)
-            written = [at for at, fake in enumerate(fakes) if _version(fake) != versions[at]]
-            written = sorted({*written, *self._written})
-        given = {
-            fake.untyped_storage()._cdata: at
-            for at, fake in enumerate(fakes)
-            if isinstance(fake, torch.Tensor)
-        }
-        return [_output(one, given) for one in outputs], tuple(written)
+    return describe
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) else 0
+def _described(module: fx.GraphModule, declared: Sequence[int], args: Sequence[Any]) -> _Known:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fakes = [
+            torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+            if isinstance(arg, torch.Tensor)
+            else arg
+            for arg in args
+        ]
+        tensors = {at: fake for at, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
+        versions = {at: fake._version for at, fake in tensors.items()}
+        outputs = fx.Interpreter(module).run(*fakes)
+        written = {at for at, fake in tensors.items() if fake._version != versions[at]}
+    given = {fake.untyped_storage()._cdata: at for at, fake in tensors.items()}
+    return [_output(one, given) for one in outputs], tuple(sorted({*written, *declared}))
 
 
 def _output(value: Any, given: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
@@ -85,11 +72,7 @@ def _output(value: Any, given: Mapping[int, int]) -> Callable[[Sequence[Any]], A
         return lambda args: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     offset = value.storage_offset()
     # A view of an argument: what is written through one of them is read through the other.
-    return lambda args: _view(args[at].view(dtype), shape, stride, offset)
-
-
-def _view(base: torch.Tensor, shape: Any, stride: Any, offset: Any) -> torch.Tensor:
-    return base.as_strided(shape, stride, base.storage_offset() + offset)
+    return lambda args: torch_api.view_of(args[at], dtype, shape, stride, offset)
 
 
 def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
@@ -185,7 +168,7 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
         if not isinstance(value, torch.Tensor) or storage_of(node) in given:
             continue
         if any(isinstance(stride, torch.SymInt) for stride in value.stride()):
-            strides = tuple(map(_expression, value.stride()))
+            strides = tuple(map(sympy.sympify, value.stride()))
             if 0 in strides:
                 raise CompileError(
                     f"{node.name} at {line_of(node)}",
@@ -197,12 +180,7 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
             wanted[place] = strides
     if not wanted:
         return call
-    sizes: dict[Any, tuple[int, int]] = {}
-    for at, node in enumerate(piece.inputs):
-        value = node.meta.get("example_value")
-        shape = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(-1, value)]
-        sizes |= {_expression(size): (at, dim) for dim, size in shape}
-    where = {symbol: place for symbol, place in sizes.items() if symbol.is_Symbol}
+    where = {size: place for size, place in sizes_of(piece.inputs) if size.is_Symbol}
     texts = [f"({', '.join(map(torch_api.as_python, strides))},)" for strides in wanted.values()]
     names = ", ".join(str(symbol) for symbol in where)
     strides_for = eval(f"lambda {names}: [{', '.join(texts)}]", {"math": math})
@@ -218,10 +196,6 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
         return results
 
     return with_strides
-
-
-def _expression(value: Any) -> Any:
-    return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
 def noting_writes(

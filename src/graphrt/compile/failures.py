@@ -109,13 +109,12 @@ def refuse_side_effects() -> tuple[str, ...]:
         is_new = type(variable.mutation_type).__name__.endswith("New")
         if source is None or is_new or not effects.is_modified(variable):
             continue
-        name = source.name if isinstance(source.name, str) else source.name()
         attributes = "".join(f".{a}" for a in effects.store_attr_mutations.get(variable, ()))
-        stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, ())
+        stacks = effects.mutation_user_stacks.get(variable, ())
         line = next(filter(None, map(_user_line, reversed(stacks))), Source())
         at = f" at {line.with_text}" if line else ""
-        subject = f"{as_written(name)}{attributes}"
-        if name.startswith("G["):
+        subject = f"{as_written(source.name)}{attributes}"
+        if source.name.startswith("G["):
             changed.append(subject)
             warnings.warn(
                 f"{subject} is changed{at}: this happens in eager runs, and in no replay",

@@ -55,9 +55,9 @@ class Contract:
     def __init__(
         self, args: Any, kwargs: Any, axes: Axes, sizes: Mapping[str, int], least: int = 1
     ) -> None:
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        paths, self._structure = pytree.tree_flatten_with_path((args, kwargs))
+        leaves = [leaf for _, leaf in paths]
         self._same = _first_places(leaves)
-        paths = pytree.tree_flatten_with_path((args, kwargs))[0]
         self._names = [_argument_name(path) for path, _ in paths]
         self._most = dict(sizes)
         self._least = least
@@ -148,10 +148,9 @@ class Contract:
                 if size != other:
                     accepted = f"{other} {wanted}, as dimension {where} of {owner} has"
             raise _breach(f"dimension {dim} of {name}", accepted, str(size))
-        if expected.stride is None:
-            if not leaf.is_contiguous():
-                raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")
-        elif leaf.stride() != expected.stride:
+        if expected.stride is None and not leaf.is_contiguous():
+            raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")
+        if expected.stride not in (None, leaf.stride()):
             raise _breach(f"strides of {name}", str(expected.stride), str(leaf.stride()))
 
 
@@ -183,16 +182,6 @@ def _argument_name(path: Sequence[Any]) -> str:
     return name + pytree.keystr(tuple(rest))
 
 
-class _Read(NamedTuple):
-    """One thing that the trace read."""
-
-    expression: str
-    code: Any
-    """Of ``expression``."""
-    told: tuple[str, object]
-    """How it is compared, and what it was."""
-
-
 class Audit:
     """What the trace read besides its arguments, to be compared with what stands there now.
 
@@ -207,15 +196,12 @@ class Audit:
                 reads[guard.name] = _told(guard.value)
                 for name in _absent(guard):
                     reads[f"{name!r} in {guard.name}.__dict__"] = _told(False)
-        self._reads = []
-        unchecked = []
-        for expression, told in reads.items():
-            if self._now(expression) == told:
-                code = compile(expression, "<graphrt audit>", "eval")
-                self._reads.append(_Read(expression, code, told))
-            else:
-                unchecked.append(as_written(expression))
-        self.unchecked = tuple(unchecked)
+        checked = {one: told for one, told in reads.items() if self._now(one) == told}
+        self.unchecked = tuple(as_written(one) for one in reads if one not in checked)
+        self._reads = {
+            one: (compile(one, "<graphrt audit>", "eval"), told) for one, told in checked.items()
+        }
+        """By expression, its code; how it is compared, and what it was."""
         self._shared = self._sharing()
 
     @property
@@ -224,16 +210,16 @@ class Audit:
 
     def told(self) -> dict[str, list[str]]:
         """What is compared, with its value, and what cannot be."""
-        compared = [f"{as_written(read.expression)}: {read.told[1]!r}" for read in self._reads]
+        compared = [f"{as_written(one)}: {was!r}" for one, (_, (_, was)) in self._reads.items()]
         return {"compared": compared, "not compared": list(self.unchecked)}
 
     def check(self) -> None:
         """Errors: ``GuardAuditError`` with the first thing that differs from the trace."""
-        for read in self._reads:
-            now = self._now(read.code)
-            if now != read.told:
-                expected = f"{read.told[1]!r}, which the trace holds as a constant"
-                raise _changed(read.expression, expected, repr(now[1]))
+        for expression, (code, told) in self._reads.items():
+            now = self._now(code)
+            if now != told:
+                expected = f"{told[1]!r}, which the trace holds as a constant"
+                raise _changed(expression, expected, repr(now[1]))
         for expression, first in self._sharing().items():
             if first != (before := self._shared[expression]):
                 expected = f"the tensor that {as_written(before)} is, as when it was traced"
@@ -246,10 +232,10 @@ class Audit:
         # With the tensors, because an id is one's own only while it lives.
         first: dict[int, tuple[str, Any]] = {}
         found = {}
-        for read in self._reads:
-            if read.told[0] == "a tensor":
-                value = eval(read.code, self._scope)
-                found[read.expression] = first.setdefault(id(value), (read.expression, value))[0]
+        for expression, (code, (kind, _)) in self._reads.items():
+            if kind == "a tensor":
+                value = eval(code, self._scope)
+                found[expression] = first.setdefault(id(value), (expression, value))[0]
         return found
 
     def _now(self, code: Any) -> tuple[str, object]:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from graphrt.compile import torch_api
 from graphrt.compile.effects import noting_writes, written_among
 from graphrt.compile.failures import line_of
-from graphrt.compile.splitter import FIELD, Impls, PieceInfo, SplittingOps, Wrap, operator_of
+from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
 from graphrt.errors import CompileError, ConfigError, SplittingOpError
 
 _NAMESPACE = "graphrt_cut"
@@ -40,7 +40,7 @@ class Cuts:
     """What one runtime runs at the splitting ops of its compiled code, and the pieces it met."""
 
     def __init__(
-        self, graph: fx.GraphModule, ops: SplittingOps, impls: Impls, wrap: Wrap, unique_id: str
+        self, graph: fx.GraphModule, ops: SplittingOps, wrap: Wrap, unique_id: str
     ) -> None:
         self.infos: list[PieceInfo] = []
         """In call order; complete after the first call."""
@@ -53,11 +53,10 @@ class Cuts:
         for node in graph.graph.nodes:
             op = None if ops.find(node) is None else operator_called_by(node)
             if op is not None and op not in self._at:
-                impl = impls.of(node)
-                title = operator_of(node)
-                info = PieceInfo(0, title, "splitting", impl is not None, title)
-                call = impl or torch_api.python_of(title) or op
-                if impl is None and op._schema.is_mutable:
+                is_plain, title = ops.impl_of(node) is not None, operator_of(node)
+                info = PieceInfo(0, title, "splitting", is_plain, title)
+                call = ops.call_of(node) or op
+                if not is_plain and op._schema.is_mutable:
                     call = noting_writes(call, partial(_declared, op))
                 call = wrap(call, info)
                 self._at[op] = call, info, line_of(node)
@@ -185,11 +184,8 @@ def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         running = _CUTS.running
         return (op if running is None else running.at(op))(*args, **kwargs)
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
-
     _library().impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library())
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", op, lib=_library())
     found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return found
 

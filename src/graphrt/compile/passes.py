@@ -13,7 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrt.compile.effects import storage_of, written_by
-from graphrt.compile.splitter import MODULES_OF_TORCH, Impls, SplittingOps
+from graphrt.compile.splitter import MODULES_OF_TORCH, SplittingOps
 
 # They compute nothing: their result is a view or a copy of the first argument, or that itself.
 _MAY_CHANGE_NOTHING = re.compile(
@@ -47,17 +47,17 @@ def remove_noops(graph: fx.GraphModule, ops: SplittingOps) -> int:
     return num_removed
 
 
-def share_masks(graph: fx.GraphModule, ops: SplittingOps, impls: Impls) -> None:
+def share_masks(graph: fx.GraphModule, ops: SplittingOps) -> None:
     """Make what torch's attention adds in place of a boolean mask where that mask is made.
 
-    Attention that is cut out would make it at each call, by three kernels. One of ``impls``, called
-    in place of it, is given the mask itself.
+    Attention that is cut out would make it at each call, by three kernels. A function that is given
+    to be called in place of it gets the mask itself.
     """
     nodes = list(graph.graph.nodes)
     written = {storage_of(value) for node in nodes for value in _may_write(node)}
     made: dict[tuple[Any, ...], fx.Node | None] = {}
     for node in nodes:
-        is_cut_out = ops.find(node) is not None and impls.of(node) is None
+        is_cut_out = ops.find(node) is not None and ops.impl_of(node) is None
         if node.target is not F.scaled_dot_product_attention or not is_cut_out:
             continue
         mask = node.kwargs.get("attn_mask", (*node.args[3:4], None)[0])
@@ -91,10 +91,8 @@ def _additive(attention: fx.Node, mask: fx.Node) -> fx.Node | None:
     with values[inputs.index(mask)].fake_mode, enable_python_dispatcher():
         traced = make_fx(attend)(*values).graph
     given = list(traced.nodes)[inputs.index(mask)]
-    for where in given.users:
-        if where.target is torch.ops.aten.where.self:
-            break
-    else:
+    where = next((one for one in given.users if one.target is torch.ops.aten.where.self), None)
+    if where is None:
         return None
     before = mask.next
     while before.op == "placeholder":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -111,17 +111,8 @@ class Symbols:
 
     def place(self, nodes: Sequence[fx.Node], axis: str) -> tuple[int, int] | None:
         """Position in ``nodes`` and dimension (-1: a number) that are the size of ``axis``."""
-        symbols = {symbol for symbol, known in self.axes.items() if known.name == axis}
-        found = None
-        for index, node in enumerate(nodes):
-            value = node.meta.get("example_value")
-            if _symbol_of(value) in symbols:
-                return index, -1
-            if found is None and isinstance(value, torch.Tensor):
-                for dim, size in enumerate(value.shape):
-                    if _symbol_of(size) in symbols:
-                        found = index, dim
-        return found
+        found = [place for size, place in sizes_of(nodes) if self.names.get(size) == axis]
+        return min(found, key=lambda place: place[1] >= 0, default=None)
 
     def inputs(
         self, nodes: Sequence[fx.Node], axis: str, sizes: Range
@@ -161,10 +152,8 @@ class Symbols:
             expression = expression.xreplace(known)
             if expression.is_number:
                 return int(expression)
-            hint = expression.xreplace(env.backed_var_to_val) if made else None
-            if hint is not None:
-                hint = int(hint) if hint.is_number else None
-            return env.create_symintnode(expression, hint=hint)
+            hint = expression.xreplace(env.backed_var_to_val) if made else expression
+            return env.create_symintnode(expression, hint=int(hint) if hint.is_number else None)
 
         def fake(node: fx.Node) -> Any:
             example = node.meta.get("example_value")
@@ -179,8 +168,14 @@ class Symbols:
         return mode, [fake(node) for node in nodes], made
 
 
-def _symbol_of(value: Any) -> Any:
-    return value.node.expr if isinstance(value, torch.SymInt) else None
+def sizes_of(nodes: Iterable[fx.Node]) -> Iterator[tuple[Any, tuple[int, int]]]:
+    """Each size in ``nodes`` that is no number, with its position and dimension (-1: it is it)."""
+    for index, node in enumerate(nodes):
+        value = node.meta.get("example_value")
+        sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(-1, value)]
+        for dim, size in sizes:
+            if isinstance(size, torch.SymInt):
+                yield size.node.expr, (index, dim)
 
 
 def _backed(env: ShapeEnv, name: str, least: int, most: int) -> Any:

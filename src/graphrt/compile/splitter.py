@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from uuid import uuid4
 
 import sympy
@@ -16,6 +17,8 @@ from torch import fx
 
 from graphrt.compile import torch_api
 from graphrt.errors import SplittingOpError
+
+T = TypeVar("T")
 
 FIELD = "compilation.splitting_ops"
 
@@ -28,10 +31,15 @@ _TRIVIAL = re.compile(
 MODULES_OF_TORCH = ("torch", "operator", "_operator", "math", "builtins")
 _NAMESPACES_OF_TORCH = ("aten", "prim", "prims")
 _PROCESS = uuid4().hex
+_ENDS = ("placeholder", "output")
 
 
 Kind = Literal["captured", "splitting"]
 """``splitting``: runs eagerly between graphs."""
+
+Describe = Callable[[Sequence[Any]], tuple[tuple[Any, ...], tuple[int, ...]]]
+"""Says what a call with these arguments returns, without making it: new tensors as ``meta`` ones,
+and views of arguments; and the positions of those that it writes."""
 
 
 class PieceInfo(NamedTuple):
@@ -47,9 +55,8 @@ class PieceInfo(NamedTuple):
     """Equal for pieces that compute the same, and share compiled code."""
     is_opaque: bool = False
     """True if its kernels cannot be seen by a dispatch mode: see ``describe``."""
-    describe: Callable[[Sequence[Any]], tuple[tuple[Any, ...], tuple[int, ...]]] | None = None
-    """Of an opaque piece: what a call with these arguments returns (``meta`` tensors, and views of
-    arguments), and the positions of those that it writes."""
+    describe: Describe | None = None
+    """Of an opaque piece."""
 
 
 Wrap = Callable[[Callable[..., Any], PieceInfo], Callable[..., Any]]
@@ -72,59 +79,77 @@ class Piece(NamedTuple):
 
 
 class SplittingOps:
-    """The names of ``splitting_ops``, looked up. ``ns::op``, ``ns::op.overload``, ``ns.op``, or the
-    dotted path of a Python callable.
+    """The names of ``splitting_ops``, looked up: ``ns::op``, ``ns::op.overload``, ``ns.op``, or the
+    dotted path of a Python callable. ``impls``: by such names, functions to call in place of them.
 
     Errors: ``SplittingOpError`` for a name that stands for nothing.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(
+        self, names: Sequence[str], impls: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
         self.names = tuple(names)
-        self._of_op: dict[tuple[str, str], str] = {}
-        self._of_function: dict[int, str] = {}
-        self._functions = []
-        for name in names:
-            op = _operator(name)
-            if op is not None:
-                self._of_op[op] = name
-            elif "::" in name:
-                raise _unknown(name, "no operator of that name is registered")
-            else:
-                try:
-                    function = callable_at(name)
-                except (ImportError, AttributeError, TypeError, ValueError) as error:
-                    raise _unknown(name, str(error)) from error
-                self._functions.append(function)  # Its id stays its own.
-                self._of_function[id(function)] = name
+        self._names = _targets(names)
+        self._impls = {
+            target: (impls or {})[name] for target, name in _targets(impls or ()).items()
+        }
 
     def find(self, node: fx.Node) -> str | None:
         """The name that cuts the graph at ``node``; "" for one that torch says no graph can hold;
         None if it is not cut."""
-        if node.op != "call_function":
-            return None
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            return self._of_function.get(id(target))
-        namespace, op, *overload = str(target).split(".")
-        if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:
-            overload = ["default"]
-        found = self._of_op.get((f"{namespace}::{op}", ""))
-        if found is None and overload:
-            found = self._of_op.get((f"{namespace}::{op}", overload[0]))
-        if found is None and torch.Tag.cudagraph_unsafe in getattr(target, "tags", ()):
-            return ""
-        return found
+        tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
+        return _of_node(self._names, node, "" if torch.Tag.cudagraph_unsafe in tags else None)
+
+    def impl_of(self, node: fx.Node) -> Callable[..., Any] | None:
+        """The function that was given for what ``node`` calls."""
+        return _of_node(self._impls, node, None)
+
+    def call_of(self, node: fx.Node) -> Callable[..., Any] | None:
+        """What to call in place of what ``node`` calls: the function given for it, else that which
+        a splitting op is; None: nothing else."""
+        given = self.impl_of(node)
+        if given is None and self.find(node) is not None:
+            # Recorders see what it calls, not one operator whose Python would run at each replay.
+            return torch_api.python_of(operator_of(node))
+        return given
 
 
-class Impls:
-    """Python functions to call in place of operators, by the names that ``SplittingOps`` takes."""
+_Target = tuple[str, str] | Callable[..., Any]
+"""``ns::op`` and overload, "" for every one; or a Python callable."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        self._functions = functions
-        self._names = SplittingOps(tuple(functions))
 
-    def of(self, node: fx.Node) -> Callable[..., Any] | None:
-        return self._functions.get(self._names.find(node) or "")
+def _targets(names: Iterable[str]) -> dict[_Target, str]:
+    """What each of the names stands for."""
+    found: dict[_Target, str] = {}
+    for name in names:
+        op = _operator(name)
+        try:
+            if op is None and "::" in name:
+                raise ValueError("no operator of that name is registered")
+            found[op or callable_at(name)] = name
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise SplittingOpError(
+                f"{FIELD}: {name!r}",
+                expected="ns::op, ns::op.overload or ns.op of a registered operator, or "
+                "package.callable",
+                found=str(error),
+                do="correct it, or import what registers it before the runtime is made",
+            ) from error
+    return found
+
+
+def _of_node(known: Mapping[_Target, T], node: fx.Node, other: T | None) -> T | None:
+    """What is known of what ``node`` calls; else ``other``."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        overload = target._overloadname
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        overload = "default" if target.overloads() == ["default"] else ""
+    else:
+        return known.get(target, other)
+    name = operator_of(node)
+    return known.get((name, ""), known.get((name, overload), other))
 
 
 def _operator(name: str) -> tuple[str, str] | None:
@@ -152,25 +177,15 @@ def callable_at(path: str) -> Callable[..., Any]:
     return found
 
 
-def _unknown(name: str, found: str) -> SplittingOpError:
-    return SplittingOpError(
-        f"{FIELD}: {name!r}",
-        expected="ns::op, ns::op.overload or ns.op of a registered operator, or package.callable",
-        found=found,
-        do="correct it, or import what registers it before the runtime is made",
-    )
-
-
 def cut(
     graph: fx.GraphModule,
     ops: SplittingOps,
-    impls: Impls,
     axes: Mapping[Any, str],
     is_opaque: bool,
     marked: Callable[[fx.Node], Any] | None = None,
 ) -> tuple[list[Piece], tuple[str, ...]]:
-    """Cut ``graph`` at every splitting op; also the ops that it does not have. ``impls``: what to
-    call in place of ops, inside a compiled piece too unless that ``is_opaque``;
+    """Cut ``graph`` at every splitting op; also the ops that it does not have. What ``ops`` say to
+    call in place of one is called inside a compiled piece too, unless that ``is_opaque``.
     ``axes``: by symbol, what varies; ``marked``: leave it whole for another to cut, and call this
     in place of each splitting op.
 
@@ -186,21 +201,9 @@ def cut(
             do="name the operators between which graphs are captured, or () for none",
         )
     pieces = []
-
-    def impl_of(node: fx.Node) -> Any:
-        given = impls.of(node)
-        if given is None and ops.find(node) is not None:
-            # Recorders see what it calls, not one operator whose Python would run at each replay.
-            return torch_api.python_of(operator_of(node))
-        return given
-
-    def mark_of(node: fx.Node) -> Any:
-        return None if marked is None or ops.find(node) is None else marked(node)
-
     if marked is not None:
         # Not the parts in order: they have each ``getitem`` beside its producer.
-        whole = {node for _, nodes in parts for node in nodes}
-        parts = [("captured", [node for node in graph.graph.nodes if node in whole])]
+        parts = [("captured", [node for node in graph.graph.nodes if node.op not in _ENDS])]
     for index, (kind, nodes) in enumerate(parts):
         inside = set(nodes)
         # By first use, so that alike pieces have them in one order.
@@ -208,13 +211,16 @@ def cut(
         inputs = [node for node in used if node not in inside]
         outputs = [node for node in nodes if any(user not in inside for user in node.users)]
         names = {node: name for node in nodes if (name := ops.find(node)) is not None}
-        is_kept = kind == "captured" and is_opaque
-        module = extract(graph, nodes, inputs, outputs, mark_of if is_kept else impl_of)
+        if kind == "splitting" or not is_opaque:
+            called = {node: ops.call_of(node) for node in nodes}
+        else:
+            called = {node: marked(node) for node in names} if marked else {}
+        module = extract(graph, nodes, inputs, outputs, called)
         pieces.append(
             Piece(
                 kind,
                 ", ".join(name for name in names.values() if name) or f"piece {index}",
-                kind == "splitting" and all(impls.of(node) is not None for node in names),
+                kind == "splitting" and all(ops.impl_of(node) is not None for node in names),
                 nodes,
                 inputs,
                 outputs,
@@ -273,7 +279,7 @@ def _parts(
     part_of: dict[fx.Node, list[fx.Node]] = {}
     matched = set()
     for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in _ENDS:
             continue
         name = ops.find(node)
         producer = part_of.get(node.args[0]) if node.target is operator.getitem else None
@@ -306,10 +312,10 @@ def extract(
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
-    in_place_of: Callable[[fx.Node], Any],
+    called: Mapping[fx.Node, Any],
 ) -> fx.GraphModule:
-    """A module of ``nodes``, which always returns a tuple. ``in_place_of``: what to call instead of
-    what a node calls; None: the same."""
+    """A module of ``nodes``, which always returns a tuple. ``called``: what to call instead of what
+    a node calls; None: the same."""
     piece = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -317,7 +323,7 @@ def extract(
         copies[node].meta = node.meta
     for node in nodes:
         copies[node] = piece.node_copy(node, copies.__getitem__)
-        copies[node].target = in_place_of(node) or node.target
+        copies[node].target = called.get(node) or node.target
     piece.output(tuple(copies[node] for node in outputs))
     return fx.GraphModule(graph, piece)
 
@@ -335,29 +341,27 @@ def written_out(
 ) -> fx.GraphModule:
     """``module`` with what the functions do in place of operators of these names; ``inputs``: fake
     ones of it."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    copies: dict[fx.Node, fx.Node] = {}
-    several: dict[Any, tuple[fx.Proxy, ...]] = {}
+    written = fx.GraphModule(module, deepcopy(module.graph))
+    graph, tracer = written.graph, fx.proxy.GraphAppendingTracer(written.graph)
 
     def proxied(used: fx.Node) -> Any:
-        return fx.Proxy(copies[used], tracer)
+        return fx.Proxy(used, tracer)
 
-    for node in module.graph.nodes:
+    for node in list(graph.nodes):
         function = plain.get(operator_of(node))
-        if node.target is operator.getitem and node.args[0] in several:
-            copies[node] = several[node.args[0]][node.args[1]].node
-            continue
         if function is None:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
-        args: Any = fx.node.map_arg(node.args, proxied)
-        made = function(*args, **fx.node.map_arg(node.kwargs, proxied))
+        with graph.inserting_before(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxied)
+            made = function(*args, **kwargs)
         if isinstance(made, tuple):
-            several[node] = made
+            for user in list(node.users):
+                user.replace_all_uses_with(made[user.args[1]].node)
+                graph.erase_node(user)
         elif made is not None:
-            copies[node] = made.node
-    written = fx.GraphModule(module, graph)
+            node.replace_all_uses_with(made.node)
+        graph.erase_node(node)
+    written.recompile()
     _Examples(written).run(*inputs)
     return written
 

@@ -9,8 +9,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,7 +40,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
 
-from graphrt.errors import ConfigError, UnrecordedCodeError
+from graphrt.errors import UnrecordedCodeError
 from graphrt.source import caller_source
 
 _CHECK = "assert_size_stride"
@@ -56,10 +56,9 @@ def mark(tensor: torch.Tensor, dim: int, axis: str, most: int, *, is_backed: boo
     """Let ``dim`` of ``tensor`` vary in the next trace, together with all dims of ``axis``."""
     if is_backed:
         mark_dynamic(tensor, dim, min=2, max=most)
-    elif _MARKS_BOUNDS:
-        mark_unbacked(tensor, dim, shape_id=axis, min=1, max=most)
     else:
-        mark_unbacked(tensor, dim, shape_id=axis)
+        bounds = {"min": 1, "max": most} if _MARKS_BOUNDS else {}
+        mark_unbacked(tensor, dim, shape_id=axis, **bounds)
 
 
 def unmark(tensor: torch.Tensor) -> None:
@@ -102,15 +101,13 @@ def python_of(operator: str) -> Callable[..., Any] | None:
     if any(has_kernel(operator, key) for key in _KEYS_OF_OTHERS):
         return None
     function: Callable[..., Any] = known._init_fn
-    arguments = known._opoverload._schema.arguments
-    if [argument.name for argument in arguments] != [*inspect.signature(function).parameters]:
-        return None
-    types = {argument.name: str(argument.type) for argument in arguments}
+    types = {one.name: str(one.type) for one in known._opoverload._schema.arguments}
     floats = [name for name in types if "float" in types[name]]
+    is_alike = [*types] == [*inspect.signature(function).parameters]
+    if not is_alike or not {types[name] for name in floats} <= {"float", "Optional[float]"}:
+        return None
     if not floats:
         return function
-    if not {types[name] for name in floats} <= {"float", "Optional[float]"}:
-        return None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # An integer would choose the dtype of results.
@@ -177,18 +174,10 @@ def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Itera
 
     ``wrapper``: of a partition and what torch says about it, makes what is called in its place.
     Inductor asks it when it decides on partitions, and when code is loaded. It is the process's:
-    enter it inside a compilation, of which Dynamo permits one at a time. Errors: ``ConfigError``
-    for a torch without it.
+    enter it inside a compilation, of which Dynamo permits one at a time.
     """
-    holder: Any = getattr(inductor_utils, "_unstable_customized_partition_wrapper", None)
+    holder = inductor_utils._unstable_customized_partition_wrapper
     options = {"graph_partition": True, "custom_should_partition_ops": list(ops)}
-    if holder is None:
-        raise ConfigError(
-            "compilation.use_inductor_graph_partition",
-            expected="a torch whose Inductor cuts graphs into partitions that others can wrap",
-            found=f"torch {torch.__version__}, which has no set_customized_partition_wrappers",
-            do="cut at splitting_ops without it, or take torch 2.11 or later",
-        )
     with _replaced(holder, "wrapper", wrapper), inductor_config.patch(options):
         yield
 
@@ -202,28 +191,33 @@ def aligned(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., A
     """
 
     def run(*args: Any) -> Any:
+        given = list(args)
         tensors = [at for at, one in enumerate(args) if isinstance(one, torch.Tensor)]
-        if all(args[at].data_ptr() % inductor_utils.ALIGNMENT == 0 for at in tensors):
+        inductor_utils.copy_misaligned_inputs(given, tensors)
+        copied = [at for at in tensors if given[at] is not args[at]]
+        if not copied:
             return call(*args)
-        given, copied = list(args), {}
-        for at in tensors:
-            if args[at].data_ptr() % inductor_utils.ALIGNMENT:
-                given[at] = inductor_utils.clone_preserve_strides(args[at])
-                copied[given[at].untyped_storage()._cdata] = args[at]
+        bases = {given[at].untyped_storage()._cdata: args[at] for at in copied}
         results = list(call(*given))
-        for at in written:
-            if given[at] is not args[at]:
-                args[at].copy_(given[at])
-        for place, result in enumerate(results):
-            if isinstance(result, torch.Tensor):
-                base = copied.get(result.untyped_storage()._cdata)
-                if base is not None:  # A view of an argument, not of its copy.
-                    base = base.view(result.dtype)
-                    begin = base.storage_offset() + result.storage_offset()
-                    results[place] = base.as_strided(result.shape, result.stride(), begin)
+        for at in {*copied}.intersection(written):
+            args[at].copy_(given[at])
+        for place, one in enumerate(results):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata in bases:
+                # A view of an argument, not of its copy.
+                base = bases[one.untyped_storage()._cdata]
+                offset = one.storage_offset()
+                results[place] = view_of(base, one.dtype, one.shape, one.stride(), offset)
         return tuple(results)
 
     return run
+
+
+def view_of(
+    base: torch.Tensor, dtype: torch.dtype, shape: Any, stride: Any, offset: Any
+) -> torch.Tensor:
+    """The view of ``base`` whose first element is ``offset`` of its own behind the first of it."""
+    typed = base.view(dtype)
+    return typed.as_strided(shape, stride, typed.storage_offset() + offset)
 
 
 def to_bytes(artifact: Any) -> bytes | None:
@@ -261,10 +255,11 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
 def _without_compiler(isas: Sequence[Any] | None) -> Iterator[None]:
     """While entered, Inductor does not start the C++ compiler, or a process, to find out what is
     known: whether the header that it compiled beforehand is stale, which ``isas`` the CPU has."""
-    with ExitStack() as replaced:
-        replaced.enter_context(_replaced(codecache, "_precompile_header", lambda *_, **__: ""))
-        if isas is not None:
-            replaced.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: isas))
+    found = cpu_vec_isa.valid_vec_isa_list if isas is None else lambda: isas
+    with (
+        _replaced(codecache, "_precompile_header", lambda *_, **__: ""),
+        _replaced(cpu_vec_isa, "valid_vec_isa_list", found),
+    ):
         yield
 
 
@@ -372,7 +367,6 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
     fast: Callable[[list[Any]], Any] | None = None
     unchecked: Callable[[list[Any]], Any] | None = None
     is_known = False
-    watchers = _compiled_code.watchers
 
     def other_call(args: tuple[Any, ...]) -> Any:
         nonlocal fast, unchecked, is_known
@@ -384,9 +378,9 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
             seen.append((graph.current_callable, given, found))
             return found
 
-        if is_known or threading.get_ident() in watchers:
+        if is_known or threading.get_ident() in _watchers:
             return slow(*args)
-        with _compiled_code.watched(look):
+        with _watched(look):
             results = slow(*args)
         is_known = True
         if len(seen) == 1 and _are_same(seen[0][1], args) and _are_same(seen[0][2], results):
@@ -396,12 +390,12 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         # Its products refuse to write their results for parameters while gradients are recorded.
-        if fast is None or watchers or torch.is_grad_enabled():
+        if fast is None or _watchers or torch.is_grad_enabled():
             return other_call(args)
         return fast(list(args))
 
     def recorded(*args: Any) -> Any:
-        if unchecked is None or watchers or torch.is_grad_enabled():
+        if unchecked is None or _watchers or torch.is_grad_enabled():
             return other_call(args)
         return unchecked(list(args))
 
@@ -496,42 +490,38 @@ Watcher = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
 """Is called in place of compiled code: with its graph, its inputs, and what runs it."""
 
 
-class _CompiledCode:
-    """Has the calls of Inductor's code on this thread made by a ``Watcher``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.watchers: dict[int, list[Watcher]] = {}
-        """By thread, the one that counts last."""
-        self._original: Any = None
-
-    @contextmanager
-    def watched(self, watcher: Watcher) -> Iterator[None]:
-        thread = threading.get_ident()
-        with self._lock:
-            if not self.watchers:
-                self._replace_call(CompiledFxGraph.__call__)
-            self.watchers.setdefault(thread, []).append(watcher)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.watchers[thread].pop()
-                if not self.watchers[thread]:
-                    del self.watchers[thread]
-                if not self.watchers:
-                    CompiledFxGraph.__call__ = self._original  # type: ignore[method-assign]
-
-    def _replace_call(self, original: Any) -> None:
-        def call(graph: Any, inputs: Any) -> Any:
-            watchers = self.watchers.get(threading.get_ident())
-            return watchers[-1](graph, inputs, original) if watchers else original(graph, inputs)
-
-        self._original = original
-        CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
+_watchers: dict[int, list[Watcher]] = {}
+"""Of the calls of Inductor's code, by thread; the last one counts."""
+_watching = threading.Lock()
 
 
-_compiled_code = _CompiledCode()
+@contextmanager
+def _watched(watcher: Watcher) -> Iterator[None]:
+    """While entered, this thread's calls of Inductor's code are made by ``watcher``."""
+    thread = threading.get_ident()
+    with _watching:
+        if not _watchers:
+            _replace_call(CompiledFxGraph.__call__)
+        _watchers.setdefault(thread, []).append(watcher)
+    try:
+        yield
+    finally:
+        with _watching:
+            _watchers[thread].pop()
+            if not _watchers[thread]:
+                del _watchers[thread]
+            if not _watchers:
+                original = vars(CompiledFxGraph)["__call__"].__wrapped__
+                CompiledFxGraph.__call__ = original  # type: ignore[method-assign]
+
+
+def _replace_call(original: Any) -> None:
+    @wraps(original)
+    def call(graph: Any, inputs: Any) -> Any:
+        watchers = _watchers.get(threading.get_ident())
+        return watchers[-1](graph, inputs, original) if watchers else original(graph, inputs)
+
+    CompiledFxGraph.__call__ = call  # type: ignore[assignment, method-assign]
 
 
 def compiled_code_refused() -> AbstractContextManager[None]:
@@ -539,7 +529,7 @@ def compiled_code_refused() -> AbstractContextManager[None]:
 
     No recorder sees what it launches.
     """
-    return _compiled_code.watched(_refuse)
+    return _watched(_refuse)
 
 
 def _refuse(graph: Any, inputs: Any, run: Any) -> Any:
