@@ -267,6 +267,19 @@ def test_example_of_no_values_by_name_is_refused(given: Any) -> None:
         runner.capture()
 
 
+def test_capture_of_a_lazy_module_is_refused_and_leaves_it_usable() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(4))
+    with rows_runner(lambda x: model(x)) as runner:
+        with pytest.raises(ConfigError, match="lazy") as caught:
+            runner.capture()
+        assert caught.value.subject == "model.0.weight"
+        eager = runner.run({"x": ROWS})  # Makes the parameters.
+        runner.capture()
+        assert torch.equal(runner.run({"x": ROWS}), eager)
+        assert runner.last_decision is not None
+        assert runner.last_decision.mode is FULL
+
+
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn])
 def test_value_without_strides_is_refused_after_one_with_them(make: Any) -> None:
     with rows_runner(double) as runner:

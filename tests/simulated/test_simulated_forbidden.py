@@ -356,10 +356,21 @@ def test_operator_without_a_fake_kernel_is_unsupported(device: SimulatedDevice) 
         library._destroy()
 
 
-def test_sparse_tensor_is_unsupported(device: SimulatedDevice) -> None:
-    sparse = torch.eye(3).to_sparse()
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR) tensor support is in beta")
+@pytest.mark.parametrize("made", ["to_sparse", "to_sparse_csr", "to_sparse_bsr"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda sparse: torch.mm(sparse, torch.ones(4, 4)),
+        lambda sparse: torch.nn.functional.linear(torch.ones(4, 4), sparse),
+        lambda sparse: sparse.to_dense() + 1,
+        lambda sparse: (sparse._values() if sparse.is_sparse else sparse.values()) + 1,
+    ],
+)
+def test_sparse_tensor_is_unsupported(device: SimulatedDevice, made: str, use: Any) -> None:
+    sparse = getattr(torch.eye(4), made)(*[(2, 2)][: made == "to_sparse_bsr"])
     with pytest.raises(UnsupportedOperationError, match="sparse"):
-        record(device, device.new_pool(), lambda: torch.mm(sparse, torch.ones(3, 3)))
+        record(device, device.new_pool(), lambda: use(sparse))
 
 
 def test_wrong_arguments_raise_what_torch_raises(device: SimulatedDevice) -> None:

@@ -29,8 +29,9 @@ from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from graphrt.errors import VerificationError
+from graphrt.errors import ConfigError, VerificationError
 from graphrt.graphs.gc_pause import gc_paused
 from graphrt.graphs.places import (
     CDATA,
@@ -470,6 +471,9 @@ class HostSnapshot:
     submodules, entries of containers, closure variables, the globals that code names, class
     attributes, and ``functools`` caches. Contents of tensors are not: a ``StateGuard`` keeps those.
     While it is kept, so is everything it refers to.
+
+    Errors: ``ConfigError`` for lazy parameters (``torch.nn.LazyLinear``), because a first run that
+    is put back in part would leave a module that nothing can call.
     """
 
     def __init__(self, runnable: object) -> None:
@@ -547,6 +551,13 @@ class HostSnapshot:
         entered = set(map(id, reached.objects.values()))
         for path, owner, name, kind, found, _ in reached.places:
             if issubclass(type(found), torch.Tensor):
+                if is_lazy(found):
+                    raise ConfigError(
+                        path,
+                        expected="parameters and buffers that have a shape before the capture",
+                        found="a lazy one, which the first call makes, and its module another one",
+                        do="call the model once with real values first",
+                    )
                 self._add(path, attributes_of(found), "object")
             if kind in ("cell", "global", "context", "script"):
                 self._add(path, owner, kind, name)

@@ -59,6 +59,16 @@ def unsupported(
     )
 
 
+def cannot_hold(operation: str, tensor: torch.Tensor) -> UnsupportedOperationError:
+    return unsupported(
+        operation,
+        f"{operation} takes a tensor that the simulated device cannot hold",
+        expected="strided CPU tensors",
+        found=f"layout {tensor.layout} on {tensor.device}",
+        do="convert it before the capture.",
+    )
+
+
 def _because(reason: str, fix: str) -> Callable[[str], ForbiddenOp]:
     """Makes the operation of a name that is forbidden for this reason."""
     return lambda name: ForbiddenOp(name, reason, fix)

@@ -27,6 +27,7 @@ from graphrt.device.simulated.forbidden_ops import (
     ForbiddenOp,
     Kwargs,
     Operator,
+    cannot_hold,
     check_operator,
     depends_on_arguments,
     unsupported,
@@ -213,8 +214,12 @@ class Operators:
         ]
 
     def _infer(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
-        if any(one.device.type != "cpu" for one in tensors_in((args, tuple(kwargs.values())))):
+        tensors = list(tensors_in((args, tuple(kwargs.values()))))
+        if any(one.device.type != "cpu" for one in tensors):
             return NOT_RECORDED
+        for one in tensors:
+            if one.layout is not torch.strided:
+                raise cannot_hold(self.traits(func).name, one)
         places = self.traits(func).returns_written
         results = self._run_on_fakes(func, args, kwargs)
         if len(places) == 1:
@@ -287,6 +292,8 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 def _signature(value: Any) -> Hashable:
     """A key under which shapes and kernels are the same. Raises TypeError if there is none."""
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError(value.layout)
         return (value.dtype, value.shape, value.stride(), value.device)
     if isinstance(value, (list, tuple)):
         return tuple([_signature(one) for one in value])

@@ -257,13 +257,13 @@ class SimulatedRecording:
             with mode:
                 return decompose(func, args, kwargs)
         if traits.moves_no_data:
-            self._tensors.note_inputs(args)
+            self._tensors.note_inputs(args, traits.name)
             return func(*args, **kwargs)
         if traits.written:
             self._grow_empty(func, traits, args, kwargs)
         described = self._shared.operators.results(func, args, kwargs)
         if described is NOT_RECORDED:
-            self._tensors.note_inputs(args)
+            self._tensors.note_inputs(args, traits.name)
             return func(*args, **kwargs)
         if traits.only_allocates:
             stream, source = self._shared.thread.stream, caller_source()

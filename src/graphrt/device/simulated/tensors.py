@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.device.simulated.forbidden_ops import unsupported
+from graphrt.device.simulated.forbidden_ops import cannot_hold
 from graphrt.device.simulated.graph import Shared
 from graphrt.device.simulated.memory import LiveBlock, PoolMemory, extent_bytes
 from graphrt.device.simulated.ops import NewTensor, tensors_in
@@ -85,9 +85,12 @@ class RecordedTensors:
         self._blocks[block] = None
         return tensor
 
-    def note_inputs(self, args: Sequence[Any]) -> None:
+    def note_inputs(self, args: Sequence[Any], operation: str) -> None:
         """Remember the tensor objects that a view was taken of: kernels may see views only."""
         for tensor in tensors_in(args):
+            if tensor.layout is not torch.strided:
+                # Of what is taken out of it, nobody would see that another one stands in its place.
+                raise cannot_hold(operation, tensor)
             address = tensor.untyped_storage().data_ptr()
             if address not in self.held and self._memory.arena_at(address) is None:
                 self.held[address] = HeldInput(tensor)
@@ -110,13 +113,7 @@ class RecordedTensors:
         """``value`` with aliases in place of tensors."""
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.device.type != "cpu":
-                raise unsupported(
-                    operation,
-                    f"{operation} takes a tensor that the simulated device cannot hold",
-                    expected="strided CPU tensors",
-                    found=f"layout {value.layout} on {value.device}",
-                    do="convert it before the capture.",
-                )
+                raise cannot_hold(operation, value)
             return self.alias(value, written)
         if type(value) in (list, tuple):
             return type(value)([self.aliased(one, written, operation) for one in value])
