@@ -162,7 +162,7 @@ class Executor:
         self._replaying, self._layers = self.library.replaying, self.options.layers
         device = self.library.device
         self._device_kind = device.torch_device.type
-        self._generators = (device.generator, *self.library.generators)
+        self._generators = self.library.all_generators
         self._has_step_info = False
         """True once an example came with ``step_info``."""
         self._has_constant_info = False
