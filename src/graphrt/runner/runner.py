@@ -92,7 +92,7 @@ from graphrt.runner.report import (
     replaced,
 )
 from graphrt.source import caller_source
-from graphrt.verify import NUM_ADVANCING_RUNS, explain
+from graphrt.verify import NUM_ADVANCING_RUNS, arbitrary_buffers, explain
 
 # CPython 3.11 looks a member up through a Python property; a run has no time for that.
 _EAGER = RuntimeMode.NONE
@@ -134,7 +134,8 @@ class CUDAGraphRunner:
     ``verify``: ``"first"`` compares each first replay with eager: a batch that fills the key bit
     for bit, then batches that are padded to it with the same batch unpadded, and with other rows
     as padding (``check_padding``); ``"off"`` plays it only. ``verify_every``: also compare one run
-    in so many, these two in turns. ``verify_tolerance`` None: bit-equal.
+    in so many, these two in turns; padded integers are those of the sample before, where they are
+    declared arbitrary, else the run's own. ``verify_tolerance`` None: bit-equal.
     ``reads_padding``: why real rows depend on padding on purpose (a scale of the whole batch).
     ``on_miss``: run eager, or raise ``MissError`` (``"strict"``).
     ``watch``: how it is noticed that something was replaced that graphs read besides their inputs
@@ -261,6 +262,8 @@ class CUDAGraphRunner:
         self._observer, self._lockstep, self._verify = observer, lockstep, verify
         self._has_own_examples = examples is not None
         self._verify_every = self._until_verify = verify_every or 0
+        self._other_rows: Values = {}
+        """Of the sample before: what any padded row may hold, of a batch that is another one."""
         self._compares_padding = False
         self.split_failure: Mapping[Key, str] = {}
         """The call that was not cut rightly into micro-batches, and why: from then on none is."""
@@ -684,14 +687,22 @@ class CUDAGraphRunner:
                 # Unpadded, ranks have sizes of their own, and runs that meet in collectives none
                 # in common.
                 self._compares_padding = not self._compares_padding and self._lockstep is None
+                others, self._other_rows = self._other_rows, {}
                 if not pads:
-                    return self._executor.compare(ready, call).outputs
-                try:
-                    return self._executor.compare_padding(ready, call)[0]
-                except VerificationError:
-                    # Padding is not to blame where the graph itself is wrong, which this raises.
-                    self._executor.compare(ready, call)
-                    raise
+                    outputs = self._executor.compare(ready, call).outputs
+                else:
+                    try:
+                        outputs = self._executor.compare_padding(ready, call, others=others)[0]
+                    except VerificationError:
+                        # Padding is not to blame where the graph itself is wrong: this raises.
+                        self._executor.compare(ready, call)
+                        raise
+                for name in arbitrary_buffers(ready.bound):
+                    value, policy = call.values.get(name), ready.bound.specs[name].policy
+                    # Kept ones may be places in a state that holds something else by then.
+                    if value is not None and value.numel() and policy.kind != "keep":
+                        self._other_rows[name] = value
+                return outputs
         except Exception as error:
             if self._lockstep is None and not isinstance(error, VerificationError):
                 raise
