@@ -1090,3 +1090,60 @@ def test_padding_accepted_by_verify_tolerance_is_told_as_equal():
     told = [event for event in events if isinstance(event, PaddingVerified)]
     assert told
     assert all(event.equal and event.max_abs_difference > 1e-3 for event in told)
+
+
+@pytest.mark.parametrize("others", [[7, 7, 7, 7], [7]])
+def test_sampled_padding_has_integers_of_the_sample_before(others):
+    reads_all = torch.zeros(1, dtype=torch.int64)
+
+    def model(*, ids):
+        return ids + reads_all * ids.max()
+
+    def some_ids(sizes, seed):
+        return {"ids": torch.arange(1, 1 + sizes["tokens"]) + seed}
+
+    ids = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(0, arbitrary=True))
+    asked = {"verify_every": 1}
+    with make(model, inputs=(ids,), examples=some_ids, asked=asked) as runtime:
+        runtime.capture()
+        reads_all.fill_(1)  # From now on each row depends on the largest id, of padding too.
+        runtime.step({"ids": torch.tensor(others)}, num_reqs=1)
+        with pytest.raises(VerificationError, match="padding is read"):
+            runtime.step({"ids": torch.tensor([1, 2, 3])}, num_reqs=1)
+
+
+def test_sampled_padding_of_a_model_that_reads_none_is_right():
+    def model(*, ids):
+        return ids * 2
+
+    def some_ids(sizes, seed):
+        return {"ids": torch.arange(1, 1 + sizes["tokens"]) + seed}
+
+    ids = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(0, arbitrary=True))
+    asked = {"verify_every": 1}
+    with make(model, inputs=(ids,), examples=some_ids, asked=asked) as runtime:
+        runtime.capture()
+        for length in (4, 3, 1, 2, 4, 3, 8, 5):
+            rows = torch.arange(5, 5 + length)
+            assert runtime.step({"ids": rows}, num_reqs=1).tolist() == (rows * 2).tolist()
+
+
+def test_sampled_padding_writes_nowhere_that_an_earlier_batch_wrote():
+    cache = torch.zeros(32, 3)
+
+    def model(*, x, slots):
+        cache.index_copy_(0, slots, x)
+        return x * 2
+
+    def valid(sizes, seed):
+        n = sizes["tokens"]
+        return {"x": torch.rand(n, 3) + seed, "slots": torch.arange(n) + 8 * seed}
+
+    slots = BufferSpec("slots", ("tokens",), torch.int64, Padding.keep())
+    options = {"inputs": (X, slots), "examples": valid, "may_overwrite": {cache: "slots"}}
+    with make(model, asked={"verify_every": 1}, **options) as runtime:
+        runtime.capture()
+        runtime.step({"x": torch.ones(8, 3), "slots": torch.arange(8)}, num_reqs=1)
+        with pytest.raises(VerificationError, match="padding is read"):
+            runtime.step({"x": torch.ones(3, 3), "slots": torch.arange(20, 23)}, num_reqs=1)
+    assert cache[4:8].tolist() == [[1.0] * 3] * 4

@@ -179,6 +179,11 @@ class GraphLibrary:
         _refuse_in_children(self)
 
     @property
+    def all_generators(self) -> tuple[torch.Generator, ...]:
+        """Those that captured callables may use: the device's own first."""
+        return (self.device.generator, *self.generators)
+
+    @property
     def is_closed(self) -> bool:
         return self._refusal is _closed_error
 

@@ -31,6 +31,7 @@ from graphrt.verify import (
     RunState,
     Verification,
     WrittenRows,
+    arbitrary_buffers,
     check_cut,
     check_padding,
     check_replay,
@@ -74,10 +75,10 @@ class Comparisons:
     is_strict: bool
 
     def __post_init__(self) -> None:
-        library = self.executor.library
-        self._generators = (library.device.generator, *library.generators)
         self._pads = False
         """Whether the next sample is a padded one."""
+        self._other_rows: dict[str, torch.Tensor] = {}
+        """Of the sample before: what any padded row may hold, of a batch that is another one."""
         self._right_cuts: dict[Hashable, int] = {}
         """Kinds of calls whose cut was right, and how many requests those had together."""
 
@@ -217,14 +218,22 @@ class Comparisons:
             # Unpadded, ranks have sizes of their own, and runs that meet in collectives none in
             # common.
             self._pads = not self._pads and self.lockstep is None
+            others, self._other_rows = self._other_rows, {}
             if not pads:
-                return self.compare(ready, call).outputs
-            try:
-                return self.compare_padding(ready, call)[0]
-            except VerificationError:
-                # Padding is not to blame where the graph itself is wrong, which this raises.
-                self.compare(ready, call)
-                raise
+                outputs = self.compare(ready, call).outputs
+            else:
+                try:
+                    outputs = self.compare_padding(ready, call, others=others)[0]
+                except VerificationError:
+                    # Padding is not to blame where the graph itself is wrong, which this raises.
+                    self.compare(ready, call)
+                    raise
+            for name in arbitrary_buffers(ready.bound):
+                value, policy = call.values.get(name), ready.bound.specs[name].policy
+                # Kept ones may be places in a state that holds something else by then.
+                if value is not None and value.numel() and policy.kind != "keep":
+                    self._other_rows[name] = value
+            return outputs
 
     def run_cut(
         self, key: BatchDescriptor, call: Call, *, is_due: bool
@@ -482,7 +491,7 @@ class Comparisons:
             self.executor.options.state,
             tensors,
             rows,
-            self._generators,
+            self.executor.library.all_generators,
             scratch=scratch,
             poisons=poisons,
             wait=self._wait_for([*tensors.values(), *scratch.values()]),
@@ -501,7 +510,7 @@ class Comparisons:
         """Put everything back at the end."""
         wait = self._wait_for(tensors.values())
         guard = self.executor.options.state
-        state = RunState(guard, tensors, generators=self._generators, wait=wait)
+        state = RunState(guard, tensors, generators=self.executor.library.all_generators, wait=wait)
         saved = state.save()
         try:
             yield state, saved

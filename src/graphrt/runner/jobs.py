@@ -44,7 +44,7 @@ from graphrt.verify import (
     require_other_example,
     require_varied_for_memos,
 )
-from graphrt.verify.run_state import restored
+from graphrt.verify.run_state import RunState, random_state, restored
 
 Phase = Literal["warmup", "warmed", "capture", "captured", "failed"]
 Gate = Callable[["CaptureJob", Phase], bool]
@@ -142,8 +142,9 @@ def capture_all(
     that other calls capture. Resources are reserved for the largest of these and the jobs' keys,
     because none may grow once a graph holds its address. ``host``: what the jobs' callable
     remembered before the first of several calls; by default taken now. What each run advances on
-    the host (a counter) is put back when the call ends, also by an error; what only the first run
-    for a key sets (a memo) stays. ``ended(phase)`` is called as all jobs are warmed up, captured
+    the host (a counter) is put back when the call ends, also by an error, and so are the random
+    generators of the library, of torch's host, of Python and NumPy; what only the first run for a
+    key sets (a memo) stays. ``ended(phase)`` is called as all jobs are warmed up, captured
     and checked.
     Errors: the first failure, unless failures are skipped. A check that fails does not hinder
     those of the other jobs. ``ConfigError`` for arguments of another kind.
@@ -159,6 +160,7 @@ def capture_all(
     hosts = {} if host is None else {id(host.runnable): host}
     run = _Run(library, jobs, options or CaptureOptions(), gate or (lambda job, phase: True), hosts)
     opened = nullcontext(library.scope) if library.scope else library.capture_scope(run.options)
+    restore_random = random_state(library.all_generators)
     try:
         with opened as scope:
             options = run.options = scope.options
@@ -198,6 +200,7 @@ def capture_all(
             raise failure
         return run.report()
     finally:
+        restore_random()
         run.restore_hosts()
         run.put_back()
         library.settle(program for own in run.captured.values() for program in own)
@@ -571,7 +574,7 @@ class _Run:
                 key=job.key,
                 run_eager=run_eager,
                 run_replay=run_replay,
-                state=self.options.state,
+                state=RunState(self.options.state, generators=self.library.all_generators),
                 runnable=fn,
                 before_warmup=host,
                 observer=self.library.emit,

@@ -138,7 +138,8 @@ class CUDAGraphRunner:
     ``verify``: ``"first"`` compares each first replay with eager: a batch that fills the key bit
     for bit, then batches that are padded to it with the same batch unpadded, and with other rows
     as padding (``check_padding``); ``"off"`` plays it only. ``verify_every``: also compare one run
-    in so many, these two in turns. ``verify_tolerance`` None: bit-equal.
+    in so many, these two in turns; padded integers are those of the sample before, where they are
+    declared arbitrary, else the run's own. ``verify_tolerance`` None: bit-equal.
     ``reads_padding``: why real rows depend on padding on purpose (a scale of the whole batch).
     ``on_miss``: run eager, or raise ``MissError`` (``"strict"``).
     ``watch``: how it is noticed that something was replaced that graphs read besides their inputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -189,6 +191,24 @@ class RunState:
             not torch.equal(item.get_state(), state)
             for item, state in zip(self.generators, saved.generators, strict=True)
         )
+
+
+def random_state(generators: Iterable[torch.Generator]) -> Callable[[], None]:
+    """What puts ``generators``, torch's own of the host, Python's and NumPy's back where they stand
+    now. Not inside a recording."""
+    of_torch = RunState(generators=tuple(dict.fromkeys((torch.default_generator, *generators))))
+    saved, of_python = of_torch.save(), random.getstate()
+    numpy_random = sys.modules.get("numpy.random")  # It is not imported for this.
+    of_numpy = None if numpy_random is None else numpy_random.get_state(legacy=False)
+
+    def put_back() -> None:
+        random.setstate(of_python)
+        if numpy_random is not None:
+            numpy_random.set_state(of_numpy)
+        if of_torch.drew_random(saved):
+            of_torch.restore(saved)
+
+    return put_back
 
 
 def restored(before_warmup: HostSnapshot | None) -> AbstractContextManager[None]:
