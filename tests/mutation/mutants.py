@@ -266,9 +266,9 @@ MUTANTS = [
     ),
     Mutant(
         "first replay advances guarded state",
-        RUNNER + "comparisons.py",
-        "        finally:\n            state.restore(saved)\n",
-        "        finally:\n            pass\n",
+        VERIFY + "run_state.py",
+        "        if not on_error:\n            self.restore(saved)\n",
+        "        if not on_error:\n            pass\n",
         "simulated/test_runtime_capture.py simulated/test_runner_jobs.py",
     ),
     Mutant(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -98,7 +98,8 @@ class Comparisons:
         with self._among_ranks(entry):
             ready, call = self.executor.make_ready(entry), self.executor.example(entry.key, 1)
             whole, num_left = self._overwritten()
-            with self._state_kept(whole) as (state, saved):
+            state = self._state(whole)
+            with state.put_back() as saved:
                 if not self.verifies:
                     with noted_eager_segments():
                         self.executor.replay(ready, *call[:4])
@@ -496,17 +497,11 @@ class Comparisons:
         is_gpu = library.device.torch_device.type != "cpu"
         return library.synchronize if on_host and is_gpu else None
 
-    @contextmanager
-    def _state_kept(self, tensors: Values = _NONE) -> Iterator[tuple[RunState, SavedState]]:
-        """Put everything back at the end."""
+    def _state(self, tensors: Values = _NONE) -> RunState:
+        """What runs on examples may write."""
         wait = self._wait_for(tensors.values())
         guard = self.executor.options.state
-        state = RunState(guard, tensors, generators=self._generators, wait=wait)
-        saved = state.save()
-        try:
-            yield state, saved
-        finally:
-            state.restore(saved)
+        return RunState(guard, tensors, generators=self._generators, wait=wait)
 
     # -- other runs on examples
 
@@ -517,7 +512,7 @@ class Comparisons:
         """
         executor, wait = self.executor, self.executor.library.synchronize
         least = [sys.maxsize] * len(entries)
-        with self._state_kept():
+        with self._state().put_back():
             calls = [(executor.make_ready(each), executor.example(each.key, 1)) for each in entries]
             for _ in range(TIMED_ROUNDS):
                 for number, (ready, call) in enumerate(calls):
@@ -535,7 +530,7 @@ class Comparisons:
         """Give ``run`` a call of ``fn`` on an example of ``sizes``, as in an eager step, and the
         dimensions of its inputs that vary. State stays as it was."""
         executor = self.executor
-        with self._state_kept():
+        with self._state().put_back():
             key = BatchDescriptor(next(iter(sizes.values())))
             call = executor.example_call(sizes, 0)
             bound = executor.unpadded(key, sizes)

@@ -26,7 +26,6 @@ from graphrt.graphs import (
     GraphLibrary,
     HostSnapshot,
     Program,
-    StateGuard,
     TimedPhase,
     capture_program,
     optional_methods,
@@ -42,7 +41,7 @@ from graphrt.verify import (
     require_other_example,
     require_varied_for_memos,
 )
-from graphrt.verify.run_state import restored
+from graphrt.verify.run_state import RunState, restored
 
 Phase = Literal["warmup", "warmed", "capture", "captured", "failed"]
 Gate = Callable[["CaptureJob", Phase], bool]
@@ -322,7 +321,7 @@ class _Run:
         warmups = self.options.warmups
         scope.prepare_for_capture(job.key)
         doing = noting(f"in a warm-up of {job.name}, {job.mode.name}, {job.key}")
-        with _guarded(self.options.state if warmups else None), doing:
+        with RunState(self.options.state if warmups else None).put_back(), doing:
             for number in range(warmups):
                 host = self._host_of(job, scope)
                 # Libraries branch on "is this a capture": the last warm-up takes the same branch.
@@ -346,7 +345,7 @@ class _Run:
             host = self._host_of(job, scope)
             # The capture of a direct job is a run of its own.
             run = nullcontext() if job.is_direct else host.run(is_first=is_first)
-            with _guarded(state), run, scope.step(job.mode, job.key):
+            with RunState(state).put_back(), run, scope.step(job.mode, job.key):
                 if job.is_direct:
                     fn, options = self._callable_of(job), self._options_of(job)
                     if isinstance(job.target, UBatchWrapper):
@@ -365,7 +364,11 @@ class _Run:
                 # A memo or a counter? One more run tells, where there was no warm-up.
                 args, kwargs = self._inputs(job)
                 run = host.run(is_first=False)
-                with _guarded(self.options.state), run, scope.step(RuntimeMode.NONE, job.key):
+                with (
+                    RunState(self.options.state).put_back(),
+                    run,
+                    scope.step(RuntimeMode.NONE, job.key),
+                ):
                     job.target(*args, **kwargs)
                 self._ran_again.add(id(host))
             is_kept = self.gate(job, "captured")
@@ -524,9 +527,9 @@ class _Run:
         host = self.hosts.get(id(fn))
         whole = None
         if job.key.num_ubatches > 1:
-            with _guarded(self.options.state), restored(host):
+            with RunState(self.options.state).put_back(), restored(host):
                 whole = own_copy(run_eager(replace(job.key, num_ubatches=1)))
-        with _guarded(self.options.state):
+        with RunState(self.options.state).put_back():
             verification = check_replay(
                 mode=job.mode,
                 key=job.key,
@@ -548,18 +551,6 @@ def _wrapper_of(target: object) -> CUDAGraphWrapper | None:
     if isinstance(target, UBatchWrapper):
         return target.graphs
     return target if isinstance(target, CUDAGraphWrapper) else None
-
-
-@contextmanager
-def _guarded(state: StateGuard | None) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    token = state.save()
-    try:
-        yield
-    finally:
-        state.restore(token)
 
 
 def _free_frames(error: BaseException) -> None:

@@ -153,7 +153,6 @@ def check_padding(
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
             padded size or varies from run to run, with the first rows that differ.
     """
-    saved = state.save()
     subject = f"{mode.name}, {key}, real sizes {dict(sizes)}"
     names = () if reads_padding else arbitrary_buffers(bound)
 
@@ -176,7 +175,7 @@ def check_padding(
         outputs = call_with(call, *varied)
         return outputs if is_last else own_copy(outputs), state.save()
 
-    try:
+    with state.put_back(on_error=True) as saved:
         # A replay first: a GPU is busy with it while the host launches the eager run.
         varied = run(replay, *names) if names else None
         unpadded = None if run_unpadded is None else run(run_unpadded)
@@ -234,9 +233,6 @@ def check_padding(
             do="mask what is summed over rows, and pass the real size as a tensor in place of the "
             "number of rows",
         )
-    except BaseException:
-        state.restore(saved)
-        raise
 
 
 class Float32Seen(LookingMode):
