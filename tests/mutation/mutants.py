@@ -359,9 +359,9 @@ MUTANTS = [
     ),
     Mutant(
         "state stays as a failed run left it",
-        VERIFY + "replay.py",
-        "    except BaseException:\n        guarded.restore(saved)\n        raise\n",
-        "    except BaseException:\n        raise\n",
+        VERIFY + "run_state.py",
+        "        except BaseException:\n            self.restore(saved)\n            raise\n",
+        "        except BaseException:\n            raise\n",
         REPLAY,
     ),
     Mutant(
@@ -872,8 +872,8 @@ MUTANTS = [
     Mutant(
         "step that was not split does not say why",
         "graphrt/runtime/splitting.py",
-        "        return dispatch(*batch), None, why\n",
-        "        return dispatch(*batch), None, None\n",
+        "real_sizes=sizes)\n        return dispatch(*batch), None, why\n",
+        "real_sizes=sizes)\n        return dispatch(*batch), None, None\n",
         SPLIT_STEPS,
     ),
     # What captures take from the device

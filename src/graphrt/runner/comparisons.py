@@ -78,7 +78,7 @@ class Comparisons:
         self._generators = (library.device.generator, *library.generators)
         self._pads = False
         """Whether the next sample is a padded one."""
-        self._right_cuts: dict[Hashable, int] = {}
+        self.right_cuts: dict[Hashable, int] = {}
         """Kinds of calls whose cut was right, and how many requests those had together."""
 
     # -- of captures
@@ -243,7 +243,7 @@ class Comparisons:
             # A model may take another way where there are more of them.
             tuple(size.bit_length() for size in call.sizes.values()),
         )
-        known = self._right_cuts.get(kind, 0)
+        known = self.right_cuts.get(kind, 0)
         # A list says something of each micro-batch, and nothing of the whole. Of several ranks none
         # runs more often than the others, because runs may meet.
         is_alone = type(call.step_info) in (list, tuple) or self.lockstep is not None
@@ -251,12 +251,8 @@ class Comparisons:
             return self.executor.eager(key, call), None
         outputs, error = self._compare_cut(key, call, slices)
         if error is None:
-            self._right_cuts[kind] = known + slices[-1].request_slice.stop
+            self.right_cuts[kind] = known + slices[-1].request_slice.stop
         return outputs, error
-
-    def forget_cuts(self) -> None:
-        """Trust no cut any longer."""
-        self._right_cuts.clear()
 
     # -- one comparison
 

@@ -683,7 +683,7 @@ class CUDAGraphRunner:
         return outputs
 
     def _forget_cuts(self) -> None:
-        self._comparisons.forget_cuts()
+        self._comparisons.right_cuts.clear()
         self.split_failure = {}
 
     def _find_ready(self, decision: Decision) -> ReadyGraph:
@@ -747,7 +747,7 @@ class CUDAGraphRunner:
                 ready[mode][id(entry.key)] = known
         self._prospects = None
         if not self._keys.pending():
-            self._captures.forget_host()
+            self._captures.host = None
         self.dispatcher: Dispatcher = self._space.make_dispatcher(unavailable=self.missing())
         for mode, key in self.dispatcher.keys:
             entry = self._keys.entries[mode, key]
@@ -871,7 +871,7 @@ class CUDAGraphRunner:
         self._watch.stop()
         self._executor.outputs.expire()
         self._ready = {mode: {} for mode in RuntimeMode}
-        self._captures.forget_host()
+        self._captures.host = None
         self.dispatcher = NoDispatcher(closed_error)
 
     def require_open(self) -> None:

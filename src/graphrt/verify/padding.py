@@ -327,15 +327,11 @@ def check_padding_unread(
     Errors: ``VerificationError`` naming the buffers whose padded rows reach a real output.
     """
     chosen = arbitrary_buffers(bound) if names is None else tuple(names)
-    saved = state.save() if state is not None else None
 
     def outputs(*varied: str) -> Any:
-        with varied_padding(bound, n, varied):
+        with RunState(state).put_back(), varied_padding(bound, n, varied):
             taken = own_copy(run())
-        if state is not None:
-            taken = (taken, state.save())
-            state.restore(saved)
-        return taken
+            return taken if state is None else (taken, state.save())
 
     expected = outputs()
     together = compare(expected, outputs(*chosen))
