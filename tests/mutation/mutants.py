@@ -266,9 +266,9 @@ MUTANTS = [
     ),
     Mutant(
         "first replay advances guarded state",
-        RUNNER + "comparisons.py",
-        "        finally:\n            state.restore(saved)\n",
-        "        finally:\n            pass\n",
+        VERIFY + "run_state.py",
+        "        if not on_error:\n            self.restore(saved)\n",
+        "        if not on_error:\n            pass\n",
         "simulated/test_runtime_capture.py simulated/test_runner_jobs.py",
     ),
     Mutant(
@@ -359,9 +359,9 @@ MUTANTS = [
     ),
     Mutant(
         "state stays as a failed run left it",
-        VERIFY + "replay.py",
-        "    except BaseException:\n        guarded.restore(saved)\n        raise\n",
-        "    except BaseException:\n        raise\n",
+        VERIFY + "run_state.py",
+        "        except BaseException:\n            self.restore(saved)\n            raise\n",
+        "        except BaseException:\n            raise\n",
         REPLAY,
     ),
     Mutant(
@@ -872,8 +872,8 @@ MUTANTS = [
     Mutant(
         "step that was not split does not say why",
         "graphrt/runtime/splitting.py",
-        "        return dispatch(*batch), None, why\n",
-        "        return dispatch(*batch), None, None\n",
+        "real_sizes=sizes)\n        return dispatch(*batch), None, why\n",
+        "real_sizes=sizes)\n        return dispatch(*batch), None, None\n",
         SPLIT_STEPS,
     ),
     # What captures take from the device

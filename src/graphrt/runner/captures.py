@@ -39,8 +39,9 @@ class Captures:
     memory: tuple[DeviceMemory, DeviceMemory] | None = None
     """Before the first capture, and after the last one that ended without an error."""
     memory_taken: MemoryTaken = field(default_factory=MemoryTaken)
-    _host: HostSnapshot | None = None
-    """What the callable remembered on the host before the first part of a capture."""
+    host: HostSnapshot | None = None
+    """What the callable remembered before the first part of a capture; None: no other part follows,
+    and the next warm-up is the first one."""
     _num_captured: int = 0
     """Graphs that the library had captured by then."""
 
@@ -69,24 +70,20 @@ class Captures:
         library.require_no_recording(subject)
         started = perf_counter()
         executor.outputs.expire()
-        if self._host is None:
-            self._host = HostSnapshot(executor.fn)
+        if self.host is None:
+            self.host = HostSnapshot(executor.fn)
             self._num_captured = library.num_cudagraph_captured
         else:
-            self._host.rebase()
+            self.host.rebase()
         try:
             together: AbstractContextManager[None] = nullcontext()
             if lockstep is not None:
                 together = lockstep.capturing(lambda: missing_text(self.keys.missing()))
             with interrupted_between_steps() as check_interrupt, torch.no_grad(), together:
-                yield partial(self._capture, self._host, check_interrupt)
+                yield partial(self._capture, self.host, check_interrupt)
         finally:
             self.seconds += perf_counter() - started
             refresh()
-
-    def forget_host(self) -> None:
-        """No other part follows: the next warm-up is the first one."""
-        self._host = None
 
     def choose(self, wanted: Sequence[Entry]) -> tuple[Sequence[Entry], GenerationName]:
         """What to capture, and whether beside the programs that serve or in their place.
@@ -204,7 +201,7 @@ class Captures:
             if self.library.num_cudagraph_captured == self._num_captured:
                 # No graph reads what the runs have set, and what others change is theirs.
                 host.restore_advanced(memos=True)
-                self._host = None
+                self.host = None
             # What a failed one was made with may belong to others by the next.
             executor.captured_with.clear()
             if entries:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -79,7 +79,7 @@ class Comparisons:
         """Whether the next sample is a padded one."""
         self._other_rows: dict[str, torch.Tensor] = {}
         """Of the sample before: what any padded row may hold, of a batch that is another one."""
-        self._right_cuts: dict[Hashable, int] = {}
+        self.right_cuts: dict[Hashable, int] = {}
         """Kinds of calls whose cut was right, and how many requests those had together."""
 
     # -- of captures
@@ -99,7 +99,8 @@ class Comparisons:
         with self._among_ranks(entry):
             ready, call = self.executor.make_ready(entry), self.executor.example(entry.key, 1)
             whole, num_left = self._overwritten()
-            with self._state_kept(whole) as (state, saved):
+            state = self._state(whole)
+            with state.put_back() as saved:
                 if not self.verifies:
                     with noted_eager_segments():
                         self.executor.replay(ready, *call[:4])
@@ -251,7 +252,7 @@ class Comparisons:
             # A model may take another way where there are more of them.
             tuple(size.bit_length() for size in call.sizes.values()),
         )
-        known = self._right_cuts.get(kind, 0)
+        known = self.right_cuts.get(kind, 0)
         # A list says something of each micro-batch, and nothing of the whole. Of several ranks none
         # runs more often than the others, because runs may meet.
         is_alone = type(call.step_info) in (list, tuple) or self.lockstep is not None
@@ -259,12 +260,8 @@ class Comparisons:
             return self.executor.eager(key, call), None
         outputs, error = self._compare_cut(key, call, slices)
         if error is None:
-            self._right_cuts[kind] = known + slices[-1].request_slice.stop
+            self.right_cuts[kind] = known + slices[-1].request_slice.stop
         return outputs, error
-
-    def forget_cuts(self) -> None:
-        """Trust no cut any longer."""
-        self._right_cuts.clear()
 
     # -- one comparison
 
@@ -505,17 +502,11 @@ class Comparisons:
         is_gpu = library.device.torch_device.type != "cpu"
         return library.synchronize if on_host and is_gpu else None
 
-    @contextmanager
-    def _state_kept(self, tensors: Values = _NONE) -> Iterator[tuple[RunState, SavedState]]:
-        """Put everything back at the end."""
+    def _state(self, tensors: Values = _NONE) -> RunState:
+        """What runs on examples may write."""
         wait = self._wait_for(tensors.values())
         guard = self.executor.options.state
-        state = RunState(guard, tensors, generators=self.executor.library.all_generators, wait=wait)
-        saved = state.save()
-        try:
-            yield state, saved
-        finally:
-            state.restore(saved)
+        return RunState(guard, tensors, generators=self.executor.library.all_generators, wait=wait)
 
     # -- other runs on examples
 
@@ -526,7 +517,7 @@ class Comparisons:
         """
         executor, wait = self.executor, self.executor.library.synchronize
         least = [sys.maxsize] * len(entries)
-        with self._state_kept():
+        with self._state().put_back():
             calls = [(executor.make_ready(each), executor.example(each.key, 1)) for each in entries]
             for _ in range(TIMED_ROUNDS):
                 for number, (ready, call) in enumerate(calls):
@@ -544,7 +535,7 @@ class Comparisons:
         """Give ``run`` a call of ``fn`` on an example of ``sizes``, as in an eager step, and the
         dimensions of its inputs that vary. State stays as it was."""
         executor = self.executor
-        with self._state_kept():
+        with self._state().put_back():
             key = BatchDescriptor(next(iter(sizes.values())))
             call = executor.example_call(sizes, 0)
             bound = executor.unpadded(key, sizes)

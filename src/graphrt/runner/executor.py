@@ -303,18 +303,16 @@ class Executor:
             return outputs
         return self.outputs.bind(outputs).unpad(sizes)
 
-    def no_values(self, key: BatchDescriptor) -> dict[str, torch.Tensor]:
-        """Values of a batch without rows, for the buffers of ``key``."""
+    def padding_of(self, key: BatchDescriptor, sizes: Sizes) -> dict[str, torch.Tensor]:
+        """Rows of padding in place of a batch of ``sizes``, which are all 0 or none."""
         values = {}
         for spec in self._specs(key):
             if spec.policy.kind != "fill_once" and not spec.optional:
                 shape = [0 if isinstance(size, str) else size for size in spec.shape]
                 values[spec.name] = torch.empty(shape, dtype=spec.dtype)
-        return values
-
-    def padding_of(self, key: BatchDescriptor, sizes: Sizes) -> dict[str, torch.Tensor]:
-        """Rows of padding in place of a batch of ``sizes``."""
-        bound, values = self.unpadded(key, sizes), self.no_values(key)
+        if not any(sizes.values()):
+            return values
+        bound = self.unpadded(key, sizes)
         bound.stage(dict.fromkeys(sizes, 0), values)
         return {name: bound.views[name].clone() for name in values}
 

@@ -26,7 +26,6 @@ from graphrt.graphs import (
     GraphLibrary,
     HostSnapshot,
     Program,
-    StateGuard,
     TimedPhase,
     capture_program,
     keep_undeclared,
@@ -344,7 +343,7 @@ class _Run:
         warmups = self.options.warmups
         scope.prepare_for_capture(job.key)
         doing = noting(f"in a warm-up of {job.name}, {job.mode.name}, {job.key}")
-        with _guarded(self.options.state if warmups else None), doing:
+        with RunState(self.options.state if warmups else None).put_back(), doing:
             for number in range(warmups):
                 host = self._host_of(job, scope)
                 # Libraries branch on "is this a capture": the last warm-up takes the same branch.
@@ -381,7 +380,7 @@ class _Run:
             host = self._host_of(job, scope)
             # The capture of a direct job is a run of its own.
             run = nullcontext() if job.is_direct else host.run(is_first=is_first)
-            with _guarded(state), run, scope.step(job.mode, job.key):
+            with RunState(state).put_back(), run, scope.step(job.mode, job.key):
                 if job.is_direct:
                     fn, options = self._callable_of(job), self._options_of(job)
                     if isinstance(job.target, UBatchWrapper):
@@ -402,7 +401,7 @@ class _Run:
                 run = host.run(is_first=False)
                 keeping = self._keeping(job, scope, host)
                 with (
-                    _guarded(self.options.state),
+                    RunState(self.options.state).put_back(),
                     run,
                     scope.step(RuntimeMode.NONE, job.key),
                     keeping,
@@ -566,9 +565,9 @@ class _Run:
         host = self.hosts.get(id(fn))
         whole = None
         if job.key.num_ubatches > 1:
-            with _guarded(self.options.state), restored(host):
+            with RunState(self.options.state).put_back(), restored(host):
                 whole = own_copy(run_eager(replace(job.key, num_ubatches=1)))
-        with _guarded(self.options.state):
+        with RunState(self.options.state).put_back():
             verification = check_replay(
                 mode=job.mode,
                 key=job.key,
@@ -590,18 +589,6 @@ def _wrapper_of(target: object) -> CUDAGraphWrapper | None:
     if isinstance(target, UBatchWrapper):
         return target.graphs
     return target if isinstance(target, CUDAGraphWrapper) else None
-
-
-@contextmanager
-def _guarded(state: StateGuard | None) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    token = state.save()
-    try:
-        yield
-    finally:
-        state.restore(token)
 
 
 def _free_frames(error: BaseException) -> None:

@@ -12,12 +12,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode, is_key
-from graphrt.config.checked import (
-    check_choice,
-    check_count,
-    check_type,
-    checked_list,
-)
+from graphrt.config.checked import check_choice, check_count, check_type, checked_list
 from graphrt.dispatch import BucketDispatcher, BucketKey, ordered_sizes
 from graphrt.errors import (
     BatchError,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from time import perf_counter_ns
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self
@@ -267,7 +267,7 @@ class CUDAGraphRunner:
         self._look = self._watch.look_at_all if watch == "always" else self._watch.look
 
         self._has_own_examples = examples is not None
-        self._verify_every = self._until_verify = verify_every or 0
+        self._verify_every, self._run_numbers = verify_every, count(1)
         # Empty during a run. To pop asks and takes in one, so that no other thread comes between;
         # a lock would take five times as long.
         self._turn, self._is_closed = [True], False
@@ -613,7 +613,7 @@ class CUDAGraphRunner:
             if ready is None:
                 ready = self._find_ready(decision)
             ready.entry.hits += 1
-            if self._verify_every and self._is_sampled():
+            if self._verify_every and not next(self._run_numbers) % self._verify_every:
                 return self._compare(ready, Call(values, sizes, staged, step_info))
             return self._executor.replay(ready, values, sizes, staged, step_info)
         finally:
@@ -638,13 +638,9 @@ class CUDAGraphRunner:
 
     def execute_padding(self, decision: Decision, step_info: Any = None) -> None:
         """Run what was decided without a batch, in padding alone: one row of it if eager."""
-        one = dict.fromkeys(self.axes, 1)
-        if decision.mode is _EAGER:
-            values = self._executor.padding_of(decision.descriptor, one)
-            self.execute(decision, one, values, step_info)
-        else:
-            values = self._executor.no_values(decision.descriptor)
-            self.execute(decision, dict.fromkeys(self.axes, 0), values, step_info)
+        sizes = dict.fromkeys(self.axes, int(decision.mode is _EAGER))
+        values = self._executor.padding_of(decision.descriptor, sizes)
+        self.execute(decision, sizes, values, step_info)
 
     def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
         """Look at everything; ``decision``, or an eager one where its program is invalid now, or
@@ -673,18 +669,12 @@ class CUDAGraphRunner:
             self._watch.is_marked = self._watch.mode != "off"
             raise
 
-    def _is_sampled(self) -> bool:
-        self._until_verify -= 1
-        if self._until_verify > 0:
-            return False
-        self._until_verify = self._verify_every
-        return True
-
     def _cut(self, decision: Decision, call: Call) -> Any:
         """Run a call in micro-batches. Where a comparison finds that they differ from the whole
         batch, the result is that of the whole batch, and ``split_failure`` says why."""
         key = decision.descriptor
-        is_due = bool(self._verify_every) and self._is_sampled()
+        every = self._verify_every
+        is_due = every is not None and not next(self._run_numbers) % every
         outputs, error = self._comparisons.run_cut(key, call, is_due=is_due)
         if error is not None:
             why = failure_text(error)
@@ -694,7 +684,7 @@ class CUDAGraphRunner:
         return outputs
 
     def _forget_cuts(self) -> None:
-        self._comparisons.forget_cuts()
+        self._comparisons.right_cuts.clear()
         self.split_failure = {}
 
     def _find_ready(self, decision: Decision) -> ReadyGraph:
@@ -758,7 +748,7 @@ class CUDAGraphRunner:
                 ready[mode][id(entry.key)] = known
         self._prospects = None
         if not self._keys.pending():
-            self._captures.forget_host()
+            self._captures.host = None
         self.dispatcher: Dispatcher = self._space.make_dispatcher(unavailable=self.missing())
         for mode, key in self.dispatcher.keys:
             entry = self._keys.entries[mode, key]
@@ -882,7 +872,7 @@ class CUDAGraphRunner:
         self._watch.stop()
         self._executor.outputs.expire()
         self._ready = {mode: {} for mode in RuntimeMode}
-        self._captures.forget_host()
+        self._captures.host = None
         self.dispatcher = NoDispatcher(closed_error)
 
     def require_open(self) -> None:

@@ -66,7 +66,7 @@ def check_cut(
     compared: they fall on other rows.
     """
     whole_key, subject = replace(key, num_ubatches=1), f"{key.num_ubatches} micro-batches, {key}"
-    saved, host = state.save(), HostSnapshot(runnable)
+    host = HostSnapshot(runnable)
     expected: list[Any] = []
 
     def difference(rows: Any, around: Callable[[], _Around]) -> Comparison | None:
@@ -85,7 +85,7 @@ def check_cut(
             outcome = again
         return outcome
 
-    try:
+    with state.put_back(on_error=True) as saved:
         stage(whole_key)
         watch = observed_writes() if observes else nullcontext(list[Write]())
         seen = Float32Seen()
@@ -117,25 +117,11 @@ def check_cut(
             largest = outcome.max_abs_difference
             observer(Verified(RuntimeMode.NONE, key, outcome.is_equal, largest))
         if outcome.is_equal:
-            unlike = state.unlike_scratch(saved, whole[1], limits)
-            if unlike:
-                warn_unverified(
-                    subject,
-                    expected="what the whole batch writes, unless it is scratch that no later run "
-                    "reads",
-                    found="; ".join(
-                        f"{name} is left otherwise: {it}" for name, it in unlike.items()
-                    ),
-                    do="may_overwrite={tensor: 'input that indexes its rows'} compares the rows",
-                    is_strict=False,
-                )
+            _warn_of_scratch(subject, state.unlike_scratch(saved, whole[1], limits))
             return found[0], None
         _put_back(state, saved, host)
         stage(whole_key)
         return run(whole_key), _unlike(subject, outcome)
-    except BaseException:
-        state.restore(saved)
-        raise
 
 
 def require_like_whole(subject: str, whole: Any, cut: Any) -> None:
@@ -152,6 +138,17 @@ def _unlike(subject: str, outcome: Comparison) -> VerificationError:
         found=f"rows of one micro-batch depend on those of another: {outcome}",
         do=_DO,
     )
+
+
+def _warn_of_scratch(subject: str, unlike: Mapping[str, Comparison]) -> None:
+    if unlike:
+        warn_unverified(
+            subject,
+            expected="what the whole batch writes, unless it is scratch that no later run reads",
+            found="; ".join(f"{name} is left otherwise: {it}" for name, it in unlike.items()),
+            do="may_overwrite={tensor: 'input that indexes its rows'} compares the rows",
+            is_strict=False,
+        )
 
 
 def _put_back(state: RunState, saved: Any, host: HostSnapshot) -> None:

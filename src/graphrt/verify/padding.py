@@ -155,7 +155,6 @@ def check_padding(
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
             padded size or varies from run to run, with the first rows that differ.
     """
-    saved = state.save()
     subject = f"{mode.name}, {key}, real sizes {dict(sizes)}"
     names = () if reads_padding else arbitrary_buffers(bound)
 
@@ -178,7 +177,7 @@ def check_padding(
         outputs = call_with(call, *varied)
         return outputs if is_last else own_copy(outputs), state.save()
 
-    try:
+    with state.put_back(on_error=True) as saved:
         # A replay first: a GPU is busy with it while the host launches the eager run.
         varied = run(replay, *names) if names else None
         unpadded = None if run_unpadded is None else run(run_unpadded)
@@ -236,9 +235,6 @@ def check_padding(
             do="mask what is summed over rows, and pass the real size as a tensor in place of the "
             "number of rows",
         )
-    except BaseException:
-        state.restore(saved)
-        raise
 
 
 class Float32Seen(LookingMode):
@@ -333,15 +329,11 @@ def check_padding_unread(
     Errors: ``VerificationError`` naming the buffers whose padded rows reach a real output.
     """
     chosen = arbitrary_buffers(bound) if names is None else tuple(names)
-    saved = state.save() if state is not None else None
 
     def outputs(*varied: str) -> Any:
-        with varied_padding(bound, n, varied):
+        with RunState(state).put_back(), varied_padding(bound, n, varied):
             taken = own_copy(run())
-        if state is not None:
-            taken = (taken, state.save())
-            state.restore(saved)
-        return taken
+            return taken if state is None else (taken, state.save())
 
     expected = outputs()
     together = compare(expected, outputs(*chosen))

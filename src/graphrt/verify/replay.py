@@ -109,13 +109,12 @@ def check_replay(
             two callables pass unchanged.
     """
     guarded = state if isinstance(state, RunState) else RunState(state)
-    saved = guarded.save()
 
     def replay_at_first() -> Any:
         with restored(before_warmup):
             return run_replay()
 
-    try:
+    with guarded.put_back(on_error=True) as saved:
         for num_before in range(num_runs):
             if num_before:
                 guarded.restore(saved)
@@ -161,9 +160,6 @@ def check_replay(
                         guarded,
                     ),
                 )
-    except BaseException:
-        guarded.restore(saved)
-        raise
     return verification
 
 

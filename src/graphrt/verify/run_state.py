@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -125,6 +125,18 @@ class RunState:
                     as_bits(tensor).index_copy_(0, index, as_bits(compared[name]))
         for generator, state in zip(self.generators, saved.generators, strict=True):
             generator.set_state(state)
+
+    @contextmanager
+    def put_back(self, *, on_error: bool = False) -> Iterator[SavedState]:
+        """Write everything back at the end, or only ``on_error``."""
+        saved = self.save()
+        try:
+            yield saved
+        except BaseException:
+            self.restore(saved)
+            raise
+        if not on_error:
+            self.restore(saved)
 
     def begin(self, saved: SavedState, *, is_last: bool = False) -> None:
         """Make everything as it was for another run, which finds the written rows poisoned."""
