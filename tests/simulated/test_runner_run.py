@@ -232,6 +232,29 @@ def test_rows_of_an_output_are_values_of_the_next_run(rows, is_written, is_captu
             assert all(torch.equal(found[one], expected[one]) for one in expected)
 
 
+@pytest.mark.parametrize("policy", ["view", "clone", "checked_view"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: torch.fft.fft(x).conj(),
+        lambda x: torch.fft.fft(x).conj().imag,
+        lambda x: {"rows": x + 1, "none": x[:, :0] + 1},
+    ],
+)
+def test_outputs_with_bits_or_without_elements_are_served(model, policy):
+    axes = {"rows": "n", "none": "n"} if isinstance(model(torch.ones(1, 4)), dict) else {"": "n"}
+    with rows_runner(model, (2, 4), outputs=OutputSpec(axes, policy), verify_every=1) as runner:
+        runner.capture()
+        for n in (4, 3, 2, 1, 5):
+            values = random_rows({"n": n}, seed=n)
+            found, expected = runner.run(values), model(**values)
+            assert runner.last_decision.mode is (FULL if n < 5 else NONE)
+            if isinstance(expected, dict):
+                assert found["none"].shape == (n, 0)
+                found, expected = found["rows"], expected["rows"]
+            assert torch.equal(found, expected)
+
+
 # -- sizes read off values
 
 
