@@ -306,8 +306,8 @@ def rows_runner(
     """
     return CUDAGraphRunner(
         fn,
-        inputs=[BufferSpec("x", ("n", 4), torch.float32)],
         **{
+            "inputs": [BufferSpec("x", ("n", 4), torch.float32)],
             "device": "simulated",
             "outputs": OutputSpec({"": "n"}),
             "sizes": sizes if isinstance(sizes, Mapping) else {"n": list(sizes)},

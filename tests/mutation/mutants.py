@@ -211,9 +211,18 @@ MUTANTS = [
     Mutant(
         "eager step does not end checked views",
         RUNNER + "executor.py",
-        "            self._expire()\n        bound = self.unpadded(key, staged)",
-        "            pass\n        bound = self.unpadded(key, staged)",
+        "            self._expire()\n        for resource in self._resources:\n"
+        "            resource.prepare(key, step_info)",
+        "            pass\n        for resource in self._resources:\n"
+        "            resource.prepare(key, step_info)",
         CHECKS,
+    ),
+    Mutant(
+        "outputs in static buffers are handed out",
+        RUNNER + "executor.py",
+        '        if self.outputs.policy == "clone":\n',
+        "        if True:\n",
+        "simulated/test_runner_run.py",
     ),
     Mutant(
         "strict mode runs a miss eagerly",

@@ -29,7 +29,7 @@ from graphrt.errors import (
     StaticBufferError,
 )
 from graphrt.events import RanEager, Replayed
-from lab import Tally
+from lab import Tally, random_rows, rows_runner
 
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE
 WIDTH = 3
@@ -205,6 +205,54 @@ def test_checked_view_used_after_the_next_run_raises():
         rows = runner.run(batch(4, 3))["rows"]
     with pytest.raises(StaleOutputError):
         rows.sum()
+
+
+@pytest.mark.parametrize("policy", ["view", "clone", "checked_view"])
+@pytest.mark.parametrize("is_captured", [True, False])
+@pytest.mark.parametrize("is_written", [True, False])
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(4, 8), slice(2, 6), slice(6, 8), slice(1, 8)])
+def test_rows_of_an_output_are_values_of_the_next_run(rows, is_written, is_captured, policy):
+    def model(x):
+        return {"new": x.add(1), "given": x.mul_(2) if is_written else x}
+
+    with rows_runner(
+        model,
+        (2, 4, 8),
+        inputs=[BufferSpec("x", ("n", 4), torch.float32, written=is_written)],
+        outputs=OutputSpec({"new": "n", "given": "n"}, policy),
+    ) as runner:
+        if is_captured:
+            runner.capture()
+        for name in ("given", "new"):
+            outputs = runner.run(random_rows({"n": 8}, seed=3))
+            given = outputs[name][rows].clone().as_subclass(torch.Tensor)
+            found = runner.run({"x": outputs[name][rows]})
+            assert runner.last_decision.mode is (FULL if is_captured else NONE)
+            expected = model(given.clone())
+            assert all(torch.equal(found[one], expected[one]) for one in expected)
+
+
+@pytest.mark.parametrize("policy", ["view", "clone", "checked_view"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: torch.fft.fft(x).conj(),
+        lambda x: torch.fft.fft(x).conj().imag,
+        lambda x: {"rows": x + 1, "none": x[:, :0] + 1},
+    ],
+)
+def test_outputs_with_bits_or_without_elements_are_served(model, policy):
+    axes = {"rows": "n", "none": "n"} if isinstance(model(torch.ones(1, 4)), dict) else {"": "n"}
+    with rows_runner(model, (2, 4), outputs=OutputSpec(axes, policy), verify_every=1) as runner:
+        runner.capture()
+        for n in (4, 3, 2, 1, 5):
+            values = random_rows({"n": n}, seed=n)
+            found, expected = runner.run(values), model(**values)
+            assert runner.last_decision.mode is (FULL if n < 5 else NONE)
+            if isinstance(expected, dict):
+                assert found["none"].shape == (n, 0)
+                found, expected = found["rows"], expected["rows"]
+            assert torch.equal(found, expected)
 
 
 # -- sizes read off values

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.modules import module as torch_module
 
 from graphrt import OutputSpec, Reason, Runtime, SimulatedDevice
 from graphrt.device import simulated
@@ -20,6 +21,7 @@ from graphrt.errors import (
     LifetimeError,
     StaticBufferError,
 )
+from graphrt.events import KeysChanged
 from lab import (
     FULL,
     INPUTS,
@@ -32,6 +34,8 @@ from lab import (
     config,
     example,
     in_a_child,
+    random_rows,
+    rows_runner,
 )
 
 
@@ -54,6 +58,25 @@ def test_close_gives_everything_back_and_may_be_repeated():
         lab.runtime.capture()
     with pytest.raises(LibraryClosedError):
         lab.runtime.check_externals()
+
+
+def test_close_whose_observer_raises_leaves_nothing():
+    wrong = []
+
+    def observe(event):
+        if type(event) in wrong:
+            raise ZeroDivisionError
+
+    before = len(torch_module._global_module_registration_hooks)
+    runner = rows_runner(lambda x: torch.relu(x), observer=observe)
+    runner.capture()
+    runner.run(random_rows({"n": 2}, seed=2))
+    wrong.append(KeysChanged)
+    with pytest.raises(ZeroDivisionError):
+        runner.close()
+    assert len(torch_module._global_module_registration_hooks) == before
+    with pytest.raises(LibraryClosedError):
+        runner.run(random_rows({"n": 2}, seed=2))
 
 
 def test_close_without_a_capture_works():

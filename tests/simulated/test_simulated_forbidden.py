@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -227,6 +228,29 @@ def test_host_tensor_warns_at_its_line_and_strict_refuses(name: str) -> None:
     with pytest.raises(ForbiddenOperationError) as caught:
         record(strict, strict.new_pool(), lambda: (make(), x + 1))
     assert caught.value.source.startswith(line)
+
+
+def test_line_that_makes_host_tensors_warns_once_for_all_recordings() -> None:
+    x, device = torch.zeros(2), SimulatedDevice()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            record(device, device.new_pool(), lambda: [x + torch.tensor(2.0) for _ in range(3)])
+        record(device, device.new_pool(), lambda: x + torch.tensor(2.0))
+    assert len(warned) == 2
+    device.close()
+
+
+def test_packed_weights_are_recorded_in_each_recording(device: SimulatedDevice) -> None:
+    packed, x = torch.ops.quantized.linear_prepack_fp16(torch.eye(4), None), torch.zeros(2, 4)
+    for _ in range(3):
+        graph, out = record(
+            device, device.new_pool(), lambda: torch.ops.quantized.linear_dynamic_fp16(x, packed)
+        )
+        x.fill_(3)
+        graph.replay()
+        assert torch.equal(out, x)
+        x.zero_()
 
 
 @pytest.mark.filterwarnings("ignore:torch")

@@ -362,7 +362,8 @@ class CheckedView(torch.Tensor):
 
             def check_alias(tensor: torch.Tensor) -> torch.Tensor:
                 view = checked.get(tensor.untyped_storage().data_ptr())
-                if view is None or isinstance(tensor, cls):
+                # All tensors without elements have one address.
+                if view is None or isinstance(tensor, cls) or not tensor.numel():
                     return tensor
                 return _checked(tensor, view._spec, view._replay)
 

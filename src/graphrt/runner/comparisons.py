@@ -362,9 +362,9 @@ class Comparisons:
         """Run one call whole and in micro-batches. See ``check_cut``."""
         executor = self.executor
         options, outputs = executor.options, executor.outputs
-        outputs.expire()
-        # A value may be a view of the buffers, which runs may write.
+        # A value may be an output of the run before, which runs may write.
         call = call._replace(values=own_copy(dict(call.values)))
+        outputs.expire()
         bound = executor.unpadded(key, call.staged)
         whole, _ = self._overwritten()
         state = self._run_state(bound, call, bound.views, scratch=whole, poisons=False)

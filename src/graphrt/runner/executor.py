@@ -27,7 +27,16 @@ from graphrt.graphs import (
     autocast_error,
 )
 from graphrt.graphs.buffers import require_tensor
-from graphrt.graphs.values import kept_host_value, map_leaves, own_copy, same_host_value, walk
+from graphrt.graphs.values import (
+    kept_host_value,
+    map_leaves,
+    map_tensors,
+    own_copy,
+    same_host_value,
+    tensors_of,
+    walk,
+)
+from graphrt.graphs.writes import storage_of
 from graphrt.runner.examples import (
     Example,
     Examples,
@@ -122,8 +131,7 @@ class Executor:
         self.captured_with: dict[BatchDescriptor, Any] = {}
         """By key: copies of the example that was captured, until its program is checked."""
         self._resources = tuple(self.options.prepared)
-        # Eager outputs have their real size where it is an axis, and may be views of static buffers
-        # as graph outputs are of graph storage. A length of another kind is cut off here too.
+        # Eager outputs have their real size where it is an axis; other lengths are cut off.
         lengths = [length for dims in declared.axes.values() for length in dims.values()]
         self._hands_eager_out = declared.policy == "view" and not any(map(callable, lengths))
         self._expire = self.outputs.expire if declared.policy == "checked_view" else None
@@ -201,12 +209,26 @@ class Executor:
         bound = self.bind(entry.key)
         if program.state == "captured":
             program.check((), bound.views)  # The first check lets it replay.
-        unpad = self.outputs.bind(program.outputs, bound.sizes).unpad
+        cut = self.outputs.bind(program.outputs, bound.sizes).unpad
+        unpad: Callable[[Sizes], Any] = cut
+        if self.outputs.policy != "clone" and any(map(_is_in(bound), tensors_of(program.outputs))):
+
+            def unpad(sizes: Sizes) -> Any:
+                return self._apart(cut(sizes), bound)
+
         check = self._check_of(program, bound)
         mode, key, has_autocast = entry.mode, entry.key, program.autocast is not None
         return ReadyGraph(
             mode, key, entry, bound, program, unpad, program.has_eager, has_autocast, check
         )
+
+    def _apart(self, outputs: Any, bound: BoundBuffers) -> Any:
+        """``outputs`` with copies of what lies in static buffers: rows of it may be values of the
+        next run, and staging would overwrite them before it reads them."""
+        if self.outputs.policy == "clone":
+            return outputs
+        is_in = _is_in(bound)
+        return map_tensors(outputs, lambda one: one.clone() if is_in(one) else one)
 
     def _check_of(self, program: Program, bound: BoundBuffers) -> Callable[[Any], None] | None:
         """What is compared before each replay beside what costs nothing; None if that is all."""
@@ -249,9 +271,9 @@ class Executor:
         """Stage, prepare, replay, unpad: the arguments are those of a ``Call``. Under no_grad."""
         if self._replaying.title is not None:
             raise self._replaying.refusal(ready.program.title)
-        if self._expire is not None:
-            self._expire()
         ready.bound.stage_without_grad(staged, values)
+        if self._expire is not None:  # Now, because values may be outputs of the run before.
+            self._expire()
         for resource in self._resources:
             resource.prepare(ready.key, step_info)
         if (ready.has_autocast or is_any_autocast_enabled()) and (
@@ -274,8 +296,6 @@ class Executor:
         ``key``: the batch itself; of an input that depends on the key, the spec for these sizes.
         """
         values, _, staged, step_info, slices = call
-        if self._expire is not None:
-            self._expire()
         bound = self.unpadded(key, staged)
         try:
             bound.stage(staged, values)
@@ -286,6 +306,8 @@ class Executor:
             key, staged = batch_key(key, padded), padded
             bound = self.unpadded(key, staged)
             bound.stage(staged, values)
+        if self._expire is not None:
+            self._expire()
         for resource in self._resources:
             resource.prepare(key, step_info)
         return self.run_eagerly(key, bound, call._replace(staged=staged))
@@ -299,9 +321,9 @@ class Executor:
             ForwardContext(RuntimeMode.NONE, key, info, None, layers, across, slices),
         ):
             outputs = self.fn(**bound.views)
-        if self._hands_eager_out and staged is sizes:
-            return outputs
-        return self.outputs.bind(outputs).unpad(sizes)
+        if not self._hands_eager_out or staged is not sizes:
+            outputs = self.outputs.bind(outputs).unpad(sizes)
+        return self._apart(outputs, bound)
 
     def padding_of(self, key: BatchDescriptor, sizes: Sizes) -> dict[str, torch.Tensor]:
         """Rows of padding in place of a batch of ``sizes``, which are all 0 or none."""
@@ -397,6 +419,16 @@ class ProfiledExecutor(Executor):
     def eager(self, key: BatchDescriptor, call: Call) -> Any:
         with self.library.device.range(f"NONE {key}"):
             return super().eager(key, call)
+
+
+def _is_in(bound: BoundBuffers) -> Callable[[torch.Tensor], bool]:
+    held = {view.untyped_storage().data_ptr() for view in bound.views.values()}
+
+    def is_in(tensor: torch.Tensor) -> bool:
+        storage = storage_of(tensor)
+        return storage is not None and storage.data_ptr() in held
+
+    return is_in
 
 
 def _is_same_info(constant: Any, found: Any) -> bool:

@@ -866,14 +866,14 @@ class CUDAGraphRunner:
         """
         if self._owns_library:
             self.library.close()
-        if not self._is_closed:
-            self._observer(KeysChanged(self.name, 0, ()))
-        self._is_closed = True
+        was_closed, self._is_closed = self._is_closed, True
         self._watch.stop()
         self._executor.outputs.expire()
         self._ready = {mode: {} for mode in RuntimeMode}
         self._captures.host = None
         self.dispatcher = NoDispatcher(closed_error)
+        if not was_closed:
+            self._observer(KeysChanged(self.name, 0, ()))  # Last: an observer may raise.
 
     def require_open(self) -> None:
         """Errors: ``LibraryClosedError`` after ``close()``."""

@@ -156,7 +156,7 @@ def _compare_tensors(
     """
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return Difference(path, _describe_tensor(expected), _describe_tensor(actual)), math.nan, 0
-    expected, actual = expected.detach(), actual.detach().to(expected.device)
+    expected, actual = _resolved(expected), _resolved(actual).to(expected.device)
     whole = expected
     if expected.is_complex():
         expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
@@ -194,6 +194,11 @@ def _compare_tensors(
     size = size or _differences(expected, actual, differing).max().item()
     one, other = repr(expected[first].item()), repr(actual[first].item())
     return Difference(path, one, other, size, first, int(num_differing)), size, int(num_ties)
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values, of which none is conjugate or negative by a bit of the tensor alone."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _differences(

@@ -83,6 +83,8 @@ class Shared:
     workspaces: dict[SimulatedStream, Workspace] = field(default_factory=dict)
     """Of the open recording, as a library that keeps one for each stream sees them."""
     compiled_code_guard: Callable[[], AbstractContextManager[Any]] | None = None
+    warned: dict[Any, Any] = field(default_factory=dict)
+    """What ``warnings`` keeps for each module: a line that makes constants is told once."""
 
 
 @dataclass(slots=True)

@@ -297,6 +297,8 @@ def _signature(value: Any) -> Hashable:
         return (value.dtype, value.shape, value.stride(), value.device)
     if isinstance(value, (list, tuple)):
         return tuple([_signature(one) for one in value])
+    if isinstance(value, torch.ScriptObject):  # Packed weights: they have a hash and no equality.
+        raise TypeError(type(value))
     # The type counts: 1, 1.0 and True are equal and choose different kernels.
     return (type(value), value)
 

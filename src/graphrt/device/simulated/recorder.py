@@ -315,6 +315,7 @@ class SimulatedRecording:
                 UserWarning,
                 source.file or "<unknown>",
                 source.line,
+                registry=self._shared.warned,
             )
         self._tensors.note_host(made)
         return made
