@@ -151,3 +151,14 @@ def test_kept_guards_leave_foreign_code_free_to_compile():
             one(x)
         del model.scale
     assert torch.equal(one(x), model(x))
+
+
+def test_argument_of_other_strides_than_traced_is_refused():
+    config = RuntimeConfig(compilation=CompilationConfig(level=2, backend="eager"))
+    entry = Compiled(lambda x: x * 2.0, resolve(config).compile, limits={"tokens": 8})
+    traced, other = torch.randn(8, 6)[:, :3], torch.randn(5, 6)[:, 3:]
+    with torch.no_grad():
+        entry.trace(lambda: entry(traced), [(traced, 0, "tokens")])
+        assert torch.equal(entry(other), other * 2.0)
+        with pytest.raises(ContractError, match="strides of argument 0"):
+            entry(other.contiguous())

@@ -322,8 +322,7 @@ class _Compilation:
     ) -> None:
         self._owner, self._axes, self._started = owner, axes, started
         self._limits, self._plan, self._compiler = owner._limits, owner._plan, owner._compiler
-        self._mode: Any = None
-        self._traced: Symbols | None = None
+        self._symbols: Symbols | None = None
         self.stitched: Callable[..., Any] = _ran_uncompiled
         """What ``run`` made; ``given``: the names of what that takes."""
         self.given: list[str] = []
@@ -348,8 +347,7 @@ class _Compilation:
         side_effects = refuse_side_effects()
         began = perf_counter()
         refuse_values(node for node in graph.graph.nodes if ops.find(node) is None)
-        symbols = self._traced = self._symbols(graph, inputs)
-        self._mode = TracingContext.get().fake_mode
+        symbols = self._symbols = self._symbols_of(graph, inputs)
         num_noops = 0
         if plan.level == 3 and plan.backend in ("eager", "inductor"):
             if plan.pass_config.enable_noop:
@@ -414,20 +412,19 @@ class _Compilation:
 
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
-        if self._owner._is_backed and self._traced is not None:
-            ranges.refuse_shape_guards(self._mode, self._traced.axes, None)
+        if self._owner._is_backed and self._symbols is not None:
+            ranges.refuse_shape_guards(self._symbols.mode, self._symbols.axes, None)
 
-    def _symbols(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
+    def _symbols_of(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
         """Which symbol stands for which axis, by the tensors whose dimensions were marked."""
         axes: dict[Any, Axis] = {}
-        given = (node for node in graph.graph.nodes if node.op == "placeholder")
-        for node, value in zip(given, inputs, strict=True):
+        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
             for dim, name in self._axes.get(id(value), {}).items():
                 size = node.meta["example_value"].shape[dim]
                 if isinstance(size, torch.SymInt):
                     order = list(self._limits).index(name)
                     axes[size.node.expr] = Axis(name, self._limits[name], order)
-        return Symbols(axes, is_backed=self._owner._is_backed)
+        return Symbols(axes, TracingContext.get().fake_mode, is_backed=self._owner._is_backed)
 
     def _compile(self, piece: Piece, symbols: Symbols) -> Callable[..., Any]:
         """A piece, with every form of it, made before any of them is used."""
@@ -473,7 +470,7 @@ def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:
 
 
 def _names(graph: fx.GraphModule) -> list[str]:
-    return [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    return [node.name for node in graph.graph.find_nodes(op="placeholder")]
 
 
 def _refuse_equal_sizes(varying: Varying) -> None:

@@ -102,10 +102,11 @@ class Axis(NamedTuple):
 
 
 class Symbols:
-    """The symbols of a traced graph, and the axes that they stand for."""
+    """The symbols of a graph that was traced in ``mode``, and the axes that they stand for."""
 
-    def __init__(self, axes: Mapping[Any, Axis], *, is_backed: bool) -> None:
+    def __init__(self, axes: Mapping[Any, Axis], mode: Any, *, is_backed: bool) -> None:
         self.axes = dict(axes)
+        self.mode = mode
         self.names = {symbol: axis.name for symbol, axis in axes.items()}
         self._is_backed = is_backed
 

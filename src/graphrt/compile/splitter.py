@@ -243,7 +243,6 @@ def stitch(
         if used.users
     }
     text = {node: f"v{index}" for index, node in enumerate(graph.graph.nodes)}
-    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
     body = []
     for index, piece in enumerate(pieces):
         made = "".join(f"{text[node]}, " for node in piece.outputs)
@@ -252,7 +251,7 @@ def stitch(
         # Free what no later piece reads: an eager run then needs no more memory than uncompiled.
         dead = [text[node] for node in piece.inputs + piece.outputs if last_use[node] == index]
         body += [f"del {', '.join(dead)}"] if dead else []
-    [output] = [node for node in graph.graph.nodes if node.op == "output"]
+    output: Any = graph.graph.output_node()
     # Constants stand in a table, because not every value has a text that gives it back.
     constants: dict[tuple[type, str], tuple[str, Any]] = {}
 
@@ -264,7 +263,7 @@ def stitch(
 
     results = [result(item) for item in output.args[0]]
     body.append(f"return ({''.join(f'{result}, ' for result in results)})")
-    arguments = ", ".join(text[node] for node in given)
+    arguments = ", ".join(text[node] for node in graph.graph.find_nodes(op="placeholder"))
     source = f"def stitched({arguments}):\n" + "".join(f"    {line}\n" for line in body)
     scope = {f"piece_{index}": call for index, call in enumerate(calls)} | dict(constants.values())
     exec(compile(source, "<graphrt stitched>", "exec"), scope)
