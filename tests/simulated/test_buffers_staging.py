@@ -315,6 +315,18 @@ def test_stage_of_a_source_with_grad_keeps_no_history() -> None:
     assert bound.views["hidden"].sum() == 6
 
 
+@pytest.mark.parametrize(("first", "n"), [(0, 4), (2, 4), (4, 4), (1, 7), (7, 1)])
+def test_stage_of_rows_of_the_buffers_reads_them_before_it_writes(first: int, n: int) -> None:
+    bound = one_axis(HIDDEN, IDS).bind(8)
+    bound.stage(8, {"hidden": torch.rand(8, 3), "ids": torch.arange(8)})
+    rows = {name: bound.views[name][first : first + n] for name in ("hidden", "ids")}
+    wanted = {name: value.clone() for name, value in rows.items()}
+    bound.stage(n, rows)
+    for name, value in wanted.items():
+        assert torch.equal(bound.views[name][:n], value)
+        assert not bound.views[name][n:].any()
+
+
 @pytest.mark.parametrize(("where", "runs_on"), [("cpu", False), ("meta", True)])
 def test_stage_waits_only_for_copies_to_the_host(
     where: str, runs_on: bool, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,7 @@ from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.errors import InputMismatchError, LibraryClosedError, StaticBufferError, shown
 from graphrt.graphs.bufferspec import Box, Buffer, BufferSpec, PaddingGroup, group_padding, remember
+from graphrt.graphs.values import storage_start
 
 Sizes = int | Mapping[str, int]
 """Real sizes of a step: a number where the specs use one axis, else axis -> number."""
@@ -55,8 +56,14 @@ class BoundBuffers:
                   be any that converts without changing kind.
         Aliasing: the values are read on the current stream. Host tensors are copied without
                   waiting: pin them, and do not rewrite them before an event of yours says so.
+                  Values that lie in these buffers are copied first.
         Errors:   ``InputMismatchError`` before anything is written.
         """
+        held = self._owner._addresses
+        if isinstance(values, Mapping):
+            inside = [name for name, value in values.items() if _address(value) in held]
+            if inside:  # To refill padding, or to copy other rows, would overwrite them unread.
+                values = {**values, **{name: values[name].clone() for name in inside}}
         if not torch.is_grad_enabled():
             self.stage_without_grad(n, values)
             return
@@ -212,6 +219,7 @@ class BufferSet:
         # Only a copy *to* a GPU may run on: whoever reads a host buffer does not wait for it.
         self._non_blocking = torch_device.type != "cpu"
         self._padding = group_padding(self._buffers.values())
+        self._addresses = {_address(buffer.tensor) for buffer in self._buffers.values()} - {0}
         self._written = [group for group in self._padding if group.written]
         self._bound: dict[Hashable, BoundBuffers] = {}
         self._unpadded: dict[Any, BoundBuffers] = {}
@@ -487,6 +495,11 @@ class _Plan:
             ]
         self.rests = rests
         self.layout = list(map(_layout, sources))
+
+
+def _address(value: Any) -> int:
+    """Of its storage; 0 for what has none."""
+    return storage_start(value) if isinstance(value, torch.Tensor) else 0
 
 
 def is_staging() -> bool:

@@ -60,8 +60,11 @@ class KeptTensors:
         if address in self._kept or num_kept + num_bytes > MAX_KEPT_BYTES:
             return
         wait_for_pinned([tensor])
-        with torch.inference_mode():
-            copy = _whole(storage).clone()
+        try:
+            with torch.inference_mode():
+                copy = _whole(storage).clone()
+        except torch.OutOfMemoryError:  # As if it were too large.
+            return
         forget = partial(self._forget, address)
         self._kept[address] = _Kept(ref(storage, forget), copy, of)
 
