@@ -38,6 +38,22 @@ def test_inputs_are_external_and_results_are_not() -> None:
     assert not tracker.uses_rng
 
 
+def test_observation_inside_a_compiled_function_is_not_compiled() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend, dynamic=True)
+    x, results = torch.ones(4), []
+    double(x)
+    tracker = observed(lambda: results.append(double(x)))
+    assert results[0].tolist() == [2.0] * 4
+    assert [use.tensor is x for use in tracker.externals()] == [True]
+    assert len(compiled) == 1
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_written_arguments_are_known_through_views(mode: Any) -> None:
     cache, total, rows, x = torch.zeros(4, 2), torch.zeros(2), torch.zeros(2), torch.ones(2)

@@ -50,13 +50,23 @@ class LookingMode(TorchDispatchMode):
     """Base of modes that run every operation unchanged.
 
     Without the guard of Dynamo that torch puts around each dispatch: to make it, torch imports its
-    compiler, which takes seconds.
+    compiler, which takes seconds. Dynamo is told once for each class to leave it alone; else it
+    would compile what a mode does inside a function that is compiled.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+        if "__torch_dispatch__" in vars(cls):
+            dynamo: Any = torch._C._dynamo.eval_frame
+            skip = dynamo._FrameAction.SKIP
+            # The first: of this frame; the second: of those that it calls.
+            strategy = dynamo._FrameExecStrategy(skip, skip)
+            dynamo.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphrt.errors import ConfigError, VerificationError
 from graphrt.graphs.gc_pause import gc_paused
@@ -551,7 +551,7 @@ class HostSnapshot:
         entered = set(map(id, reached.objects.values()))
         for path, owner, name, kind, found, _ in reached.places:
             if issubclass(type(found), torch.Tensor):
-                if is_lazy(found):
+                if issubclass(type(found), UninitializedParameter | UninitializedBuffer):
                     raise ConfigError(
                         path,
                         expected="parameters and buffers that have a shape before the capture",

@@ -159,9 +159,10 @@ def capture_all(
     hosts = {} if host is None else {id(host.runnable): host}
     run = _Run(library, jobs, options or CaptureOptions(), gate or (lambda job, phase: True), hosts)
     opened = nullcontext(library.scope) if library.scope else library.capture_scope(run.options)
-    restore_random = random_state(library.all_generators)
+    restore_random: Callable[[], None] | None = None
     try:
         with opened as scope:
+            restore_random = random_state(library.all_generators)
             options = run.options = scope.options
             run.kept = scope.kept
             run.reserve(later)
@@ -199,7 +200,8 @@ def capture_all(
             raise failure
         return run.report()
     finally:
-        restore_random()
+        if restore_random is not None:
+            restore_random()
         run.restore_hosts()
         run.put_back()
         library.settle(program for own in run.captured.values() for program in own)
