@@ -418,7 +418,7 @@ def keep_undeclared(
 
 
 def _declared(library: GraphLibrary, options: CaptureOptions) -> set[torch.UntypedStorage | None]:
-    """The storages that options, guard aside, and static buffers declare."""
+    """The storages that options without their guard, and static buffers, declare."""
     declared = {storage_of(tensor) for tensor in options.may_overwrite}
     declared |= {workspace.storage for workspace in options.workspaces}
     for buffers in library.static_buffers:

@@ -89,7 +89,7 @@ class RecordedTensors:
         """Remember the tensor objects that a view was taken of: kernels may see views only."""
         for tensor in tensors_in(args):
             if tensor.layout is not torch.strided:
-                # Of what is taken out of it, nobody would see that another one stands in its place.
+                # Of what is taken out of it, nobody would see that it is replaced.
                 raise cannot_hold(operation, tensor)
             address = tensor.untyped_storage().data_ptr()
             if address not in self.held and self._memory.arena_at(address) is None:
