@@ -26,6 +26,7 @@ from graphrt import (
     RuntimeMode,
     break_point,
 )
+from graphrt.device.torch_modes import set_grad_enabled
 from graphrt_llm import LLMEngine, SamplingParams
 from graphrt_llm.assembly import TINY_CONFIG
 
@@ -186,7 +187,7 @@ def step(policy: str) -> Sequence[Row]:
     with runtime_of(policy, plan) as runtime:
         whole = steps_of(runtime, policy, values, INNER)
         ready = without_replay(runtime)
-        dispatch, stage = runtime.dispatcher.dispatch, ready.bound.stage
+        dispatch, stage = runtime.dispatcher.dispatch, ready.bound.stage_without_grad
         look, prepare = runtime.runner._look, plan.prepare
         program, unpad = ready.program, ready.unpad
         is_full = policy == "FULL"
@@ -197,10 +198,12 @@ def step(policy: str) -> Sequence[Row]:
                 sizes = {"tokens": TOKENS, "requests": REQUESTS}
                 look()
                 if is_full:
+                    set_grad_enabled(False)
                     stage(sizes, values)
                     prepare(decision.descriptor, None)
                     program.replay()
                     unpad(sizes)
+                    set_grad_enabled(True)
                     continue
                 with torch.no_grad():
                     stage(sizes, values)
@@ -304,7 +307,11 @@ def engine_step() -> Sequence[Row]:
         whole_step(values, **options)
         ready = without_replay(runtime)
         assert ready.mode is RuntimeMode.FULL
-        dispatch, stage, unpad = runtime.dispatcher.dispatch, ready.bound.stage, ready.unpad
+        dispatch, stage, unpad = (
+            runtime.dispatcher.dispatch,
+            ready.bound.stage_without_grad,
+            ready.unpad,
+        )
         look, num_watched = runtime.runner._look, runtime.runner.num_watched
         [resource] = runtime.runner._executor.options.prepared
         program = ready.program
@@ -334,10 +341,12 @@ def engine_step() -> Sequence[Row]:
                 decision = dispatch(num_tokens, uniform, loras, exclude)
                 sizes = {"tokens": num_tokens, "requests": num_reqs}
                 look()
+                set_grad_enabled(False)
                 stage(sizes, values)
                 resource.prepare(decision.descriptor, step_info)
                 program.replay()
                 unpad(sizes)
+                set_grad_enabled(True)
 
         def looking() -> None:
             for _ in range(INNER):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from bisect import bisect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,7 +22,6 @@ from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.errors import InputMismatchError, LibraryClosedError, StaticBufferError, shown
 from graphrt.graphs.bufferspec import Box, Buffer, BufferSpec, PaddingGroup, group_padding, remember
-from graphrt.graphs.values import storage_start
 
 Sizes = int | Mapping[str, int]
 """Real sizes of a step: a number where the specs use one axis, else axis -> number."""
@@ -30,6 +30,7 @@ _shape = operator.attrgetter("shape")
 # Not the device itself, which is slower to read and to compare: a source that moved to another GPU
 # is copied one by one, and as correctly.
 _layout = operator.attrgetter("shape", "dtype", "is_cpu")
+_start_of = torch.Tensor.data_ptr
 
 
 class BoundBuffers:
@@ -59,11 +60,14 @@ class BoundBuffers:
                   Values that lie in these buffers are copied first.
         Errors:   ``InputMismatchError`` before anything is written.
         """
-        held = self._owner._addresses
-        if isinstance(values, Mapping):
-            inside = [name for name, value in values.items() if _address(value) in held]
-            if inside:  # To refill padding, or to copy other rows, would overwrite them unread.
-                values = {**values, **{name: values[name].clone() for name in inside}}
+        bounds = self._owner._bounds
+        try:
+            inside = [bisect(bounds, start) % 2 for start in map(_start_of, values.values())]
+        except (AttributeError, TypeError, RuntimeError):  # No tensors, or none with memory.
+            inside = []
+        if 1 in inside:  # To refill padding, or to copy other rows, would overwrite them unread.
+            pairs = zip(values.items(), inside, strict=True)
+            values = {name: value.clone() if is_in else value for (name, value), is_in in pairs}
         if not torch.is_grad_enabled():
             self.stage_without_grad(n, values)
             return
@@ -219,7 +223,10 @@ class BufferSet:
         # Only a copy *to* a GPU may run on: whoever reads a host buffer does not wait for it.
         self._non_blocking = torch_device.type != "cpu"
         self._padding = group_padding(self._buffers.values())
-        self._addresses = {_address(buffer.tensor) for buffer in self._buffers.values()} - {0}
+        storages = [buffer.tensor.untyped_storage() for buffer in self._buffers.values()]
+        ranges = sorted((one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages)
+        self._bounds = [bound for begin, end in ranges if begin < end for bound in (begin, end)]
+        """Where the memory of each buffer begins and ends, in order."""
         self._written = [group for group in self._padding if group.written]
         self._bound: dict[Hashable, BoundBuffers] = {}
         self._unpadded: dict[Any, BoundBuffers] = {}
@@ -495,11 +502,6 @@ class _Plan:
             ]
         self.rests = rests
         self.layout = list(map(_layout, sources))
-
-
-def _address(value: Any) -> int:
-    """Of its storage; 0 for what has none."""
-    return storage_start(value) if isinstance(value, torch.Tensor) else 0
 
 
 def is_staging() -> bool:
