@@ -1092,6 +1092,16 @@ def test_padding_accepted_by_verify_tolerance_is_told_as_equal():
     assert all(event.equal and event.max_abs_difference > 1e-3 for event in told)
 
 
+def sampled_over_ids(model):
+    """A runtime that compares each step; any id may stand in the padding."""
+
+    def some_ids(sizes, seed):
+        return {"ids": torch.arange(1, 1 + sizes["tokens"]) + seed}
+
+    ids = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(0, arbitrary=True))
+    return make(model, inputs=(ids,), examples=some_ids, asked={"verify_every": 1})
+
+
 @pytest.mark.parametrize("others", [[7, 7, 7, 7], [7]])
 def test_sampled_padding_has_integers_of_the_sample_before(others):
     reads_all = torch.zeros(1, dtype=torch.int64)
@@ -1099,12 +1109,7 @@ def test_sampled_padding_has_integers_of_the_sample_before(others):
     def model(*, ids):
         return ids + reads_all * ids.max()
 
-    def some_ids(sizes, seed):
-        return {"ids": torch.arange(1, 1 + sizes["tokens"]) + seed}
-
-    ids = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(0, arbitrary=True))
-    asked = {"verify_every": 1}
-    with make(model, inputs=(ids,), examples=some_ids, asked=asked) as runtime:
+    with sampled_over_ids(model) as runtime:
         runtime.capture()
         reads_all.fill_(1)  # From now on each row depends on the largest id, of padding too.
         runtime.step({"ids": torch.tensor(others)}, num_reqs=1)
@@ -1116,12 +1121,7 @@ def test_sampled_padding_of_a_model_that_reads_none_is_right():
     def model(*, ids):
         return ids * 2
 
-    def some_ids(sizes, seed):
-        return {"ids": torch.arange(1, 1 + sizes["tokens"]) + seed}
-
-    ids = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(0, arbitrary=True))
-    asked = {"verify_every": 1}
-    with make(model, inputs=(ids,), examples=some_ids, asked=asked) as runtime:
+    with sampled_over_ids(model) as runtime:
         runtime.capture()
         for length in (4, 3, 1, 2, 4, 3, 8, 5):
             rows = torch.arange(5, 5 + length)

@@ -75,7 +75,7 @@ def capture_program(
             do="capture from one thread",
         )
     started = perf_counter()
-    written: list[torch.UntypedStorage] = []
+    written: set[torch.UntypedStorage] = set()
     try:
         require_no_grad()
         require_stream(scope.stream, library.device.current_stream())
@@ -88,7 +88,7 @@ def capture_program(
 
         def keep_what_runs(tensor: torch.Tensor) -> None:
             if keep is not None and not library.device.owns(tensor):
-                written.append(tensor.untyped_storage())
+                written.add(tensor.untyped_storage())
                 keep(tensor)
 
         recorder = scope.recorder = ProgramRecorder(
@@ -123,7 +123,7 @@ def capture_program(
             )
             entry = library.add(scope, generation, program)
     except Exception as error:
-        scope.kept.put_back(lambda storage, _: any(storage is each for each in written))
+        scope.kept.put_back(lambda storage, _: storage in written)
         if isinstance(error, CaptureError):
             error.locate(owner=owner, mode=mode.name, key=str(key))
         if not isinstance(error, EnvironmentMismatchError):
