@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphrt import BatchDescriptor
 from graphrt.graphs import HostSnapshot
-from lab import FULL, Lab
+from lab import FULL, Lab, rows_runner
 
 KEYS = [BatchDescriptor(size) for size in (4, 3, 2)]
 FACTOR = 2.0
@@ -274,3 +274,48 @@ def test_class_that_a_run_makes_is_looked_at_in_later_runs() -> None:
         with before.run(is_first=is_first):
             model(x)
     assert "Counter.count" in before.changed()
+
+
+@pytest.mark.parametrize("withdraws", [False, True])
+@pytest.mark.parametrize("changed", ["power_4", "power_2", "power_1", "shift"])
+def test_change_after_captures_one_by_one_is_noticed(changed: str, withdraws: bool) -> None:
+    class Model(torch.nn.Module):
+        shift = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(getattr(self, f"power_{x.shape[0]}", 1.0)) + self.shift
+
+    model, sizes = Model(), (4, 2, 1)
+    with rows_runner(model, sizes, watch="always", verify="off") as runner:
+        for size in sizes:
+            setattr(model, f"power_{size}", float(size))
+            runner.capture_next(first=runner.key(n=size))
+        if withdraws:
+            runner.withdraw([runner.key(n=2)], "to be captured again")
+            runner.capture_next()
+        setattr(model, changed, 10.0)
+        for size in sizes * 2:
+            x = torch.rand(size, 4)
+            assert torch.equal(runner.run({"x": x}), model(x)), runner.last_decision
+
+
+def test_places_of_programs_that_went_are_not_looked_at_any_more() -> None:
+    def pop(model: Model) -> Model:
+        model.layers.pop(-1)
+        return model
+
+    model = Model()
+    model.layers.append(Layer())
+    found = []
+    for change in (lambda: model, lambda: pop(model)):
+        with rows_runner(change(), (4, 2), watch="always", verify="off") as runner:
+            runner.capture()
+            found.append(runner.num_watched)
+    more, fewer = found
+    model.layers.append(Layer())
+    with rows_runner(model, (4, 2), watch="always", verify="off") as runner:
+        runner.capture()
+        assert runner.num_watched == more > fewer
+        pop(model)
+        runner.capture()
+        assert runner.num_watched == fewer

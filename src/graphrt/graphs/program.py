@@ -386,6 +386,11 @@ class Program:
         """Eager segments: Python that runs at every replay."""
         return len(self.segments) - self.num_graphs
 
+    @property
+    def sources(self) -> tuple[object, ...]:
+        """What ``watched`` is told from: while these are the same objects, so is its answer."""
+        return self.externals, self.values, self.reads, self._ignored
+
     def watched(self) -> tuple[list[HeldTensor], list[Place]]:
         """The tensors and host values whose replacement makes it wrong.
 

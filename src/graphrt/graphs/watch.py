@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import cycle
+from itertools import chain, cycle
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,10 @@ class Watch:
         self._ask: Callable[[], object] | None = None
         self._modules: set[tuple[int, str | None]] = set()
         """By id and name, what the hooks may mark; the programs keep these modules alive."""
+        self._sources: dict[int, tuple[Any, ...]] = {}
+        """By the id of each program, the program and where what it reads is listed."""
+        self._listed: dict[int, HeldTensor | Place] = {}
+        """By id, what these programs read."""
         self._known: dict[int, list[Probe]] = {}
         """By the id of what is looked at: most programs share most of it."""
         self._groups: list[_Group] = []
@@ -162,31 +167,51 @@ class Watch:
         known, self._known = self._known, {}
         by_owner: dict[int, list[tuple[Probe, _Item]]] = {}
         of_classes: set[tuple[int, str]] = set()
-        for program in self._programs:
+        self._list_items()
+        for item in self._listed.values():
+            place = item.place if isinstance(item, HeldTensor) else item
+            if place is None:
+                continue
+            if issubclass(type(place.owner), torch.nn.Module):
+                self._modules.add((id(place.owner), place.name))
+            looks = known.get(id(item), ())
+            if not looks or looks[0].item is not item:
+                looks = [] if self.mode == "hooks" else probes_of(item)
+                # Where no tensor is left, the look has to find what was there.
+                if not (isinstance(item, HeldTensor) and item.has_moved()):
+                    looks = list(map(Probe.now, looks))
+            self._known[id(item)] = looks
+            found = by_owner.setdefault(id(place.owner), [])
+            for number, probe in enumerate(looks):
+                if probe.get is read_member:  # Many objects share their members.
+                    if (id(probe.box), probe.name) in of_classes:
+                        continue
+                    of_classes.add((id(probe.box), probe.name))
+                found.append((probe, (item, number)))
+        return [look for looks in by_owner.values() for look in looks]
+
+    def _list_items(self) -> None:
+        """List what the programs read, once each.
+
+        Where programs only came, what those read that were here is not gone through again:
+        programs share most of it, and a capture between two steps adds one to many.
+        """
+        sources = {id(program): (program, *program.sources) for program in self._programs}
+        added = [
+            program
+            for program in self._programs
+            if not (last := self._sources.get(id(program)))
+            or not all(map(is_, last, sources[id(program)]))
+        ]
+        if len(sources) - len(added) < len(self._sources):  # One went, or reads something else.
+            self._listed, added = {}, list(self._programs)
+        self._sources = sources
+        for program in added:
             tensors, values = program.watched()
             links = () if program.reads is None else program.reads.links
-            items: list[HeldTensor | Place] = [*tensors, *values, *links]
-            for item in [item for item in items if id(item) not in self._known]:
-                place = item.place if isinstance(item, HeldTensor) else item
-                if place is None or id(item) in self._known:
-                    continue
-                if issubclass(type(place.owner), torch.nn.Module):
-                    self._modules.add((id(place.owner), place.name))
-                looks = known.get(id(item), ())
-                if not looks or looks[0].item is not item:
-                    looks = [] if self.mode == "hooks" else probes_of(item)
-                    # Where no tensor is left, the look has to find what was there.
-                    if not (isinstance(item, HeldTensor) and item.has_moved()):
-                        looks = list(map(Probe.now, looks))
-                self._known[id(item)] = looks
-                found = by_owner.setdefault(id(place.owner), [])
-                for number, probe in enumerate(looks):
-                    if probe.get is read_member:  # Many objects share their members.
-                        if (id(probe.box), probe.name) in of_classes:
-                            continue
-                        of_classes.add((id(probe.box), probe.name))
-                    found.append((probe, (item, number)))
-        return [look for looks in by_owner.values() for look in looks]
+            items: Iterable[HeldTensor | Place] = chain(tensors, values, links)
+            for item in items:
+                self._listed.setdefault(id(item), item)
 
 
 _EMPTY: dict[Any, Any] = {}
