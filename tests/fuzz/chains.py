@@ -139,7 +139,7 @@ ANY: dict[str, Callable[..., Tensor]] = {
     "where": lambda model, h, given: torch.where(given["flag"][..., None], h, h * 3),
     "table": lambda model, h, given: h + model.table[given["index"]],
     "roll": lambda model, h, given: h.roll(1, -1) + h.flip(-1),
-    "turn": lambda model, h, given: h.reshape(*h.shape[:-1], 2, -1).mT.reshape(h.shape),
+    "turn": lambda model, h, given: h.unflatten(-1, (2, h.shape[-1] // 2)).mT.reshape(h.shape),
     "in_place_ops": lambda model, h, given: h.clone().add_(1).mul_(2),
     "scatter": _scatter,
     "recall": _recall,

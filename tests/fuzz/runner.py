@@ -536,7 +536,7 @@ class _Run:
             done = self.attempt(lambda: runner.capture(asked))
         is_left = torch.equal(torch.get_rng_state(), drawn)
         require(is_left, "wrong", "a capture left the random generator elsewhere")
-        self.look_at_kept()
+        self.look_at_kept(may_serve=True)
         self.settle(asked, done is None or num_fired() > fired, at_most)
 
     def settle(self, asked: Any, fired: bool, at_most: int | None = None) -> None:
@@ -693,10 +693,8 @@ class _Run:
     def keep(self, outputs: Any, sizes: Mapping[str, int]) -> None:
         """Keep what later runs are given, and what they must leave as it is."""
         case = self.case
-        if case["keeps"] and case["policy"] == "clone":
+        if case["keeps"] and case["policy"] != "view":
             self.kept = [*self.kept[-3:], (outputs, map_tensors(outputs, torch.clone))]
-        elif case["keeps"] and case["policy"] == "checked_view":
-            self.kept = [(outputs, None)]
         found = outputs["out"] if case["runtime"] is not None else outputs
         also = found["also"] if case["also"] else {}
         found = found["base"] if case["also"] else found
@@ -707,24 +705,26 @@ class _Run:
             usable.setdefault("x", []).append(made)
         self.last = usable
 
-    def look_at_kept(self) -> None:
-        """Outputs of earlier runs: the caller's own are as they were, checked views refuse."""
-        if self.case["policy"] == "clone":
-            for outputs, before in self.kept:
-                require(same(outputs, before, 0.0), "wrong", "outputs of an earlier run changed")
-            if self.kept and self.rng.random() < 0.3:
-                mine, _ = self.kept.pop()
-                for tensor in tensors_of(mine):
-                    tensor.zero_()  # Nothing may read it.
-            return
-        for outputs, _ in self.kept:
-            first = tensors_of(outputs)[0]
+    def look_at_kept(self, *, may_serve: bool = False) -> None:
+        """Outputs of earlier runs: the caller's own are as they were, checked views refuse.
+
+        ``may_serve``: these may also be as they were, because perhaps nothing was captured.
+        """
+        is_checked = self.case["policy"] == "checked_view"
+        for outputs, before in self.kept:
             try:
-                first + 0
+                is_same = same(outputs, before, 0.0)
             except StaleOutputError:
-                continue
-            raise Problem("wrong", "a checked view of an earlier run is not refused")
-        self.kept.clear()
+                is_same = is_checked
+            else:
+                is_same &= may_serve or not is_checked
+            require(is_same, "wrong", "outputs of an earlier run changed, or are not refused")
+        if is_checked and not may_serve:
+            self.kept.clear()
+        elif not is_checked and self.kept and self.rng.random() < 0.3:
+            mine, _ = self.kept.pop()
+            for tensor in tensors_of(mine):
+                tensor.zero_()  # Nothing may read it.
 
     def note_compared(self, told: Any) -> None:
         """A compared run of a program over what was replaced has raised: the next one asks."""
