@@ -261,6 +261,13 @@ def test_reads_padding_is_declared_and_shown():
     refused(lambda x: x * x.shape[0], "depends on the padded size", reads_padding=why)
 
 
+@pytest.mark.parametrize("policy", ["view", "clone", "checked_view"])
+def test_dependence_on_the_padded_size_is_refused_under_every_policy(policy):
+    outputs = OutputSpec({"": "tokens"}, policy)
+    refused(lambda x: x * x.shape[0], "depends on the padded size", outputs=outputs)
+    refused(lambda x: x - x.amax(0), "padding is read", outputs=outputs)
+
+
 def test_choice_between_equal_scores_is_a_tie():
     events = []
 
