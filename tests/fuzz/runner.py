@@ -170,6 +170,8 @@ def make_case(seed: int, wrong: bool = False) -> Case:
         case["reopen"] = 0.05
     if case["also"] and dtype == "complex64":
         case["also"] = sorted({*case["also"], "conjugate"})
+    if case["given_back"]:
+        case["also"] = sorted({*case["also"], rng.choice(["x", "x", "index", "flag"])})
     if case["keys_of_caller"]:  # Every output is cut to the real sizes.
         case["also"] = [name for name in case["also"] if name not in WHOLE]
     return case
@@ -760,6 +762,7 @@ class _Run:
                 axis: rng.randint(1, max(listed) + 2 * (rng.random() < 0.1))
                 for axis, listed in case["sizes"].items()
             }
+            self.fit_to_last(sizes)
             self.empty_some(sizes)
             exclude: frozenset[RuntimeMode] = frozenset()
             options = {}
@@ -772,6 +775,13 @@ class _Run:
             told = partial(self.expect, sizes, exclude, None)
         values = _values(case, sizes, rng)
         return lambda given: runner.run(given, **options), values, told, sizes
+
+    def fit_to_last(self, sizes: dict[str, int]) -> None:
+        """Often let the run before have returned more rows, for some to be values now."""
+        if self.last and self.case["given_back"]:
+            [returned, *_] = [tensor for found in self.last.values() for tensor in found]
+            for (axis, size), most in zip(tuple(sizes.items()), returned.shape, strict=False):
+                sizes[axis] = max(1, min(size, most - (axis == "rows")))
 
     def empty_some(self, sizes: dict[str, int]) -> None:
         """Now and then, let a batch have no rows, where eager takes it."""
