@@ -139,7 +139,7 @@ ANY: dict[str, Callable[..., Tensor]] = {
     "where": lambda model, h, given: torch.where(given["flag"][..., None], h, h * 3),
     "table": lambda model, h, given: h + model.table[given["index"]],
     "roll": lambda model, h, given: h.roll(1, -1) + h.flip(-1),
-    "turn": lambda model, h, given: h.reshape(*h.shape[:-1], 2, -1).mT.reshape(h.shape),
+    "turn": lambda model, h, given: h.unflatten(-1, (2, h.shape[-1] // 2)).mT.reshape(h.shape),
     "in_place_ops": lambda model, h, given: h.clone().add_(1).mul_(2),
     "scatter": _scatter,
     "recall": _recall,
@@ -148,10 +148,13 @@ ANY: dict[str, Callable[..., Tensor]] = {
     "shifted": lambda model, h, given: h + model.settings["shift"],
     "helped": lambda model, h, given: h + model.helper.bias,
     "gained": lambda model, h, given: h * model.inner.gain,
+    "stacked": lambda model, h, given: h + model.stack[0],
 }
 FLOAT: dict[str, Callable[..., Tensor]] = {
     "relu": lambda model, h, given: h.relu() - 0.25,
     "clamp": lambda model, h, given: h.clamp(-2, 2),
+    "dropout": lambda model, h, given: model.dropout(h),
+    "noise": lambda model, h, given: h + torch.rand(h.shape[-1]).to(h.dtype),
     "in_place": _in_place,
     "written": _written,
     "cast": _cast,
@@ -259,7 +262,7 @@ class Chain(nn.Module):
         generator = torch.Generator().manual_seed(case["seed"])
         dtype, width = getattr(torch, case["dtype"]), case["width"]
         self.ops = tuple((name, tuple(rest)) for name, *rest in case["ops"])
-        self.kind = case["outputs"]
+        self.kind, self.also = case["outputs"], case["also"]
         self.memo: Tensor | None = None
         self.num_calls = 0
 
@@ -276,6 +279,8 @@ class Chain(nn.Module):
         self.settings = {"shift": 1}
         self.helper = Helper(random(width))
         self.inner = Inner(random(width))
+        self.stack = [random(width)]
+        self.dropout = nn.Dropout(0.5).eval()
         self.hidden = torch.zeros(width, dtype=dtype)
 
     def forward(self, **given: Tensor) -> Any:
@@ -289,6 +294,12 @@ class Chain(nn.Module):
         for name, arguments in self.ops:
             h = OPERATORS[name](self, h, given, *arguments)
         h = h + 1
+        if self.also:
+            also = {name: ALSO[name](self, h, given) for name in self.also}
+            return {"base": self.own_outputs(h, given), "also": also}
+        return self.own_outputs(h, given)
+
+    def own_outputs(self, h: Tensor, given: Given) -> Any:
         if self.kind == "single":
             return h
         ids, is_set = given["index"] * 2 + 1, ~given["flag"]
@@ -305,4 +316,31 @@ PATHS = {
     "dict": ("h", "ids", "is_set"),
     "nested": ("deep.0", "deep.1.is_set", "ids"),
 }
-"""The tensors among the outputs, by kind."""
+"""The tensors among the outputs, by kind; first what the operators made."""
+
+ALSO: dict[str, Callable[[Chain, Tensor, Given], Any]] = {
+    "x": lambda model, h, given: given["x"],
+    "index": lambda model, h, given: given["index"],
+    "flag": lambda model, h, given: given["flag"].view_as(given["flag"]),
+    "part_of_x": lambda model, h, given: given["x"][..., 1:],
+    "again": lambda model, h, given: h,
+    "part": lambda model, h, given: h[..., ::2],
+    "conjugate": lambda model, h, given: h.conj(),
+    "nothing_of_h": lambda model, h, given: h[..., :0],
+    "none": lambda model, h, given: None,
+    "number": lambda model, h, given: 3,
+    "weight": lambda model, h, given: model.table[:1],
+    "state": lambda model, h, given: model.cache[1:3],
+}
+"""What a model may return beside its results: inputs, its own tensors, the same thing twice."""
+WHOLE = ("none", "number", "weight", "state")
+"""Of these: what has no axis of the batch."""
+
+
+def paths_of(case: Case) -> tuple[str, ...]:
+    """The outputs along the axes of the batch; first what the operators made."""
+    own = PATHS[case["outputs"]]
+    if not case["also"]:
+        return own
+    also = [f"also.{name}" for name in case["also"] if name not in WHOLE]
+    return (*(f"base.{path}".rstrip(".") for path in own), *also)

@@ -21,6 +21,8 @@ from graphrt import (
     BufferSpec,
     CUDAGraphMode,
     CUDAGraphRunner,
+    Event,
+    GraphLibrary,
     OutputSpec,
     Padding,
     Reason,
@@ -30,11 +32,17 @@ from graphrt import (
     SimulatedDevice,
     TensorStateGuard,
 )
-from graphrt.errors import LibraryClosedError, MissError, VerificationError
-from graphrt.graphs.values import map_tensors
+from graphrt.errors import (
+    LibraryClosedError,
+    MissError,
+    StaleOutputError,
+    VerificationError,
+)
+from graphrt.graphs.values import map_tensors, tensors_of
 
 from .chains import (
     ALL_WRONG,
+    ALSO,
     ANY,
     COMPLEX_INSIDE,
     FLOAT,
@@ -47,8 +55,10 @@ from .chains import (
     PATHS,
     REAL,
     SOMETIMES_WRONG,
+    WHOLE,
     Chain,
     Inner,
+    paths_of,
 )
 from .common import (
     TOLERANCE,
@@ -107,13 +117,15 @@ def make_case(seed: int, wrong: bool = False) -> Case:
             [name, rng.choice(["float16", "bfloat16", "float32"])] if name == "cast" else [name]
         )
     if wrong:
+        # A padded batch that draws random numbers is not compared with the unpadded one.
+        ops = [op for op in ops if op != ["noise"]]
         usable = [name for name in ALL_WRONG if dtype in REAL or name not in NEEDS_REAL]
         if {dtype, *(op[-1] for op in ops)} & {"float16", "bfloat16"}:
             # In half precision a row more or less is lost in the tolerance of the comparison.
             usable = [name for name in usable if name not in ("divided_by_rows", "times_rows")]
         at = rng.randint(0, len(ops))
         ops[at:] = [[rng.choice(usable)], *([op] for op in rng.choices(HARMLESS, k=len(ops) - at))]
-    return {
+    case = {
         "seed": seed,
         "wrong": wrong,
         "runtime": runtime,
@@ -148,7 +160,21 @@ def make_case(seed: int, wrong: bool = False) -> Case:
         "reopen": rng.choice([0.0, 0.0, 0.03]),
         "faults": 0.0 if wrong else rng.choice([0.0, 0.0, 0.1, 0.3]),
         "interrupts": rng.random() < 0.5,
+        "also": sorted(rng.sample(list(ALSO), rng.choice([0, 0, 2, 5]))),
+        "given_back": rng.choice([0.0, 0.8]),
+        "keeps": rng.random() < 0.5,
+        "empty": rng.choice([0.0, 0.1]),
+        "one_library": rng.random() < 0.3 and runtime is None,
     }
+    if case["one_library"]:
+        case["reopen"] = 0.05
+    if case["also"] and dtype == "complex64":
+        case["also"] = sorted({*case["also"], "conjugate"})
+    if case["given_back"]:
+        case["also"] = sorted({*case["also"], rng.choice(["x", "x", "index", "flag"])})
+    if case["keys_of_caller"]:  # Every output is cut to the real sizes.
+        case["also"] = [name for name in case["also"] if name not in WHOLE]
+    return case
 
 
 def simplify(case: Case) -> Iterator[Case]:
@@ -181,7 +207,13 @@ def simplify(case: Case) -> Iterator[Case]:
         "reopen": 0.0,
         "faults": 0.0,
         "interrupts": False,
+        "given_back": 0.0,
+        "keeps": False,
+        "empty": 0.0,
+        "one_library": False,
     }
+    for index in range(len(case["also"])):
+        yield {**case, "also": case["also"][:index] + case["also"][index + 1 :]}
     for name, value in simple.items():
         if case[name] != value:
             yield {**case, name: value}
@@ -228,7 +260,8 @@ def _values(case: Case, sizes: Mapping[str, int], rng: random.Random) -> dict[st
     else:
         x = torch.randn(*shape, case["width"], generator=generator, dtype=torch.float64).to(dtype)
     flag = torch.rand(shape, generator=generator) < 0.7
-    flag[..., 0] |= "length" in sizes  # Else there is nothing for attention to look at.
+    if "length" in sizes:
+        flag[..., 0] = True  # Else there is nothing for attention to look at.
     slots = torch.randperm(NUM_ROWS, generator=generator)[: math.prod(shape)] + 1
     return {
         "x": x,
@@ -239,8 +272,8 @@ def _values(case: Case, sizes: Mapping[str, int], rng: random.Random) -> dict[st
 
 
 def _strided(tensor: Tensor, rng: random.Random) -> Tensor:
-    """Equal values in another layout."""
-    how = rng.randrange(4)
+    """Equal values in another layout, or said in another way."""
+    how = rng.randrange(8)
     if how == 0:
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if how == 1:
@@ -249,6 +282,14 @@ def _strided(tensor: Tensor, rng: random.Random) -> Tensor:
         return wide[..., ::2]
     if how == 2:
         return torch.cat([tensor, tensor])[tensor.shape[0] :]
+    if how == 3 and tensor.is_complex():
+        return tensor.conj().resolve_conj().conj()
+    if how == 4 and tensor.is_floating_point():
+        return torch._neg_view(-tensor)
+    if how == 5 and tensor.is_floating_point():
+        return tensor.detach().clone().requires_grad_()
+    if how == 6 and tensor.dtype is torch.int64:
+        return tensor.to(torch.int32)
     return tensor
 
 
@@ -293,6 +334,29 @@ def _data(name: str) -> Callable[[Chain], bool]:
     return change
 
 
+def _assign(name: str) -> Callable[[Chain], bool]:
+    def change(model: Chain) -> bool:
+        loaded = {name: -getattr(model, name).detach()}
+        model.load_state_dict(loaded, strict=False, assign=True)
+        return True
+
+    return change
+
+
+def _write_into(name: str) -> Callable[[Chain], bool]:
+    def change(model: Chain) -> bool:
+        after = -getattr(model, name).detach()
+        model._parameters[name] = torch.nn.Parameter(after, requires_grad=False)
+        return False
+
+    return change
+
+
+def _stack(model: Chain) -> bool:
+    model.stack[0] = model.stack[0] + 1
+    return False
+
+
 def _scale(model: Chain) -> bool:
     model.scale = 5 - model.scale
     return False
@@ -318,12 +382,15 @@ CHANGES: tuple[tuple[str, Callable[[Chain], bool]], ...] = (
     ("matmul", _data("weight")),
     ("linear", _register("weight")),
     ("linear", _data("table")),
+    ("linear", _assign("weight")),
+    ("linear", _write_into("table")),
     ("table", _register("table")),
     ("table", _data("table")),
     ("scaled", _scale),
     ("shifted", _settings),
     ("helped", _helper),
     ("gained", _submodule),
+    ("stacked", _stack),
 )
 """By the operator that reads it. True: torch's registration hooks see it, hence the next step."""
 
@@ -345,7 +412,19 @@ class _Run:
         self.num_late_allowed = 0
         """Graph steps that may still be served with what ``old`` has."""
         self.names = {op[0] for op in case["ops"]}
+        self.last: dict[str, list[Tensor]] = {}
+        """By input: what the run before returned that may be its next value."""
+        self.given_back: set[str] = set()
+        """The values of this run that are."""
+        self.kept: list[tuple[Any, Any]] = []
+        """Outputs of earlier runs, and what they were."""
+        self.library: GraphLibrary | None = None
+        if case["one_library"]:
+            self.library = GraphLibrary(self.device, observer=lambda event: self.observe(event))
         self.open()
+
+    def observe(self, event: Event) -> None:
+        self.watch.observe(event)
 
     def open(self) -> None:
         case, model = self.case, self.model
@@ -354,11 +433,13 @@ class _Run:
         lengths = dict(enumerate(axes))
         state: Case = {"may_overwrite": [model.cache]}
         uses = [op[0] for op in case["ops"] if op[0] in ("scatter", "recall")]
+        # Named rows alone are compared, so that naming them would be a false statement of this one.
+        names_rows = "wrong_rows" not in self.names
         if uses[:1] == ["recall"]:  # It may read rows that the same run writes after it: a state.
             state = {"state": TensorStateGuard([model.cache])}
             if "scatter" in uses:
                 state["may_overwrite"] = {model.cache: "slots"}
-        elif "scatter" in uses and (case["rows_named"] or "recall" in uses):
+        elif "scatter" in uses and names_rows and (case["rows_named"] or "recall" in uses):
             state = {"may_overwrite": {model.cache: "slots"}}
         keys: Case = {"sizes": case["sizes"]}
         if case["keys_of_caller"]:
@@ -378,10 +459,11 @@ class _Run:
         self.runner = self.owner = CUDAGraphRunner(
             model,
             inputs=(lambda key: specs) if case["specs_by_key"] else specs,
-            outputs=OutputSpec(dict.fromkeys(PATHS[case["outputs"]], lengths), case["policy"]),
+            outputs=OutputSpec(dict.fromkeys(paths_of(case), lengths), case["policy"]),
             modes=case["modes"],
             examples=examples,
             device=self.device,
+            library=self.library,
             verify="first" if case["verify_first_replay"] else "off",
             verify_every=case["verify_every"],
             watch=case["watch"],
@@ -411,7 +493,7 @@ class _Run:
     def open_runtime(self, specs: Any, examples: Any, state: Case) -> None:
         """A runtime in place of a bare runner: tokens and requests, a policy, uniform batches."""
         case, asked = self.case, self.case["runtime"]
-        paths = {f"out.{path}".rstrip("."): "tokens" for path in PATHS[case["outputs"]]}
+        paths = {f"out.{path}".rstrip("."): "tokens" for path in paths_of(case)}
         self.owner = Runtime(
             self.model,
             inputs=[*specs, BufferSpec("lens", ("requests",), torch.int64, Padding.fill(0))],
@@ -448,6 +530,8 @@ class _Run:
         runner, rng = self.runner, self.rng
         if how == "none" or not self.all_keys:
             return
+        self.last.clear()
+        drawn = torch.get_rng_state()
         fired, at_most, asked = num_fired(), None, None
         if how == "next" and self.watch.status:
             at_most = rng.randint(1, 3)
@@ -460,6 +544,9 @@ class _Run:
                 for key in asked:
                     self.watch.status.setdefault(key, Reason.NOT_CAPTURED_YET)
             done = self.attempt(lambda: runner.capture(asked))
+        is_left = torch.equal(torch.get_rng_state(), drawn)
+        require(is_left, "wrong", "a capture left the random generator elsewhere")
+        self.look_at_kept(may_serve=True)
         self.settle(asked, done is None or num_fired() > fired, at_most)
 
     def settle(self, asked: Any, fired: bool, at_most: int | None = None) -> None:
@@ -514,23 +601,31 @@ class _Run:
             self.runtime_step() if case["runtime"] is not None else self.runner_run()
         )
         model = self.model
+        self.give_back(values)
         given = values
         if case["keys_of_caller"]:
             given = _padded(values, self.planned[self.key])
         before = model.cache.clone()
+        values_before = {name: tensor.clone() for name, tensor in given.items()}
+        drawn = torch.manual_seed(self.counts.runner_steps).get_state()
         # Who pads by himself gets what eager makes of his padding.
         expected = self.plain(self.eager, given, sizes)
-        after = self.eager.cache.clone()
+        after, drawn_after = self.eager.cache.clone(), torch.get_rng_state()
         model.cache.copy_(before)
         if case["strided"]:
-            given = {name: _strided(tensor, rng) for name, tensor in given.items()}
-        inputs_before = {name: tensor.clone() for name, tensor in given.items()}
+            given = {
+                name: tensor if name in self.given_back else _strided(tensor, rng)
+                for name, tensor in given.items()
+            }
+        own = {name: tensor for name, tensor in given.items() if name not in self.given_back}
+        inputs_before = {name: tensor.clone() for name, tensor in own.items()}
         self.counts.runner_steps += 1
         watch.steps.clear()
         may_be_late = bool(watch.unnoticed) and self.num_late_allowed > 0
         watch.may_differ = may_be_late
         num_compared = watch.num_padding_compared
         explain = partial(watch.explain_step, missing=self.runner.missing, counts=self.counts)
+        torch.set_rng_state(drawn)
         try:
             done = self.attempt(lambda: (act(given),))
         except MissError as error:
@@ -556,13 +651,18 @@ class _Run:
             self.num_late_allowed -= 1
             written = model.cache.clone()
             model.cache.copy_(before)
-            expected = self.plain(self.old, inputs_before, sizes)
+            torch.set_rng_state(drawn)
+            expected = self.plain(self.old, values_before, sizes)
             after = self.old.cache.clone()
             model.cache.copy_(written)
         event = watch.steps[-1]
         require(event.reason is decision.reason, "unexplained", f"event {event}")
         for name, tensor in inputs_before.items():
-            require(torch.equal(given[name], tensor), "wrong", f"the run wrote over {name}")
+            require(torch.equal(own[name], tensor), "wrong", f"the run wrote over {name}")
+            with torch.no_grad():
+                own[name].zero_()  # As a caller does who fills his tensors anew.
+        is_drawn = torch.equal(torch.get_rng_state(), drawn_after)
+        require(is_drawn, "wrong", f"{sizes}, {decision}: drew other random numbers than eager")
         is_same = same(outputs, expected, self.tolerance)
         is_compared = watch.num_padding_compared > num_compared
         if not is_same and self.names & SOMETIMES_WRONG.keys() and not is_compared:
@@ -579,6 +679,64 @@ class _Run:
             "wrong",
             lambda: f"{sizes}, {decision}: the cache differs from what eager wrote",
         )
+        self.look_at_kept()
+        self.keep(outputs, sizes)
+
+    def give_back(self, values: dict[str, Tensor]) -> None:
+        """Take rows that the run before returned, as they lie, for some of ``values``."""
+        rng, last = self.rng, dict(self.last)
+        self.last.clear()
+        self.given_back.clear()
+        if not self.case["given_back"] or self.case["keys_of_caller"]:
+            return
+        for name, returned in last.items():
+            shape, tensor = values[name].shape, rng.choice(returned)
+            fits = all(map(int.__ge__, tensor.shape, shape))
+            if not fits or not shape[0] or rng.random() >= self.case["given_back"]:
+                continue
+            first = rng.randint(0, tensor.shape[0] - shape[0])
+            step = 2 if rng.random() < 0.3 and first + 2 * shape[0] <= tensor.shape[0] else 1
+            rows = tensor[first::step][: shape[0]]
+            values[name] = rows[:, : shape[1]] if len(shape) > 1 else rows
+            self.given_back.add(name)
+
+    def keep(self, outputs: Any, sizes: Mapping[str, int]) -> None:
+        """Keep what later runs are given, and what they must leave as it is."""
+        case = self.case
+        found = outputs["out"] if case["runtime"] is not None else outputs
+        also = found["also"] if case["also"] else {}
+        found = found["base"] if case["also"] else found
+        made = tensors_of(found)[0]
+        if case["keeps"] and case["policy"] != "view" and made.numel():
+            self.kept = [*self.kept[-3:], (outputs, map_tensors(outputs, torch.clone))]
+        usable = {name: [also[name]] for name in ("x", "index", "flag") if name in also}
+        # Others would grow from run to run, beyond the tolerance.
+        if made.numel() and made.dtype is getattr(torch, case["dtype"]) and made.abs().max() <= 4:
+            usable.setdefault("x", []).append(made)
+        self.last = usable
+
+    def look_at_kept(self, *, may_serve: bool = False) -> None:
+        """Outputs of earlier runs: the caller's own are as they were, checked views refuse.
+
+        ``may_serve``: these may also be as they were, because perhaps nothing was captured.
+        """
+        is_checked = self.case["policy"] == "checked_view"
+        for outputs, before in self.kept:
+            is_plain = all(type(tensor) is Tensor for tensor in tensors_of(before))
+            require(is_plain, "wrong", "a copy of a checked view is one itself")
+            try:
+                is_same = same(outputs, before, 0.0)
+            except StaleOutputError:
+                is_same = is_checked
+            else:
+                is_same &= may_serve or not is_checked
+            require(is_same, "wrong", "outputs of an earlier run changed, or are not refused")
+        if is_checked and not may_serve:
+            self.kept.clear()
+        elif not is_checked and self.kept and self.rng.random() < 0.3:
+            mine, _ = self.kept.pop()
+            for tensor in tensors_of(mine):
+                tensor.zero_()  # Nothing may read it.
 
     def note_compared(self, told: Any) -> None:
         """A compared run of a program over what was replaced has raised: the next one asks."""
@@ -596,6 +754,7 @@ class _Run:
         if case["keys_of_caller"]:
             self.key = rng.choice(list(self.planned))
             sizes = {axis: rng.randint(1, most) for axis, most in self.planned[self.key].items()}
+            self.empty_some(sizes)
             options: Case = {"key": self.key, "sizes": sizes}
             told = partial(self.expect, sizes, (), self.key)
         else:
@@ -603,6 +762,8 @@ class _Run:
                 axis: rng.randint(1, max(listed) + 2 * (rng.random() < 0.1))
                 for axis, listed in case["sizes"].items()
             }
+            self.fit_to_last(sizes)
+            self.empty_some(sizes)
             exclude: frozenset[RuntimeMode] = frozenset()
             options = {}
             if rng.random() < 0.15:
@@ -614,6 +775,19 @@ class _Run:
             told = partial(self.expect, sizes, exclude, None)
         values = _values(case, sizes, rng)
         return lambda given: runner.run(given, **options), values, told, sizes
+
+    def fit_to_last(self, sizes: dict[str, int]) -> None:
+        """Often let the run before have returned more rows, for some to be values now."""
+        if self.last and self.case["given_back"]:
+            [returned, *_] = [tensor for found in self.last.values() for tensor in found]
+            for (axis, size), most in zip(tuple(sizes.items()), returned.shape, strict=False):
+                sizes[axis] = max(1, min(size, most - (axis == "rows")))
+
+    def empty_some(self, sizes: dict[str, int]) -> None:
+        """Now and then, let a batch have no rows, where eager takes it."""
+        usable = self.names.isdisjoint((*OVER_ROWS, *ALL_WRONG))
+        if self.case["empty"] and usable and self.rng.random() < self.case["empty"]:
+            sizes["rows"] = 0
 
     def runtime_step(self) -> Any:
         """As ``runner_run``."""
@@ -642,10 +816,11 @@ class _Run:
             if model is not self.model:
                 model.cache.copy_(self.model.cache)
             outputs = model(**{name: tensor.clone() for name, tensor in values.items()})
-        if not self.case["keys_of_caller"]:
-            return outputs
+        # Copies, because a model may return what later runs write.
         real = tuple(slice(0, size) for size in sizes.values())
-        return map_tensors(outputs, lambda tensor: tensor[real])
+        cut = real if self.case["keys_of_caller"] else ()
+        outputs = map_tensors(outputs, lambda tensor: tensor[cut].clone())
+        return outputs
 
     def change_weights(self) -> None:
         """Copy into something that graphs read, or replace it; only the watch may notice."""
@@ -669,8 +844,10 @@ class _Run:
             watch.noticed(self.runner.missing())
 
     def reopen(self) -> None:
+        self.last.clear()
         self.owner.close()
         self.owner.close()
+        self.look_at_kept()
         try:
             self.runner.run(_values(self.case, dict.fromkeys(self.case["sizes"], 1), self.rng))
         except LibraryClosedError:
@@ -702,6 +879,8 @@ def run_case(case: Case, counts: Counts, say: Callable[[str], None] = lambda tex
                 break
     finally:
         run.owner.close()
+        if run.library is not None:
+            run.library.close()
         counts.faults += num_fired() - fired
     del run
     require_no_leaks(device, threads)

@@ -35,6 +35,10 @@ REPLAY = "simulated/test_verify_replay.py"
 REPORT = "simulated/test_runner_report.py"
 UNWINDING = "simulated/test_cuda_unwinding.py"
 LORA = "simulated/test_llm_lora.py"
+RUN, PADDED = "simulated/test_runner_run.py", "simulated/test_padding_verified.py"
+PUT_BACK, RANDOM = "simulated/test_writes_put_back.py", "simulated/test_random_state_kept.py"
+NAMES, CACHE = "simulated/test_names_and_paths.py", "pure/test_compile_cache.py"
+CUSTOM_OPS = "simulated/test_compile_custom_ops.py"
 AGREEMENT = "pure/test_parallel_agreement.py"
 SPLIT_KEYS = "pure/test_config_ubatch.py"
 UBATCH = "graphrt/ubatch/"
@@ -920,5 +924,213 @@ MUTANTS = [
         "                if not block.is_dead\n            ),",
         "            ),",
         "simulated/test_device_contract_simulated.py",
+    ),
+    # What is handed out, and given back
+    Mutant(
+        "replay hands out outputs in static buffers",
+        RUNNER + "executor.py",
+        'if self.outputs.policy != "clone" and any(',
+        "if False and any(",
+        RUN,
+    ),
+    Mutant(
+        "eager step hands out outputs in static buffers",
+        RUNNER + "executor.py",
+        "        return self._apart(outputs, bound)\n\n    def padding_of",
+        "        return outputs\n\n    def padding_of",
+        RUN,
+    ),
+    Mutant(
+        "values that lie in the buffers are staged in place",
+        GRAPHS + "buffers.py",
+        "        if 1 in inside:",
+        "        if False:",
+        STAGING,
+    ),
+    # Which steps are compared, and with what
+    Mutant(
+        "sampled steps are never compared with the unpadded batch",
+        RUNNER + "comparisons.py",
+        "pads = self._pads and call.sizes != ready.bound.sizes",
+        "pads = False",
+        PADDED,
+    ),
+    Mutant(
+        "sample is padded with its own integers alone",
+        RUNNER + "comparisons.py",
+        "others, self._other_rows = self._other_rows, {}",
+        "others: Values = {}",
+        PADDED,
+    ),
+    Mutant(
+        "places of another step pad a sample",
+        RUNNER + "comparisons.py",
+        'if value is not None and value.numel() and policy.kind != "keep":',
+        "if value is not None and value.numel():",
+        PADDED,
+    ),
+    Mutant(
+        "padding is blamed for a wrong graph",
+        RUNNER + "comparisons.py",
+        "                    self.compare(ready, call)\n                    raise\n",
+        "                    raise\n",
+        PADDED,
+    ),
+    Mutant(
+        "smaller batch is checked on what the full one left",
+        RUNNER + "comparisons.py",
+        "            state.restore(saved)\n            doing = ",
+        "            doing = ",
+        PADDED,
+    ),
+    Mutant(
+        "timed replays advance state",
+        RUNNER + "comparisons.py",
+        "        with self._state().put_back():\n            calls = ",
+        "        with nullcontext():\n            calls = ",
+        RUN,
+    ),
+    Mutant(
+        "checked view is lost to the search for float32",
+        VERIFY + "padding.py",
+        "                found = own_copy(found[0]), found[1]  # Another run ends checked views.\n",
+        "",
+        PADDED,
+    ),
+    Mutant(
+        "conjugate outputs are compared by their bytes",
+        VERIFY + "compare.py",
+        "return tensor.detach().resolve_conj().resolve_neg()",
+        "return tensor.detach()",
+        RUN,
+    ),
+    Mutant(
+        "empty results count as checked views",
+        GRAPHS + "outputs.py",
+        "or isinstance(tensor, cls) or not tensor.numel():",
+        "or isinstance(tensor, cls):",
+        RUN,
+    ),
+    # What a capture leaves
+    Mutant(
+        "each kept tensor may have the whole bound",
+        GRAPHS + "writes.py",
+        "num_kept + num_bytes > MAX_KEPT_BYTES",
+        "num_bytes > MAX_KEPT_BYTES",
+        PUT_BACK,
+    ),
+    Mutant(
+        "copy of a state fails a capture where memory is short",
+        GRAPHS + "writes.py",
+        "        except torch.OutOfMemoryError:  # As",
+        "        except ZeroDivisionError:  # As",
+        PUT_BACK,
+    ),
+    Mutant(
+        "copy outlives what it was made of",
+        GRAPHS + "writes.py",
+        "        self._kept.pop(address, None)\n",
+        "        pass\n",
+        PUT_BACK,
+    ),
+    Mutant(
+        "refused write stays where another key serves",
+        GRAPHS + "capture.py",
+        "    library.scope.kept.put_back(lambda storage, _: storage in refused)\n",
+        "",
+        PUT_BACK,
+    ),
+    Mutant(
+        "table that a graph reads is emptied",
+        RUNNER + "jobs.py",
+        "fn in self._users and fn not in served",
+        "fn in self._users",
+        PUT_BACK,
+    ),
+    Mutant(
+        "capture draws from the random generators",
+        RUNNER + "jobs.py",
+        "            restore_random()\n",
+        "            pass\n",
+        RANDOM,
+    ),
+    Mutant(
+        "capture draws from NumPy's generator",
+        VERIFY + "run_state.py",
+        "            numpy_random.set_state(of_numpy)\n",
+        "            pass\n",
+        RANDOM,
+    ),
+    Mutant(
+        "Dynamo compiles what a mode does",
+        "graphrt/device/torch_modes.py",
+        '        if "__torch_dispatch__" in vars(cls):\n',
+        "        if False:\n",
+        "simulated/test_cuda_observe.py",
+    ),
+    # Names, paths and counts
+    Mutant(
+        "path with a zero byte is taken",
+        "graphrt/files.py",
+        'isinstance(path, str) and b"\\0" not in os.fsencode(path)',
+        "isinstance(path, str)",
+        NAMES,
+    ),
+    Mutant(
+        "name of a break point may be anything",
+        GRAPHS + "breaks.py",
+        '        check_type(f"{what} of a break point", text, str | None, "a string, or None")\n',
+        "        pass\n",
+        NAMES,
+    ),
+    Mutant(
+        "count of a batch may be a fraction",
+        "graphrt/batch.py",
+        "            self._check_counts()\n",
+        "            pass\n",
+        "pure/test_batch.py",
+    ),
+    # Operations of two forms, and kept code
+    Mutant(
+        "rules switch no operation off",
+        "graphrt/compile/custom_ops.py",
+        "        if not self.is_optimized:\n",
+        "        if False:\n",
+        CUSTOM_OPS,
+    ),
+    Mutant(
+        "operations keep their plain forms",
+        "graphrt_llm/kernels/operators.py",
+        "forms = [op.form for op in ops]",
+        "forms = plain",
+        "simulated/test_compile_engine.py",
+    ),
+    Mutant(
+        "compiler is left out although an operation is plain",
+        "graphrt_llm/kernels/operators.py",
+        "len(self.ops) > 0 and all(op.is_optimized for op in self.ops)",
+        "len(self.ops) > 0",
+        "simulated/test_compile_engine.py",
+    ),
+    Mutant(
+        "entry of another key is taken for its code",
+        "graphrt/compile/cache.py",
+        '{"key": path.stem, "length"',
+        '{"length"',
+        CACHE,
+    ),
+    Mutant(
+        "entry with other bytes is loaded",
+        "graphrt/compile/cache.py",
+        ', "sha256": sha256(payload).hexdigest()}\n    if',
+        "}\n    if",
+        CACHE,
+    ),
+    Mutant(
+        "link counts as an entry",
+        "graphrt/compile/cache.py",
+        "stat.S_ISREG(path.lstat().st_mode)",
+        "stat.S_ISREG(path.stat().st_mode)",
+        CACHE,
     ),
 ]

@@ -130,7 +130,11 @@ def test_operators_are_all_kernels_where_rules_leave_them():
     ):
         compilation = CompilationConfig(level=3, custom_ops=rules, backend="inductor")
         plan = resolve(RuntimeConfig(compilation=compilation)).compile
-        assert Operators(triton, plan, torch.device(device)).are_all_kernels is expected
+        operators = Operators(triton, plan, torch.device(device))
+        assert operators.are_all_kernels is expected
+        has_kernel = operators.norm_linear is torch.ops.graphrt_llm.norm_linear
+        assert has_kernel == (device == "cuda" and rules != "none")
+        assert (operators.norm_gate is torch.ops.graphrt_llm.norm_gate) == expected
         assert not Operators(EAGER, plan, torch.device(device)).are_all_kernels
 
 

@@ -18,7 +18,7 @@ def _fuzzing() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("name", "num_steps"), [("engine", 400), ("runner", 900)])
+@pytest.mark.parametrize(("name", "num_steps"), [("engine", 400), ("runner", 1500)])
 def test_random_cases_served_find_nothing(name, num_steps, capsys):
     counts = Counts()
     search(name, 7, num_steps, counts)

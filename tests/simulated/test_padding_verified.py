@@ -261,6 +261,26 @@ def test_reads_padding_is_declared_and_shown():
     refused(lambda x: x * x.shape[0], "depends on the padded size", reads_padding=why)
 
 
+@pytest.mark.parametrize("policy", ["view", "clone", "checked_view"])
+def test_dependence_on_the_padded_size_is_refused_under_every_policy(policy):
+    outputs = OutputSpec({"": "tokens"}, policy)
+    refused(lambda x: x * x.shape[0], "depends on the padded size", outputs=outputs)
+    refused(lambda x: x - x.amax(0), "padding is read", outputs=outputs)
+
+
+def test_graph_that_is_wrong_in_a_padded_sample_is_not_put_down_to_padding():
+    weight = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    options = {"verify_every": 1, "watch": "off"}
+    with rows_runner(lambda x: x * weight, (4,), **options) as runner:
+        runner.capture()
+        runner.run({"x": torch.ones(3, 4)})
+        weight.data = torch.full((4,), 2.0)
+        with pytest.raises(VerificationError) as caught:
+            runner.run({"x": torch.ones(3, 4)})
+    assert "padded size" not in str(caught.value)
+    assert "weight" in str(caught.value)
+
+
 def test_choice_between_equal_scores_is_a_tie():
     events = []
 

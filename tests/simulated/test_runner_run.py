@@ -17,6 +17,7 @@ from graphrt import (
     Padding,
     Reason,
     RuntimeMode,
+    TensorStateGuard,
     break_point,
 )
 from graphrt.errors import (
@@ -644,3 +645,31 @@ def test_time_of_what_is_no_ready_key_is_refused():
         for wrong in (None, 3, [None], ["a"], [()], [(1, 2, 3)], [ready[1]], [(ready[0], None)]):
             with pytest.raises(ConfigError):
                 runner.time_replays(wrong)
+
+
+def test_time_of_replays_leaves_state_as_it_was():
+    cell = torch.zeros(1)
+
+    def model(x):
+        return x + cell.add_(1)
+
+    with rows_runner(model, (2, 4), state=TensorStateGuard([cell])) as runner:
+        runner.capture()
+        assert all(each > 0 for each in runner.time_replays(runner.keys))
+        assert cell.item() == 0
+        assert runner.run({"x": torch.zeros(2, 4)}).tolist() == [[1] * 4] * 2
+
+
+@pytest.mark.parametrize("policy", ["view", "checked_view"])
+@pytest.mark.parametrize("first", [1, 3, 5])
+def test_input_that_an_eager_step_returned_is_a_value_of_a_graph(policy, first):
+    outputs = OutputSpec({"0": "n", "1": "n"}, policy)
+    with rows_runner(lambda x: (x, x + 1), (4, 8), outputs=outputs) as runner:
+        small = next(key for key in runner.keys if key[1].num_tokens == 4)
+        runner.capture([small])
+        x = torch.arange(32.0).reshape(8, 4)
+        same, _ = runner.run({"x": x})
+        assert runner.last_decision.reason is Reason.NOT_CAPTURED_YET
+        _, more = runner.run({"x": same[first : first + 3]})
+        assert runner.last_decision.reason is Reason.PADDED
+        assert torch.equal(more, x[first : first + 3] + 1)

@@ -178,6 +178,17 @@ def test_state_too_large_to_copy_stays_written(lab: Lab, monkeypatch: Any) -> No
     assert large.tolist() == [1] * 9
 
 
+def test_state_without_memory_for_a_copy_stays_written(lab: Lab, monkeypatch: Any) -> None:
+    def no_memory(storage: torch.UntypedStorage) -> Tensor:
+        raise torch.OutOfMemoryError(f"no {storage.nbytes()} bytes")
+
+    cell = torch.zeros(1)
+    monkeypatch.setattr(writes, "_whole", no_memory)
+    with pytest.raises(StateAdvancedError):
+        lab.capture_all(lab.job(lab.wrap(counting(cell)), torch.ones(2)))
+    assert cell.item() > 0
+
+
 def test_copy_is_freed_with_its_tensor() -> None:
     kept, tensor, other = KeptTensors(), torch.zeros(4), torch.zeros(4)
     kept.keep(tensor, "a")
