@@ -45,6 +45,29 @@ def test_write_refused_is_put_back(lab: Lab, warmups: int, on_error: Any) -> Non
     assert not lab.library.programs
 
 
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "out": lambda cell: torch.add(cell, 1, out=cell),
+    "outs": lambda cell: torch.aminmax(torch.arange(3.0) + 1, dim=0, out=(cell[0], cell[1])),
+    "list": lambda cell: torch._foreach_add_([torch.zeros(2), cell], 1),
+    "index": lambda cell: cell.index_copy_(0, torch.arange(1), torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_write_refused_is_put_back_whichever_argument_is_written(
+    lab: Lab, write: Callable[[Tensor], Any]
+) -> None:
+    cell = torch.tensor([7.0, 8.0])
+
+    def step(x: Tensor) -> Tensor:
+        write(cell)
+        return x + cell
+
+    with pytest.raises(StateAdvancedError):
+        lab.capture_all(lab.job(lab.wrap(step), torch.ones(2), key=BatchDescriptor(4)))
+    assert cell.tolist() == [7, 8]
+
+
 def lab_keys(*sizes: int) -> list[BatchDescriptor]:
     return [BatchDescriptor(size) for size in sizes]
 

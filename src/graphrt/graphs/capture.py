@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from time import perf_counter
 from typing import Any
 
@@ -408,10 +408,11 @@ def keep_undeclared(
     if options.checks == "none":
         return None
     guarded = set() if options.state is None else _guarded(options.state, scope)
+    declared = cache(lambda: _declared(library, options))  # Many tensors may be, many are written.
 
     def keep(tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)
-        if storage not in guarded and storage not in _declared(library, options):
+        if storage not in guarded and storage not in declared():
             scope.kept.keep(tensor, of)
 
     return keep

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -112,6 +112,17 @@ def keeping_writes(keep: Callable[[torch.Tensor], None]) -> AbstractContextManag
     return _KeepingObserver(keep) if can_compile else nullcontext()
 
 
+@lru_cache(maxsize=1024)  # A schema makes its arguments anew each time that it is asked for them.
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an operator writes."""
+    schema = getattr(func, "_schema", None)
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments if schema is not None else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 class _WriteObserver(LookingMode):
     """Notes what operations write."""
 
@@ -131,16 +142,12 @@ class _WriteObserver(LookingMode):
         if types and is_for_parts(types):
             return NotImplemented
         kwargs = kwargs or {}
-        given = tensors_of((args, kwargs))
-        self._given |= {storage_start(tensor) for tensor in given} - self._made
-        schema = getattr(func, "_schema", None)
-        for position, argument in enumerate(schema.arguments if schema is not None else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                is_sent = position < len(args)
-                value = args[position] if is_sent else kwargs.get(argument.name)
-                self._note(tensors_of(value))
+        given = tensors_of((*args, *kwargs.values()))
+        self._given.update(set(map(storage_start, given)) - self._made)
+        for position, name in _written(func):
+            self._note(tensors_of(args[position] if position < len(args) else kwargs.get(name)))
         result = func(*args, **kwargs)
-        self._made |= {storage_start(tensor) for tensor in tensors_of(result)} - self._given
+        self._made.update(set(map(storage_start, tensors_of(result))) - self._given)
         return result
 
     def _note(self, tensors: Sequence[torch.Tensor]) -> None:

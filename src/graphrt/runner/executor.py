@@ -89,7 +89,6 @@ class ReadyGraph:
     program: Program
     unpad: Callable[[Sizes], Any]
     has_eager: bool
-    has_autocast: bool
     check: Callable[[Any], None] | None
     """Called with ``step_info`` before each replay, where there is something to compare: every
     address (``StaleCheck.POINTER``), the autocast dtype, what the capture read of ``step_info``."""
@@ -131,6 +130,7 @@ class Executor:
         self.captured_with: dict[BatchDescriptor, Any] = {}
         """By key: copies of the example that was captured, until its program is checked."""
         self._resources = tuple(self.options.prepared)
+        self._device_type = self.library.device.torch_device.type
         # Eager outputs have their real size where it is an axis; other lengths are cut off.
         lengths = [length for dims in declared.axes.values() for length in dims.values()]
         self._hands_eager_out = declared.policy == "view" and not any(map(callable, lengths))
@@ -217,10 +217,8 @@ class Executor:
                 return self._apart(cut(sizes), bound)
 
         check = self._check_of(program, bound)
-        mode, key, has_autocast = entry.mode, entry.key, program.autocast is not None
-        return ReadyGraph(
-            mode, key, entry, bound, program, unpad, program.has_eager, has_autocast, check
-        )
+        mode, key, has_eager = entry.mode, entry.key, program.has_eager
+        return ReadyGraph(mode, key, entry, bound, program, unpad, has_eager, check)
 
     def _apart(self, outputs: Any, bound: BoundBuffers) -> Any:
         """``outputs`` with copies of what lies in static buffers: rows of it may be values of the
@@ -240,7 +238,7 @@ class Executor:
         constant = self._constant_info.get(program.key)
 
         def check(step_info: Any) -> None:
-            if autocast_dtype(self.library.device.torch_device.type) is not program.autocast:
+            if autocast_dtype(self._device_type) is not program.autocast:
                 raise autocast_error(program.key, program.autocast)
             if never_informed and step_info is not None:
                 raise UnkeyedValueError(
@@ -272,23 +270,22 @@ class Executor:
         if self._replaying.title is not None:
             raise self._replaying.refusal(ready.program.title)
         ready.bound.stage_without_grad(staged, values)
-        if self._expire is not None:  # Now, because values may be outputs of the run before.
-            self._expire()
+        expire, program, unpad = self._expire, ready.program, ready.unpad
+        if expire is not None:  # Now, because values may be outputs of the run before.
+            expire()
         for resource in self._resources:
             resource.prepare(ready.key, step_info)
-        if (ready.has_autocast or is_any_autocast_enabled()) and (
-            torch.is_autocast_enabled(self.library.device.torch_device.type)
-            is not ready.has_autocast
-        ):
-            raise autocast_error(ready.key, ready.program.autocast)
-        if ready.check is not None:
-            ready.check(step_info)
+        check = ready.check
+        if check is not None:
+            check(step_info)
+        elif is_any_autocast_enabled() and torch.is_autocast_enabled(self._device_type):
+            raise autocast_error(ready.key, None)
         if ready.has_eager:
             with ForwardContext(ready.mode, ready.key, step_info, None, self._layers):
-                ready.program.replay()
+                program.replay()
         else:
-            ready.program.replay()
-        return ready.unpad(sizes)
+            program.replay()
+        return unpad(sizes)
 
     def eager(self, key: BatchDescriptor, call: Call) -> Any:
         """Run ``fn`` itself, in the shared buffers where the values fit, else in new ones.

@@ -584,16 +584,16 @@ class CUDAGraphRunner:
         caller has padded them. ``ubatch_slices``: where an eager run is cut, for a callable that
         cuts itself. Shapes, aliasing, errors: as ``run``.
         """
-        staged = staged or sizes
         mode, key, reason = decision
-        has_grad, turn = is_grad_enabled(), self._turn
+        # In variables: to call what an attribute of the object holds takes longer in place.
+        has_grad, turn, look = is_grad_enabled(), self._turn, self._look
         try:
             turn.pop()
         except IndexError:
             raise self._refusal("run") from None
         try:
-            if mode is not _EAGER and not self._look():
-                mode, key, reason = decision = self._ask_again(decision, staged)
+            if mode is not _EAGER and not look():
+                mode, key, reason = decision = self._ask_again(decision, staged or sizes)
             self.last_decision = decision
             if has_grad:
                 # What is staged, and what eager segments return, must not grow a graph of its own.
@@ -604,7 +604,7 @@ class CUDAGraphRunner:
                 if self._comparisons.is_strict:
                     above = above_largest(sizes, self._keys.largest())
                     raise miss_error(reason, sizes, "; ".join(above))
-                call = Call(values, sizes, staged, step_info, ubatch_slices)
+                call = Call(values, sizes, staged or sizes, step_info, ubatch_slices)
                 if ubatch_slices is not None and self._comparisons.verifies:
                     return self._cut(decision, call)
                 return self._executor.eager(key, call)
@@ -614,8 +614,8 @@ class CUDAGraphRunner:
                 ready = self._find_ready(decision)
             ready.entry.hits += 1
             if self._verify_every and not next(self._run_numbers) % self._verify_every:
-                return self._compare(ready, Call(values, sizes, staged, step_info))
-            return self._executor.replay(ready, values, sizes, staged, step_info)
+                return self._compare(ready, Call(values, sizes, staged or sizes, step_info))
+            return self._executor.replay(ready, values, sizes, staged or sizes, step_info)
         finally:
             turn.append(True)
             if has_grad:
