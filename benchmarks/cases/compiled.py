@@ -2,7 +2,8 @@
 
 One process, one set of weights: the HF module with a static cache is compiled, and captured by a
 ``Runtime``: with break points at its attention (``G10-SHAPE``), and at level 3 by Inductor's pieces
-(``G10-SHAPE-level3``): whole, and cut at attention; with Inductor's tuning in ``G10-SHAPE-tuned``.
+(``G10-SHAPE-level3``): whole, and cut at attention; with Inductor's tuning in ``G10-SHAPE-tuned``,
+twice in the process and once in another one.
 Greedy decoding; every step ends in an argmax that feeds the next. Starts are cold where nothing
 else is said: kernels are loaded before, no compiler finds anything in a cache.
 """
@@ -10,6 +11,8 @@ else is said: kernels are loaded before, no compiler finds anything in a cache.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -500,6 +503,39 @@ def require_tokens(
     return len(found)
 
 
+START_TUNED = """
+import sys, torch
+from pathlib import Path
+from benchmarks.cases.compiled import (
+    ATTENTION, SHAPES, TUNED, Decoder, cuda_device, greedy, level_3, perf_counter, through
+)
+shape = SHAPES[sys.argv[1]]
+with cuda_device() as device, torch.no_grad():
+    decoder = Decoder(shape, (1,), torch.bfloat16, device.torch_device)
+    greedy(decoder, 1, device.torch_device)()
+    decoder.rewind()
+    device.synchronize()
+    began = perf_counter()
+    options = {"splitting_ops": (ATTENTION,), "inductor_compile_config": TUNED}
+    with level_3(
+        decoder, shape.vocab_size, device, cache_dir=Path(sys.argv[2]), **options
+    ) as runtime:
+        through(runtime)(torch.ones(1, dtype=torch.int64, device=device.torch_device))
+        device.synchronize()
+        seconds = perf_counter() - began
+        found = runtime.report().compile
+print(seconds, len(found.pieces), found.num_compiles, found.num_loaded)
+"""
+
+
+def tuned_start_of_a_process(name: str, cache: Path) -> tuple[float, list[int]]:
+    """Seconds of a start in a process of its own, imports of the compiler included, and its
+    pieces, compiles and loads."""
+    program = [sys.executable, "-W", "ignore", "-c", START_TUNED, name, str(cache)]
+    told = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    return float(told[-4]), [int(number) for number in told[-3:]]
+
+
 def measure_level_3(
     name: str, shape: ModelConfig, device: Device, folder: Path, *, is_tuned: bool
 ) -> list[Row]:
@@ -534,6 +570,10 @@ def measure_level_3(
             reports[label] = [len(report.pieces), report.num_compiles, report.num_loaded]
             num_equal[label] = require_tokens(tokens_of(through(runtime), decoder), eager, label)
             arms[label] = greedy(through(runtime), 1, place)
+        if is_tuned:
+            label = "level 3, tuned, another process"
+            seconds, reports[label] = tuned_start_of_a_process(name, folder / "tuned")
+            starts[label] = [seconds]
         # Behind them, because torch.compile compiles again when hooks of modules come and go.
         decoder.rewind()
         device.synchronize()

@@ -120,7 +120,8 @@ def assemble(
         if group is not None:
             undo.callback(group.close)
         loaded = None
-        if is_cuda and config.capture == "by_priority":  # The first step is soon.
+        # Where the first step is soon, or Python traces the model meanwhile.
+        if is_cuda and (config.capture == "by_priority" or asked.compilation.level):
             loaded = in_thread(partial(_load_kernels, model_config, dtype, device.torch_device))
         model = _load(model_config, config, dtype, model_dir, device, group)
         model_config = model.config

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._inductor import codecache
+from torch._inductor.standalone_compile import CompiledArtifact
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled, CustomOp, torch_api
@@ -209,6 +211,33 @@ def test_kernels_that_were_found_tuned_are_marked(monkeypatch):
     assert torch_api.compile_by_inductor(None, [], tuned, "1") == "made"
     assert vars(found.compile_results[0].config) == {"found_by_coordesc": True}
     assert not vars(searched.compile_results[0].config)
+
+
+KERNEL = """
+from types import SimpleNamespace
+from torch._inductor.runtime.triton_heuristics import check_autotune_cache
+
+def config(size):
+    return SimpleNamespace(kwargs={"XBLOCK": size}, num_warps=4, num_stages=1)
+
+configs, cache, info = check_autotune_cache([config(64), config(128)], __file__, {})
+kernel = SimpleNamespace(configs=configs, cache=cache, autotune_cache_info=info)
+"""
+
+
+def test_kernel_that_was_tuned_in_this_process_is_loaded_tuned(tmp_path, monkeypatch):
+    """Inductor keeps it in memory as it was before."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    load = partial(codecache._load_triton_kernel_from_source, "kernel", KERNEL)
+    monkeypatch.setattr(CompiledArtifact, "load", lambda **_: load())
+    payload = pickle.dumps((None, [], b""))
+    untuned = load()
+    assert len(untuned.configs) == 2
+    assert load() is untuned
+    untuned.cache.save(untuned.configs[1], 0)
+    tuned = torch_api.from_bytes(payload)
+    assert [config.kwargs for config in tuned.configs] == [{"XBLOCK": 128}]
+    assert torch_api.from_bytes(payload) is tuned, "one kernel serves all pieces that call it"
 
 
 def test_cache_folder_with_a_space_is_read_again(tmp_path):

@@ -161,11 +161,30 @@ def _mark_tuned() -> None:
     They would be tuned once more at their first launch. Those found in its cache are marked.
     """
     for module in PyCodeCache.modules:
-        for kernel in vars(module).values():
-            about = getattr(kernel, "__dict__", {}).get("autotune_cache_info") or {}
-            if about.get("autotune_cache_state") == "hit":
+        for kernel, state in _tunable(module):
+            if state == "hit":
                 for result in kernel.compile_results:
                     result.config.found_by_coordesc = True
+
+
+def _forget_untuned() -> None:
+    """Let the next load make those kernels anew that this process has as they were untuned.
+
+    To tune a kernel that a worker compiled, Inductor makes it once more here and keeps it in
+    memory, where a load would find it with every configuration to try, and tune it again.
+    """
+    for path, module in [*PyCodeCache.modules_no_attr.items()]:
+        if any(state == "miss" for _, state in _tunable(module)):
+            PyCodeCache.modules_no_attr.pop(path, None)
+
+
+def _tunable(module: ModuleType) -> Iterator[tuple[Any, str]]:
+    """Kernels in ``module`` that Inductor tunes, with what it found of them in its cache when it
+    made them."""
+    for kernel in vars(module).values():
+        about = getattr(kernel, "__dict__", {}).get("autotune_cache_info") or {}
+        if state := about.get("autotune_cache_state"):
+            yield kernel, state
 
 
 @contextmanager
@@ -238,6 +257,7 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
     """What ``to_bytes`` was given. Raises whatever torch raises, about anything."""
     # An entry is code, and from a folder of this user's.
     isas, kernels, saved = pickle.loads(payload)
+    _forget_untuned()
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
     with (
