@@ -102,8 +102,9 @@ class GraphLibrary:
     with the library; given as an object it is not. ``pool``: handle of an existing pool for the
     first generation. ``generators``: random generators that captured callables use beside the
     default one. ``generation_size``: programs of a lazy generation. ``observer`` receives
-    ``Captured``, ``CaptureFailed``, ``Invalidated`` and ``Retired`` events. ``before_suspend``,
-    ``after_resume``: hooks around a suspension.
+    ``Captured``, ``CaptureFailed``, ``Verified``, ``Invalidated`` and ``Retired`` events, of a
+    ``UBatchWrapper`` also ``RanEager``. ``before_suspend``, ``after_resume``: hooks around a
+    suspension.
     Errors: ``ConfigError`` for a ``generation_size`` below 1, or an unknown device.
     """
 
