@@ -319,7 +319,7 @@ class GraphLibrary:
             prepare = partial(self.prepare_for_capture, options.prepared)
             scope = self.scope = CaptureScope(self, device, options, stream, prepare)
             if options.generation == "new":
-                exits.push(partial(self._settle, self._open_generation("new")))
+                exits.push(partial(self._end_rebuild, self._open_generation("new")))
             caller = device.current_stream()
             exits.enter_context(gc_paused())
             device.order(stream, caller)
@@ -338,7 +338,7 @@ class GraphLibrary:
         for generation in doomed:
             self._retire_now(generation)
 
-    def _settle(self, generation: Generation, kind: Any, error: Any, trace: Any) -> None:
+    def _end_rebuild(self, generation: Generation, kind: Any, error: Any, trace: Any) -> None:
         """Put a rebuilt generation in the current one's place, or give it up after an error."""
         if error is not None:
             self.retire(generation)
