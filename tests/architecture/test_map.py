@@ -5,10 +5,29 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from capture_trace import trace_capture
+from test_hot_path import GOLDEN
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "graphrt"
 # Faces of rooms say what the room exports.
 FACES = ("__init__.py", "__main__.py")
+
+
+def _path_of(name: str, end: str) -> list[str]:
+    """The files that a path to read names, in order, from ``*name*`` to ``end``."""
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    return re.findall(r"`(\w+/\w+\.py)`", text.partition(f"*{name}*,")[2].partition(end)[0])
+
+
+def test_path_of_a_step_is_what_a_step_runs() -> None:
+    generated = ["graphs/program.py"]  # A replay of one graph is the device's own.
+    named = [place for place in _path_of("A step", "\n\n") if place not in generated]
+    assert named == [call.partition(" ")[0] for call in GOLDEN["FULL"]]
+
+
+def test_path_of_a_capture_is_what_a_capture_runs() -> None:
+    assert _path_of("A capture", "What was recorded") == list(trace_capture().files)
 
 
 def _named_files() -> set[str]:
