@@ -64,8 +64,10 @@ OF_A_CAPTURE: Parts = {
     ],
     "externals": [(recorder.ProgramRecorder, "externals")],
     "signature": [(capturing.Signature, "of")],
-    "escapes": [(capturing, "_refuse_escapes")],
-    "writes": [(capturing, "_refuse_mutated_inputs"), (capturing, "_refuse_advanced_state")],
+    "escapes": [(capturing._Capture, "_refuse_escapes")],
+    "writes": [
+        (capturing._Capture, name) for name in ("_refuse_mutated_inputs", "_refuse_advanced_state")
+    ],
     "cost": [(capturing, "_cost")],
     "program": [(capturing, "Program")],
     "library": [

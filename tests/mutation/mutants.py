@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "refused capture keeps its graphs",
         GRAPHS + "capture.py",
-        "    except BaseException:\n        recorder.reset()\n        raise\n",
-        "    except BaseException:\n        raise\n",
+        "        except BaseException:\n            recorder.reset()\n            raise\n",
+        "        except BaseException:\n            raise\n",
         CLEANUP,
     ),
     Mutant(
@@ -186,14 +186,14 @@ MUTANTS = [
     Mutant(
         "pool memory may stay in the caller's objects",
         GRAPHS + "capture.py",
-        "        _refuse_escapes(recorder, live_before, options.allow_escape, host)\n",
+        "            self._refuse_escapes(host)\n",
         "",
         EXTERNALS,
     ),
     Mutant(
         "graph may write any static buffer",
         GRAPHS + "capture.py",
-        "        _refuse_mutated_inputs(written, writes, library.static_buffers, recorder)\n",
+        "            self._refuse_mutated_inputs(written, writes)\n",
         "",
         CLEANUP,
     ),

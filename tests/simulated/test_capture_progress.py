@@ -68,6 +68,15 @@ def test_capture_that_failed_is_told_to_have_ended() -> None:
         assert sum(missing.values()) == 3 - ended.num_served
 
 
+def test_keys_that_serve_as_before_are_not_told_again() -> None:
+    with RuntimeLab() as lab:
+        lab.runtime.capture()
+        num_told = len(lab.events_of(KeysChanged))
+        lab.runtime.check_externals()
+        lab.runtime.capture()
+        assert len(lab.events_of(KeysChanged)) == num_told
+
+
 def test_invalidated_keys_are_told_as_missing() -> None:
     with RuntimeLab() as lab:
         lab.runtime.capture()

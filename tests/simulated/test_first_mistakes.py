@@ -29,6 +29,8 @@ from graphrt import (
     RuntimeConfig,
     TensorStateGuard,
     Workspace,
+    break_at,
+    break_point,
     capture_all,
     compare,
     resolve,
@@ -191,6 +193,23 @@ def test_wrong_option_of_a_runner_is_refused_by_name(options: dict[str, Any]) ->
 )
 def test_wrong_value_is_refused_where_it_is_made(make: Any) -> None:
     with pytest.raises(GraphrtError):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: break_point("attention"),
+        lambda: break_point(name="attention")("attention"),
+        lambda: break_point(capture_stub=5)(double),
+        lambda: break_at(torch.nn.Linear(4, 4), names=5).__enter__(),
+        lambda: break_at(torch.nn.Linear(4, 4), names=[torch.nn.Linear]).__enter__(),
+        lambda: break_at(torch.nn.Linear(4, 4), types="Linear").__enter__(),
+        lambda: break_at(torch.nn.Linear(4, 4), names=itertools.repeat("a")).__enter__(),
+    ],
+)
+def test_wrong_break_point_is_refused_where_it_is_made(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"break"):
         make()
 
 

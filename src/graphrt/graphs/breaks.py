@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
+from types import UnionType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
 from graphrt.batch import RuntimeMode
-from graphrt.config.checked import check_type
+from graphrt.config.checked import check_callable, check_type, checked_list
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError, LateInitError
 from graphrt.graphs.recorder import ProgramRecorder, open_cuts
@@ -63,12 +64,16 @@ def break_point(
     Aliasing: in a capture, the kernels before it have not run: its pool-owned arguments are zero.
     Compiled: Dynamo traces through it, as through any function. A capture cannot cut there:
               compile the parts between break points instead.
-    Errors:   ``BreakError`` where a PIECEWISE capture would have to cut compiled code.
+    Errors:   ``ConfigError`` for arguments of another kind, when it is made; ``BreakError`` where a
+              PIECEWISE capture would have to cut compiled code.
     """
     for what, text in (("name", name), ("out", out)):
         check_type(f"{what} of a break point", text, str | None, "a string, or None")
+    if capture_stub is not None:
+        check_callable("capture_stub of a break point", capture_stub)
     if fn is None:
         return functools.partial(break_point, name=name, out=out, capture_stub=capture_stub)
+    check_callable("the function of a break point (what it is called is name=)", fn)
     keyword_of_out = out
     label = name or _label(fn)
 
@@ -140,13 +145,16 @@ def break_at(
     ``types``: module classes. ``names``: module paths, with ``*`` and ``?`` as in a shell. Yields
     the paths that matched. For models one cannot edit: programs captured inside keep their breaks.
 
-    Errors: ``ConfigError`` if nothing matches.
+    Errors: ``ConfigError`` if nothing matches, and for arguments of another kind.
     """
-    patterns = (names,) if isinstance(names, str) else tuple(names)
+    classes = types if isinstance(types, tuple) else (types,)
+    classes = checked_list("types of break_at", classes, type | UnionType, "module classes")
+    paths = (names,) if isinstance(names, str) else names
+    patterns = checked_list("names of break_at", paths, str, "module paths")
     matching = {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, types) or any(fnmatchcase(path, pattern) for pattern in patterns)
+        if isinstance(module, classes) or any(fnmatchcase(path, pattern) for pattern in patterns)
     }
     if not matching:
         raise ConfigError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from time import perf_counter
@@ -24,7 +25,6 @@ from graphrt.errors import (
     StateAdvancedError,
 )
 from graphrt.events import Captured
-from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_stream
 from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
 from graphrt.graphs.host_snapshot import HostSnapshot
@@ -108,19 +108,14 @@ def capture_program(
             args=args,
             kwargs=kwargs or {},
         )
-        pool = generation.pool
-        before = set(pool.live_blocks()), library.device.memory(pool)
+        capture = _Capture(library, scope, options, generation, recorder)
         host = scope.host_of(fn)
-        # No replay assigns anything again, and later captures reuse the memory.
-        is_refused = partial(_is_of_recording, library.device, options.allow_escape)
-        with host.run(is_first=options.warmups == 0, refuses=is_refused):
-            reads = _reads(library, recorder, options, None, host.reach)
+        with host.run(is_first=options.warmups == 0, refuses=capture.is_of_recording):
+            reads = capture.reads(None, host.reach)
             frozen = reads.now
             with _context(scope, mode, key):
                 recorder.record(weak_outputs=options.weak_outputs)
-            program = _make_program(
-                library, generation, recorder, options, before, reads, frozen, host
-            )
+            program = capture.make_program(reads, frozen, host)
             entry = library.add(scope, generation, program)
     except Exception as error:
         scope.kept.put_back(lambda storage, _: storage in written)
@@ -150,13 +145,6 @@ def capture_program(
 _INNER_RUNNER = "where another runner is called, which has buffers of its own, call its runner.fn"
 
 
-def _is_of_recording(device: Device, allowed: Sequence[str], path: str, value: Any) -> bool:
-    """True for a value that a recording assigned and that holds memory of the pool."""
-    if any(fnmatchcase(path, pattern) for pattern in allowed):
-        return False
-    return any(map(device.owns, tensors_of(value)))
-
-
 def _context(
     scope: CaptureScope, mode: RuntimeMode, key: BatchDescriptor
 ) -> AbstractContextManager[Any]:
@@ -171,86 +159,182 @@ def _context(
     return nullcontext() if is_entered else CaptureContext(mode, key, capture_scope=scope)
 
 
-def _make_program(
-    library: GraphLibrary,
-    generation: Generation,
-    recorder: ProgramRecorder,
-    options: CaptureOptions,
-    before: tuple[set[Block], MemoryReading],
-    reads: Reads,
-    frozen: Sequence[Place],
-    host: HostSnapshot,
-) -> Program:
-    """Make the program of what was recorded, in no generation yet. Errors leave no graph."""
-    device, fn, (live_before, memory_before) = library.device, recorder.fn, before
-    try:
-        _refuse_escapes(recorder, live_before, options.allow_escape, host)
-        earlier = reads
-        reads = _reads(library, recorder, options, reads, partial(reach, fn))
-        names = parameters_of(fn)
-        externals = recorder.externals(reads, options.keep_alive, names)
-        written = [item for item in externals if item.written]
-        writes = recorder.writes()
-        _refuse_mutated_inputs(written, writes, library.static_buffers, recorder)
-        if options.checks == "all":
-            given = dict(zip(names, recorder.args, strict=False)) | dict(recorder.kwargs)
-            _refuse_advanced_state(written, writes, given, library, options)
-        return Program(
-            owner=recorder.owner,
-            mode=recorder.mode,
-            key=recorder.key,
-            generation=generation.index,
-            segments=recorder.segments,
-            signature=Signature.of(recorder.args, recorder.kwargs, names),
-            outputs=recorder.outputs,
-            externals=externals,
-            reads=reads,
-            values=reads.values_since(earlier, frozen),
-            memory=_cost(recorder, externals, memory_before),
-            device=device,
-            replaying=library.replaying,
-            stale_check=library.stale_check,
-            after_eager=_joining(device, library.side_streams),
-            is_observed=recorder.observe,
-            autocast=autocast_dtype(device.torch_device.type),
-            reads_step_info=recorder.reads_step_info,
+@dataclass(eq=False)
+class _Capture:
+    """One capture, begun before its recording: what it may do, and what records it."""
+
+    library: GraphLibrary
+    scope: CaptureScope
+    options: CaptureOptions
+    generation: Generation
+    recorder: ProgramRecorder
+
+    def __post_init__(self) -> None:
+        pool = self.generation.pool
+        self._live_before = set(pool.live_blocks())
+        self._memory_before = self.library.device.memory(pool)
+
+    def is_of_recording(self, path: str, value: Any) -> bool:
+        """True for a value that the recording assigned and that holds memory of the pool: no replay
+        assigns it again, and later captures reuse the memory."""
+        is_allowed = _matches(path, self.options.allow_escape)
+        return not is_allowed and any(map(self.library.device.owns, tensors_of(value)))
+
+    def reads(self, known: Reads | None, walk: Callable[[], Reach]) -> Reads:
+        """What the callable reads now: of an earlier walk, where nothing was replaced since."""
+        library, recorder = self.library, self.recorder
+        fn = recorder.fn
+        # Eager segments read afresh at each replay what they read.
+        breaks = recorder.mode is RuntimeMode.FULL
+        is_before = known is None  # Tensors that moved are found after the recording.
+        if known is None:
+            programs = (p for g in reversed(library.generations) for p in reversed(g.programs))
+            own = (p.reads for p in programs if p.owner == recorder.owner and p.reads is not None)
+            known = next((reads for reads in own if reads.is_of(fn, breaks=breaks)), None)
+        is_known = known is not None and known.leads_to_the_same()
+        if known is not None and is_known and (is_before or known.has_same_tensors()):
+            return known
+        inputs = {
+            tensor.untyped_storage().data_ptr()
+            for buffers in library.static_buffers
+            for tensor in buffers.tensors.values()
+            if tensor.numel()
+        }
+
+        def is_ours(tensor: torch.Tensor) -> bool:
+            # Where else a callable keeps its arguments (a context that attention reads) is its
+            # matter: it sets them anew in each run, and others may use the place between two runs.
+            return library.device.owns(tensor) or tensor.untyped_storage().data_ptr() in inputs
+
+        return Reads(fn, is_ours, self.options.prepared, breaks=breaks, reached=walk())
+
+    def make_program(self, reads: Reads, frozen: Sequence[Place], host: HostSnapshot) -> Program:
+        """Make the program of what was recorded, in no generation yet. Errors leave no graph.
+
+        ``reads``: before the recording; ``frozen``: the values of it that were there then.
+        """
+        library, recorder, options = self.library, self.recorder, self.options
+        try:
+            self._refuse_escapes(host)
+            earlier, reads = reads, self.reads(reads, partial(reach, recorder.fn))
+            names = parameters_of(recorder.fn)
+            externals = recorder.externals(reads, options.keep_alive, names)
+            written = [item for item in externals if item.written]
+            writes = recorder.writes()
+            self._refuse_mutated_inputs(written, writes)
+            if options.checks == "all":
+                given = dict(zip(names, recorder.args, strict=False)) | dict(recorder.kwargs)
+                self._refuse_advanced_state(written, writes, given)
+            return Program(
+                owner=recorder.owner,
+                mode=recorder.mode,
+                key=recorder.key,
+                generation=self.generation.index,
+                segments=recorder.segments,
+                signature=Signature.of(recorder.args, recorder.kwargs, names),
+                outputs=recorder.outputs,
+                externals=externals,
+                reads=reads,
+                values=reads.values_since(earlier, frozen),
+                memory=_cost(recorder, externals, self._memory_before),
+                device=library.device,
+                replaying=library.replaying,
+                stale_check=library.stale_check,
+                after_eager=_joining(library.device, library.side_streams),
+                is_observed=recorder.observe,
+                autocast=autocast_dtype(library.device.torch_device.type),
+                reads_step_info=recorder.reads_step_info,
+            )
+        except BaseException:
+            recorder.reset()
+            raise
+
+    def _refuse_escapes(self, host: HostSnapshot) -> None:
+        recorder, before = self.recorder, self._live_before
+        kept = {t.untyped_storage().data_ptr() for t in tensors_of(recorder.outputs)}
+        kept |= recorder.static_output_addresses
+        escaped = _escaped(recorder.pool, before, kept)
+        if escaped:
+            # A reference cycle of the callable looks the same, and so does a list that it filled
+            # and exchanged for another; only here is a collection worth it.
+            host.empty_exchanged()
+            gc.collect()
+            escaped = _escaped(recorder.pool, before, kept)
+        for block in escaped:
+            holder = find_holder(block.address, block.num_bytes, recorder.fn)
+            if _matches(holder, self.options.allow_escape):
+                continue
+            place = f", allocated at {block.source}" if block.source else ""
+            raise EscapedAllocationError(
+                holder,
+                expected="memory of the recording held by outputs and static outputs alone",
+                found=f"{block.num_bytes} bytes kept by {holder or 'an unknown holder'}{place}",
+                do="allocate it before the capture, return it in tensors and containers, or delete "
+                "it before the callable returns; of a weight that a hook computes in each call: "
+                "prune.remove, remove_weight_norm, or torch.nn.utils.parametrize",
+            )
+
+    def _refuse_mutated_inputs(
+        self, written: Sequence[HeldTensor], writes: Sequence[Write]
+    ) -> None:
+        storages = {item.storage for item in written}
+        own = set(map(storage_of, tensors_of((self.recorder.args, self.recorder.kwargs))))
+        for buffers in self.library.static_buffers:
+            for name, tensor in buffers.tensors.items():
+                if not buffers.specs[name].written and tensor.untyped_storage() in storages:
+                    line = _line_of(tensor.untyped_storage(), writes)
+                    raise MutatedInputError(
+                        f"static buffer {name!r}",
+                        expected="graphs that only read it",
+                        found=f"a graph that writes it{line and f', at {line}'}",
+                        do="declare it written=True, or write into another tensor"
+                        if tensor.untyped_storage() in own
+                        else _INNER_RUNNER,
+                        source=line,
+                    )
+
+    def _refuse_advanced_state(
+        self, written: Sequence[HeldTensor], writes: Sequence[Write], given: Mapping[str, Any]
+    ) -> None:
+        options = self.options
+        declared = _declared(self.library, options)
+        undeclared = [item for item in written if item.storage not in declared]
+        if undeclared and options.state is not None:
+            declared |= _guarded(options.state, self.scope)
+        # A runner of another library stages anew in each of its runs.
+        staged = {storage_of(write.tensor) for write in writes if write.is_staged}
+        writes = [write for write in writes if not write.is_staged]
+        declared |= staged - {storage_of(write.tensor) for write in writes}
+        undeclared = [item for item in undeclared if item.storage not in declared]
+        if not undeclared:
+            return
+        refused = {item.storage for item in undeclared}
+        self.scope.kept.put_back(lambda storage, _: storage in refused)
+        places: dict[str, str] = {}
+        for item in undeclared:
+            # A capture looks into no object that is an argument; the user who reads this does.
+            name = item.name if item.is_named else find_path(item.tensor, given) or item.name
+            places.setdefault(name, _line_of(item.storage, writes))
+        has_guard = options.state is not None
+        guard = "the state guard leaves it out" if has_guard else "no state guard was given"
+        raise StateAdvancedError(
+            ", ".join(places),
+            expected="a callable that writes nothing but static buffers declared written, what "
+            "state= guards and what may_overwrite= names",
+            found=", ".join(
+                f"{name} is written" + (f" at {line}" if line else "")
+                for name, line in places.items()
+            )
+            + f"; {guard}",
+            do="guard it with state=, which puts it back, or name it in may_overwrite=, if inputs "
+            "point at a reserved place in it or it may hold anything after a capture"
+            + ("" if all(item.is_named for item in undeclared) else f"; {_INNER_RUNNER}"),
+            source=next(filter(None, places.values()), ""),
         )
-    except BaseException:
-        recorder.reset()
-        raise
 
 
-def _reads(
-    library: GraphLibrary,
-    recorder: ProgramRecorder,
-    options: CaptureOptions,
-    known: Reads | None,
-    walk: Callable[[], Reach],
-) -> Reads:
-    """What the callable reads now: of an earlier walk, where nothing was replaced since."""
-    fn = recorder.fn
-    # Eager segments read afresh at each replay what they read.
-    breaks = recorder.mode is RuntimeMode.FULL
-    is_before = known is None  # Tensors that moved are found after the recording.
-    if known is None:
-        programs = (p for g in reversed(library.generations) for p in reversed(g.programs))
-        of_owner = (p.reads for p in programs if p.owner == recorder.owner and p.reads is not None)
-        known = next((reads for reads in of_owner if reads.is_of(fn, breaks=breaks)), None)
-    if known is not None and known.leads_to_the_same() and (is_before or known.has_same_tensors()):
-        return known
-    inputs = {
-        tensor.untyped_storage().data_ptr()
-        for buffers in library.static_buffers
-        for tensor in buffers.tensors.values()
-        if tensor.numel()
-    }
-
-    def is_ours(tensor: torch.Tensor) -> bool:
-        # Where else a callable keeps its arguments (a context that attention reads) is its matter:
-        # it sets them anew in each run, and others may use the place between two runs.
-        return library.device.owns(tensor) or tensor.untyped_storage().data_ptr() in inputs
-
-    return Reads(fn, is_ours, options.prepared, breaks=breaks, reached=walk())
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _cost(
@@ -282,33 +366,6 @@ def _joining(device: Device, streams: Sequence[Stream]) -> Callable[[], None] | 
     return join
 
 
-def _refuse_escapes(
-    recorder: ProgramRecorder, live_before: set[Block], allowed: Sequence[str], host: HostSnapshot
-) -> None:
-    kept = {t.untyped_storage().data_ptr() for t in tensors_of(recorder.outputs)}
-    kept |= recorder.static_output_addresses
-    escaped = _escaped(recorder.pool, live_before, kept)
-    if escaped:
-        # A reference cycle of the callable looks the same, and so does a list that it filled and
-        # exchanged for another; only here is a collection worth it.
-        host.empty_exchanged()
-        gc.collect()
-        escaped = _escaped(recorder.pool, live_before, kept)
-    for block in escaped:
-        holder = find_holder(block.address, block.num_bytes, recorder.fn)
-        if any(fnmatchcase(holder, pattern) for pattern in allowed):
-            continue
-        place = f", allocated at {block.source}" if block.source else ""
-        raise EscapedAllocationError(
-            holder,
-            expected="memory of the recording held by outputs and static outputs alone",
-            found=f"{block.num_bytes} bytes kept by {holder or 'an unknown holder'}{place}",
-            do="allocate it before the capture, return it in tensors and containers, or delete it "
-            "before the callable returns; of a weight that a hook computes in each call: "
-            "prune.remove, remove_weight_norm, or torch.nn.utils.parametrize",
-        )
-
-
 def _escaped(pool: Pool, before: set[Block], kept: set[int]) -> list[Block]:
     return [
         block
@@ -318,86 +375,10 @@ def _escaped(pool: Pool, before: set[Block], kept: set[int]) -> list[Block]:
     ]
 
 
-def _refuse_mutated_inputs(
-    written: Sequence[HeldTensor],
-    writes: Sequence[Write],
-    static: Iterable[BufferSet],
-    recorder: ProgramRecorder,
-) -> None:
-    storages = {item.storage for item in written}
-    own = {storage_of(tensor) for tensor in tensors_of((recorder.args, recorder.kwargs))}
-    for buffers in static:
-        for name, tensor in buffers.tensors.items():
-            if not buffers.specs[name].written and tensor.untyped_storage() in storages:
-                line = _line_of(tensor.untyped_storage(), writes)
-                raise MutatedInputError(
-                    f"static buffer {name!r}",
-                    expected="graphs that only read it",
-                    found=f"a graph that writes it{line and f', at {line}'}",
-                    do="declare it written=True, or write into another tensor"
-                    if tensor.untyped_storage() in own
-                    else _INNER_RUNNER,
-                    source=line,
-                )
-
-
 def _line_of(storage: torch.UntypedStorage | None, writes: Sequence[Write]) -> str:
     """The user's line that wrote a storage first; empty where nothing saw it."""
     lines = (one.source for one in writes if storage_of(one.tensor) is storage)
     return next(filter(None, lines), "")
-
-
-def _refuse_advanced_state(
-    written: Sequence[HeldTensor],
-    writes: Sequence[Write],
-    given: Mapping[str, Any],
-    library: GraphLibrary,
-    options: CaptureOptions,
-) -> None:
-    # A runner of another library stages anew in each of its runs.
-    staged = {storage_of(write.tensor) for write in writes if write.is_staged}
-    writes = [write for write in writes if not write.is_staged]
-    staged -= {storage_of(write.tensor) for write in writes}
-    undeclared = [
-        item for item in _undeclared(written, library, options) if item.storage not in staged
-    ]
-    if not undeclared:
-        return
-    assert library.scope is not None, "a capture has a scope"
-    refused = {item.storage for item in undeclared}
-    library.scope.kept.put_back(lambda storage, _: storage in refused)
-    places: dict[str, str] = {}
-    for item in undeclared:
-        # A capture looks into no object that is an argument; the user who reads this does.
-        name = item.name if item.is_named else find_path(item.tensor, given) or item.name
-        places.setdefault(name, _line_of(item.storage, writes))
-    guard = "no state guard was given" if options.state is None else "the state guard leaves it out"
-    raise StateAdvancedError(
-        ", ".join(places),
-        expected="a callable that writes nothing but static buffers declared written, what "
-        "state= guards and what may_overwrite= names",
-        found=", ".join(
-            f"{name} is written" + (f" at {line}" if line else "") for name, line in places.items()
-        )
-        + f"; {guard}",
-        do="guard it with state=, which puts it back, or name it in may_overwrite=, if inputs "
-        "point at a reserved place in it or it may hold anything after a capture"
-        + ("" if all(item.is_named for item in undeclared) else f"; {_INNER_RUNNER}"),
-        source=next(filter(None, places.values()), ""),
-    )
-
-
-def _undeclared(
-    written: Sequence[HeldTensor], library: GraphLibrary, options: CaptureOptions
-) -> list[HeldTensor]:
-    """Those of ``written`` that no option and no static buffer declares."""
-    declared = _declared(library, options)
-    undeclared = [item for item in written if item.storage not in declared]
-    if undeclared and options.state is not None:
-        assert library.scope is not None, "a capture has a scope"
-        guarded = _guarded(options.state, library.scope)
-        undeclared = [item for item in undeclared if item.storage not in guarded]
-    return undeclared
 
 
 def keep_undeclared(

@@ -102,8 +102,9 @@ class GraphLibrary:
     with the library; given as an object it is not. ``pool``: handle of an existing pool for the
     first generation. ``generators``: random generators that captured callables use beside the
     default one. ``generation_size``: programs of a lazy generation. ``observer`` receives
-    ``Captured``, ``CaptureFailed``, ``Invalidated`` and ``Retired`` events. ``before_suspend``,
-    ``after_resume``: hooks around a suspension.
+    ``Captured``, ``CaptureFailed``, ``Verified``, ``Invalidated`` and ``Retired`` events, of a
+    ``UBatchWrapper`` also ``RanEager``. ``before_suspend``, ``after_resume``: hooks around a
+    suspension.
     Errors: ``ConfigError`` for a ``generation_size`` below 1, or an unknown device.
     """
 
@@ -318,7 +319,7 @@ class GraphLibrary:
             prepare = partial(self.prepare_for_capture, options.prepared)
             scope = self.scope = CaptureScope(self, device, options, stream, prepare)
             if options.generation == "new":
-                exits.push(partial(self._settle, self._open_generation("new")))
+                exits.push(partial(self._end_rebuild, self._open_generation("new")))
             caller = device.current_stream()
             exits.enter_context(gc_paused())
             device.order(stream, caller)
@@ -337,7 +338,7 @@ class GraphLibrary:
         for generation in doomed:
             self._retire_now(generation)
 
-    def _settle(self, generation: Generation, kind: Any, error: Any, trace: Any) -> None:
+    def _end_rebuild(self, generation: Generation, kind: Any, error: Any, trace: Any) -> None:
         """Put a rebuilt generation in the current one's place, or give it up after an error."""
         if error is not None:
             self.retire(generation)

@@ -347,29 +347,33 @@ class _Run:
         doing = noting(f"in a warm-up of {job.name}, {job.mode.name}, {job.key}")
         with RunState(self.options.state if warmups else None).put_back(), doing:
             for number in range(warmups):
-                host = self._host_of(job, scope)
-                # Libraries branch on "is this a capture": the last warm-up takes the same branch.
+                # Libraries branch on "is this a capture": the last warm-up takes the same branch,
+                # and what only that branch sets is a memo as well.
                 is_last = number == warmups - 1
                 reported = scope.device.report_capturing() if is_last else nullcontext()
-                args, kwargs = self._inputs(job)
-                # What only that branch sets is a memo as well.
-                run = host.run(is_first=number == 0 or is_last)
-                keeping = self._keeping(job, scope, host)
-                with run, reported, scope.step(RuntimeMode.NONE, job.key), keeping:
-                    require_no_grad()
-                    job.target(*args, **kwargs)
+                self._run_eagerly(job, scope, reported, is_first=number == 0 or is_last)
         self._warmed.add((job.name, job.mode))
 
-    def _keeping(
-        self, job: CaptureJob, scope: CaptureScope, host: HostSnapshot
-    ) -> AbstractContextManager[object]:
-        """Around an eager run: keeps what tensors held before it writes them, if it is observed."""
-        is_first = (job.name, job.mode) not in self._warmed
-        options = self._options_of(job, is_first=is_first)
+    def _run_eagerly(
+        self,
+        job: CaptureJob,
+        scope: CaptureScope,
+        reported: AbstractContextManager[object],
+        *,
+        is_first: bool,
+    ) -> None:
+        """Run a job outside a recording; what it writes undeclared is kept, if it is observed."""
+        host = self._host_of(job, scope)
+        args, kwargs = self._inputs(job)
         keep = None
+        options = self._options_of(job, is_first=(job.name, job.mode) not in self._warmed)
         if options.observe != "never":
             keep = keep_undeclared(self.library, scope, options, id(host.runnable))
-        return nullcontext() if keep is None else keeping_writes(keep)
+        keeping = nullcontext() if keep is None else keeping_writes(keep)
+        run, step = host.run(is_first=is_first), scope.step(RuntimeMode.NONE, job.key)
+        with run, reported, step, keeping:
+            require_no_grad()
+            job.target(*args, **kwargs)
 
     def capture(self, job: CaptureJob, scope: CaptureScope) -> None:
         """Capture the program of a job, or those of the wrappers that its target calls."""
@@ -399,16 +403,8 @@ class _Run:
                     self._entry(job).inner = tuple(scope.programs[before:])
             if is_first and host.changed() and id(host) not in self._ran_again:
                 # A memo or a counter? One more run tells, where there was no warm-up.
-                args, kwargs = self._inputs(job)
-                run = host.run(is_first=False)
-                keeping = self._keeping(job, scope, host)
-                with (
-                    RunState(self.options.state).put_back(),
-                    run,
-                    scope.step(RuntimeMode.NONE, job.key),
-                    keeping,
-                ):
-                    job.target(*args, **kwargs)
+                with RunState(self.options.state).put_back():
+                    self._run_eagerly(job, scope, nullcontext(), is_first=False)
                 self._ran_again.add(id(host))
             is_kept = self.gate(job, "captured")
         except BaseException:

@@ -131,6 +131,7 @@ class RunnerKeys:
         self.owner, self._catalog, self._space = owner, catalog, space
         keys = space.make_dispatcher(unavailable={}).keys
         self.entries: dict[Key, Entry] = {key: catalog.entry(owner, *key) for key in keys}
+        self._told: KeysChanged | None = None
 
     def select(self, keys: Iterable[Key | BatchDescriptor] | None) -> list[Entry]:
         """The entries of ``keys``, in capture order; of all without any.
@@ -195,14 +196,16 @@ class RunnerKeys:
                 largest[axis] = max(size, largest.get(axis, size))
         return largest
 
-    def changed(self) -> KeysChanged:
-        """What serves now, as an event."""
+    def changed(self) -> KeysChanged | None:
+        """What serves now, as an event; None if it is what the call before said."""
         programs = [entry.program for entry in self.entries.values()]
-        return KeysChanged(
+        now = KeysChanged(
             self.owner,
             sum(program.num_graphs for program in programs if program is not None),
             tuple(Counter(self.missing().values()).items()),
         )
+        before, self._told = self._told, now
+        return None if now == before else now
 
     def decide(self, key: BatchDescriptor, sizes: Mapping[str, int], *, is_exact: bool) -> Decision:
         """What serves a call whose caller has chosen the key. Counts a key not captured yet."""

@@ -106,7 +106,7 @@ _FIXED = {"calls": 1}
 """The size along an axis that no input has: where all calls have the same shapes."""
 
 
-def _unheard(event: Event) -> None:
+def _ignore_event(event: Event) -> None:
     """The observer where there is none."""
 
 
@@ -152,7 +152,9 @@ class CUDAGraphRunner:
     ``capacity``: which keys there are, and what makes the decisions that ``execute`` is given.
     ``lockstep``: captures and compares together with other ranks, whose engine decides with them.
 
-    Not thread-safe. Errors: ``ConfigError`` for what cannot be honoured.
+    Not thread-safe: a run or capture that begins before another one has ended, inside it or on
+    another thread, raises ``ReentrantStepError``.
+    Errors: ``ConfigError`` for what cannot be honoured.
     """
 
     def __init__(
@@ -224,7 +226,8 @@ class CUDAGraphRunner:
             layers=layers,
         )
 
-        self.fn, self._space, self._observer = fn, space, _unheard if observer is None else observer
+        self.fn, self._space = fn, space
+        self._observer = _ignore_event if observer is None else observer
         self.capacity = space.capacity
         """Axis -> the largest padded size, in the order of a key's sizes."""
         self._owns_library = library is None
@@ -275,8 +278,6 @@ class CUDAGraphRunner:
         self.split_failure: Mapping[Key, str] = {}
         """The call that was not cut rightly into micro-batches, and why: from then on none is."""
         self._misses: dict[Reason, Misses] = {}
-        self._told: KeysChanged | None = None
-        """What the observer was told last of what serves."""
         self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
         """By mode, and by the id of the key object, which the graph holds."""
         self._prospects: Dispatcher | None = None
@@ -364,12 +365,12 @@ class CUDAGraphRunner:
         if not isinstance(progress, bool | None):
             check_callable("progress", progress)
         with (
-            self._occupied("capture"),
+            self._one_at_a_time("capture"),
             self._captures.part(self._refresh) as capture,
             shown(progress, self.name) as tell,
         ):
             # Programs over a tensor that has moved unnoticed are to be captured anew as well.
-            self._ask()
+            self._invalidate_replaced()
             chosen, generation = self._captures.choose(wanted)
             self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
             self._forget_cuts()
@@ -411,7 +412,7 @@ class CUDAGraphRunner:
             try:
                 # In this order, Ctrl-C is held back where the heap is frozen and thawed.
                 part = self._captures.part(self._refresh)
-                with self._occupied("capture_next"), part as capture, frozen_heap():
+                with self._one_at_a_time("capture_next"), part as capture, frozen_heap():
                     capture(self._captures.recheck(chosen), "current", None)
             finally:
                 if self._captures.fail_the_rest():
@@ -436,7 +437,7 @@ class CUDAGraphRunner:
         chosen = self._keys.select(keys)
         programs = [entry.program for entry in chosen if entry.program is not None]
         if programs:
-            with self._occupied("withdraw"):
+            with self._one_at_a_time("withdraw"):
                 self._executor.outputs.expire()
                 self.device.synchronize()
                 self.library.drop(programs)
@@ -462,7 +463,7 @@ class CUDAGraphRunner:
             for key in checked_list("keys", keys, tuple, "keys of this runner, each with its mode")
             for entry in self._keys.select([key])
         ]
-        with self._occupied("time_replays"), torch.no_grad():
+        with self._one_at_a_time("time_replays"), torch.no_grad():
             times = self._comparisons.time_replays(entries)
         lockstep = self._comparisons.lockstep
         return times if lockstep is None else lockstep.slowest(times)
@@ -552,7 +553,7 @@ class CUDAGraphRunner:
             if decision.reason is Reason.NOT_CAPTURED_YET:
                 self.note_miss(sizes, real_sizes=sizes)
         outputs = self.execute(decision, sizes, values, step_info, staged)
-        if self._observer is not _unheard:
+        if self._observer is not _ignore_event:
             mode, served, reason = self.last_decision or decision
             host_us = (perf_counter_ns() - started) / 1000
             num_tokens, shape = sizes[self.axes[0]], (sizes.get("requests", 0), served.uniform)
@@ -566,7 +567,7 @@ class CUDAGraphRunner:
     def tell(self, event: Replayed | RanEager) -> None:
         """Give the observer the event of a run, as a part of that run: another one inside it would
         overwrite outputs that the caller has not got yet."""
-        with self._occupied("the event of a run"):
+        with self._one_at_a_time("the event of a run"):
             self._observer(event)
 
     def execute(
@@ -590,10 +591,10 @@ class CUDAGraphRunner:
         try:
             turn.pop()
         except IndexError:
-            raise self._refusal("run") from None
+            raise self._reentrant_error("run") from None
         try:
             if mode is not _EAGER and not look():
-                mode, key, reason = decision = self._ask_again(decision, staged or sizes)
+                mode, key, reason = decision = self._decide_again(decision, staged or sizes)
             self.last_decision = decision
             if has_grad:
                 # What is staged, and what eager segments return, must not grow a graph of its own.
@@ -642,7 +643,7 @@ class CUDAGraphRunner:
         values = self._executor.padding_of(decision.descriptor, sizes)
         self.execute(decision, sizes, values, step_info)
 
-    def _ask_again(self, decision: Decision, staged: Sizes) -> Decision:
+    def _decide_again(self, decision: Decision, staged: Sizes) -> Decision:
         """Look at everything; ``decision``, or an eager one where its program is invalid now, or
         was retired by another user of the library."""
         self.check_externals()
@@ -757,9 +758,7 @@ class CUDAGraphRunner:
         self._ready = ready
         serving = {id(g.program): g.program for each in ready.values() for g in each.values()}
         self._watch.update(serving.values())
-        changed = self._keys.changed()
-        if changed != self._told:
-            self._told = changed
+        if (changed := self._keys.changed()) is not None:
             self._observer(changed)
 
     @property
@@ -777,11 +776,11 @@ class CUDAGraphRunner:
         ``capture()`` is called again.
         """
         self.require_open()
-        report = self._ask()
+        report = self._invalidate_replaced()
         self._refresh()
         return report
 
-    def _ask(self) -> ExternalsReport:
+    def _invalidate_replaced(self) -> ExternalsReport:
         """Invalidate the programs that read what was replaced; ``_refresh`` has to follow."""
         report = self.library.check_externals()
         self._watch.is_marked = False
@@ -883,9 +882,9 @@ class CUDAGraphRunner:
     def _require_idle(self, what: str) -> None:
         self.require_open()
         if not self._turn:
-            raise self._refusal(what)
+            raise self._reentrant_error(what)
 
-    def _refusal(self, what: str) -> ReentrantStepError:
+    def _reentrant_error(self, what: str) -> ReentrantStepError:
         return ReentrantStepError(
             f"{what} inside a run of the same runner",
             expected="one run at a time, because all share the static buffers and outputs",
@@ -912,12 +911,12 @@ class CUDAGraphRunner:
         return ", or from another thread"
 
     @contextmanager
-    def _occupied(self, what: str) -> Iterator[None]:
+    def _one_at_a_time(self, what: str) -> Iterator[None]:
         """Refuse runs and captures meanwhile: inside this one, or of another thread."""
         try:
             self._turn.pop()
         except IndexError:
-            raise self._refusal(what) from None
+            raise self._reentrant_error(what) from None
         try:
             yield
         finally:

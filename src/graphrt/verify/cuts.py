@@ -21,7 +21,7 @@ from graphrt.graphs.writes import Write, observed_writes, storage_of
 from graphrt.verify.compare import Comparison, compare
 from graphrt.verify.padding import IN_FLOAT32, UNPADDED_TOLERANCE, Float32Seen, compare_within
 from graphrt.verify.replay import warn_unverified
-from graphrt.verify.run_state import RunState
+from graphrt.verify.run_state import RunResult, RunState
 
 _Around = AbstractContextManager[None]
 _DO = (
@@ -99,26 +99,26 @@ def check_cut(
         beyond = [w for w in writes if not w.is_staged and storage_of(w.tensor) not in may_write]
         if beyond:
             return expected[0], _cannot_be_put_back(subject, beyond, runnable)
-        whole = own_copy(expected[0]), state.save()
+        whole = RunResult(own_copy(expected[0]), state.save())
         is_random = state.drew_random(saved)
         outcome: Comparison | None = None
         if varied is not None and not is_random:
-            outcome = difference(own_copy(first_rows(whole[0])), varied)
+            outcome = difference(own_copy(first_rows(whole.outputs)), varied)
         if outcome is None:
             _put_back(state, saved, host)
             stage(key)
             with host.run(is_first=True):
-                found = run(key), state.save()
+                found = RunResult(run(key), state.save())
             if is_random or state.drew_random(saved):
-                return found[0], None
+                return found.outputs, None
             limits = IN_FLOAT32 if seen.is_any else UNPADDED_TOLERANCE
             outcome = compare_within(whole, found, limits, tolerance, chosen_from)
         if observer is not None:
             largest = outcome.max_abs_difference
             observer(Verified(RuntimeMode.NONE, key, outcome.is_equal, largest))
         if outcome.is_equal:
-            _warn_of_scratch(subject, state.unlike_scratch(saved, whole[1], limits))
-            return found[0], None
+            _warn_of_scratch(subject, state.unlike_scratch(saved, whole.left, limits))
+            return found.outputs, None
         _put_back(state, saved, host)
         stage(whole_key)
         return run(whole_key), _unlike(subject, outcome)

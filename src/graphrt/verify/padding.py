@@ -21,7 +21,7 @@ from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import dotted, format_path, own_copy, tensors_of, walk
 from graphrt.verify.compare import Comparison, compare
-from graphrt.verify.run_state import VARYING, RunState, SavedState, restored
+from graphrt.verify.run_state import VARYING, RunResult, RunState, restored
 
 
 @contextmanager
@@ -169,13 +169,13 @@ def check_padding(
 
     def run(
         call: Callable[[], Any], *varied: str, is_last: bool = False, poisons: bool = True
-    ) -> tuple[Any, SavedState]:
+    ) -> RunResult:
         if poisons:
             state.begin(saved, is_last=is_last)
         else:
             state.restore(saved)
         outputs = call_with(call, *varied)
-        return outputs if is_last else own_copy(outputs), state.save()
+        return RunResult(outputs if is_last else own_copy(outputs), state.save())
 
     with state.put_back(on_error=True) as saved:
         # A replay first: a GPU is busy with it while the host launches the eager run.
@@ -185,9 +185,9 @@ def check_padding(
         earlier = [each for each in (unpadded, varied) if each is not None]
         found = run(replay, is_last=True, poisons=bool(earlier))
         if earlier:
-            state.settle(saved, *(left.compared for _, left in (*earlier, found)))
+            state.settle(saved, *(each.left.compared for each in (*earlier, found)))
         if unpadded is not None:
-            _require_cut(subject, unpadded[0], found[0], sizes, bound.sizes)
+            _require_cut(subject, unpadded.outputs, found.outputs, sizes, bound.sizes)
 
         outcome = None if varied is None else compare_runs(varied, found, tolerance)
         is_read = outcome is not None and not outcome.is_equal
@@ -205,10 +205,11 @@ def check_padding(
             observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
         if outcome is None or outcome.is_equal:
             if unpadded is None:
-                return found[0], {}
-            return found[0], state.unlike_scratch(saved, unpadded[1], UNPADDED_TOLERANCE)
+                return found.outputs, {}
+            unlike = state.unlike_scratch(saved, unpadded.left, UNPADDED_TOLERANCE)
+            return found.outputs, unlike
 
-        found = own_copy(found[0]), found[1]  # The next replays overwrite it.
+        found = found._replace(outputs=own_copy(found.outputs))  # The next replays overwrite it.
         if can_repeat and state.varies(saved, lambda: call_with(replay)):
             raise VerificationError(
                 subject,
@@ -287,20 +288,20 @@ def _require_cut(
 
 
 def compare_runs(
-    expected: tuple[Any, SavedState],
-    found: tuple[Any, SavedState],
+    expected: RunResult,
+    found: RunResult,
     tolerance: float | Mapping[torch.dtype, float] | None,
     chosen_from: Mapping[str, str] = MappingProxyType({}),
 ) -> Comparison:
     """Compare the outputs of two runs, and where they are equal the state they left."""
-    outputs = compare(expected[0], found[0], tolerance=tolerance, chosen_from=chosen_from)
-    state = compare(expected[1].compared, found[1].compared, tolerance=tolerance)
+    outputs = compare(expected.outputs, found.outputs, tolerance=tolerance, chosen_from=chosen_from)
+    state = compare(expected.left.compared, found.left.compared, tolerance=tolerance)
     return outputs if state.is_equal or not outputs.is_equal else state
 
 
 def compare_within(
-    expected: tuple[Any, SavedState],
-    found: tuple[Any, SavedState],
+    expected: RunResult,
+    found: RunResult,
     limits: Mapping[torch.dtype, float],
     tolerance: float | None,
     chosen_from: Mapping[str, str],

@@ -54,6 +54,13 @@ class SavedState(NamedTuple):
     scratch: Mapping[str, torch.Tensor]
 
 
+class RunResult(NamedTuple):
+    """What one compared run returned, and the state that it left."""
+
+    outputs: Any
+    left: SavedState
+
+
 @dataclass(eq=False)
 class RunState:
     """The guarded state of a callable, and whatever else its runs write.
