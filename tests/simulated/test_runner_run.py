@@ -644,3 +644,21 @@ def test_time_of_what_is_no_ready_key_is_refused():
         for wrong in (None, 3, [None], ["a"], [()], [(1, 2, 3)], [ready[1]], [(ready[0], None)]):
             with pytest.raises(ConfigError):
                 runner.time_replays(wrong)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # What torch makes them of.
+def test_derivatives_in_forward_mode_run_as_graphs() -> None:
+    """Their zeros are tensors without a storage."""
+    layer = torch.nn.Linear(4, 4)
+
+    def tangent(x: torch.Tensor) -> torch.Tensor:
+        outputs, tangents = torch.func.jvp(layer, (x,), (x + 1,))
+        return outputs + tangents
+
+    with rows_runner(tangent, modes=("FULL", "PIECEWISE")) as runner:
+        runner.capture()
+        x = torch.randn(1, 4)
+        found = runner.run({"x": x})
+        assert runner.last_decision is not None
+        assert runner.last_decision.mode is RuntimeMode.FULL
+        torch.testing.assert_close(found, tangent(x).detach())

@@ -63,7 +63,7 @@ class BoundBuffers:
         bounds = self._owner._bounds
         try:
             inside = [bisect(bounds, start) % 2 for start in map(_start_of, values.values())]
-        except (AttributeError, TypeError, RuntimeError):  # No tensors, or none with memory.
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # None, or without memory.
             inside = []
         if 1 in inside:  # To refill padding, or to copy other rows, would overwrite them unread.
             pairs = zip(values.items(), inside, strict=True)
