@@ -113,7 +113,12 @@ def capture_program(
         host = scope.host_of(fn)
         # No replay assigns anything again, and later captures reuse the memory.
         is_refused = partial(_is_of_recording, library.device, options.allow_escape)
-        with host.run(is_first=options.warmups == 0, refuses=is_refused):
+        given = set(map(storage_of, tensors_of((args, kwargs))))
+
+        def is_lent(tensor: torch.Tensor) -> bool:
+            return library.device.owns(tensor) or storage_of(tensor) in given
+
+        with host.run(is_first=options.warmups == 0, refuses=is_refused, is_lent=is_lent):
             reads = _reads(library, recorder, options, None, host.reach)
             frozen = reads.now
             with _context(scope, mode, key):
