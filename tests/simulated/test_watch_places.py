@@ -1938,7 +1938,31 @@ class OfProxy(torch.nn.Module):
         return self.base.layer(x) * self.base.scale * getattr(self.base, "extra", 1.0)
 
 
+BEHIND_A_CLASS = SimpleNamespace(scale=2.0)
+
+
+class AnsweringClass(type):
+    def __getattr__(cls, name):
+        return getattr(BEHIND_A_CLASS, name)
+
+
+class OfClass(torch.nn.Module, metaclass=AnsweringClass):
+    @classmethod
+    def scaled(cls, x):
+        return x * cls.scale
+
+    def forward(self, x):
+        return self.scaled(x)
+
+
+class Computing(Adapted):
+    def forward(self, x):
+        return self.base(x) * getattr(self, f"sc{'ale'}")
+
+
 PROXY_CHANGES = [
+    (OfClass, lambda model: setattr(BEHIND_A_CLASS, "scale", BEHIND_A_CLASS.scale + 1)),
+    (Computing, lambda model: setattr(model.base, "scale", 5.0)),
     (Adapted, lambda model: setattr(model.base, "scale", 5.0)),
     (Adapted, lambda model: setattr(model, "scale", 5.0)),
     (Adapted, lambda model: setattr(model.base, "extra", 5.0)),

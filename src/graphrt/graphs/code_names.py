@@ -362,7 +362,8 @@ class _Machine:
                     (o.name, _begin(k))
                     for o in owner
                     for k in key
-                    if o.kind == "attribute" or (k.kind, k.name) != ("local", self._asked_name)
+                    if o.kind in ("attribute", "variable")
+                    or (k.kind, k.name) != ("local", self._asked_name)
                 )
         return made
 

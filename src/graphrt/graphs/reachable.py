@@ -167,6 +167,8 @@ _BY_NAME = frozenset(("globals", "vars"))
 """Functions that give the variables of a module."""
 _ASKING = frozenset(("getattr", "hasattr", "vars", "globals"))
 _OF_ANY = ("__class__", "__dict__")
+_ANSWERING = ("__getattr__", "__getattribute__")
+"""Methods that answer for attributes which an object has not."""
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
 _CACHE = type(functools.lru_cache(lambda: None))
@@ -230,7 +232,9 @@ class _Class:
                     self.members.setdefault(name, []).append(value)
         if "__getattribute__" in self.members:
             self.guessed.add("")
-        self.is_proxy = not self.members.keys().isdisjoint(("__getattr__", "__getattribute__"))
+        meta: type = type(kind)
+        of_meta = (b.__dict__ for b in meta.__mro__ if not is_foreign(module_of(b)))
+        self.is_proxy = any(name in own for own in (self.members, *of_meta) for name in _ANSWERING)
         """Whether what is asked of its objects may be asked of others."""
         self.data = {n: each[0] for n, each in self.members.items() if _is_data(each[0])}
         """Members that instances share as values."""
@@ -1057,6 +1061,12 @@ class Walk:
             return
         owners = {path.rpartition(".")[2] for path in self._objects}
         of_any = {begin for asked, begin in self._guessed if begin and asked not in owners}
+        proxies = {kind: known for kind, known in self._classes.items() if known.is_proxy}
+        answering = {
+            p.rpartition(".")[2] for p, o in self._objects.items() if class_of(o) in proxies
+        }
+        of_any.update(begin for asked, begin in self._guessed if begin and asked in answering)
+        of_any.update(begin for known in proxies.values() for begin in known.guessed if begin)
         for (asked, begin), code in self._guessed.items():
             if not begin and asked not in owners and not _is_installed_file(code.co_filename):
                 because = "the name is computed, and not known of what it is asked"
