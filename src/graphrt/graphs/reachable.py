@@ -234,7 +234,12 @@ class _Class:
             self.guessed.add("")
         meta: type = type(kind)
         of_meta = (b.__dict__ for b in meta.__mro__ if not is_foreign(module_of(b)))
-        self.is_proxy = any(name in own for own in (self.members, *of_meta) for name in _ANSWERING)
+        answers = [own[name] for own in of_meta for name in _ANSWERING if name in own]
+        answers += [value for name in _ANSWERING for value in self.members.get(name, ())]
+        self.is_proxy = any(
+            type(value) is FunctionType and "getattr" in names_in(value.__code__).globals
+            for value in answers
+        )
         """Whether what is asked of its objects may be asked of others."""
         self.data = {n: each[0] for n, each in self.members.items() if _is_data(each[0])}
         """Members that instances share as values."""
