@@ -18,6 +18,7 @@ from graphrt.errors import (
     PaddingRequiredError,
     StaticBufferError,
 )
+from lab import rows_runner
 
 CPU = torch.device("cpu")
 IDS = BufferSpec("ids", ("tokens",), torch.int64, Padding.zero())
@@ -635,3 +636,21 @@ def test_after_any_steps_real_rows_are_right_and_others_padded(
         for name, tensor in buffers.tensors.items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
         bound.views["state"].fill_(100 + step)  # the replay writes what it declared
+
+
+@pytest.mark.parametrize("of", ["Parameter", "Buffer"])
+def test_uninitialized_value_is_refused(of) -> None:
+    value = getattr(torch.nn.parameter, f"Uninitialized{of}")()
+    with rows_runner(lambda x: x * 1) as runner:
+        runner.capture()
+        for sizes in (None, {"n": 2}, {"n": 5}):
+            with pytest.raises(InputMismatchError, match="an uninitialized one"):
+                runner.run({"x": value}, sizes=sizes)
+    buffers = BufferSet(
+        [BufferSpec("x", ("n", 4), torch.float32)],
+        {"n": 2},
+        lambda n: {"n": n},
+        torch.device("cpu"),
+    )
+    with pytest.raises(InputMismatchError, match="an uninitialized one"):
+        buffers.bind(2).stage(2, {"x": value})

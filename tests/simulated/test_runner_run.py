@@ -673,3 +673,21 @@ def test_input_that_an_eager_step_returned_is_a_value_of_a_graph(policy, first):
         _, more = runner.run({"x": same[first : first + 3]})
         assert runner.last_decision.reason is Reason.PADDED
         assert torch.equal(more, x[first : first + 3] + 1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # What torch makes them of.
+def test_derivatives_in_forward_mode_run_as_graphs() -> None:
+    """Their zeros are tensors without a storage."""
+    layer = torch.nn.Linear(4, 4)
+
+    def tangent(x: torch.Tensor) -> torch.Tensor:
+        outputs, tangents = torch.func.jvp(layer, (x,), (x + 1,))
+        return outputs + tangents
+
+    with rows_runner(tangent, modes=("FULL", "PIECEWISE")) as runner:
+        runner.capture()
+        x = torch.randn(1, 4)
+        found = runner.run({"x": x})
+        assert runner.last_decision is not None
+        assert runner.last_decision.mode is RuntimeMode.FULL
+        torch.testing.assert_close(found, tangent(x).detach())

@@ -49,7 +49,7 @@ from graphrt.errors import (
     VerificationError,
 )
 from graphrt.graphs import HostSnapshot, host_snapshot
-from lab import FULL, KEY, NONE, PIECEWISE, Lab
+from lab import FULL, KEY, NONE, PIECEWISE, Lab, rows_runner
 
 HERE = "test_state_complete.py:"
 
@@ -1701,3 +1701,52 @@ def test_global_that_goes_back_to_what_it_was_is_unchanged() -> None:
         with host.run(is_first=True):
             step(value)
         assert host.changed() == expected
+
+
+def as_attribute(kept, x):
+    before, kept.prev = getattr(kept, "prev", None), x
+    return before
+
+
+def as_rows(kept, x):
+    before, kept.prev = getattr(kept, "prev", None), x[-1:]
+    return None if before is None else before.expand_as(x)
+
+
+def as_zeros(kept, x):
+    before, kept.prev = getattr(kept, "prev", torch.zeros(8, 4)), x
+    return before[: len(x)]
+
+
+def in_a_dict(kept, x):
+    before = vars(kept).setdefault("of_size", {}).get(len(x))
+    kept.of_size[len(x)] = x
+    return before
+
+
+def in_an_object(kept, x):
+    before, kept.prev = getattr(kept, "prev", None), SimpleNamespace(x=x)
+    return None if before is None else before.x
+
+
+def as_result(kept, x):
+    before, kept.prev = getattr(kept, "prev", None), x * 2
+    return before
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize(
+    "swap", [as_attribute, as_rows, as_zeros, in_a_dict, in_an_object, as_result]
+)
+def test_input_kept_for_the_next_run_is_refused(swap, mode) -> None:
+    """The next run would find its own input there: static buffers stay where they are."""
+    kept = SimpleNamespace()
+
+    def shift(x):
+        before = swap(kept, x)
+        return x * 2 if before is None or before.shape != x.shape else x * 2 + before
+
+    with rows_runner(shift, (2, 4, 8), modes=(mode,)) as runner:
+        with pytest.raises((VerificationError, EscapedAllocationError)):
+            runner.capture()
+        assert runner.missing().keys() == set(runner.keys)

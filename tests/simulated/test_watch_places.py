@@ -1890,3 +1890,118 @@ def test_what_break_points_in_break_points_read_is_noticed(lab: Lab, monkeypatch
     monkeypatch.setitem(scale, "scale", 2.0)
     # Eager segments read it afresh at each replay.
     assert {owner for owner, *_ in lab.library.check_externals().invalidated} == {"FULL"}
+
+
+# -- objects that answer for others
+
+
+class Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = linear(), 2.0
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Adapted(torch.nn.Module):
+    """As PEFT wraps a model: what it does not have itself, its base has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Inner()
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, x):
+        return self.base(x) * self.scale * getattr(self, "extra", 1.0)
+
+
+class Proxy:
+    def __init__(self, of) -> None:
+        self.of = of
+
+    def __getattr__(self, name):
+        return getattr(self.of, name)
+
+
+class OfProxy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Proxy(Proxy(Inner()))
+
+    def forward(self, x):
+        return self.base.layer(x) * self.base.scale * getattr(self.base, "extra", 1.0)
+
+
+BEHIND_A_CLASS = SimpleNamespace(scale=2.0)
+
+
+class AnsweringClass(type):
+    def __getattr__(cls, name):
+        return getattr(BEHIND_A_CLASS, name)
+
+
+class OfClass(torch.nn.Module, metaclass=AnsweringClass):
+    @classmethod
+    def scaled(cls, x):
+        return x * cls.scale
+
+    def forward(self, x):
+        return self.scaled(x)
+
+
+class Computing(Adapted):
+    def forward(self, x):
+        return self.base(x) * getattr(self, f"sc{'ale'}")
+
+
+PROXY_CHANGES = [
+    (OfClass, lambda model: setattr(BEHIND_A_CLASS, "scale", BEHIND_A_CLASS.scale + 1)),
+    (Computing, lambda model: setattr(model.base, "scale", 5.0)),
+    (Adapted, lambda model: setattr(model.base, "scale", 5.0)),
+    (Adapted, lambda model: setattr(model, "scale", 5.0)),
+    (Adapted, lambda model: setattr(model.base, "extra", 5.0)),
+    (Adapted, lambda model: setattr(model, "extra", 5.0)),
+    (OfProxy, lambda model: setattr(model.base.of.of, "scale", 5.0)),
+    (OfProxy, lambda model: setattr(model.base.of, "scale", 5.0)),
+    (OfProxy, lambda model: setattr(model.base, "scale", 5.0)),
+    (OfProxy, lambda model: setattr(model.base, "layer", torch.nn.Identity())),
+    (OfProxy, lambda model: setattr(model.base.of.of, "extra", 5.0)),
+    (OfProxy, lambda model: setattr(model.base.of, "extra", 5.0)),
+    (OfProxy, lambda model: setattr(model.base, "extra", 5.0)),
+]
+
+
+@pytest.mark.parametrize(("kind", "change"), PROXY_CHANGES)
+def test_attribute_found_through_a_proxy_is_noticed(kind, change) -> None:
+    model, x = kind(), torch.randn(2, 4)
+    with laboratory.rows_runner(model, watch="always") as runner:
+        runner.capture()
+        assert not runner.report().unwatched
+        runner.run({"x": x})
+        assert runner.last_decision.mode is FULL
+        change(model)
+        found = runner.run({"x": x})
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        with torch.no_grad():
+            assert torch.equal(found, model(x))
+
+
+def test_proxy_that_changes_the_name_is_told() -> None:
+    class Renaming(Proxy):
+        def __getattr__(self, name):
+            name = f"{name}_of_mine"
+            inner = self.__dict__["of"]
+            return getattr(inner, name)
+
+    of = SimpleNamespace(scale_of_mine=2.0)
+    renaming = Renaming(of)
+    with laboratory.rows_runner(lambda x: x * renaming.scale) as runner:
+        runner.capture()
+        (told,) = runner.report().unwatched
+        assert told.path == "getattr(inner, ...)"

@@ -17,6 +17,7 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
@@ -63,7 +64,7 @@ class BoundBuffers:
         bounds = self._owner._bounds
         try:
             inside = [bisect(bounds, start) % 2 for start in map(_start_of, values.values())]
-        except (AttributeError, TypeError, RuntimeError):  # No tensors, or none with memory.
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # None, or without memory.
             inside = []
         if 1 in inside:  # To refill padding, or to copy other rows, would overwrite them unread.
             pairs = zip(values.items(), inside, strict=True)
@@ -529,8 +530,8 @@ def require_tensor(subject: str, value: Any, expected: str) -> None:
         do = "leave an absent optional input out" if value is None else ""
         raise _mismatch(subject, expected, type(value).__name__, do)
     is_dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
-    if not is_dense or value.is_meta:
-        nested = "a nested tensor, " * value.is_nested
+    if not is_dense or value.is_meta or is_lazy(value):
+        nested = "a nested tensor, " * value.is_nested + "an uninitialized one, " * is_lazy(value)
         found = f"{nested}{value.layout} on {value.device}, {value.dtype}"
         do = "pad it (torch.nested.to_padded_tensor), with a mask of what is real as another input"
         expected = "a dense tensor that has data"

@@ -110,7 +110,8 @@ def capture_program(
         )
         capture = _Capture(library, scope, options, generation, recorder)
         host = scope.host_of(fn)
-        with host.run(is_first=options.warmups == 0, refuses=capture.is_of_recording):
+        refuses, is_lent = capture.is_of_recording, capture.is_lent
+        with host.run(is_first=options.warmups == 0, refuses=refuses, is_lent=is_lent):
             reads = capture.reads(None, host.reach)
             frozen = reads.now
             with _context(scope, mode, key):
@@ -173,12 +174,18 @@ class _Capture:
         pool = self.generation.pool
         self._live_before = set(pool.live_blocks())
         self._memory_before = self.library.device.memory(pool)
+        arguments = tensors_of((self.recorder.args, self.recorder.kwargs))
+        self._given = set(map(storage_of, arguments))
 
     def is_of_recording(self, path: str, value: Any) -> bool:
         """True for a value that the recording assigned and that holds memory of the pool: no replay
         assigns it again, and later captures reuse the memory."""
         is_allowed = _matches(path, self.options.allow_escape)
         return not is_allowed and any(map(self.library.device.owns, tensors_of(value)))
+
+    def is_lent(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor of the pool or of an argument: later runs find other values there."""
+        return self.library.device.owns(tensor) or storage_of(tensor) in self._given
 
     def reads(self, known: Reads | None, walk: Callable[[], Reach]) -> Reads:
         """What the callable reads now: of an earlier walk, where nothing was replaced since."""

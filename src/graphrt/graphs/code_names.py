@@ -113,6 +113,9 @@ class _Machine:
         )
         self._code = code
         self._first = code.co_varnames[0] if code.co_argcount else None
+        answers = code.co_name in ("__getattr__", "__getattribute__") and code.co_argcount == 2
+        self._asked_name = code.co_varnames[1] if answers else None
+        """The argument that is a name which other code asks for."""
         self._line = code.co_firstlineno
         self._stack: list[_Values] = []
         self._aliases: dict[str, list[_Value]] = {}
@@ -245,6 +248,8 @@ class _Machine:
             if number and step.opname.endswith("LOAD_FAST"):
                 self._push(_Value(name, "local"))
                 break
+            if name == self._asked_name:  # Another one, from here on.
+                self._asked_name = None
             for value in self._pop(1)[0]:
                 if value.kind in (*_NAMED, "constant") and value.name != name:
                     self._aliases.setdefault(name, []).append(value)
@@ -353,7 +358,13 @@ class _Machine:
         elif callee.name == "getattr":
             owner, key = (*args, _UNKNOWN, _UNKNOWN)[:2]
             if not _is_constant(key):
-                self.found.guessed.update((o.name, _begin(k)) for o in owner for k in key)
+                self.found.guessed.update(
+                    (o.name, _begin(k))
+                    for o in owner
+                    for k in key
+                    if o.kind in ("attribute", "variable")
+                    or (k.kind, k.name) != ("local", self._asked_name)
+                )
         return made
 
     def _operate(self, step: dis.Instruction) -> None:

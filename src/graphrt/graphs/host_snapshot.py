@@ -464,6 +464,10 @@ class _Singles:
         return compress(self._held, map(is_not, now, self._values))
 
 
+def _never(_: torch.Tensor) -> bool:
+    return False
+
+
 class HostSnapshot:
     """What a callable reaches on the host: now, and after each run of it.
 
@@ -812,13 +816,18 @@ class HostSnapshot:
 
     @contextmanager
     def run(
-        self, *, is_first: bool, refuses: Callable[[str, Any], bool] | None = None
+        self,
+        *,
+        is_first: bool,
+        refuses: Callable[[str, Any], bool] | None = None,
+        is_lent: Callable[[torch.Tensor], bool] = _never,
     ) -> Iterator[None]:
         """Around one run of the callable. One that raises leaves nothing behind.
 
         ``is_first``: the first one for its inputs. What it sets may be a memo; what later runs
-        change again is state that each run advances. ``refuses(path, value)``: values that may
-        not stay where the run has put them.
+        change again is state that each run advances. ``is_lent``: tensors in which a later run
+        finds its own inputs or results, not those of this one. ``refuses(path, value)``: values
+        that may not stay where the run has put them.
         """
         if self._ran is None:
             self._ran = set()
@@ -828,13 +837,13 @@ class HostSnapshot:
             yield
         except BaseException:
             changes = self._pending()
-            self._note_run(changes, is_first)
+            self._note_run(changes, is_first, is_lent)
             for change in changes:
                 change.held.write(change.before)
             raise
         changes = self._pending()
         self._refuse_what_stays(changes, large)
-        self._note_run(changes, is_first)
+        self._note_run(changes, is_first, is_lent)
         if is_first:
             self._unproven.update(_places_of(changes))
         if refuses is not None:
@@ -871,14 +880,20 @@ class HostSnapshot:
                     do="keep in a tensor what runs write, or in an array of its own",
                 )
 
-    def _note_run(self, changes: list[_Change], is_first: bool) -> None:
+    def _note_run(
+        self, changes: list[_Change], is_first: bool, is_lent: Callable[[torch.Tensor], bool]
+    ) -> None:
         assert self._ran is not None, "only runs are noted"
         for change in changes:
             places = set(_places_of([change]))
             self._ran |= places
             if not is_first:
                 self._advancing |= places
-                self.advances |= any(k is _ALL or _may_turn(change.value(k)) for k in change.keys)
+                for key in change.keys:
+                    # What something else sets before each run is not what the last one left.
+                    is_set = _is_in(self._between, change.held, key)
+                    lent = _never if is_set else is_lent
+                    self.advances |= key is _ALL or _may_turn(change.value(key), lent)
                 if change.is_growth:
                     self._advancing.add((id(change.held.target), _ALL))
                 if change.held.kind == "own":  # A ``__dict__`` goes back with what it held.
@@ -1014,15 +1029,17 @@ def _is_changed(place: Place) -> bool:
     return value is not place.value and not (place.kind == "length" and value == place.value)
 
 
-def _may_turn(value: Any, depth: int = 3) -> bool:
-    """True for a number, a function or a class, which runs may swap, and for what has one in it: a
-    container or object that each run replaces."""
+def _may_turn(value: Any, is_lent: Callable[[torch.Tensor], bool], depth: int = 3) -> bool:
+    """True for a number, a function or a class, which runs may swap, for a tensor that ``is_lent``,
+    and for what has one in it: a container or object that each run replaces."""
     if is_host_scalar(value) or issubclass(type(value), (FunctionType, type)):
         return True
-    if not depth or is_tensor(value):
+    if is_tensor(value):
+        return is_lent(value)
+    if not depth:
         return False
     parts = (part for _, part in parts_in(value) if part is not None)
-    return any(_may_turn(part, depth - 1) for part in parts)
+    return any(_may_turn(part, is_lent, depth - 1) for part in parts)
 
 
 def _is_single(value: Any) -> bool:

@@ -167,6 +167,8 @@ _BY_NAME = frozenset(("globals", "vars"))
 """Functions that give the variables of a module."""
 _ASKING = frozenset(("getattr", "hasattr", "vars", "globals"))
 _OF_ANY = ("__class__", "__dict__")
+_ANSWERING = ("__getattr__", "__getattribute__")
+"""Methods that answer for attributes which an object has not."""
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _FLEETING = {ContextVar, threading.local, ReferenceType, *_WEAK}
 _CACHE = type(functools.lru_cache(lambda: None))
@@ -230,6 +232,15 @@ class _Class:
                     self.members.setdefault(name, []).append(value)
         if "__getattribute__" in self.members:
             self.guessed.add("")
+        meta: type = type(kind)
+        of_meta = (b.__dict__ for b in meta.__mro__ if not is_foreign(module_of(b)))
+        answers = [own[name] for own in of_meta for name in _ANSWERING if name in own]
+        answers += [value for name in _ANSWERING for value in self.members.get(name, ())]
+        self.is_proxy = any(
+            type(value) is FunctionType and "getattr" in names_in(value.__code__).globals
+            for value in answers
+        )
+        """Whether what is asked of its objects may be asked of others."""
         self.data = {n: each[0] for n, each in self.members.items() if _is_data(each[0])}
         """Members that instances share as values."""
         self.hideable: dict[str, Any] = {}
@@ -646,6 +657,12 @@ class Walk:
         any of them; and all names in registers that code goes through."""
         paths = {path.rpartition(".")[2].removesuffix("()") for path in self._objects}
         asked = {s for of, s in self._asked_of_locals if of not in paths and s.isidentifier()}
+        for path, owner in self._objects.items():
+            known = self._classes.get(class_of(owner))
+            if path and known is not None and known.is_proxy:
+                last = path.rpartition(".")[2].removesuffix("()")
+                asked.update(s for s in self._asked.get(last, ()) if s.isidentifier())
+                yield from self._may_hide(path, owner)
         for path, owner in self._objects.items() if asked or self._gone_through else ():
             is_module = issubclass(type(owner), torch.nn.Module)
             if not is_module and is_foreign(module_of(type(owner))):
@@ -659,6 +676,13 @@ class Walk:
                 for register in self._gone_through:
                     names = own[register]
                     yield Place(f"{prefix}{register}.keys()", names, None, "keys", keys_of(names))
+
+    def _may_hide(self, path: str, proxy: Any) -> Iterator[Place]:
+        """What code finds behind a proxy, until the proxy itself gets an attribute of the name."""
+        found = {p.name for p in self._places if p.path.startswith(f"{path}.") and p.is_named}
+        for name in found & self._names if _may_be_set(proxy) else ():
+            if read_attribute(proxy, name) is MISSING:
+                yield Place(f"{path}.{name}", proxy, name, "attribute", MISSING)
 
     def _is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
@@ -899,7 +923,7 @@ class Walk:
         self._guessed.update(dict.fromkeys(names.guessed - own, code))
         if not is_installed:  # A registry of a package grows as it likes.
             self._computed |= names.computed
-            of_others = () if known is None else first
+            of_others = () if known is None or known.is_proxy else first
             if is_asking:
                 self._asked_of_locals.update(x for x in names.asked if x[0] not in of_others)
             for name in (names.own | names.attributes) & _GONE_THROUGH.keys():
@@ -1042,6 +1066,12 @@ class Walk:
             return
         owners = {path.rpartition(".")[2] for path in self._objects}
         of_any = {begin for asked, begin in self._guessed if begin and asked not in owners}
+        proxies = {kind: known for kind, known in self._classes.items() if known.is_proxy}
+        answering = {
+            p.rpartition(".")[2] for p, o in self._objects.items() if class_of(o) in proxies
+        }
+        of_any.update(begin for asked, begin in self._guessed if begin and asked in answering)
+        of_any.update(begin for known in proxies.values() for begin in known.guessed if begin)
         for (asked, begin), code in self._guessed.items():
             if not begin and asked not in owners and not _is_installed_file(code.co_filename):
                 because = "the name is computed, and not known of what it is asked"
@@ -1068,6 +1098,8 @@ class Walk:
 
     def _name_own(self, known: _Class, names: Set[str]) -> None:
         """Follow the attributes and members of one class that its own methods read."""
+        if known.is_proxy:
+            self._name(names)
         for name in names - known.own:
             known.add_own(name)
             self._enter_members(known, known.members.get(name, ()))

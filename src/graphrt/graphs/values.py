@@ -295,8 +295,9 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_start(tensor: torch.Tensor) -> int:
-    """Address of the storage; 0 where there is none."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    """Address of the storage; 0 where there is none, as of the zeros of forward-mode autograd."""
+    is_stored = tensor.layout is torch.strided and not tensor._is_zerotensor()
+    return tensor.untyped_storage().data_ptr() if is_stored else 0
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -195,7 +195,8 @@ def check_padding(
             outcome = compare_within(unpadded, found, UNPADDED_TOLERANCE, tolerance, chosen_from)
             if not outcome.is_equal and can_repeat and run_unpadded is not None:
                 wider = compare_runs(unpadded, found, IN_FLOAT32, chosen_from)
-                found = own_copy(found[0]), found[1]  # Another run ends checked views.
+                # Another run ends checked views.
+                found = found._replace(outputs=own_copy(found.outputs))
                 with Float32Seen() as seen:
                     run(run_unpadded, poisons=False)
                 if wider.is_equal and seen.is_any:
