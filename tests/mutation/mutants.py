@@ -993,7 +993,8 @@ MUTANTS = [
     Mutant(
         "checked view is lost to the search for float32",
         VERIFY + "padding.py",
-        "                found = own_copy(found[0]), found[1]  # Another run ends checked views.\n",
+        "                # Another run ends checked views.\n"
+        "                found = found._replace(outputs=own_copy(found.outputs))\n",
         "",
         PADDED,
     ),
@@ -1036,7 +1037,7 @@ MUTANTS = [
     Mutant(
         "refused write stays where another key serves",
         GRAPHS + "capture.py",
-        "    library.scope.kept.put_back(lambda storage, _: storage in refused)\n",
+        "        self.scope.kept.put_back(lambda storage, _: storage in refused)\n",
         "",
         PUT_BACK,
     ),
