@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from graphrt import BatchDescriptor
-from graphrt.graphs import HostSnapshot
-from lab import FULL, Lab, rows_runner
+from graphrt.graphs import HostSnapshot, Watch
+from lab import FULL, Lab, random_rows, rows_runner
 
 KEYS = [BatchDescriptor(size) for size in (4, 3, 2)]
 FACTOR = 2.0
@@ -276,9 +276,9 @@ def test_class_that_a_run_makes_is_looked_at_in_later_runs() -> None:
     assert "Counter.count" in before.changed()
 
 
-@pytest.mark.parametrize("withdraws", [False, True])
+@pytest.mark.parametrize("how", ["one by one", "and once more", "at once"])
 @pytest.mark.parametrize("changed", ["power_4", "power_2", "power_1", "shift"])
-def test_change_after_captures_one_by_one_is_noticed(changed: str, withdraws: bool) -> None:
+def test_change_after_captures_is_noticed_by_the_key_that_reads_it(changed: str, how: str) -> None:
     class Model(torch.nn.Module):
         shift = 1.0
 
@@ -286,13 +286,19 @@ def test_change_after_captures_one_by_one_is_noticed(changed: str, withdraws: bo
             return x * float(getattr(self, f"power_{x.shape[0]}", 1.0)) + self.shift
 
     model, sizes = Model(), (4, 2, 1)
-    with rows_runner(model, sizes, watch="always", verify="off") as runner:
-        for size in sizes:
-            setattr(model, f"power_{size}", float(size))
-            runner.capture_next(first=runner.key(n=size))
-        if withdraws:
+
+    def rows(sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
+        setattr(model, f"power_{sizes['n']}", float(sizes["n"]))  # Read from this key on.
+        return random_rows(sizes, seed)
+
+    with rows_runner(model, sizes, examples=rows, watch="always", verify="off") as runner:
+        while how != "at once" and runner.capture_next():
+            pass
+        if how == "and once more":
             runner.withdraw([runner.key(n=2)], "to be captured again")
             runner.capture_next()
+        if how == "at once":
+            runner.capture()
         setattr(model, changed, 10.0)
         for size in sizes * 2:
             x = torch.rand(size, 4)
@@ -319,3 +325,16 @@ def test_places_of_programs_that_went_are_not_looked_at_any_more() -> None:
         pop(model)
         runner.capture()
         assert runner.num_watched == fewer
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_host_values_of_all_programs_that_came_at_once_are_looked_at(
+    lab: Lab, changed: int
+) -> None:
+    models = [Model(), Model()]
+    programs = [lab.capture(lab.wrap(model), torch.ones(2, 4)) for model in models]
+    watch = Watch("always")
+    watch.update(programs)
+    assert watch.look_at_all()
+    models[changed].config.scale += 1
+    assert not watch.look_at_all()

@@ -387,28 +387,33 @@ class Program:
         return len(self.segments) - self.num_graphs
 
     @property
-    def sources(self) -> tuple[object, ...]:
-        """What ``watched`` is told from: while these are the same objects, so is its answer."""
+    def sources(self) -> tuple[Sequence[HeldTensor], Sequence[Place], Reads | None, frozenset[str]]:
+        """What ``watched_tensors`` (all) and ``watched_values`` (all but the first) are told from:
+        while these are the same objects, so are the answers."""
         return self.externals, self.values, self.reads, self._ignored
 
-    def watched(self) -> tuple[list[HeldTensor], list[Place]]:
-        """The tensors and host values whose replacement makes it wrong.
+    def watched_tensors(self) -> list[HeldTensor]:
+        """The tensors whose replacement makes it wrong.
 
         Where the device cannot see all that a graph reads, all tensors that it holds.
         """
         ignored = self._ignored
-        tensors = [
+        return [
             item
             for item in self.externals
             if item.touched or not (self.knows_externals or item.name in ignored)
         ]
-        return tensors, [place for place in self.values if place.path not in ignored]
+
+    def watched_values(self) -> list[Place]:
+        """The host values whose replacement makes it wrong."""
+        ignored = self._ignored
+        return [place for place in self.values if place.path not in ignored]
 
     def find_moved(self, lookup: Lookup | None = None) -> list[str]:
         """Names of what it reads that another storage, value or code stands behind now."""
         if self.reads is None:
             return []
-        tensors, values = self.watched()
+        tensors, values = self.watched_tensors(), self.watched_values()
         found = (lookup or Lookup()).find(self.reads, tensors, values)
         moved = [name for name in found.moved if name not in self._ignored]
         if not moved and found.reads is not self.reads:
@@ -426,7 +431,7 @@ class Program:
         """
         if self.reads is None:
             return
-        tensors, values = self.watched()
+        tensors, values = self.watched_tensors(), self.watched_values()
         names = lookup.find(self.reads, tensors, values).moved
         touched = {item.name for item in tensors if item.touched}
         self._ignored |= frozenset(names) - touched

@@ -208,10 +208,15 @@ class Watch:
         if len(sources) - len(added) < len(self._sources):  # One went, or reads something else.
             self._listed, added = {}, list(self._programs)
         self._sources = sources
+        seen: set[tuple[object, ...]] = set()
         for program in added:
-            tensors, values = program.watched()
-            links = () if program.reads is None else program.reads.links
-            items: Iterable[HeldTensor | Place] = chain(tensors, values, links)
+            items: Iterable[HeldTensor | Place] = program.watched_tensors()
+            # Host values are listed once for many programs.
+            _, values, reads, ignored = program.sources
+            if (listed := (id(values), id(reads), ignored)) not in seen:
+                seen.add(listed)
+                links = () if program.reads is None else program.reads.links
+                items = chain(items, program.watched_values(), links)
             for item in items:
                 self._listed.setdefault(id(item), item)
 
