@@ -71,6 +71,9 @@ def copy_sources(folder: str) -> Path:
 
 def main(words: Collection[str]) -> int:
     chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in words)]
+    if not chosen:
+        print(f"no mutant's name has all of these words: {' '.join(words)}")
+        return 1
     # A test that fails by itself would kill every mutant.
     every = sorted({name for mutant in chosen for name in mutant.tests.split()})
     with tempfile.TemporaryDirectory() as folder:
