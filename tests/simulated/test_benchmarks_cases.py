@@ -449,8 +449,8 @@ def test_compiled_steps_are_of_the_dtype_that_the_case_names(
     for name, value in {
         "engine_of": tiny,
         "cuda_device": nullcontext,
-        "ANCHORS_MS": {1: 1.0},
-        "PREFILLS": (16,),
+        "FEW_REQS": (1,),
+        "PREFILLS": (16, 32),
         "NUM_PROMPT": 16,
         "SHORT": 1,
         "LONG": 2,
