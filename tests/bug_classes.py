@@ -62,7 +62,7 @@ from graphrt.errors import (
 )
 from graphrt.graphs import GraphSegment
 from graphrt.graphs.gc_pause import MOST_IMMORTAL, is_heap_frozen
-from lab import FULL, KEY, NONE, PIECEWISE, SIZES, Lab, Tally
+from lab import FULL, KEY, NONE, PIECEWISE, SIZES, Lab, Tally, rows_runner
 
 
 def graphs_of(program: Program) -> list[Any]:
@@ -223,6 +223,34 @@ ENVIRONMENTS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
     "float32_precision": lambda kind: tf32(),
 }
 """By the name of what changes; each takes the kind of device."""
+
+
+def remembering(place: str) -> Callable[..., torch.Tensor]:
+    """A callable that adds its last input to this one, and keeps it in a ``place`` of its own."""
+    last: list[torch.Tensor] = []
+
+    class Model:
+        prev: torch.Tensor | None = None
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            before = (last[-1] if last else None) if place == "list" else self.prev
+            if place == "list":
+                last.append(x)
+            else:
+                self.prev = x[-1:] if place == "view" else x
+            return x[:] if before is None else x + before.sum()
+
+    model = Model()
+    if place != "closure":
+        return model
+    prev: torch.Tensor | None = None
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nonlocal prev
+        before, prev = prev, x
+        return x[:] if before is None else x + before.sum()
+
+    return step
 
 
 class BugClasses:
@@ -462,6 +490,39 @@ class BugClasses:
                     with pytest.raises(StaleOutputError):
                         stale.sum()
             previous = checked
+
+    @pytest.mark.parametrize("place", ["attribute", "view", "list", "closure"])
+    @pytest.mark.parametrize("policy", ["view", "clone", "checked_view"])
+    @pytest.mark.parametrize("why", ["uncaptured", "failed", "above_max", "axes"])
+    def test_6_input_kept_by_eager_runs_stays_what_it_was(
+        self, lab: Lab, why: str, policy: Any, place: str
+    ) -> None:
+        """Static buffers would hold the input of the next run there."""
+        width = "width" if why == "axes" else 4
+        sizes = {"n": [2, 4]} | ({"width": [4]} if why == "axes" else {})
+        lengths = {0: "n"} | ({1: "width"} if why == "axes" else {})
+        plain = remembering(place)
+        with rows_runner(
+            remembering(place),
+            sizes,
+            inputs=[BufferSpec("x", ("n", width), torch.float32)],
+            outputs=OutputSpec({"": lengths}, policy),
+            device=lab.device,
+            on_capture_error="skip",
+        ) as runner:
+            outputs = []
+            for number, n in enumerate((2, 3, 3, 1, 4, 3)):
+                if number == 3 and why in ("failed", "axes"):
+                    runner.capture()  # In mid-stream.
+                x = lab.random(n + 4 * (why == "above_max"), 4, seed=number)
+                found = runner.run({"x": x})
+                assert torch.equal(found, plain(x))
+                assert runner.last_decision is not None
+                assert runner.last_decision.mode is NONE
+                outputs.append((found, found.clone()))
+            if policy != "checked_view":
+                # None of them lies where a later run writes.
+                assert all(torch.equal(*pair) for pair in outputs)
 
     def test_6_clones_survive_a_thousand_calls(self, lab: Lab) -> None:
         buffers = lab.buffers(BufferSpec("x", ("tokens",), torch.float32))

@@ -215,18 +215,9 @@ MUTANTS = [
     Mutant(
         "eager step does not end checked views",
         RUNNER + "executor.py",
-        "            self._expire()\n        for resource in self._resources:\n"
-        "            resource.prepare(key, step_info)",
-        "            pass\n        for resource in self._resources:\n"
-        "            resource.prepare(key, step_info)",
+        "            self._expire()\n        self.prepare(key, step_info)",
+        "            pass\n        self.prepare(key, step_info)",
         CHECKS,
-    ),
-    Mutant(
-        "outputs in static buffers are handed out",
-        RUNNER + "executor.py",
-        '        if self.outputs.policy == "clone":\n',
-        "        if True:\n",
-        "simulated/test_runner_run.py",
     ),
     Mutant(
         "strict mode runs a miss eagerly",
@@ -238,8 +229,8 @@ MUTANTS = [
     Mutant(
         "resources are not prepared for an eager step",
         RUNNER + "executor.py",
-        "            resource.prepare(key, step_info)\n        return self.run_eagerly",
-        "            pass\n        return self.run_eagerly",
+        "        self.prepare(key, step_info)\n        return self.run_eagerly",
+        "        return self.run_eagerly",
         "simulated/test_runtime_steps.py simulated/test_runner_run.py",
     ),
     Mutant(
@@ -934,11 +925,11 @@ MUTANTS = [
         RUN,
     ),
     Mutant(
-        "eager step hands out outputs in static buffers",
+        "eager step gives the callable static buffers",
         RUNNER + "executor.py",
-        "        return self._apart(outputs, bound)\n\n    def padding_of",
-        "        return outputs\n\n    def padding_of",
-        RUN,
+        "{name: view.clone() for name, view in bound.views.items()}",
+        "bound.views",
+        "simulated/test_bug_classes_simulated.py",
     ),
     Mutant(
         "values that lie in the buffers are staged in place",

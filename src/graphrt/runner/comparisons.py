@@ -284,7 +284,7 @@ class Comparisons:
         # Each run stages again: the one before may have written buffers.
         def run_eager() -> Any:
             bound.stage(call.staged, call.values)
-            return self._eager_compared(key, bound, call)
+            return self._eager_compared(key, bound.views, call)
 
         def run_replay() -> Any:
             bound.stage(call.staged, call.values)
@@ -325,14 +325,12 @@ class Comparisons:
         real = bound.real_views(call.sizes)
 
         def run_unpadded() -> Any:
-            unpadded = executor.unpadded(unpadded_key, call.sizes)
-            executor.stage(unpadded_key, unpadded, call)
-            outputs = self._eager_compared(unpadded_key, unpadded, call)
-            if executor.shared is None:
-                # Written in buffers of its own, compared where replays write.
-                for name, view in real.items():
-                    if bound.specs[name].written:
-                        view.copy_(unpadded.views[name])
+            views = executor.own_views(unpadded_key, call.sizes, call.values)
+            executor.prepare(unpadded_key, call.step_info)
+            outputs = self._eager_compared(unpadded_key, views, call)
+            for name, view in real.items():
+                if bound.specs[name].written:  # Compared where replays write.
+                    view.copy_(views[name])
             return outputs
 
         is_first = before_warmup is not None
@@ -402,7 +400,7 @@ class Comparisons:
 
         def run(key: BatchDescriptor) -> Any:
             cut = None if key.num_ubatches == 1 else slices
-            return executor.run_eagerly(key, bound, call._replace(ubatch_slices=cut))
+            return executor.run_eagerly(key, bound.views, call._replace(ubatch_slices=cut))
 
         return check_cut(
             key=key,
@@ -426,12 +424,12 @@ class Comparisons:
         if self.lockstep is not None:
             self.lockstep.before_run()
 
-    def _eager_compared(self, key: BatchDescriptor, bound: BoundBuffers, call: Call) -> Any:
+    def _eager_compared(self, key: BatchDescriptor, views: Values, call: Call) -> Any:
         executor = self.executor
         self._meet_ranks()
         modes = executor.library.device.modes_of_recording()
         with torch.no_grad(), executor.context(RuntimeMode.NONE, key, call.step_info), modes:
-            return executor.outputs.bind(executor.fn(**bound.views)).unpad(call.sizes)
+            return executor.outputs.bind(executor.fn(**views)).unpad(call.sizes)
 
     def _replay_compared(self, ready: ReadyGraph, call: Call) -> Any:
         self._meet_ranks()

@@ -1,4 +1,4 @@
-"""The ways to run a callable: as the replay of a ready graph, or eagerly, in static buffers."""
+"""The ways to run a callable: as the replay of a ready graph, or eagerly."""
 
 from __future__ import annotations
 
@@ -211,22 +211,16 @@ class Executor:
             program.check((), bound.views)  # The first check lets it replay.
         cut = self.outputs.bind(program.outputs, bound.sizes).unpad
         unpad: Callable[[Sizes], Any] = cut
-        if self.outputs.policy != "clone" and any(map(_is_in(bound), tensors_of(program.outputs))):
-
+        is_in = _is_in(bound)
+        if self.outputs.policy != "clone" and any(map(is_in, tensors_of(program.outputs))):
+            # Rows of it may be values of the next run, and staging would overwrite them before it
+            # reads them.
             def unpad(sizes: Sizes) -> Any:
-                return self._apart(cut(sizes), bound)
+                return map_tensors(cut(sizes), lambda one: one.clone() if is_in(one) else one)
 
         check = self._check_of(program, bound)
         mode, key, has_eager = entry.mode, entry.key, program.has_eager
         return ReadyGraph(mode, key, entry, bound, program, unpad, has_eager, check)
-
-    def _apart(self, outputs: Any, bound: BoundBuffers) -> Any:
-        """``outputs`` with copies of what lies in static buffers: rows of it may be values of the
-        next run, and staging would overwrite them before it reads them."""
-        if self.outputs.policy == "clone":
-            return outputs
-        is_in = _is_in(bound)
-        return map_tensors(outputs, lambda one: one.clone() if is_in(one) else one)
 
     def _check_of(self, program: Program, bound: BoundBuffers) -> Callable[[Any], None] | None:
         """What is compared before each replay beside what costs nothing; None if that is all."""
@@ -288,39 +282,50 @@ class Executor:
         return unpad(sizes)
 
     def eager(self, key: BatchDescriptor, call: Call) -> Any:
-        """Run ``fn`` itself, in the shared buffers where the values fit, else in new ones.
+        """Run ``fn`` itself, on tensors that no other run gets: it may keep and return them.
 
         ``key``: the batch itself; of an input that depends on the key, the spec for these sizes.
         """
         values, _, staged, step_info, slices = call
-        bound = self.unpadded(key, staged)
         try:
-            bound.stage(staged, values)
+            views = self.own_views(key, staged, values)
         except InputMismatchError:
             padded = self._sizes_padded_to(values, staged)
             if padded is None or slices is not None:  # Slices are of the real size.
                 raise
             key, staged = batch_key(key, padded), padded
-            bound = self.unpadded(key, staged)
-            bound.stage(staged, values)
+            views = self.own_views(key, staged, values)
         if self._expire is not None:
             self._expire()
-        for resource in self._resources:
-            resource.prepare(key, step_info)
-        return self.run_eagerly(key, bound, call._replace(staged=staged))
+        self.prepare(key, step_info)
+        return self.run_eagerly(key, views, call._replace(staged=staged))
 
-    def run_eagerly(self, key: BatchDescriptor, bound: BoundBuffers, call: Call) -> Any:
-        """Run ``fn`` on a call that is staged."""
+    def own_views(self, key: BatchDescriptor, sizes: Sizes, values: Values) -> Values:
+        """``values`` as ``fn`` takes them, at exactly these sizes, in memory that is not reused."""
+        capacity = self.space.capacity
+        fits = all(sizes.get(axis, 0) <= size for axis, size in capacity.items())
+        if self.shared is None or not fits:
+            bound = self.unpadded(key, sizes)
+            bound.stage(sizes, values)
+            return bound.views
+        # To stage in the shared buffers and copy takes a tenth of the time of new buffers.
+        bound = self.shared.unpadded(sizes)
+        bound.stage(sizes, values)
+        with torch.inference_mode(False):  # Born in it, they could not be written outside it.
+            return {name: view.clone() for name, view in bound.views.items()}
+
+    def run_eagerly(self, key: BatchDescriptor, views: Values, call: Call) -> Any:
+        """Run ``fn`` on ``views`` of a call that is staged."""
         _, sizes, staged, info, slices = call
         across, layers = self.num_tokens_across_ranks, self._layers
         with (
             torch.no_grad(),
             ForwardContext(RuntimeMode.NONE, key, info, None, layers, across, slices),
         ):
-            outputs = self.fn(**bound.views)
+            outputs = self.fn(**views)
         if not self._hands_eager_out or staged is not sizes:
             outputs = self.outputs.bind(outputs).unpad(sizes)
-        return self._apart(outputs, bound)
+        return outputs
 
     def padding_of(self, key: BatchDescriptor, sizes: Sizes) -> dict[str, torch.Tensor]:
         """Rows of padding in place of a batch of ``sizes``, which are all 0 or none."""
@@ -348,19 +353,18 @@ class Executor:
         return found if found != dict(real) and self.is_padded(real, found) else None
 
     def unpadded(self, key: BatchDescriptor, sizes: Sizes) -> BoundBuffers:
-        """Buffers of exactly these sizes: the shared ones where they are large enough."""
-        if self.shared is not None and all(
-            sizes.get(axis, 0) <= size for axis, size in self.space.capacity.items()
-        ):
-            return self.shared.unpadded(sizes)
+        """New buffers of exactly these sizes."""
         specs = self._specs(key)
         return BufferSet(specs, sizes, lambda _: sizes, self.library.device).bind(key)
 
     def stage(self, key: BatchDescriptor, bound: BoundBuffers, call: Call) -> None:
         """Put a call in place, as a run of ``key``."""
         bound.stage(call.staged, call.values)
+        self.prepare(key, call.step_info)
+
+    def prepare(self, key: BatchDescriptor, step_info: Any) -> None:
         for resource in self._resources:
-            resource.prepare(key, call.step_info)
+            resource.prepare(key, step_info)
 
     # -- examples
 

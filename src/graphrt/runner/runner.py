@@ -114,7 +114,8 @@ class CUDAGraphRunner:
     """Serves calls of ``fn`` through captured graphs, for any named axes.
 
     ``fn`` is called with keyword arguments named as ``inputs``: views of static buffers, padded to
-    the key in graphs. It runs under ``torch.no_grad``.
+    the key, in graphs; copies of the real size, which it may keep, in eager runs. It runs under
+    ``torch.no_grad``.
     ``inputs``: a spec for each, or ``key -> specs``. Where an axis stands behind dimension 0, or
     specs depend on the key, each key has contiguous buffers of its own. None: every call has the
     shapes and dtypes of ``examples``, which then says all that there is to say of inputs.

@@ -132,7 +132,8 @@ class Runtime:
     is given instead of them.
 
     ``model`` is called with keyword arguments named as ``inputs``: views of static buffers, padded
-    to the key in graphs, of the real size in eager steps. It runs under ``torch.no_grad``.
+    to the key, in graphs; copies of the real size, which it may keep, in eager steps. It runs under
+    ``torch.no_grad``.
     ``inputs`` know the axes "tokens" and "requests"; ``CUDAGraphRunner`` takes any axes.
     ``outputs`` says which of its outputs' dimensions are padded.
 
