@@ -373,7 +373,8 @@ class BreakOutputError(ReplayError):
 
 
 class NestedReplayError(ReplayError):
-    """A program was used inside an eager segment of another one, with which it shares memory."""
+    """A program was used inside an eager segment of another one, with which it shares memory, or
+    a runner inside the recording of another one."""
 
 
 class InvalidProgramError(ReplayError):

@@ -220,6 +220,13 @@ MUTANTS = [
         CHECKS,
     ),
     Mutant(
+        "runner runs in the recording of another one",
+        RUNNER + "runner.py",
+        "                context.capture_scope.note_run(self.name)\n",
+        "                pass\n",
+        "simulated/test_programs_meet.py",
+    ),
+    Mutant(
         "strict mode runs a miss eagerly",
         RUNNER + "runner.py",
         "            if self._comparisons.is_strict:\n",

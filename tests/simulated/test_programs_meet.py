@@ -20,6 +20,7 @@ from graphrt import (
     GraphBudget,
     GraphLibrary,
     OutputSpec,
+    Padding,
     SimulatedDevice,
     break_point,
     capture_all,
@@ -441,8 +442,80 @@ def test_runner_called_by_a_captured_model_is_named(
         ):
             if is_captured:
                 inner.capture()
-            with pytest.raises((MutatedInputError, StateAdvancedError), match=r"runner\.fn"):
+            with pytest.raises(NestedReplayError, match=r"runner\.fn") as raised:
                 outer.capture()
+            assert f"run of the runner {inner.name!r} inside the recording" in str(raised.value)
+            assert f"{outer.name} FULL" in str(raised.value)
+            assert "in test_runner_called_by_a_captured_model_is_named" in str(raised.value)
+            for rows in (2, 1):
+                x = torch.randn(rows, 4)
+                assert torch.equal(outer.run({"x": x}), x * 2 + 1)
             with rows_runner(lambda x: inner.fn(x) + 1) as other:
                 other.capture()
                 assert other.run({"x": torch.ones(2, 4)}).eq(3).all()
+
+
+def test_runner_too_small_for_a_recording_is_refused_in_it() -> None:
+    """The outer graph would hold the weight, and nothing would notice that it is replaced."""
+    model = torch.nn.Linear(4, 4)
+    with (
+        rows_runner(model, (1,), inputs=[BufferSpec("input", ("n", 4), torch.float32)]) as inner,
+        rows_runner(lambda x: inner.run({"input": x}) + 1, on_capture_error="skip") as outer,
+    ):
+        (failure,) = outer.capture().failures.values()
+        assert failure.startswith(f"a run of the runner {inner.name!r} inside the recording")
+        for _ in range(2):
+            model.weight = torch.nn.Parameter(torch.randn(4, 4))
+            x = torch.randn(2, 4)
+            assert torch.equal(outer.run({"x": x}), model(x) + 1)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_runner_of_another_device_in_an_eager_segment_is_named(is_captured: bool) -> None:
+    """One device knows the memory that the graphs of all its libraries write."""
+    with rows_runner(lambda x: x * 2) as inner:
+        if is_captured:
+            inner.capture()
+
+        @break_point
+        def part(x: Tensor) -> Tensor:
+            return inner.run({"x": x}) * 1
+
+        with rows_runner(lambda x: part(x + 1) + 1, modes=("PIECEWISE",)) as outer:
+            if is_captured:
+                with pytest.raises(StateAdvancedError, match=r"device=outer\.device") as raised:
+                    outer.capture()
+                assert f"inside it runs the runner {inner.name!r}" in str(raised.value)
+            else:
+                outer.capture()
+            x = torch.randn(1, 4)
+            assert torch.equal(outer.run({"x": x}), (x + 1) * 2 + 1)
+
+
+def test_runner_refused_in_a_recording_has_staged_nothing() -> None:
+    """A recording runs nothing: the inner runner would trust padding that nobody filled."""
+    options = {
+        "inputs": [BufferSpec("x", ("n",), torch.float32, Padding.fill(-1))],
+        "examples": lambda sizes, seed: {"x": torch.full((sizes["n"],), seed + 1.0)},
+    }
+    with (
+        rows_runner(lambda x: x * 1, (4,), **options) as inner,
+        rows_runner(lambda x: inner.run({"x": x[:2]}).sum() + x, (4,), **options) as outer,
+    ):
+        inner.capture()
+        inner.run({"x": torch.full((4,), 7.0)})
+        with pytest.raises(NestedReplayError):
+            outer.capture()
+        inner.run({"x": torch.full((2,), 5.0)})
+        (buffers,) = inner.library.static_buffers
+        assert buffers.tensors["x"].tolist() == [5, 5, -1, -1]
+
+
+@pytest.mark.parametrize("fails_in", ["run", "capture"])
+def test_wrapper_that_runs_a_runner_is_refused_with_its_name(lab: Lab, fails_in: str) -> None:
+    with rows_runner(lambda x: x * 2, library=lab.library, device="auto") as inner:
+        call = {"run": lambda x: inner.run({"x": x}), "capture": lambda x: inner.capture()}
+        wrapper, x = lab.wrap(call[fails_in]), torch.ones(2, 4)
+        with pytest.raises((NestedReplayError, CaptureInProgressError)) as raised:
+            lab.capture(wrapper, x)
+        assert inner.name in str(raised.value) or fails_in == "capture"

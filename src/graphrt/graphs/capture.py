@@ -34,7 +34,7 @@ from graphrt.graphs.program import GraphMemory, Program
 from graphrt.graphs.reachable import Reach, reach
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import StateGuard
-from graphrt.graphs.scope import CaptureOptions, CaptureScope
+from graphrt.graphs.scope import CALL_INNER, CaptureOptions, CaptureScope
 from graphrt.graphs.signature import Signature
 from graphrt.graphs.values import parameters_of, tensors_of
 from graphrt.graphs.writes import Write, observed_writes, storage_of
@@ -141,9 +141,6 @@ def capture_program(
         )
     )
     return program
-
-
-_INNER_RUNNER = "where another runner is called, which has buffers of its own, call its runner.fn"
 
 
 def _context(
@@ -293,10 +290,11 @@ class _Capture:
                     raise MutatedInputError(
                         f"static buffer {name!r}",
                         expected="graphs that only read it",
-                        found=f"a graph that writes it{line and f', at {line}'}",
+                        found=f"a graph that writes it{line and f', at {line}'}"
+                        + self.scope.told_runs,
                         do="declare it written=True, or write into another tensor"
                         if tensor.untyped_storage() in own
-                        else _INNER_RUNNER,
+                        else CALL_INNER,
                         source=line,
                     )
 
@@ -332,10 +330,10 @@ class _Capture:
                 f"{name} is written" + (f" at {line}" if line else "")
                 for name, line in places.items()
             )
-            + f"; {guard}",
+            + f"; {guard}{self.scope.told_runs}",
             do="guard it with state=, which puts it back, or name it in may_overwrite=, if inputs "
             "point at a reserved place in it or it may hold anything after a capture"
-            + ("" if all(item.is_named for item in undeclared) else f"; {_INNER_RUNNER}"),
+            + (f"; {CALL_INNER}" if self.scope.runs_inside else ""),
             source=next(filter(None, places.values()), ""),
         )
 

@@ -14,13 +14,14 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.config.checked import check_choice, check_count, check_type, checked_list
 from graphrt.context import CaptureContext, ForwardContext
 from graphrt.device.base import Device, Stream
-from graphrt.errors import ConfigError
+from graphrt.errors import ConfigError, NestedReplayError
 from graphrt.graphs.environment import CaptureEnvironment
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.program import Program
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import Resource, StateGuard, Workspace
 from graphrt.graphs.writes import KeptTensors
+from graphrt.source import caller_source
 
 Observe = Literal["ends", "always", "never"]
 
@@ -113,6 +114,13 @@ class CaptureOptions:
         return [item for item in self.resources if not isinstance(item, Workspace)]
 
 
+CALL_INNER = (
+    "call the inner runner's runner.fn, which becomes part of the outer graph; or run it inside a "
+    "break point of a PIECEWISE program, with a library of its own on the same device: "
+    "device=outer.device"
+)
+
+
 @dataclass(eq=False)
 class CaptureScope:
     """An open permission to capture into one library; see ``GraphLibrary.capture_scope``."""
@@ -135,6 +143,8 @@ class CaptureScope:
     """By id of a callable that is captured here: what it remembers on the host."""
     kept: KeptTensors = field(default_factory=KeptTensors)
     """What tensors that nothing declares held before runs of this scope wrote them."""
+    runs_inside: dict[str, str] = field(default_factory=dict)
+    """By name of a runner that ran inside a callable that is captured here: the user's line."""
     recording_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a program is recorded: one at a time."""
     _environments: dict[BatchDescriptor, CaptureEnvironment] = field(default_factory=dict)
@@ -145,6 +155,32 @@ class CaptureScope:
         if known is None:
             known = self.hosts[id(fn)] = HostSnapshot(fn)
         return known
+
+    @property
+    def told_runs(self) -> str:
+        """Which runners ran inside a callable that is captured here, for an error."""
+        told = ", ".join(
+            f"the runner {name!r} at {line}" for name, line in self.runs_inside.items()
+        )
+        return told and f"; inside it runs {told}"
+
+    def note_run(self, name: str) -> None:
+        """Note that the runner ``name`` runs inside a callable that is captured here.
+
+        Errors: ``NestedReplayError`` in a recording, outside eager segments.
+        """
+        recorder = self.recorder
+        self.runs_inside[name] = line = str(caller_source())
+        if recorder is None or recorder.in_eager:
+            return
+        raise NestedReplayError(
+            f"a run of the runner {name!r} inside the recording of {recorder.owner} "
+            f"{recorder.mode.name} {recorder.key}",
+            expected="no run of one runner in a graph of another, which would stage into buffers "
+            "that the other one fills, and would not notice what replaces its weights",
+            found=f"one at {line}" if line else "one",
+            do=CALL_INNER,
+        )
 
     @contextmanager
     def step(self, mode: RuntimeMode, key: BatchDescriptor) -> Iterator[ForwardContext]:

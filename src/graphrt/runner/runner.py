@@ -27,6 +27,7 @@ from graphrt.config.checked import (
     check_variant,
     checked_list,
 )
+from graphrt.context import current_forward_context
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
@@ -594,6 +595,9 @@ class CUDAGraphRunner:
         except IndexError:
             raise self._reentrant_error("run") from None
         try:
+            context = current_forward_context()
+            if context is not None and context.capture_scope is not None:
+                context.capture_scope.note_run(self.name)
             if mode is not _EAGER and not look():
                 mode, key, reason = decision = self._decide_again(decision, staged or sizes)
             self.last_decision = decision
@@ -887,7 +891,7 @@ class CUDAGraphRunner:
 
     def _reentrant_error(self, what: str) -> ReentrantStepError:
         return ReentrantStepError(
-            f"{what} inside a run of the same runner",
+            f"{what} inside a run of the same runner, {self.name!r}",
             expected="one run at a time, because all share the static buffers and outputs",
             found="a call from the callable, a resource or an observer of a run or capture "
             f"that has not ended{self._where_else()}",
