@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -654,3 +655,21 @@ def test_uninitialized_value_is_refused(of) -> None:
     )
     with pytest.raises(InputMismatchError, match="an uninitialized one"):
         buffers.bind(2).stage(2, {"x": value})
+
+
+@pytest.mark.parametrize("error", [KeyError, AttributeError, TypeError, RuntimeError, OSError])
+@pytest.mark.parametrize("stages", [True, False])
+def test_error_of_a_mapping_of_values_is_raised_as_it_is(
+    error: type[Exception], stages: bool
+) -> None:
+    class Values(dict[str, torch.Tensor]):
+        def values(self) -> Any:
+            raise error("the loader is gone")
+
+    buffers = one_axis(IDS)
+    bound, values = buffers.bind(4), Values(ids=torch.ones(2, dtype=torch.int64))
+    take = partial(bound.stage_without_grad, 2) if stages else buffers.real_sizes
+    with pytest.raises(error, match="the loader is gone"):
+        take(values)
+    bound.stage(2, dict(values.items()))
+    assert bound.views["ids"][:2].tolist() == [1, 1]

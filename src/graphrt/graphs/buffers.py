@@ -88,6 +88,7 @@ class BoundBuffers:
             plan = self._plans[n if type(n) is int else owner._pick(n), names]
         except (LookupError, TypeError, AttributeError, RuntimeError):
             _require_mapping(values)
+            sources, names = list(values.values()), tuple(values)
             plan = self._find_plan(n, names)
         try:
             layout = list(map(_layout, sources))
@@ -300,6 +301,7 @@ class BufferSet:
         except (KeyError, AttributeError, TypeError, RuntimeError):
             # A tensor has values() too, which raises the last of these.
             sizes = self._read_sizes(values)
+            place = (*values, *map(_shape, values.values()))
         remember(self._sizes_of_shapes, place, sizes)
         return sizes.copy()
 
