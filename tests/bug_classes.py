@@ -491,6 +491,20 @@ class BugClasses:
                         stale.sum()
             previous = checked
 
+    def test_6_view_of_a_retired_program_raises(self, lab: Lab) -> None:
+        options = {"outputs": OutputSpec({"": "n"}, "checked_view"), "device": lab.device}
+        with rows_runner(lambda x: x * 2, **options) as runner:
+            runner.capture()
+            held = runner.run({"x": lab.full((2, 4), 3.0)})
+            first = held[:1]
+            assert first.eq(6).all()
+            runner.library.retire()
+            for view in (held, first):
+                with pytest.raises(StaleOutputError, match="retired"):
+                    view.sum()
+            again = runner.run({"x": lab.full((2, 4), 3.0)})
+            assert again.eq(6).all()  # Eager: memory of its own.
+
     @pytest.mark.parametrize("place", ["attribute", "view", "list", "closure"])
     @pytest.mark.parametrize("policy", ["view", "clone", "checked_view"])
     @pytest.mark.parametrize("why", ["uncaptured", "failed", "above_max", "axes"])

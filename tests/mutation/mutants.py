@@ -220,6 +220,13 @@ MUTANTS = [
         CHECKS,
     ),
     Mutant(
+        "checked view outlives its program",
+        GRAPHS + "outputs.py",
+        "if is_retired or view",
+        "if view",
+        "simulated/test_bug_classes_simulated.py",
+    ),
+    Mutant(
         "runner runs in the recording of another one",
         RUNNER + "runner.py",
         "                context.capture_scope.note_run(self.name)\n",

@@ -42,10 +42,10 @@ class OutputSpec:
     indices with dots (``logits``, ``0``, ``past.1.key``); the empty path is the output itself. A
     tensor without an entry is returned whole.
 
-    ``policy``: ``"clone"``, tensors of the caller's own; ``"view"``, slices of graph storage, valid
-    until the next replay, which saves the copy; ``"checked_view"``, views that raise
-    ``StaleOutputError`` when they are used after the next ``unpad`` or ``expire`` of this spec (to
-    find out whether ``"view"`` would do).
+    ``policy``: ``"clone"``, tensors of the caller's own; ``"view"``, slices of graph storage, which
+    saves the copy, valid until the next replay or until their program is retired;
+    ``"checked_view"``, views that raise ``StaleOutputError`` when they are used after that, or
+    after an ``unpad`` or ``expire`` of this spec (to find out whether ``"view"`` would do).
 
     ``chosen_from``: path of an integer output -> path of the floating one that it indexes along the
     last dimension, as ``{"tokens": "logits"}`` for a greedy choice. A padded batch may choose
@@ -110,7 +110,8 @@ class OutputSpec:
         ``padded``: axis -> padded size, which dimensions declared with that axis must have.
         Errors: ``ConfigError`` for a path or dimension that is not there, or of another size.
         """
-        return BoundOutputs(self, _outputs_of(captured), padded or {})
+        program = captured if isinstance(captured, Program) else None
+        return BoundOutputs(self, _outputs_of(captured), padded or {}, program)
 
     def expire(self) -> None:
         """Make every checked view invalid: call it before anything of the same library replays."""
@@ -120,13 +121,16 @@ class OutputSpec:
 class BoundOutputs:
     """One program's outputs, cut to real sizes. ``opaque``: paths that no policy can own."""
 
-    __slots__ = ("_copy_containers", "_cuts", "_key", "_outputs", "_spec", "opaque")
+    __slots__ = ("_copy_containers", "_cuts", "_key", "_outputs", "_program", "_spec", "opaque")
 
-    def __init__(self, spec: OutputSpec, outputs: Any, padded: Mapping[str, int]) -> None:
+    def __init__(
+        self, spec: OutputSpec, outputs: Any, padded: Mapping[str, int], program: Program | None
+    ) -> None:
         nodes = list(walk(outputs))
         _check_paths(nodes, spec, padded)
         self.opaque = tuple(dotted(node.path) for node in nodes if node.kind == "opaque")
         self._spec = spec
+        self._program = program
         self._outputs = outputs
         self._cuts: dict[Any, Any] = {}
         self._key = _cache_key(spec.axes)
@@ -149,8 +153,8 @@ class BoundOutputs:
         if spec.policy == "clone":
             return own_copy(cut)
         spec.replay_count += 1
-        replay = spec.replay_count
-        return map_tensors(cut, lambda tensor: _checked(tensor, spec, replay))
+        replay, program = spec.replay_count, self._program
+        return map_tensors(cut, lambda tensor: _checked(tensor, spec, replay, program))
 
     def _cut(self, n: Sizes) -> Any:
         def cut_leaf(path: Path, leaf: Any) -> Any:
@@ -336,6 +340,8 @@ class CheckedView(torch.Tensor):
 
     _spec: OutputSpec
     _replay: int
+    _program: Program | None
+    """Whose retirement gives the bytes back."""
 
     @classmethod
     def __torch_function__(
@@ -348,10 +354,13 @@ class CheckedView(torch.Tensor):
         kwargs = kwargs or {}
         views = [tensor for tensor in tensors_of((args, kwargs)) if type(tensor) is cls]
         for view in views:
-            if view._replay != view._spec.replay_count:
+            is_retired = view._program is not None and view._program.state == "retired"
+            if is_retired or view._replay != view._spec.replay_count:
                 raise StaleOutputError(
                     "checked output",
-                    expected="a use before the next replay, which overwrites the bytes",
+                    expected="a use before its program is retired, which frees the bytes"
+                    if is_retired
+                    else "a use before the next replay, which overwrites the bytes",
                     found=f"{getattr(func, '__name__', func)} of the output of replay "
                     f"{view._replay}, after replay {view._spec.replay_count}",
                     do="use it sooner, clone it, or unpad with the policy 'clone'",
@@ -365,13 +374,16 @@ class CheckedView(torch.Tensor):
                 # All tensors without elements have one address.
                 if view is None or isinstance(tensor, cls) or not tensor.numel():
                     return tensor
-                return _checked(tensor, view._spec, view._replay)
+                return _checked(tensor, view._spec, view._replay, view._program)
 
             return map_tensors(result, check_alias)
 
 
-def _checked(tensor: torch.Tensor, spec: OutputSpec, replay: int) -> CheckedView:
+def _checked(
+    tensor: torch.Tensor, spec: OutputSpec, replay: int, program: Program | None
+) -> CheckedView:
     view = tensor.as_subclass(CheckedView)
     view._spec = spec
     view._replay = replay
+    view._program = program
     return view

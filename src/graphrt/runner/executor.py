@@ -209,7 +209,7 @@ class Executor:
         bound = self.bind(entry.key)
         if program.state == "captured":
             program.check((), bound.views)  # The first check lets it replay.
-        cut = self.outputs.bind(program.outputs, bound.sizes).unpad
+        cut = self.outputs.bind(program, bound.sizes).unpad
         unpad: Callable[[Sizes], Any] = cut
         is_in = _is_in(bound)
         if self.outputs.policy != "clone" and any(map(is_in, tensors_of(program.outputs))):
