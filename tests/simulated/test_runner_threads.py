@@ -120,3 +120,46 @@ def test_refusal_names_the_places_of_both_threads() -> None:
         assert "in Meeting.__call__" in raised.value.found
         model.waits_in = ""
         assert runner.run({"x": torch.ones(2, 4)}).eq(2).all()
+
+
+@pytest.mark.parametrize("event", ["call", "return", "c_return"])
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_interrupt_wherever_python_notices_it_lets_later_runs_be(
+    event: str, rows: int, is_observed: bool
+) -> None:
+    """Python looks for Ctrl-C where a function begins and where the call of a builtin ends."""
+    observer = (lambda _: None) if is_observed else None
+    x, interrupts = torch.ones(rows, 4), list[BaseException]()
+    with rows_runner(lambda x: x * 2, observer=observer) as runner:
+        runner.capture()
+
+        def run_to(place: int) -> bool:
+            """Run, interrupted at an event of our code; False if there are fewer of them."""
+            left = place
+
+            def look(frame: FrameType, name: str, _: object) -> None:
+                nonlocal left
+                is_ours = "graphrt" in frame.f_code.co_filename
+                if name == event and is_ours and frame.f_code.co_name != "<genexpr>":
+                    left -= 1
+                    if left < 0:
+                        sys.setprofile(None)
+                        raise KeyboardInterrupt
+
+            before = sys.getprofile()
+            sys.setprofile(look)
+            try:
+                runner.run({"x": x})
+            except KeyboardInterrupt as error:
+                interrupts.append(error)  # Its frames live on, as in a notebook.
+            finally:
+                sys.setprofile(before)
+            return left < 0
+
+        place = 0
+        while run_to(place):
+            assert torch.is_grad_enabled(), place
+            assert runner.run({"x": x}).eq(2).all(), place
+            place += 1
+        assert place == len(interrupts) > 10

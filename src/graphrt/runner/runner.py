@@ -569,8 +569,17 @@ class CUDAGraphRunner:
     def tell(self, event: Replayed | RanEager) -> None:
         """Give the observer the event of a run, as a part of that run: another one inside it would
         overwrite outputs that the caller has not got yet."""
-        with self._one_at_a_time("the event of a run"):
+        turn, is_refused = self._turn, False
+        try:
+            try:
+                turn.pop()
+            except IndexError:
+                is_refused = True
+                raise self._reentrant_error("the event of a run") from None
             self._observer(event)
+        finally:
+            if not is_refused:
+                turn[:] = (True,)
 
     def execute(
         self,
@@ -590,11 +599,13 @@ class CUDAGraphRunner:
         mode, key, reason = decision
         # In variables: to call what an attribute of the object holds takes longer in place.
         has_grad, turn, look = is_grad_enabled(), self._turn, self._look
-        try:
-            turn.pop()
-        except IndexError:
-            raise self._reentrant_error("run") from None
-        try:
+        is_refused = False
+        try:  # From here on: Ctrl-C is noticed where the call of a builtin ends, as that of pop.
+            try:
+                turn.pop()
+            except IndexError:
+                is_refused = True
+                raise self._reentrant_error("run") from None
             context = current_forward_context()
             if context is not None and context.capture_scope is not None:
                 context.capture_scope.note_run(self.name)
@@ -623,7 +634,8 @@ class CUDAGraphRunner:
                 return self._compare(ready, Call(values, sizes, staged or sizes, step_info))
             return self._executor.replay(ready, values, sizes, staged or sizes, step_info)
         finally:
-            turn.append(True)
+            if not is_refused:
+                turn[:] = (True,)
             if has_grad:
                 set_grad_enabled(True)
 
@@ -918,14 +930,17 @@ class CUDAGraphRunner:
     @contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[None]:
         """Refuse runs and captures meanwhile: inside this one, or of another thread."""
+        is_refused = False
         try:
-            self._turn.pop()
-        except IndexError:
-            raise self._reentrant_error(what) from None
-        try:
+            try:
+                self._turn.pop()
+            except IndexError:
+                is_refused = True
+                raise self._reentrant_error(what) from None
             yield
         finally:
-            self._turn.append(True)
+            if not is_refused:
+                self._turn[:] = (True,)
 
     def _require_alone(self, what: str) -> None:
         if self._comparisons.lockstep is not None:
