@@ -538,6 +538,45 @@ class BugClasses:
                 # None of them lies where a later run writes.
                 assert all(torch.equal(*pair) for pair in outputs)
 
+    @pytest.mark.parametrize("by_size", [True, False])
+    @pytest.mark.parametrize("in_parts", [True, False])
+    def test_6_input_kept_for_some_batches_is_put_back(
+        self, lab: Lab, in_parts: bool, by_size: bool
+    ) -> None:
+        """Where other keys have graphs too, which read what first runs set."""
+
+        class Model:
+            def __init__(self) -> None:
+                self.prev: dict[int, torch.Tensor] = {}
+
+            def __call__(self, x: torch.Tensor) -> torch.Tensor:
+                if len(x) < 5:
+                    return x * 2
+                place = len(x) if by_size else 0
+                before, self.prev[place] = self.prev.get(place), x
+                return x * 2 if before is None else x * 2 + before.sum()
+
+        model, plain = Model(), Model()
+        with rows_runner(
+            model, (2, 4, 8), device=lab.device, on_capture_error="skip", verify_every=2
+        ) as runner:
+            modes = set()
+            for number, n in enumerate((8, 8, 3, 6, 9, 8, 2, 6, 8, 9, 4, 6)):
+                if number % 3 == 1:
+                    before = dict(model.prev)
+                    if in_parts:
+                        runner.capture_next()
+                    else:
+                        runner.capture()
+                    assert model.prev.keys() == before.keys()
+                    assert all(model.prev[place] is kept for place, kept in before.items())
+                x = lab.random(n, 4, seed=number)
+                assert torch.equal(runner.run({"x": x}), plain(x))
+                assert runner.last_decision is not None
+                modes.add((n < 5, runner.last_decision.mode))
+            assert modes >= {(True, FULL), (False, NONE)}
+            assert (False, FULL) not in modes
+
     def test_6_clones_survive_a_thousand_calls(self, lab: Lab) -> None:
         buffers = lab.buffers(BufferSpec("x", ("tokens",), torch.float32))
         wrapper = lab.capture_sizes(lambda x: x * 2, buffers)

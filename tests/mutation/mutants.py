@@ -220,6 +220,13 @@ MUTANTS = [
         CHECKS,
     ),
     Mutant(
+        "input that a warm-up keeps counts as a memo",
+        GRAPHS + "host_snapshot.py",
+        "                if any(map(is_lent, tensors_of(found))):\n",
+        "                if False:\n",
+        "simulated/test_bug_classes_simulated.py",
+    ),
+    Mutant(
         "checked view outlives its program",
         GRAPHS + "outputs.py",
         "if is_retired or view",
