@@ -221,9 +221,9 @@ MUTANTS = [
     ),
     Mutant(
         "input that a warm-up keeps counts as a memo",
-        GRAPHS + "host_snapshot.py",
-        "                if any(map(is_lent, tensors_of(found))):\n",
-        "                if False:\n",
+        RUNNER + "jobs.py",
+        "        if job.owner:\n",
+        "        if False:\n",
         "simulated/test_bug_classes_simulated.py",
     ),
     Mutant(

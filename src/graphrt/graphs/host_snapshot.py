@@ -887,11 +887,6 @@ class HostSnapshot:
         for change in changes:
             places = set(_places_of([change]))
             self._ran |= places
-            for key in change.keys:
-                # A later run sets the same tensor there, and so seems to leave what it found.
-                found = list(change.value(key)) if key is _ALL else change.value(key)
-                if any(map(is_lent, tensors_of(found))):
-                    self._advancing.add((id(change.held.target), key))
             if not is_first:
                 self._advancing |= places
                 for key in change.keys:

@@ -32,8 +32,8 @@ from graphrt.graphs import (
     optional_methods,
     require_no_grad,
 )
-from graphrt.graphs.values import own_copy, tensors_of
-from graphrt.graphs.writes import KeptTensors, keeping_writes, storage_of
+from graphrt.graphs.values import own_copy
+from graphrt.graphs.writes import KeptTensors, keeping_writes
 from graphrt.ubatch import UBatchWrapper
 from graphrt.verify import (
     NUM_ADVANCING_RUNS,
@@ -370,9 +370,12 @@ class _Run:
         if options.observe != "never":
             keep = keep_undeclared(self.library, scope, options, id(host.runnable))
         keeping = nullcontext() if keep is None else keeping_writes(keep)
-        given = set(map(storage_of, tensors_of((args, kwargs)))) - {None}
-        run = host.run(is_first=is_first, is_lent=lambda tensor: storage_of(tensor) in given)
-        with run, reported, scope.step(RuntimeMode.NONE, job.key), keeping:
+        if job.owner:
+            # Other views of a runner's static buffers than in any other run: what each run sets to
+            # one is seen to change, and is no memo.
+            kwargs = {name: view.view_as(view) for name, view in kwargs.items()}
+        run, step = host.run(is_first=is_first), scope.step(RuntimeMode.NONE, job.key)
+        with run, reported, step, keeping:
             require_no_grad()
             job.target(*args, **kwargs)
 
