@@ -602,6 +602,23 @@ class BugClasses:
             capture_all(scope.library, [CaptureJob(wrapper, FULL, KEY, lambda: ((x,), {}))])
         assert not wrapper.concrete_cudagraph_entries
 
+    def test_9_cache_made_where_an_eager_segment_had_its_result_is_named(self, lab: Lab) -> None:
+        doubled = break_point(lambda x: x * 2)
+
+        class Lazy(torch.nn.Module):
+            ws: torch.Tensor | None = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = doubled(x) + 1  # What it returned is dropped here, and its memory reused next.
+                if self.ws is None:
+                    self.ws = torch.zeros_like(x)
+                return y + self.ws
+
+        wrapper = lab.wrap(Lazy(), PIECEWISE)
+        with pytest.raises(EscapedAllocationError, match="ws"):
+            lab.capture(wrapper, lab.full((8,), 1.0))
+        assert not wrapper.concrete_cudagraph_entries
+
     def test_9_failed_capture_leaves_nothing_in_the_model(self, lab: Lab) -> None:
         class Model(torch.nn.Module):
             last: torch.Tensor | None = None
