@@ -153,6 +153,7 @@ class Captures:
             emit(CaptureBegan(owner, len(entries)))
         started, memory, taken = perf_counter(), CaptureMemory(self.library), MemoryTaken()
         done, total = 0, 2 * len(entries)
+        put_rows_back = comparisons.keep_rows()
 
         def tick(key: BatchDescriptor) -> None:
             nonlocal done
@@ -202,6 +203,8 @@ class Captures:
                 # No graph reads what the runs have set, and what others change is theirs.
                 host.restore_advanced(memos=True)
                 self.host = None
+            if all(entry.valid_program is None for entry in known.values()):
+                put_rows_back()
             # What a failed one was made with may belong to others by the next.
             executor.captured_with.clear()
             if entries:

@@ -21,6 +21,7 @@ from graphrt.graphs.held import modules_of
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import Node, dotted, own_copy, walk
+from graphrt.graphs.writes import first_source
 from graphrt.verify.compare import Comparison, compare, largest_of
 from graphrt.verify.run_state import VARYING, RunState, restored
 
@@ -93,7 +94,8 @@ def check_replay(
     ``state``: saves and restores what a step advances and writes; without it ``run_eager`` must
     change nothing. After a success the state is the one the replay left, as if the step had run
     once; after a failure the one before the call. A guard whose tokens hold tensors also has its
-    state compared: a step may return the right rows and write the wrong ones.
+    state compared: a step may return the right rows and write the wrong ones. Of a ``RunState``
+    that poisons, ``others`` may not be written; after a success, too, it is then as it was before.
     ``runnable``: its modules' forward hooks are reported.
     ``before_warmup``: what it remembered before its first warm-up. With it the eager side runs as
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
@@ -105,14 +107,22 @@ def check_replay(
     ``can_repeat``: a difference may be followed by more replays, which show whether their bits vary
     from run to run: not where other ranks would have to replay too.
 
-    Errors: ``VerificationError`` with key, mode and the first places that differ; errors of the
-            two callables pass unchanged.
+    Errors: ``VerificationError`` with key, mode and the first places that differ;
+            ``StateAdvancedError`` for a replay that writes what ``others`` of the state says that
+            none may; errors of the two callables pass unchanged.
     """
     guarded = state if isinstance(state, RunState) else RunState(state)
 
     def replay_at_first() -> Any:
         with restored(before_warmup):
             return run_replay()
+
+    def find_line(is_written: Callable[[], bool]) -> str:
+        if not can_repeat:
+            return ""
+        guarded.disturb(saved)
+        with restored(before_warmup):
+            return first_source(run_eager, is_written)
 
     with guarded.put_back(on_error=True) as saved:
         for num_before in range(num_runs):
@@ -160,6 +170,15 @@ def check_replay(
                         guarded,
                     ),
                 )
+        if guarded.poisons and guarded.others:
+            before = saved.compared
+            if can_repeat:
+                before = guarded.disturb(saved)
+                replay_at_first()
+                left_by_replay = guarded.save().compared
+            subject = f"{mode.name}, {key}"
+            guarded.require_rows(subject, before, left_by_replay, runnable, find_line)
+            guarded.restore(saved)
     return verification
 
 

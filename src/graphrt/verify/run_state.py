@@ -7,19 +7,27 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.errors import StateAdvancedError
+from graphrt.graphs.capture import guarded_storages
+from graphrt.graphs.held import find_holder
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard, TensorStateGuard
-from graphrt.graphs.values import as_bits, own_copy
+from graphrt.graphs.values import as_bits, bytes_of, own_copy
 from graphrt.verify.compare import Comparison, compare
 
 _POISON, _LAST_POISON = 0xC1, 0x5E
 """Bytes of the rows before a run, and before the last one. Finite in every floating dtype, one
 negative and one very large: a run that reads rows which it should only write (a sum, a maximum)
 changes one of the two, where NaN would stay NaN and equal itself."""
+
+_ALIGNMENT = 16
+"""Bytes of the largest element."""
+_MAX_SHOWN = 4
 
 NUM_REPEATS = 8
 """Runs of one call that are compared with each other, to learn whether its bits vary. A kernel that
@@ -44,6 +52,33 @@ class WrittenRows(NamedTuple):
     """[n] int64, each within the tensor."""
 
 
+class OtherRows:
+    """What no run may write of the tensors over one storage: the rows beside those given by name,
+    which are all that a run may write, those of padding too."""
+
+    def __init__(self, named: Mapping[str, WrittenRows]) -> None:
+        self.named = named
+        self.bytes = bytes_of([written.tensor for written in named.values()])
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """A copy of each tensor, with 0 wherever a run may write."""
+        # A view of another dtype starts where its elements may.
+        lead = int(self.bytes.storage_offset()) % _ALIGNMENT
+        held = torch.nn.functional.pad(self.bytes, (lead, 0)).untyped_storage()
+        copies = {}
+        for name, (tensor, _) in self.named.items():
+            size = tensor.dtype.itemsize
+            start = lead + tensor.storage_offset() * size - self.bytes.storage_offset()
+            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copies[name] = own.set_(held, start // size, tensor.shape, tensor.stride())
+        for name, copy in copies.items():
+            as_bits(copy).index_fill_(0, self.named[name].rows, 0)
+        return copies
+
+    def is_unlike(self, name: str, before: torch.Tensor) -> bool:
+        return not torch.equal(as_bits(self.read()[name]), before)
+
+
 class SavedState(NamedTuple):
     """What a ``RunState`` was. ``compared`` holds what comparisons look at."""
 
@@ -52,6 +87,8 @@ class SavedState(NamedTuple):
     compared: Mapping[str, Any]
     generators: tuple[torch.Tensor, ...]
     scratch: Mapping[str, torch.Tensor]
+    others: Sequence[torch.Tensor] = ()
+    """Copies of the bytes that ``OtherRows`` lie in; of the state that is put back."""
 
 
 class RunResult(NamedTuple):
@@ -71,6 +108,7 @@ class RunState:
     ``poisons`` False: for a run whose outputs are handed out, because it may read those rows first.
     A tensor of a ``TensorStateGuard`` whose rows are given too may be read before it is written: of
     it these rows are compared, and not poisoned.
+    ``others``: what no run may write; put back and compared with it.
     ``wait``: until the device is done; for memory of the host among them, which is read and written
     at once, where the device may still write it.
     """
@@ -81,6 +119,7 @@ class RunState:
     generators: Sequence[torch.Generator] = ()
     _: KW_ONLY
     scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    others: Sequence[OtherRows] = ()
     poisons: bool = True
     wait: Callable[[], None] | None = None
 
@@ -110,6 +149,8 @@ class RunState:
             compared[name] = tensor.clone()
         for name, (tensor, index) in self.rows.items():
             compared[name] = tensor.index_select(0, index)
+        for other in self.others:
+            compared |= other.read()
         generators = tuple(item.get_state() for item in self.generators)
         scratch = {name: tensor.clone() for name, tensor in self.scratch.items()}
         return SavedState(token, compared, generators, scratch)
@@ -119,6 +160,9 @@ class RunState:
         if self.wait is not None:
             self.wait()
         compared = saved.compared
+        with torch.inference_mode():
+            for other, copy in zip(self.others, saved.others, strict=True):
+                other.bytes.copy_(copy)
         if self.guard is not None:
             self.guard.restore(saved.token)
         # State made in inference mode can be written in no other; other state in this one too.
@@ -136,7 +180,7 @@ class RunState:
     @contextmanager
     def put_back(self, *, on_error: bool = False) -> Iterator[SavedState]:
         """Write everything back at the end, or only ``on_error``."""
-        saved = self.save()
+        saved = self.save()._replace(others=[other.bytes.clone() for other in self.others])
         try:
             yield saved
         except BaseException:
@@ -173,6 +217,62 @@ class RunState:
                 for bits in (*earlier, last):
                     bits.copy_(torch.where(untouched, before, bits))
                 as_bits(tensor).index_copy_(0, index, last)
+
+    def require_rows(
+        self,
+        subject: str,
+        before: Mapping[str, Any],
+        left: Mapping[str, Any],
+        runnable: object,
+        find_line: Callable[[Callable[[], bool]], str] = lambda is_written: "",
+    ) -> None:
+        """Refuse a run on an example that wrote another row than its input names: ``before`` it and
+        as it ``left`` them, what is compared.
+
+        ``find_line``: given what tells whether it is written, finds the user's line that writes it.
+        Errors: ``StateAdvancedError``.
+        """
+        for other in self.others:
+            for name, (tensor, _) in other.named.items():
+                was, now = (as_bits(each[name]) for each in (before, left))
+                storage = tensor.untyped_storage()
+                if torch.equal(was, now) or self._guards(storage):
+                    continue
+                line = find_line(partial(other.is_unlike, name, was))
+                differs = (was != now).reshape(len(was), -1).any(1)
+                rows: list[int] = differs.nonzero().flatten().tolist()
+                more = f" and {len(rows) - _MAX_SHOWN} more" if len(rows) > _MAX_SHOWN else ""
+                path = find_holder(storage.data_ptr(), storage.nbytes(), runnable)
+                raise StateAdvancedError(
+                    f"{subject}: {path or 'a tensor'}, {name}",
+                    expected="runs that write no row of it but those that its input names",
+                    found=f"written: {', '.join(map(str, rows[:_MAX_SHOWN]))}{more}"
+                    + (f", at {line}" if line else ""),
+                    do="name the input that says which rows a run writes, and let its padding name "
+                    "the row that padded rows are written to; or give the tensor to state=, which "
+                    "puts it back, or to may_overwrite= without rows, if it may hold anything "
+                    "after a capture",
+                    source=line,
+                )
+
+    def disturb(self, saved: SavedState) -> Mapping[str, Any]:
+        """Change the last bit of the floats in all rows that no run may write, so that one which
+        writes what is there already is seen; return what is compared. ``restore`` undoes it."""
+        self.restore(saved)
+        with torch.inference_mode():
+            for other in self.others:
+                for name, copy in other.read().items():
+                    if copy.is_floating_point() or copy.is_complex():
+                        parts = torch.view_as_real(copy) if copy.is_complex() else copy
+                        parts = parts.float() if parts.dtype.itemsize == 1 else parts
+                        # Infinity would become NaN, which random choices refuse.
+                        last_bits = torch.isfinite(parts).to(as_bits(copy).dtype)
+                        as_bits(other.named[name].tensor).copy_(as_bits(copy) ^ last_bits)
+        self.poison()
+        return self.save().compared
+
+    def _guards(self, storage: torch.UntypedStorage) -> bool:
+        return self.guard is not None and storage in guarded_storages(self.guard)
 
     def varies(self, saved: SavedState, run: Callable[[], Any]) -> bool:
         """True if runs of one call, each from ``saved``, return or leave other bits."""
