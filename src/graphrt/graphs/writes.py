@@ -113,7 +113,10 @@ def keeping_writes(keep: Callable[[torch.Tensor], None]) -> AbstractContextManag
 
 
 def first_source(run: Callable[[], Any], is_written: Callable[[], bool]) -> str:
-    """The user's line of the operation of ``run`` after which ``is_written()``; empty if none."""
+    """The user's line of the operation of ``run`` after which ``is_written()``; empty if none is
+    seen. With a torch that compiles nothing under a mode, nobody looks."""
+    if not hasattr(LookingMode, "ignore_compile_internals"):
+        return ""
     observer = _FirstWrite(is_written)
     with observer:
         run()
@@ -188,6 +191,10 @@ class _FirstWrite(LookingMode):
         super().__init__()
         self.source = ""
         self._is_written = is_written
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

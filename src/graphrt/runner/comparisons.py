@@ -318,6 +318,7 @@ class Comparisons:
             observer=self.observer,
             num_runs=num_runs,
             can_repeat=self.lockstep is None,
+            observes=executor.options.observe != "never",
         )
 
     def compare_padding(
@@ -562,7 +563,14 @@ class Comparisons:
         small, _ = self._with_rows()
         if small:
             bound.stage(call.staged, call.values)  # The padding names rows too.
-        return [OtherRows({key: all_rows(*item) for key, item in each.items()}) for each in small]
+        guard = self.executor.options.state
+        guarded = set() if guard is None or not small else guarded_storages(guard)
+        found = []
+        for items in small:
+            named = {name: all_rows(*item) for name, item in items.items()}
+            is_guarded = any(storage_of(tensor) in guarded for tensor, _ in items.values())
+            found.append(OtherRows(named, is_guarded=is_guarded))
+        return found
 
     def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
         """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""

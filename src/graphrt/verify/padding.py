@@ -188,7 +188,7 @@ def check_padding(
         if earlier:
             state.settle(saved, *(each.left.compared for each in (*earlier, found)))
         if before_warmup is not None:
-            state.require_rows(subject, saved.compared, found.left.compared, before_warmup.runnable)
+            state.require_rows(subject, found.left.compared, before_warmup.runnable)
         if unpadded is not None:
             _require_cut(subject, unpadded.outputs, found.outputs, sizes, bound.sizes)
 

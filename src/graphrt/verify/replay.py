@@ -85,6 +85,7 @@ def check_replay(
     observer: Observer | None = None,
     num_runs: int = 1,
     can_repeat: bool = True,
+    observes: bool = True,
 ) -> Verification:
     """Run one step eagerly and as a replay, from the same state, and compare.
 
@@ -95,7 +96,7 @@ def check_replay(
     change nothing. After a success the state is the one the replay left, as if the step had run
     once; after a failure the one before the call. A guard whose tokens hold tensors also has its
     state compared: a step may return the right rows and write the wrong ones. Of a ``RunState``
-    that poisons, ``others`` may not be written; after a success, too, it is then as it was before.
+    that poisons, ``others`` may not be written; with them it is as before after a success, too.
     ``runnable``: its modules' forward hooks are reported.
     ``before_warmup``: what it remembered before its first warm-up. With it the eager side runs as
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
@@ -106,6 +107,8 @@ def check_replay(
     says that runs advance some, because one run may find those of the capture by chance.
     ``can_repeat``: a difference may be followed by more replays, which show whether their bits vary
     from run to run: not where other ranks would have to replay too.
+    ``observes`` False: no run looks for a line, because the callable behaves otherwise under a
+    torch mode.
 
     Errors: ``VerificationError`` with key, mode and the first places that differ;
             ``StateAdvancedError`` for a replay that writes what ``others`` of the state says that
@@ -117,12 +120,12 @@ def check_replay(
         with restored(before_warmup):
             return run_replay()
 
-    def find_line(is_written: Callable[[], bool]) -> str:
-        if not can_repeat:
+    def find_line(name: str) -> str:
+        if not (can_repeat and observes):
             return ""
-        guarded.disturb(saved)
+        guarded.begin(saved)
         with restored(before_warmup):
-            return first_source(run_eager, is_written)
+            return first_source(run_eager, lambda: guarded.is_beside(name))
 
     with guarded.put_back(on_error=True) as saved:
         for num_before in range(num_runs):
@@ -170,15 +173,8 @@ def check_replay(
                         guarded,
                     ),
                 )
-        if guarded.poisons and guarded.others:
-            before = saved.compared
-            if can_repeat:
-                before = guarded.disturb(saved)
-                replay_at_first()
-                left_by_replay = guarded.save().compared
-            subject = f"{mode.name}, {key}"
-            guarded.require_rows(subject, before, left_by_replay, runnable, find_line)
-            guarded.restore(saved)
+            if guarded.poisons:
+                guarded.require_rows(f"{mode.name}, {key}", left_by_replay, runnable, find_line)
     return verification
 
 

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.errors import StateAdvancedError
-from graphrt.graphs.capture import guarded_storages
 from graphrt.graphs.held import find_holder
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard, TensorStateGuard
@@ -25,8 +23,6 @@ _POISON, _LAST_POISON = 0xC1, 0x5E
 negative and one very large: a run that reads rows which it should only write (a sum, a maximum)
 changes one of the two, where NaN would stay NaN and equal itself."""
 
-_ALIGNMENT = 16
-"""Bytes of the largest element."""
 _MAX_SHOWN = 4
 
 NUM_REPEATS = 8
@@ -54,29 +50,43 @@ class WrittenRows(NamedTuple):
 
 class OtherRows:
     """What no run may write of the tensors over one storage: the rows beside those given by name,
-    which are all that a run may write, those of padding too."""
+    which are all that a run may write, those of padding too.
 
-    def __init__(self, named: Mapping[str, WrittenRows]) -> None:
+    ``is_guarded``: a guard keeps the storage, so that runs may write all of it.
+    """
+
+    def __init__(self, named: Mapping[str, WrittenRows], *, is_guarded: bool) -> None:
         self.named = named
-        self.bytes = bytes_of([written.tensor for written in named.values()])
+        self.is_guarded = is_guarded
+        tensors = [written.tensor for written in named.values()]
+        bits = min(map(as_bits, tensors), key=lambda each: each.dtype.itemsize)
+        self.memory = bytes_of(tensors).view(bits.dtype)
+        """From the first to the last of the tensors, as integers of which elements consist."""
 
-    def read(self) -> dict[str, torch.Tensor]:
-        """A copy of each tensor, with 0 wherever a run may write."""
-        # A view of another dtype starts where its elements may.
-        lead = int(self.bytes.storage_offset()) % _ALIGNMENT
-        held = torch.nn.functional.pad(self.bytes, (lead, 0)).untyped_storage()
-        copies = {}
-        for name, (tensor, _) in self.named.items():
-            size = tensor.dtype.itemsize
-            start = lead + tensor.storage_offset() * size - self.bytes.storage_offset()
-            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            copies[name] = own.set_(held, start // size, tensor.shape, tensor.stride())
-        for name, copy in copies.items():
-            as_bits(copy).index_fill_(0, self.named[name].rows, 0)
-        return copies
+    def of(self, copy: torch.Tensor, name: str) -> torch.Tensor:
+        """The part of a tensor in a ``copy`` of the memory: [*shape, integers of an element]."""
+        tensor = self.named[name].tensor
+        ratio = tensor.dtype.itemsize // self.memory.dtype.itemsize
+        start = tensor.storage_offset() * ratio - self.memory.storage_offset()
+        steps = *(step * ratio for step in tensor.stride()), 1
+        return copy.as_strided((*tensor.shape, ratio), steps, start)
 
-    def is_unlike(self, name: str, before: torch.Tensor) -> bool:
-        return not torch.equal(as_bits(self.read()[name]), before)
+    def disturb(self) -> None:
+        """Change the last bit of each float, so that a write of what was there is seen. Not of
+        those of 8 bits, of which it says too much."""
+        for tensor, _ in self.named.values():
+            parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            if parts.is_floating_point() and parts.dtype.itemsize > 1:
+                # Where it is finite: infinity would become NaN, which random choices refuse.
+                as_bits(parts).bitwise_xor_((parts - parts) == 0)
+
+    def differing(self, copy: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Where each tensor is not as in ``copy``, among what no run may write."""
+        where = self.memory != copy
+        found = {name: self.of(where, name) for name in self.named}
+        for name, of_tensor in found.items():
+            of_tensor.index_fill_(0, self.named[name].rows, value=False)
+        return found
 
 
 class SavedState(NamedTuple):
@@ -84,11 +94,9 @@ class SavedState(NamedTuple):
 
     token: Any
     """Of the guard."""
-    compared: Mapping[str, Any]
+    compared: dict[str, Any]
     generators: tuple[torch.Tensor, ...]
     scratch: Mapping[str, torch.Tensor]
-    others: Sequence[torch.Tensor] = ()
-    """Copies of the bytes that ``OtherRows`` lie in; of the state that is put back."""
 
 
 class RunResult(NamedTuple):
@@ -108,7 +116,8 @@ class RunState:
     ``poisons`` False: for a run whose outputs are handed out, because it may read those rows first.
     A tensor of a ``TensorStateGuard`` whose rows are given too may be read before it is written: of
     it these rows are compared, and not poisoned.
-    ``others``: what no run may write; put back and compared with it.
+    ``others``: what no run may write; put back and compared with it, and disturbed meanwhile if
+    this poisons.
     ``wait``: until the device is done; for memory of the host among them, which is read and written
     at once, where the device may still write it.
     """
@@ -124,6 +133,10 @@ class RunState:
     wait: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
+        self._started_with: list[torch.Tensor] = []
+        """The memory of ``others`` before each run, while they are put back."""
+        self._was: list[torch.Tensor] = []
+        """The same before it was disturbed."""
         guard = self.guard
         self._guarded = guard.tensors if isinstance(guard, TensorStateGuard) else []
         self.poisoned = {
@@ -149,8 +162,7 @@ class RunState:
             compared[name] = tensor.clone()
         for name, (tensor, index) in self.rows.items():
             compared[name] = tensor.index_select(0, index)
-        for other in self.others:
-            compared |= other.read()
+        compared |= self._rows_beside()
         generators = tuple(item.get_state() for item in self.generators)
         scratch = {name: tensor.clone() for name, tensor in self.scratch.items()}
         return SavedState(token, compared, generators, scratch)
@@ -161,8 +173,8 @@ class RunState:
             self.wait()
         compared = saved.compared
         with torch.inference_mode():
-            for other, copy in zip(self.others, saved.others, strict=True):
-                other.bytes.copy_(copy)
+            for other, copy in zip(self.others, self._started_with, strict=False):
+                other.memory.copy_(copy)
         if self.guard is not None:
             self.guard.restore(saved.token)
         # State made in inference mode can be written in no other; other state in this one too.
@@ -179,15 +191,54 @@ class RunState:
 
     @contextmanager
     def put_back(self, *, on_error: bool = False) -> Iterator[SavedState]:
-        """Write everything back at the end, or only ``on_error``."""
-        saved = self.save()._replace(others=[other.bytes.clone() for other in self.others])
+        """Write everything back at the end, or only ``on_error``; but always what is disturbed."""
+        saved = self.save()
+        self._started_with = self._was = [other.memory.clone() for other in self.others]
+        disturbed = [other for other in self.others if self._disturbs(other)]
+        if disturbed:
+            with torch.inference_mode():
+                for other in disturbed:
+                    other.disturb()
+            self._started_with = [other.memory.clone() for other in self.others]
         try:
             yield saved
         except BaseException:
+            self._started_with = self._was
             self.restore(saved)
             raise
-        if not on_error:
-            self.restore(saved)
+        else:
+            if disturbed or not on_error:
+                self._started_with = self._was
+                self.restore(saved)
+        finally:
+            self._started_with = self._was = []
+
+    def _disturbs(self, other: OtherRows) -> bool:
+        return self.poisons and not other.is_guarded
+
+    def _rows_beside(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The other rows that are not as they were at first: which, and what they hold now."""
+        pairs = zip(self.others, self._started_with, strict=False)
+        differing = {
+            name: (other.named[name].tensor, where)
+            for other, copy in pairs
+            for name, where in other.differing(copy).items()
+        }
+        if not differing:
+            return {}
+        # Stacked, because each answer of a GPU is a wait.
+        are_any = [where.any() for _, where in differing.values()]
+        written = torch.stack([each.to(are_any[0].device) for each in are_any]).tolist()
+        found = {}
+        for (name, (tensor, where)), is_any in zip(differing.items(), written, strict=True):
+            by_row = where.reshape(len(where), -1).any(1) if is_any else where.new_zeros(0)
+            rows = by_row.nonzero().flatten()
+            found[name] = rows, tensor.index_select(0, rows)
+        return found
+
+    def is_beside(self, name: str) -> bool:
+        """True if some of the other rows of that name are not as they were at first."""
+        return self._rows_beside()[name][0].numel() > 0
 
     def begin(self, saved: SavedState, *, is_last: bool = False) -> None:
         """Make everything as it was for another run, which finds the written rows poisoned."""
@@ -202,8 +253,9 @@ class RunState:
                 byte = _LAST_POISON if is_last else _POISON
                 bits.index_fill_(0, index, repeated(byte, bits.dtype))
 
-    def settle(self, saved: SavedState, *runs: Mapping[str, Any]) -> None:
+    def settle(self, saved: SavedState, *runs: dict[str, Any]) -> None:
         """Put back what every run left poisoned: rows may be written in part, or on a condition.
+        Of other rows, leave out what a run filled as before: a first one may, once for all.
 
         ``runs``: what each left, the last one at the end. Changed in place, as the tensors are.
         """
@@ -217,30 +269,38 @@ class RunState:
                 for bits in (*earlier, last):
                     bits.copy_(torch.where(untouched, before, bits))
                 as_bits(tensor).index_copy_(0, index, last)
+            for other, was in zip(self.others, self._was, strict=True):
+                for name in other.named if self._disturbs(other) else ():
+                    self._leave_out_fills(other.of(was, name), name, *runs)
+
+    @staticmethod
+    def _leave_out_fills(was: torch.Tensor, name: str, *runs: dict[str, Any]) -> None:
+        for run in runs[:-1]:
+            rows, values = run[name]
+            if rows.numel():
+                bits = as_bits(values).contiguous().view(was.dtype).reshape(len(rows), -1)
+                is_other = (bits != was[rows].reshape(len(rows), -1)).any(1)
+                kept = is_other | torch.isin(rows, runs[-1][name][0])
+                run[name] = rows[kept], values[kept]
 
     def require_rows(
         self,
         subject: str,
-        before: Mapping[str, Any],
         left: Mapping[str, Any],
         runnable: object,
-        find_line: Callable[[Callable[[], bool]], str] = lambda is_written: "",
+        find_line: Callable[[str], str] = lambda name: "",
     ) -> None:
-        """Refuse a run on an example that wrote another row than its input names: ``before`` it and
-        as it ``left`` them, what is compared.
+        """Refuse a run on an example that wrote another row than its input names: what it ``left``.
 
-        ``find_line``: given what tells whether it is written, finds the user's line that writes it.
+        ``find_line``: finds the user's line that writes the other rows of that name.
         Errors: ``StateAdvancedError``.
         """
         for other in self.others:
             for name, (tensor, _) in other.named.items():
-                was, now = (as_bits(each[name]) for each in (before, left))
-                storage = tensor.untyped_storage()
-                if torch.equal(was, now) or self._guards(storage):
+                rows: list[int] = left[name][0].tolist()
+                if not rows or other.is_guarded:
                     continue
-                line = find_line(partial(other.is_unlike, name, was))
-                differs = (was != now).reshape(len(was), -1).any(1)
-                rows: list[int] = differs.nonzero().flatten().tolist()
+                line, storage = find_line(name), tensor.untyped_storage()
                 more = f" and {len(rows) - _MAX_SHOWN} more" if len(rows) > _MAX_SHOWN else ""
                 path = find_holder(storage.data_ptr(), storage.nbytes(), runnable)
                 raise StateAdvancedError(
@@ -254,25 +314,6 @@ class RunState:
                     "after a capture",
                     source=line,
                 )
-
-    def disturb(self, saved: SavedState) -> Mapping[str, Any]:
-        """Change the last bit of the floats in all rows that no run may write, so that one which
-        writes what is there already is seen; return what is compared. ``restore`` undoes it."""
-        self.restore(saved)
-        with torch.inference_mode():
-            for other in self.others:
-                for name, copy in other.read().items():
-                    if copy.is_floating_point() or copy.is_complex():
-                        parts = torch.view_as_real(copy) if copy.is_complex() else copy
-                        parts = parts.float() if parts.dtype.itemsize == 1 else parts
-                        # Infinity would become NaN, which random choices refuse.
-                        last_bits = torch.isfinite(parts).to(as_bits(copy).dtype)
-                        as_bits(other.named[name].tensor).copy_(as_bits(copy) ^ last_bits)
-        self.poison()
-        return self.save().compared
-
-    def _guards(self, storage: torch.UntypedStorage) -> bool:
-        return self.guard is not None and storage in guarded_storages(self.guard)
 
     def varies(self, saved: SavedState, run: Callable[[], Any]) -> bool:
         """True if runs of one call, each from ``saved``, return or leave other bits."""
