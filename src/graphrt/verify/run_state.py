@@ -193,25 +193,32 @@ class RunState:
     def put_back(self, *, on_error: bool = False) -> Iterator[SavedState]:
         """Write everything back at the end, or only ``on_error``; but always what is disturbed."""
         saved = self.save()
-        self._started_with = self._was = [other.memory.clone() for other in self.others]
-        disturbed = [other for other in self.others if self._disturbs(other)]
+        with self._disturbed():
+            try:
+                yield saved
+            except BaseException:
+                self.restore(saved)
+                raise
+            if not on_error:
+                self.restore(saved)
+
+    @contextmanager
+    def _disturbed(self) -> Iterator[None]:
+        self._was = self._started_with = [other.memory.clone() for other in self.others]
+        pairs = zip(self.others, self._was, strict=True)
+        disturbed = [(other, was) for other, was in pairs if self._disturbs(other)]
+        with torch.inference_mode():
+            for other, _ in disturbed:
+                other.disturb()
         if disturbed:
-            with torch.inference_mode():
-                for other in disturbed:
-                    other.disturb()
             self._started_with = [other.memory.clone() for other in self.others]
         try:
-            yield saved
-        except BaseException:
-            self._started_with = self._was
-            self.restore(saved)
-            raise
-        else:
-            if disturbed or not on_error:
-                self._started_with = self._was
-                self.restore(saved)
+            yield
         finally:
-            self._started_with = self._was = []
+            with torch.inference_mode():
+                for other, was in disturbed:
+                    other.memory.copy_(was)
+            self._was = self._started_with = []
 
     def _disturbs(self, other: OtherRows) -> bool:
         return self.poisons and not other.is_guarded
