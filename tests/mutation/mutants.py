@@ -409,8 +409,8 @@ MUTANTS = [
     Mutant(
         "rows of a refused capture stay written",
         RUNNER + "captures.py",
-        "                put_rows_back()\n",
-        "                pass\n",
+        "                    put_rows_back()\n",
+        "                    pass\n",
         ROWS,
     ),
     Mutant(

@@ -347,15 +347,15 @@ def test_row_that_both_sides_write_in_a_sampled_step_advances_once() -> None:
 
 def test_large_tensor_is_said_not_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparisons, "MAX_COMPARED_BYTES", 32 * 3 * 4 + 11)
-    small, large = filled(), filled()
+    small, large = filled(), filled(torch.float64)
 
     def model(x: Tensor, slots: Tensor) -> Tensor:
         small.index_copy_(0, slots, x)
-        large.index_copy_(0, slots, x)
+        large.index_copy_(0, slots, x.double())
         written[27] = x[0]
         return x * 2
 
-    written, named = large, {small: "slots", large: "slots"}
+    written, named = large, {large: "slots", small: "slots"}
     with warnings.catch_warnings(), runner(model, named) as served:
         warnings.simplefilter("error")
         told = [graph.padding for graph in served.capture().graphs]

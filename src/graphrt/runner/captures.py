@@ -203,11 +203,11 @@ class Captures:
                 # No graph reads what the runs have set, and what others change is theirs.
                 host.restore_advanced(memos=True)
                 self.host = None
-            if all(entry.valid_program is None for entry in known.values()):
-                put_rows_back()
             # What a failed one was made with may belong to others by the next.
             executor.captured_with.clear()
             if entries:
                 num_served = sum(entry.reason is Reason.HIT for entry in known.values())
                 seconds = perf_counter() - started
                 emit(CaptureEnded(owner, len(entries), num_served, seconds, taken))
+                if not any(entry.valid_program for entry in known.values()):
+                    put_rows_back()

@@ -516,16 +516,18 @@ class Comparisons:
 
     def _with_rows(self) -> tuple[list[dict[str, tuple[torch.Tensor, str]]], int]:
         """The tensors of which an input names the rows, with its name, by storage; and how many
-        others are too large to compare the rest of their rows."""
+        there are whose other rows are not compared, because they are too large."""
         by_storage: dict[int, dict[str, tuple[torch.Tensor, str]]] = {}
         for number, item in enumerate(self.executor.written_rows.items()):
             if item[0].numel():
                 of_storage = by_storage.setdefault(storage_start(item[0]), {})
                 of_storage[f"other rows of may_overwrite {number}"] = item
-        found, room, num_left = [], MAX_COMPARED_BYTES, 0
+        num_left = len(by_storage.pop(0, ()))  # A tensor made of others has no memory of its own.
+        found, room = [], MAX_COMPARED_BYTES
         for items in by_storage.values():
-            room -= bytes_of([tensor for tensor, _ in items.values()]).numel()
-            if room >= 0:
+            num_bytes = bytes_of([tensor for tensor, _ in items.values()]).numel()
+            if num_bytes <= room:
+                room -= num_bytes
                 found.append(items)
             else:
                 num_left += len(items)
