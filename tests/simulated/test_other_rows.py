@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bug_classes import Packed
 from graphrt import (
     BufferSpec,
     CUDAGraphRunner,
@@ -362,6 +363,20 @@ def test_large_tensor_is_said_not_to_be_compared(monkeypatch: pytest.MonkeyPatch
     assert all("without the other rows of 1 of may_overwrite, too large" in each for each in told)
     written = small
     with runner(model, named) as served, pytest.raises(StateAdvancedError, match="written: 27"):
+        served.capture()
+
+
+def test_tensor_made_of_others_is_refused_with_the_parts_that_are_written() -> None:
+    cache = Packed(filled(), filled())
+
+    def model(x: Tensor, slots: Tensor) -> Tensor:
+        cache.codes.index_copy_(0, slots, x)
+        return x * 2
+
+    with (
+        runner(model, {cache: "slots"}) as served,
+        pytest.raises(StateAdvancedError, match=r"cache\.codes is written"),
+    ):
         served.capture()
 
 

@@ -516,13 +516,15 @@ class Comparisons:
 
     def _with_rows(self) -> tuple[list[dict[str, tuple[torch.Tensor, str]]], int]:
         """The tensors of which an input names the rows, with its name, by storage; and how many
-        there are whose other rows are not compared, because they are too large."""
+        there are whose other rows are not compared."""
         by_storage: dict[int, dict[str, tuple[torch.Tensor, str]]] = {}
+        num_left = 0
         for number, item in enumerate(self.executor.written_rows.items()):
-            if item[0].numel():
+            if hasattr(item[0], "__tensor_flatten__"):  # It has no memory of its own.
+                num_left += 1
+            elif item[0].numel():
                 of_storage = by_storage.setdefault(storage_start(item[0]), {})
                 of_storage[f"other rows of may_overwrite {number}"] = item
-        num_left = len(by_storage.pop(0, ()))  # A tensor made of others has no memory of its own.
         found, room = [], MAX_COMPARED_BYTES
         for items in by_storage.values():
             num_bytes = bytes_of([tensor for tensor, _ in items.values()]).numel()
