@@ -11,7 +11,7 @@ import gc
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from graphrt import (
     BufferSpec,
     CaptureJob,
     CUDAGraphOptions,
+    CUDAGraphRunner,
     CUDAGraphWrapper,
     Device,
     ForwardContext,
@@ -716,6 +717,23 @@ class BugClasses:
             capture_all(scope.library, [CaptureJob(wrapper, FULL, KEY, lambda: ((x,), {}))])
         assert not wrapper.concrete_cudagraph_entries
 
+    def test_9_cache_made_where_an_eager_segment_had_its_result_is_named(self, lab: Lab) -> None:
+        doubled = break_point(lambda x: x * 2)
+
+        class Lazy(torch.nn.Module):
+            ws: torch.Tensor | None = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = doubled(x) + 1  # What it returned is dropped here, and its memory reused next.
+                if self.ws is None:
+                    self.ws = torch.zeros_like(x)
+                return y + self.ws
+
+        wrapper = lab.wrap(Lazy(), PIECEWISE)
+        with pytest.raises(EscapedAllocationError, match="ws"):
+            lab.capture(wrapper, lab.full((8,), 1.0))
+        assert not wrapper.concrete_cudagraph_entries
+
     def test_9_failed_capture_leaves_nothing_in_the_model(self, lab: Lab) -> None:
         class Model(torch.nn.Module):
             last: torch.Tensor | None = None
@@ -808,6 +826,54 @@ class BugClasses:
         assert kept.eq(0).all()
         assert left_out.eq(0).all()
         assert lab.step(wrapper, x).eq(6).all()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+    @pytest.mark.parametrize("is_eager", [False, True])
+    def test_12_row_that_no_input_names_is_refused(
+        self, lab: Lab, dtype: torch.dtype, is_eager: bool
+    ) -> None:
+        cache = torch.arange(96, device=lab.device.torch_device).reshape(32, 3).to(dtype)
+        before, beside = cache.clone(), False
+
+        def write(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            cache.index_copy_(0, slots, x.to(cache.dtype))
+            if beside:
+                cache[27] = (x[0] + x.shape[0]).to(cache.dtype)
+            return x * 2
+
+        def examples(sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
+            slots = (torch.arange(sizes["n"]) + 3 * seed) % 16 + 1
+            return {"x": slots[:, None] * torch.ones(3), "slots": slots}
+
+        middle = break_point(write) if is_eager else write
+        specs = [
+            BufferSpec("x", ("n", 3), torch.float32),
+            BufferSpec("slots", ("n",), torch.int64, Padding.fill(0)),
+        ]
+        options: Any = {
+            "inputs": specs,
+            "outputs": OutputSpec({"": "n"}),
+            "examples": examples,
+            "sizes": {"n": [2, 8]},
+            "modes": ["PIECEWISE" if is_eager else "FULL"],
+            "library": lab.library,
+            "verify_every": 1,
+            "may_overwrite": {cache: "slots"},
+        }
+        runner = CUDAGraphRunner(lambda x, slots: middle(x + 0, slots) + 1, name="a", **options)
+        assert len(runner.capture().graphs) == 2
+        assert torch.equal(cache[17:], before[17:])
+        batch = examples({"n": 5}, 3)
+        assert runner.run(batch).cpu().equal(batch["x"] * 2 + 1)
+        runner.close()
+        cache.copy_(before)
+        beside = True
+        runner = CUDAGraphRunner(lambda x, slots: middle(x + 0, slots) + 1, name="b", **options)
+        with pytest.raises(StateAdvancedError, match="written: 27, at") as raised:
+            runner.capture()
+        assert "write" in raised.value.source
+        assert torch.equal(cache, before)
+        runner.close()
 
     @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
     @pytest.mark.parametrize("weak", [True, False])

@@ -433,13 +433,11 @@ class _Run:
         lengths = dict(enumerate(axes))
         state: Case = {"may_overwrite": [model.cache]}
         uses = [op[0] for op in case["ops"] if op[0] in ("scatter", "recall")]
-        # Named rows alone are compared, so that naming them would be a false statement of this one.
-        names_rows = "wrong_rows" not in self.names
         if uses[:1] == ["recall"]:  # It may read rows that the same run writes after it: a state.
             state = {"state": TensorStateGuard([model.cache])}
             if "scatter" in uses:
                 state["may_overwrite"] = {model.cache: "slots"}
-        elif "scatter" in uses and names_rows and (case["rows_named"] or "recall" in uses):
+        elif "scatter" in uses and (case["rows_named"] or "recall" in uses):
             state = {"may_overwrite": {model.cache: "slots"}}
         keys: Case = {"sizes": case["sizes"]}
         if case["keys_of_caller"]:

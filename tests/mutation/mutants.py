@@ -35,6 +35,7 @@ REPLAY = "simulated/test_verify_replay.py"
 REPORT = "simulated/test_runner_report.py"
 UNWINDING = "simulated/test_cuda_unwinding.py"
 LORA = "simulated/test_llm_lora.py"
+ROWS = "simulated/test_other_rows.py"
 RUN, PADDED = "simulated/test_runner_run.py", "simulated/test_padding_verified.py"
 PUT_BACK, RANDOM = "simulated/test_writes_put_back.py", "simulated/test_random_state_kept.py"
 NAMES, CACHE = "simulated/test_names_and_paths.py", "pure/test_compile_cache.py"
@@ -292,8 +293,8 @@ MUTANTS = [
     Mutant(
         "first replay advances guarded state",
         VERIFY + "run_state.py",
-        "        if not on_error:\n            self.restore(saved)\n",
-        "        if not on_error:\n            pass\n",
+        "            if not on_error:\n                self.restore(saved)\n",
+        "            if not on_error:\n                pass\n",
         "simulated/test_runtime_capture.py simulated/test_runner_jobs.py",
     ),
     Mutant(
@@ -383,10 +384,59 @@ MUTANTS = [
         "simulated/test_runtime_verify.py " + REPLAY,
     ),
     Mutant(
+        "other rows of infinity become no number",
+        VERIFY + "run_state.py",
+        "((parts - parts) == 0)",
+        "(parts == parts)",
+        ROWS,
+    ),
+    Mutant(
+        "other rows stay disturbed",
+        VERIFY + "run_state.py",
+        "                    other.memory.copy_(was)\n",
+        "                    pass\n",
+        ROWS,
+    ),
+    Mutant(
+        "row filled by every run counts as filled once",
+        VERIFY + "run_state.py",
+        "kept = is_other | torch.isin(rows, runs[-1][name][0])",
+        "kept = is_other",
+        ROWS,
+    ),
+    Mutant(
+        "rows of padding count as other rows",
+        RUNNER + "comparisons.py",
+        "            bound.stage(call.staged, call.values)  # The padding names rows too.\n",
+        "            pass\n",
+        ROWS,
+    ),
+    Mutant(
+        "rows that a padded replay writes are not asked for",
+        VERIFY + "padding.py",
+        "            state.require_rows(subject, found.left.compared, before_warmup.runnable)\n",
+        "            pass\n",
+        ROWS,
+    ),
+    Mutant(
+        "rows of a refused capture stay written",
+        RUNNER + "captures.py",
+        "                    put_rows_back()\n",
+        "                    pass\n",
+        ROWS,
+    ),
+    Mutant(
+        "memory kept where an eager segment had its result counts as its",
+        GRAPHS + "capture.py",
+        "{storage.data_ptr() for storage in statics if storage is not None}",
+        "{block.address for block in recorder.pool.live_blocks()}",
+        "simulated/test_bug_classes_simulated.py",
+    ),
+    Mutant(
         "state stays as a failed run left it",
         VERIFY + "run_state.py",
-        "        except BaseException:\n            self.restore(saved)\n            raise\n",
-        "        except BaseException:\n            raise\n",
+        "                self.restore(saved)\n                raise\n",
+        "                raise\n",
         REPLAY,
     ),
     Mutant(

@@ -256,7 +256,8 @@ class _Capture:
     def _refuse_escapes(self, host: HostSnapshot) -> None:
         recorder, before = self.recorder, self._live_before
         kept = {t.untyped_storage().data_ptr() for t in tensors_of(recorder.outputs)}
-        kept |= recorder.static_output_addresses
+        statics = (storage() for storage in recorder.static_outputs)
+        kept |= {storage.data_ptr() for storage in statics if storage is not None}
         escaped = _escaped(recorder.pool, before, kept)
         if escaped:
             # A reference cycle of the callable looks the same, and so does a list that it filled

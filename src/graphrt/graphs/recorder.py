@@ -124,7 +124,8 @@ class ProgramRecorder:
     segments: list[Segment] = field(default_factory=list)
     outputs: Any = None
     static_output_bytes: int = 0
-    static_output_addresses: set[int] = field(default_factory=set)
+    static_outputs: list[ReferenceType[torch.UntypedStorage]] = field(default_factory=list)
+    """Weak, because the pool gives their memory to others where the model drops them."""
     in_eager: bool = False
     """True while an eager segment runs at capture."""
     reads_step_info: bool = False
@@ -504,7 +505,7 @@ class ProgramRecorder:
         static = self.device.alloc(self.pool, size, stride, dtype)
         storage = static.untyped_storage()
         self.static_output_bytes += storage.nbytes()
-        self.static_output_addresses.add(storage.data_ptr())
+        self.static_outputs.append(ref(storage))
         return static
 
     def _static_output_for(

@@ -112,6 +112,17 @@ def keeping_writes(keep: Callable[[torch.Tensor], None]) -> AbstractContextManag
     return _KeepingObserver(keep) if can_compile else nullcontext()
 
 
+def first_source(run: Callable[[], Any], is_written: Callable[[], bool]) -> str:
+    """The user's line of the operation of ``run`` after which ``is_written()``; empty if none is
+    seen. With a torch that compiles nothing under a mode, nobody looks."""
+    if not hasattr(LookingMode, "ignore_compile_internals"):
+        return ""
+    observer = _FirstWrite(is_written)
+    with observer:
+        run()
+    return observer.source
+
+
 @lru_cache(maxsize=1024)  # A schema makes its arguments anew each time that it is asked for them.
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an operator writes."""
@@ -173,3 +184,24 @@ class _KeepingObserver(_WriteObserver):
 
     def _add(self, tensor: torch.Tensor, is_staged: bool) -> None:
         pass
+
+
+class _FirstWrite(LookingMode):
+    def __init__(self, is_written: Callable[[], bool]) -> None:
+        super().__init__()
+        self.source = ""
+        self._is_written = is_written
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if types and is_for_parts(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if not self.source and _written(func) and self._is_written():
+            self.source = str(caller_source())
+        return result

@@ -153,6 +153,7 @@ class Captures:
             emit(CaptureBegan(owner, len(entries)))
         started, memory, taken = perf_counter(), CaptureMemory(self.library), MemoryTaken()
         done, total = 0, 2 * len(entries)
+        put_rows_back = comparisons.keep_rows()
 
         def tick(key: BatchDescriptor) -> None:
             nonlocal done
@@ -208,3 +209,5 @@ class Captures:
                 num_served = sum(entry.reason is Reason.HIT for entry in known.values())
                 seconds = perf_counter() - started
                 emit(CaptureEnded(owner, len(entries), num_served, seconds, taken))
+                if not any(entry.valid_program for entry in known.values()):
+                    put_rows_back()

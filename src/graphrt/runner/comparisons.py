@@ -19,7 +19,15 @@ from graphrt.errors import GraphrtError, VerificationError, noting
 from graphrt.events import Observer
 from graphrt.graphs import BoundBuffers, Entry, HostSnapshot
 from graphrt.graphs.capture import guarded_storages
-from graphrt.graphs.values import dotted, format_path, own_copy, tensors_of, walk
+from graphrt.graphs.values import (
+    bytes_of,
+    dotted,
+    format_path,
+    own_copy,
+    storage_start,
+    tensors_of,
+    walk,
+)
 from graphrt.graphs.writes import storage_of
 from graphrt.parallel import Lockstep
 from graphrt.runner.examples import Sizes, Values, of_example
@@ -28,6 +36,7 @@ from graphrt.runner.keys import batch_key
 from graphrt.verify import (
     NUM_ADVANCING_RUNS,
     Comparison,
+    OtherRows,
     RunState,
     Verification,
     WrittenRows,
@@ -51,7 +60,8 @@ Varying = Sequence[tuple[torch.Tensor, int, str]]
 _NONE: Values = MappingProxyType({})
 TIMED_ROUNDS, TIMED_REPLAYS = 3, 2
 MAX_COMPARED_BYTES = 1 << 26
-"""Tensors of ``may_overwrite`` without written rows are compared whole up to this size together."""
+"""Tensors of ``may_overwrite`` are compared whole up to this size together, or beside the rows that
+an input names."""
 ENOUGH_REQUESTS = 16
 """In steps of one kind that were right in micro-batches, for others of it to be trusted: few may
 stand in an order, or be of a size, in which none changes another."""
@@ -172,6 +182,8 @@ class Comparisons:
             told += "; draws random numbers: without the unpadded batch"
         if num_left:
             told += f"; without {num_left} of may_overwrite, too large without rows"
+        if num_others := self._with_rows()[1]:
+            told += f"; without the other rows of {num_others} of may_overwrite, too large"
         if unlike:
             found = "; ".join(
                 f"{name} is left otherwise by a padded replay: {outcome}"
@@ -306,6 +318,7 @@ class Comparisons:
             observer=self.observer,
             num_runs=num_runs,
             can_repeat=self.lockstep is None,
+            observes=executor.options.observe != "never",
         )
 
     def compare_padding(
@@ -344,7 +357,9 @@ class Comparisons:
             stage=lambda: executor.stage(key, bound, call),
             replay=lambda: self._replay_compared(ready, call),
             run_unpadded=run_unpadded if call.staged == call.sizes else None,
-            state=self._run_state(bound, call, real, scratch=scratch, poisons=is_first),
+            state=self._run_state(
+                bound, call, real, scratch=scratch, poisons=is_first, varied=others or {}
+            ),
             reads_padding=self.reads_padding,
             chosen_from=executor.outputs.chosen_from,
             tolerance=self.tolerance,
@@ -464,8 +479,10 @@ class Comparisons:
         poisons: bool,
         overwritten: Values = _NONE,
         scratch: Values = _NONE,
+        varied: Values = _NONE,
     ) -> RunState:
-        """Everything that a compared run may write. ``views``: what is real of the buffers."""
+        """Everything that a compared run may write. ``views``: what is real of the buffers.
+        ``varied``: what their padding may hold as well."""
         specs = bound.specs
         tensors = {f"buffer {name}": view for name, view in views.items() if specs[name].written}
         tensors |= overwritten
@@ -488,9 +505,74 @@ class Comparisons:
             rows,
             self.executor.library.all_generators,
             scratch=scratch,
+            others=self._rest_of_rows(bound, call, varied),
             poisons=poisons,
-            wait=self._wait_for([*tensors.values(), *scratch.values()]),
+            wait=self._wait_for(
+                [*tensors.values(), *scratch.values(), *self.executor.written_rows]
+            ),
         )
+
+    def _with_rows(self) -> tuple[list[dict[str, tuple[torch.Tensor, str]]], int]:
+        """The tensors of which an input names the rows, with its name, by storage; and how many
+        there are whose other rows are not compared."""
+        by_storage: dict[int, dict[str, tuple[torch.Tensor, str]]] = {}
+        num_left = 0
+        for number, item in enumerate(self.executor.written_rows.items()):
+            if hasattr(item[0], "__tensor_flatten__"):  # It has no memory of its own.
+                num_left += 1
+            elif item[0].numel():
+                of_storage = by_storage.setdefault(storage_start(item[0]), {})
+                of_storage[f"other rows of may_overwrite {number}"] = item
+        found, room = [], MAX_COMPARED_BYTES
+        for items in by_storage.values():
+            num_bytes = bytes_of([tensor for tensor, _ in items.values()]).numel()
+            if num_bytes <= room:
+                room -= num_bytes
+                found.append(items)
+            else:
+                num_left += len(items)
+        return found, num_left
+
+    def keep_rows(self) -> Callable[[], None]:
+        """Copy these tensors as they are now; what is returned puts them back, all their rows."""
+        tensors = [[tensor for tensor, _ in each.values()] for each in self._with_rows()[0]]
+        wait = self._wait_for(tensor for of_storage in tensors for tensor in of_storage)
+        if wait is not None:
+            wait()
+        kept = [(whole, whole.clone()) for whole in map(bytes_of, tensors)]
+
+        def put_back() -> None:
+            if wait is not None:
+                wait()
+            with torch.inference_mode():
+                for whole, copy in kept:
+                    whole.copy_(copy)
+
+        return put_back
+
+    def _rest_of_rows(self, bound: BoundBuffers, call: Call, varied: Values) -> list[OtherRows]:
+        """What a run may not write, of tensors of which it may write rows. Stages the call."""
+
+        def all_rows(tensor: torch.Tensor, name: str) -> WrittenRows:
+            named = [bound.views[name]]
+            if name in varied and bound.specs[name].policy.arbitrary:
+                named.append(varied[name])
+            index = torch.cat([each.flatten().to(tensor.device, torch.int64) for each in named])
+            # A negative one is taken from the end; what is no row is mostly written to the first.
+            wrapped = torch.where(index < 0, index + len(tensor), index)
+            return WrittenRows(tensor, torch.cat([index, wrapped]).clamp_(0, len(tensor) - 1))
+
+        small, _ = self._with_rows()
+        if small:
+            bound.stage(call.staged, call.values)  # The padding names rows too.
+        guard = self.executor.options.state
+        guarded = set() if guard is None or not small else guarded_storages(guard)
+        found = []
+        for items in small:
+            named = {name: all_rows(*item) for name, item in items.items()}
+            is_guarded = any(storage_of(tensor) in guarded for tensor, _ in items.values())
+            found.append(OtherRows(named, is_guarded=is_guarded))
+        return found
 
     def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
         """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""

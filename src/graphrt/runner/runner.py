@@ -133,8 +133,8 @@ class CUDAGraphRunner:
     ``state`` guards what a run advances; ``may_overwrite``: tensors that warm-ups and checks may
     write where the examples point, with the rows that a run writes where they are large:
     ``{cache: "slot_mapping"}`` names the input that indexes rows of ``cache``, and these are
-    compared. A tensor whose rows a run reads and writes, with a row meant for padding, is given to
-    both.
+    compared. No run may write others, which is seen in up to 64 MiB of such tensors. A tensor whose
+    rows a run reads and writes, with a row meant for padding, is given to both.
     ``keep_alive``: tensors that kernels know by address alone. ``resources`` are prepared before
     every run; a compared one prepares them again, so ``prepare`` must not advance anything.
     ``verify``: ``"first"`` compares each first replay with eager: a batch that fills the key bit

@@ -31,4 +31,8 @@ from graphrt.verify.replay import (
     require_varied_for_memos as require_varied_for_memos,
     warn_unverified as warn_unverified,
 )
-from graphrt.verify.run_state import RunState as RunState, WrittenRows as WrittenRows
+from graphrt.verify.run_state import (
+    OtherRows as OtherRows,
+    RunState as RunState,
+    WrittenRows as WrittenRows,
+)

@@ -153,7 +153,8 @@ def check_padding(
     other ranks would have to replay too. ``others``: as for ``varied_padding``.
 
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
-            padded size or varies from run to run, with the first rows that differ.
+            padded size or varies from run to run, with the first rows that differ;
+            ``StateAdvancedError`` for rows that no input names.
     """
     subject = f"{mode.name}, {key}, real sizes {dict(sizes)}"
     names = () if reads_padding else arbitrary_buffers(bound)
@@ -186,6 +187,8 @@ def check_padding(
         found = run(replay, is_last=True, poisons=bool(earlier))
         if earlier:
             state.settle(saved, *(each.left.compared for each in (*earlier, found)))
+        if before_warmup is not None:
+            state.require_rows(subject, found.left.compared, before_warmup.runnable)
         if unpadded is not None:
             _require_cut(subject, unpadded.outputs, found.outputs, sizes, bound.sizes)
 

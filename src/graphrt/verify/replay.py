@@ -21,6 +21,7 @@ from graphrt.graphs.held import modules_of
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import Node, dotted, own_copy, walk
+from graphrt.graphs.writes import first_source
 from graphrt.verify.compare import Comparison, compare, largest_of
 from graphrt.verify.run_state import VARYING, RunState, restored
 
@@ -84,6 +85,7 @@ def check_replay(
     observer: Observer | None = None,
     num_runs: int = 1,
     can_repeat: bool = True,
+    observes: bool = True,
 ) -> Verification:
     """Run one step eagerly and as a replay, from the same state, and compare.
 
@@ -93,7 +95,8 @@ def check_replay(
     ``state``: saves and restores what a step advances and writes; without it ``run_eager`` must
     change nothing. After a success the state is the one the replay left, as if the step had run
     once; after a failure the one before the call. A guard whose tokens hold tensors also has its
-    state compared: a step may return the right rows and write the wrong ones.
+    state compared: a step may return the right rows and write the wrong ones. Of a ``RunState``
+    that poisons, ``others`` may not be written; with them it is as before after a success, too.
     ``runnable``: its modules' forward hooks are reported.
     ``before_warmup``: what it remembered before its first warm-up. With it the eager side runs as
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
@@ -104,15 +107,25 @@ def check_replay(
     says that runs advance some, because one run may find those of the capture by chance.
     ``can_repeat``: a difference may be followed by more replays, which show whether their bits vary
     from run to run: not where other ranks would have to replay too.
+    ``observes`` False: no run looks for a line, because the callable behaves otherwise under a
+    torch mode.
 
-    Errors: ``VerificationError`` with key, mode and the first places that differ; errors of the
-            two callables pass unchanged.
+    Errors: ``VerificationError`` with key, mode and the first places that differ;
+            ``StateAdvancedError`` for a replay that writes what ``others`` of the state says that
+            none may; errors of the two callables pass unchanged.
     """
     guarded = state if isinstance(state, RunState) else RunState(state)
 
     def replay_at_first() -> Any:
         with restored(before_warmup):
             return run_replay()
+
+    def find_line(name: str) -> str:
+        if not (can_repeat and observes):
+            return ""
+        guarded.begin(saved)
+        with restored(before_warmup):
+            return first_source(run_eager, lambda: guarded.is_beside(name))
 
     with guarded.put_back(on_error=True) as saved:
         for num_before in range(num_runs):
@@ -160,6 +173,8 @@ def check_replay(
                         guarded,
                     ),
                 )
+            if guarded.poisons:
+                guarded.require_rows(f"{mode.name}, {key}", left_by_replay, runnable, find_line)
     return verification
 
 

@@ -11,15 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.errors import StateAdvancedError
+from graphrt.graphs.held import find_holder
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard, TensorStateGuard
-from graphrt.graphs.values import as_bits, own_copy
+from graphrt.graphs.values import as_bits, bytes_of, own_copy
 from graphrt.verify.compare import Comparison, compare
 
 _POISON, _LAST_POISON = 0xC1, 0x5E
 """Bytes of the rows before a run, and before the last one. Finite in every floating dtype, one
 negative and one very large: a run that reads rows which it should only write (a sum, a maximum)
 changes one of the two, where NaN would stay NaN and equal itself."""
+
+_MAX_SHOWN = 4
 
 NUM_REPEATS = 8
 """Runs of one call that are compared with each other, to learn whether its bits vary. A kernel that
@@ -44,12 +48,53 @@ class WrittenRows(NamedTuple):
     """[n] int64, each within the tensor."""
 
 
+class OtherRows:
+    """What no run may write of the tensors over one storage: the rows beside those given by name,
+    which are all that a run may write, those of padding too.
+
+    ``is_guarded``: a guard keeps the storage, so that runs may write all of it.
+    """
+
+    def __init__(self, named: Mapping[str, WrittenRows], *, is_guarded: bool) -> None:
+        self.named = named
+        self.is_guarded = is_guarded
+        tensors = [written.tensor for written in named.values()]
+        bits = min(map(as_bits, tensors), key=lambda each: each.dtype.itemsize)
+        self.memory = bytes_of(tensors).view(bits.dtype)
+        """From the first to the last of the tensors, as integers of which elements consist."""
+
+    def of(self, copy: torch.Tensor, name: str) -> torch.Tensor:
+        """The part of a tensor in a ``copy`` of the memory: [*shape, integers of an element]."""
+        tensor = self.named[name].tensor
+        ratio = tensor.dtype.itemsize // self.memory.dtype.itemsize
+        start = tensor.storage_offset() * ratio - self.memory.storage_offset()
+        steps = *(step * ratio for step in tensor.stride()), 1
+        return copy.as_strided((*tensor.shape, ratio), steps, start)
+
+    def disturb(self) -> None:
+        """Change the last bit of each float, so that a write of what was there is seen. Not of
+        those of 8 bits, of which it says too much."""
+        for tensor, _ in self.named.values():
+            parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            if parts.is_floating_point() and parts.dtype.itemsize > 1:
+                # Where it is finite: infinity would become NaN, which random choices refuse.
+                as_bits(parts).bitwise_xor_((parts - parts) == 0)
+
+    def differing(self, copy: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Where each tensor is not as in ``copy``, among what no run may write."""
+        where = self.memory != copy
+        found = {name: self.of(where, name) for name in self.named}
+        for name, of_tensor in found.items():
+            of_tensor.index_fill_(0, self.named[name].rows, value=False)
+        return found
+
+
 class SavedState(NamedTuple):
     """What a ``RunState`` was. ``compared`` holds what comparisons look at."""
 
     token: Any
     """Of the guard."""
-    compared: Mapping[str, Any]
+    compared: dict[str, Any]
     generators: tuple[torch.Tensor, ...]
     scratch: Mapping[str, torch.Tensor]
 
@@ -71,6 +116,8 @@ class RunState:
     ``poisons`` False: for a run whose outputs are handed out, because it may read those rows first.
     A tensor of a ``TensorStateGuard`` whose rows are given too may be read before it is written: of
     it these rows are compared, and not poisoned.
+    ``others``: what no run may write; put back and compared with it, and disturbed meanwhile if
+    this poisons.
     ``wait``: until the device is done; for memory of the host among them, which is read and written
     at once, where the device may still write it.
     """
@@ -81,10 +128,15 @@ class RunState:
     generators: Sequence[torch.Generator] = ()
     _: KW_ONLY
     scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    others: Sequence[OtherRows] = ()
     poisons: bool = True
     wait: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
+        self._started_with: list[torch.Tensor] = []
+        """The memory of ``others`` before each run, while they are put back."""
+        self._was: list[torch.Tensor] = []
+        """The same before it was disturbed."""
         guard = self.guard
         self._guarded = guard.tensors if isinstance(guard, TensorStateGuard) else []
         self.poisoned = {
@@ -110,6 +162,7 @@ class RunState:
             compared[name] = tensor.clone()
         for name, (tensor, index) in self.rows.items():
             compared[name] = tensor.index_select(0, index)
+        compared |= self._rows_beside()
         generators = tuple(item.get_state() for item in self.generators)
         scratch = {name: tensor.clone() for name, tensor in self.scratch.items()}
         return SavedState(token, compared, generators, scratch)
@@ -119,6 +172,9 @@ class RunState:
         if self.wait is not None:
             self.wait()
         compared = saved.compared
+        with torch.inference_mode():
+            for other, copy in zip(self.others, self._started_with, strict=False):
+                other.memory.copy_(copy)
         if self.guard is not None:
             self.guard.restore(saved.token)
         # State made in inference mode can be written in no other; other state in this one too.
@@ -135,15 +191,61 @@ class RunState:
 
     @contextmanager
     def put_back(self, *, on_error: bool = False) -> Iterator[SavedState]:
-        """Write everything back at the end, or only ``on_error``."""
+        """Write everything back at the end, or only ``on_error``; but always what is disturbed."""
         saved = self.save()
+        with self._disturbed():
+            try:
+                yield saved
+            except BaseException:
+                self.restore(saved)
+                raise
+            if not on_error:
+                self.restore(saved)
+
+    @contextmanager
+    def _disturbed(self) -> Iterator[None]:
+        self._was = self._started_with = [other.memory.clone() for other in self.others]
+        pairs = zip(self.others, self._was, strict=True)
+        disturbed = [(other, was) for other, was in pairs if self._disturbs(other)]
+        with torch.inference_mode():
+            for other, _ in disturbed:
+                other.disturb()
+        if disturbed:
+            self._started_with = [other.memory.clone() for other in self.others]
         try:
-            yield saved
-        except BaseException:
-            self.restore(saved)
-            raise
-        if not on_error:
-            self.restore(saved)
+            yield
+        finally:
+            with torch.inference_mode():
+                for other, was in disturbed:
+                    other.memory.copy_(was)
+            self._was = self._started_with = []
+
+    def _disturbs(self, other: OtherRows) -> bool:
+        return self.poisons and not other.is_guarded
+
+    def _rows_beside(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The other rows that are not as they were at first: which, and what they hold now."""
+        pairs = zip(self.others, self._started_with, strict=False)
+        differing = {
+            name: (other.named[name].tensor, where)
+            for other, copy in pairs
+            for name, where in other.differing(copy).items()
+        }
+        if not differing:
+            return {}
+        # Stacked, because each answer of a GPU is a wait.
+        are_any = [where.any() for _, where in differing.values()]
+        written = torch.stack([each.to(are_any[0].device) for each in are_any]).tolist()
+        found = {}
+        for (name, (tensor, where)), is_any in zip(differing.items(), written, strict=True):
+            by_row = where.reshape(len(where), -1).any(1) if is_any else where.new_zeros(0)
+            rows = by_row.nonzero().flatten()
+            found[name] = rows, tensor.index_select(0, rows)
+        return found
+
+    def is_beside(self, name: str) -> bool:
+        """True if some of the other rows of that name are not as they were at first."""
+        return self._rows_beside()[name][0].numel() > 0
 
     def begin(self, saved: SavedState, *, is_last: bool = False) -> None:
         """Make everything as it was for another run, which finds the written rows poisoned."""
@@ -158,8 +260,9 @@ class RunState:
                 byte = _LAST_POISON if is_last else _POISON
                 bits.index_fill_(0, index, repeated(byte, bits.dtype))
 
-    def settle(self, saved: SavedState, *runs: Mapping[str, Any]) -> None:
+    def settle(self, saved: SavedState, *runs: dict[str, Any]) -> None:
         """Put back what every run left poisoned: rows may be written in part, or on a condition.
+        Of other rows, leave out what a run filled as before: a first one may, once for all.
 
         ``runs``: what each left, the last one at the end. Changed in place, as the tensors are.
         """
@@ -173,6 +276,51 @@ class RunState:
                 for bits in (*earlier, last):
                     bits.copy_(torch.where(untouched, before, bits))
                 as_bits(tensor).index_copy_(0, index, last)
+            for other, was in zip(self.others, self._was, strict=True):
+                for name in other.named if self._disturbs(other) else ():
+                    self._leave_out_fills(other.of(was, name), name, *runs)
+
+    @staticmethod
+    def _leave_out_fills(was: torch.Tensor, name: str, *runs: dict[str, Any]) -> None:
+        for run in runs[:-1]:
+            rows, values = run[name]
+            if rows.numel():
+                bits = as_bits(values).contiguous().view(was.dtype).reshape(len(rows), -1)
+                is_other = (bits != was[rows].reshape(len(rows), -1)).any(1)
+                kept = is_other | torch.isin(rows, runs[-1][name][0])
+                run[name] = rows[kept], values[kept]
+
+    def require_rows(
+        self,
+        subject: str,
+        left: Mapping[str, Any],
+        runnable: object,
+        find_line: Callable[[str], str] = lambda name: "",
+    ) -> None:
+        """Refuse a run on an example that wrote another row than its input names: what it ``left``.
+
+        ``find_line``: finds the user's line that writes the other rows of that name.
+        Errors: ``StateAdvancedError``.
+        """
+        for other in self.others:
+            for name, (tensor, _) in other.named.items():
+                rows: list[int] = left[name][0].tolist()
+                if not rows or other.is_guarded:
+                    continue
+                line, storage = find_line(name), tensor.untyped_storage()
+                more = f" and {len(rows) - _MAX_SHOWN} more" if len(rows) > _MAX_SHOWN else ""
+                path = find_holder(storage.data_ptr(), storage.nbytes(), runnable)
+                raise StateAdvancedError(
+                    f"{subject}: {path or 'a tensor'}, {name}",
+                    expected="runs that write no row of it but those that its input names",
+                    found=f"written: {', '.join(map(str, rows[:_MAX_SHOWN]))}{more}"
+                    + (f", at {line}" if line else ""),
+                    do="name the input that says which rows a run writes, and let its padding name "
+                    "the row that padded rows are written to; or give the tensor to state=, which "
+                    "puts it back, or to may_overwrite= without rows, if it may hold anything "
+                    "after a capture",
+                    source=line,
+                )
 
     def varies(self, saved: SavedState, run: Callable[[], Any]) -> bool:
         """True if runs of one call, each from ``saved``, return or leave other bits."""
