@@ -46,6 +46,8 @@ from graphrt.graphs.reachable import Reach, reach
 from graphrt.graphs.unwatched import Unwatched
 from graphrt.graphs.values import same_host_value, walk
 
+_FACTS = ("length", "contents", "keys", "entries")
+"""Kinds of places that tell something of their owner, at which nothing stands."""
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Made of no other tensors."""
 
@@ -235,7 +237,7 @@ class Reads:
     @staticmethod
     def _leads_on(place: Place) -> bool:
         """True for a tensor, and an object that has not been followed, in place of a None."""
-        is_value = place.kind in ("length", "contents", "keys") or place.value is MISSING
+        is_value = place.kind in _FACTS or place.value is MISSING
         return not (is_value or is_host_scalar(place.value))
 
     def has_same_links(self) -> bool:
@@ -435,8 +437,10 @@ def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look],
         return [], [(turn.is_same, owner, True) for turn in turns]
     if kind == "keys":
         return [], [(tuple if type(owner) is dict else keys_of, owner, value)]
-    if kind == "length":
-        box = entries_of(owner)
+    if kind in ("length", "entries"):
+        box = entries_of(owner) if kind == "length" else owner
+        if kind == "entries":  # Others may come: then it is asked which they are.
+            value = -1 if place.has_moved() else length_of(box)
         # Mostly it is of a built-in type: ``len`` takes a tenth of the time.
         return [], [(len if type(box) is base_of(box) else length_of, box, value)]
     if tensor is not None and tensor.parts:
@@ -677,6 +681,8 @@ def _boxes(item: Any) -> Iterator[Any]:
 def _id_of(place: Place) -> tuple[int, Any, str]:
     """The same of two walks. A key may be hashed by code of its own."""
     name = place.name
+    if place.kind == "entries":  # Which keys they may be differs.
+        name = ""
     return id(place.owner), name if type(name) is str else id(name), place.kind
 
 

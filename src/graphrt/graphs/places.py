@@ -44,6 +44,7 @@ PlaceKind = Literal[
     "context",
     "contents",
     "keys",
+    "entries",
     "type",
     "call",
     "script",
@@ -85,7 +86,8 @@ class Place(NamedTuple):
     name: Any
     """Attribute, key or index under which ``owner`` has it; of a set, the element; of the length of
     a container or of a module that is one, nothing. The same of a ``type``, which is the class of
-    an object or the code of a function, of ``contents``, and of the ``keys`` of a dict."""
+    an object or the code of a function, of ``contents``, and of the ``keys`` of a dict. Of
+    ``entries``, which of some keys a dict has, these keys."""
     kind: PlaceKind
     value: Any
     """What stood there when it was walked: ``MISSING`` for an attribute that code names and that
@@ -456,6 +458,14 @@ def keys_of(owner: Any) -> tuple[Any, ...]:
     return tuple(base_of(owner).__iter__(owner))
 
 
+def entries_among(owner: Any, names: frozenset[str]) -> frozenset[str]:
+    """Which of these keys a dict has. Runs no code of a user's."""
+    base = base_of(owner)
+    if base.__len__(owner) > len(names):
+        return frozenset(name for name in names if base.__contains__(owner, name))
+    return names.intersection(key for key in base.__iter__(owner) if type(key) is str)
+
+
 def base_of(owner: Any) -> Any:
     """The built-in container whose methods read an owner, without those of a subclass."""
     return _base_of(type(owner))  # type: ignore[arg-type]  # types are hashable
@@ -537,6 +547,7 @@ _READ = {
     "context": read_context,
     "contents": lambda owner, _: contents_of(owner),
     "keys": lambda owner, _: keys_of(owner),
+    "entries": entries_among,
     "type": lambda owner, _: code_of(owner),
     "call": lambda owner, _: next(owner),
     "script": read_script,

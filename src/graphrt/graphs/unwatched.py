@@ -160,4 +160,7 @@ def _why_unread(kind: type) -> str:
 def _is_in_c(kind: type) -> bool:
     """True for a class that no statement of Python made: what it keeps is in no ``__dict__``."""
     members = (member for name, member in kind.__dict__.items() if name not in _OF_PYTHON)
-    return any(type(member).__name__ in _OF_C for member in members)
+    return any(
+        type(member).__name__ in _OF_C and getattr(member, "__objclass__", kind) is kind
+        for member in members
+    )
