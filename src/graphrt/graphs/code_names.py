@@ -72,7 +72,7 @@ _RETURNED = _Value("...(...)")
 _NULL = (_Value(kind="null"),)
 """Beside a function that is no method."""
 _THROUGH = (
-    "len list tuple set frozenset dict sorted reversed sum min max any all iter enumerate zip"
+    "len bool list tuple set frozenset dict sorted reversed sum min max any all iter enumerate zip"
 )
 _GOES_THROUGH = frozenset((*_THROUGH.split(), "map", "filter"))
 """Built-in functions that go through their arguments, or count them."""

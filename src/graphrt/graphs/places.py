@@ -38,6 +38,7 @@ PlaceKind = Literal[
     "item",
     "element",
     "length",
+    "is_filled",
     "cell",
     "global",
     "default",
@@ -85,9 +86,9 @@ class Place(NamedTuple):
     dict of globals; for a default, the function."""
     name: Any
     """Attribute, key or index under which ``owner`` has it; of a set, the element; of the length of
-    a container or of a module that is one, nothing. The same of a ``type``, which is the class of
-    an object or the code of a function, of ``contents``, and of the ``keys`` of a dict. Of
-    ``entries``, which of some keys a dict has, these keys."""
+    a container or of a module that is one, and of whether it is filled, nothing. The same of a
+    ``type``, which is the class of an object or the code of a function, of ``contents``, and of the
+    ``keys`` of a dict. Of ``entries``, which of some keys a dict has, these keys."""
     kind: PlaceKind
     value: Any
     """What stood there when it was walked: ``MISSING`` for an attribute that code names and that
@@ -503,6 +504,11 @@ def _read_length(owner: Any, _: object) -> int:
     return length_of(entries_of(owner))
 
 
+def is_filled(owner: Any) -> bool:
+    """True for a container that has anything in it."""
+    return length_of(owner) > 0
+
+
 def read_cell(owner: CellType, _: str) -> Any:
     try:
         return owner.cell_contents
@@ -541,6 +547,7 @@ _READ = {
     "item": _read_item,
     "element": _read_element,
     "length": _read_length,
+    "is_filled": lambda owner, _: is_filled(owner),
     "cell": read_cell,
     "global": read_global,
     "default": _read_default,

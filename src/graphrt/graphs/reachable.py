@@ -79,6 +79,7 @@ from graphrt.graphs.places import (
     has_contents,
     has_keys_that_raise,
     is_array,
+    is_filled,
     is_foreign,
     is_host_scalar,
     is_odd,
@@ -200,6 +201,13 @@ def _package_of(value: object) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
+def _packages_of(call: Any) -> tuple[str, str]:
+    """Of a callable and of the object whose method it is."""
+    while isinstance(call, functools.partial):
+        call = parts_of_partial(call)[0]
+    return _package_of(call), _package_of(type(getattr(call, "__self__", call)))
+
+
 # -- the walk
 
 
@@ -273,13 +281,10 @@ class Walk:
     """
 
     def __init__(self, target: object, *, enters_locals: bool = False) -> None:
-        call: Any = target
         self._enters_locals = enters_locals
-        while isinstance(call, functools.partial):
-            call = parts_of_partial(call)[0]
-        owner = type(getattr(call, "__self__", call))
-        self._home = {_package_of(call), _package_of(owner)}
-        """Packages whose code is the callable's own: its own, and those of its modules."""
+        self._home = set(_packages_of(target))
+        """Packages whose code is the callable's own: its own, those of its modules, and of what is
+        called in their place or beside them."""
         self._skipped: set[str] = set()
         """Other installed packages, whose code was not read."""
         self._places: list[Place] = []
@@ -641,6 +646,9 @@ class Walk:
                     yield Place(f"{path}.keys()", owner, None, "keys", keys_of(owner))
                 elif is_through or is_fixed or (not is_dict and last not in self._stored):
                     yield _length(path, owner, length_of(owner))
+                elif last in self._iterated:  # Its code changes how much is in it.
+                    where = f"{path}.__len__()"
+                    yield Place(where, owner, None, "is_filled", is_filled(owner))
             if last not in self._stored and has_contents(owner):
                 yield Place(f"{path}[:]", owner, None, "contents", MISSING)
             for name in self._asked.get(last, ()):
@@ -700,9 +708,9 @@ class Walk:
                 yield _entries(f"{_below(path)}__dict__", own, names)
                 for register in own.keys() & set(REGISTERS.values()):
                     yield _entries(_below(path) + register, own[register], names)
-        for kind in dict.fromkeys(base for kind in answers for base in kind.__mro__):
-            if not is_foreign(module_of(kind)):
-                yield _entries(f"{kind.__qualname__}.__dict__", vars(kind), names)
+        for base in dict.fromkeys(base for kind in answers for base in kind.__mro__):
+            if not is_foreign(module_of(base)):
+                yield _entries(f"{base.__qualname__}.__dict__", vars(base), names)
 
     def _is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
@@ -719,6 +727,9 @@ class Walk:
         self._home.add(_package_of(type(module)))
         self._objects[path] = module
         prefix, places, own = _below(path), self._places, attributes_of(module)
+        called = [own["forward"]] if "forward" in own else []
+        for call in (*called, *(hook for name in _HOOKS for hook in own[name].values())):
+            self._home.update(_packages_of(call))
         if issubclass(type(module), torch.jit.ScriptModule):
             self._enter_script(prefix, module)
             return
