@@ -230,7 +230,7 @@ class _Class:
         of_meta = (b.__dict__ for b in meta.__mro__ if not is_foreign(module_of(b)))
         answers = [own[name] for own in of_meta for name in _ANSWERING if name in own]
         for base in kind.__mro__:
-            if base is torch.nn.Module or base is object or (is_others and not self.is_module):
+            if base is torch.nn.Module or base is object or issubclass(base, ModuleType):
                 break
             if not self.is_module and is_foreign(module_of(base)):
                 continue
@@ -265,9 +265,13 @@ class _Class:
         if name in self.members and name not in self.data:
             self.hideable[name] = self.members[name][0]
 
+    def called(self, names: Set[str]) -> frozenset[str]:
+        """Methods of these names that no attribute of an object is looked for to hide."""
+        return frozenset((names & self.members.keys()) - self.data.keys() - self.hideable.keys())
+
     def add_own(self, name: str) -> None:
         self.own.add(name)
-        if not self.is_foreign:
+        if not (self.is_foreign and self.is_module):
             self._note_method(name)
         if name not in self.members and name not in self.members_of_slots:
             self.unset.add(name)
@@ -703,6 +707,11 @@ class Walk:
             if issubclass(type(owner), dict) and _last(path) not in self._stored:
                 asked = names if path in answering or path.startswith(below) else texts
                 yield _entries(path, owner, asked)
+        called = {kind: known.called(self._names) for kind, known in self._classes.items()}
+        for path, owner in self._objects.items():
+            hidden, own = called.get(type(owner)), own_dict(owner)
+            if hidden and own is not None and path not in answering:
+                yield _entries(f"{_below(path)}__dict__", own, hidden)
         for path, owner in answering.items():
             if (own := own_dict(owner)) is not None:
                 yield _entries(f"{_below(path)}__dict__", own, names)
@@ -907,8 +916,14 @@ class Walk:
                 self._add(Place(name, function, name, "default", value))
         names = names_in(function.__code__)
         is_others = self._is_foreign(home)
+        texts = [text for text in names.strings if type(text) is str]
         if known is not None:
-            self._name_own(known, names.own)
+            counts = {chain[-1] for chain in names.assigned} if is_others else set()
+            self._name_own(known, names.own - counts)
+            if is_others and not is_foreign(home):
+                # An object of an installed package: what its methods ask of what it holds.
+                self._name(names.attributes - counts)
+                self._texts.update(texts)
         if is_others:
             return
         code = function.__code__
