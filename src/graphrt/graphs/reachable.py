@@ -301,6 +301,7 @@ class Walk:
         self._texts: set[str] = set()
         """Of these, the texts of code that is not installed, whose registries grow as they like."""
         self._asked: dict[str, list[str]] = {}
+        self._tried: dict[str, list[str]] = {}
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
         self._stored: set[str] = set()
@@ -655,7 +656,7 @@ class Walk:
                     yield Place(where, owner, None, "is_filled", is_filled(owner))
             if last not in self._stored and has_contents(owner):
                 yield Place(f"{path}[:]", owner, None, "contents", MISSING)
-            for name in self._asked.get(last, ()):
+            for name in (*self._asked.get(last, ()), *self._tried.get(last, ())):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
                 elif _may_be_set(owner) and read_attribute(owner, name) is MISSING:
@@ -950,6 +951,8 @@ class Walk:
         self._stored |= names.stored
         self._assigned.update(chain[-1] for chain in names.assigned)
         is_asking = not _ASKING.isdisjoint(names.globals) or "__dict__" in names.attributes
+        for of, name in names.tried:
+            self._tried.setdefault(of, []).append(name)
         for of, string in names.asked:
             self._asked.setdefault(of, []).append(string)
             if is_asking:
