@@ -254,6 +254,8 @@ ENTRIES = {
     in_a_generator: lambda s: s.listed[0].update(scale=5.0),
     by_a_key_that_is_read: lambda s: s.nested["a"].update(extra=5.0),
     of_two: lambda s: s.empty.update(scale=5.0),
+    (lambda s, x: x * s.empty.get(3, 1.0)): lambda s: s.empty.update({3: 5.0}),
+    (lambda s, x: x * s.empty.get((1, 2), 1.0)): lambda s: s.empty.update({(1, 2): 5.0}),
     (lambda s, x: x * s.chain["scale"]): lambda s: s.chain.update(scale=5.0),
     (lambda s, x: x * s.user.get("extra", 1.0)): lambda s: s.user.update(extra=5.0),
     (lambda s, x: x * ChainMap(s.empty, s.flat)["scale"]): lambda s: s.empty.update(scale=5.0),
@@ -274,7 +276,7 @@ def settings():
 
 
 @pytest.mark.parametrize("read", ENTRIES)
-def test_entry_that_comes_under_a_text_of_the_code_is_noticed(read) -> None:
+def test_entry_that_comes_under_a_constant_of_the_code_is_noticed(read) -> None:
     found = settings()
     require_noticed(lambda x: read(found, x), lambda: ENTRIES[read](found))
 

@@ -47,9 +47,9 @@ class Names(NamedTuple):
     assigned: set[tuple[str, ...]]
     """Attributes that are set: a global or closure variable and the names after it, the last of
     which is set; of what else has it, the last one alone."""
-    tried: set[tuple[str, str]]
-    """A variable or attribute, and an attribute of it that may be missing, because the code that
-    reads it catches the error."""
+    tried: set[tuple[str, object]]
+    """A variable or attribute, and what it may lack: an attribute, because the code that reads it
+    catches errors; a number or tuple that may be a key."""
 
 
 class _Value(NamedTuple):
@@ -340,8 +340,11 @@ class _Machine:
         names = {value.name for value in container}
         if any(name.endswith("(...)") for name in names):
             names.add("")
-        strings = [text for text in texts if type(text) is str]
-        self.found.asked.update((name, text) for name in names for text in strings)
+        for text in texts:
+            if type(text) is str:
+                self.found.asked.update((name, text) for name in names)
+            elif type(text) in (int, tuple):
+                self.found.tried.update((name, text) for name in names)
 
     def _call(self, step: dis.Instruction) -> None:
         is_spread = step.opname == "CALL_FUNCTION_EX"

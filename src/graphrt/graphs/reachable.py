@@ -301,7 +301,7 @@ class Walk:
         self._texts: set[str] = set()
         """Of these, the texts of code that is not installed, whose registries grow as they like."""
         self._asked: dict[str, list[str]] = {}
-        self._tried: dict[str, list[str]] = {}
+        self._tried: dict[str, list[Any]] = {}
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
         self._stored: set[str] = set()
@@ -659,7 +659,11 @@ class Walk:
             for name in (*self._asked.get(last, ()), *self._tried.get(last, ())):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
-                elif _may_be_set(owner) and read_attribute(owner, name) is MISSING:
+                elif (
+                    type(name) is str
+                    and _may_be_set(owner)
+                    and read_attribute(owner, name) is MISSING
+                ):
                     where = path.removesuffix("()")
                     yield Place(f"{where}.{name}", owner, name, "attribute", MISSING)
 
