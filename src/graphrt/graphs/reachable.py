@@ -5,7 +5,8 @@ closure cells, defaults, the globals that code names, dicts, lists, tuples, sets
 attributes of other objects that some reached code names. Code is read, never run: no property, no
 ``__getattr__`` and no ``__eq__`` of the user's is called, because a walk must not change or fail a
 capture. Code and objects of torch, NumPy, the standard library and graphrt are not entered, except
-that the methods of a ``torch.nn`` module name attributes of that module.
+that the methods of a ``torch.nn`` module name attributes of that module. Of other installed
+packages, the methods of their objects name what is followed; nothing else of them is read.
 
 Context variables, ``threading.local`` and weak dictionaries and sets are followed last. Of context
 variables and ``threading.local``, the watch compares the tensors and host values that they hold
