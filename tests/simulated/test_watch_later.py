@@ -145,6 +145,22 @@ def test_entry_that_an_object_answers_with_is_noticed(kind, change) -> None:
     require_noticed(fn, lambda: ENTRY_CHANGES[change](found))
 
 
+@pytest.mark.parametrize("num_others", [0, 300])
+def test_attribute_that_takes_the_place_of_another_is_noticed(num_others) -> None:
+    """As many as before."""
+    found = Entries(scale=2.0)
+    for number in range(num_others):
+        setattr(found, f"other{number}", number)
+    found.unread = 1.0
+
+    def change():
+        if not num_others:
+            del found.unread
+        found.scale = 5.0
+
+    require_noticed(lambda x: x * found.scale, change)
+
+
 @pytest.mark.parametrize("way", ["entry", "dict", "class"])
 def test_entry_that_hides_another_is_noticed(way) -> None:
     found = type("Own", (Layers,), {})(scale=2.0)

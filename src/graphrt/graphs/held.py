@@ -373,6 +373,10 @@ _Detail = tuple[Callable[[Any], Any], Any, Any]
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 
 
+_MOST_KEYS = 256
+"""Of a dict with more, a look only counts how many they are."""
+
+
 class Columns:
     """Looks at many places in one go, because a call for each would cost ten times as much."""
 
@@ -444,10 +448,13 @@ def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look],
         return [], [(turn.is_same, owner, True) for turn in turns]
     if kind == "keys":
         return [], [(tuple if type(owner) is dict else keys_of, owner, value)]
-    if kind in ("length", "entries"):
-        box = entries_of(owner) if kind == "length" else owner
-        if kind == "entries":  # Others may come: then it is asked which they are.
-            value = -1 if place.has_moved() else length_of(box)
+    if kind == "entries":  # Others may come: then it is asked which they are.
+        keys = None if place.has_moved() else keys_of(owner)
+        if keys is not None and (len(keys) > _MOST_KEYS or not {str}.issuperset(map(type, keys))):
+            return [], [(length_of, owner, len(keys))]
+        return [], [(tuple if type(owner) is dict else keys_of, owner, keys)]
+    if kind == "length":
+        box = entries_of(owner)
         # Mostly it is of a built-in type: ``len`` takes a tenth of the time.
         return [], [(len if type(box) is base_of(box) else length_of, box, value)]
     if kind == "is_filled":
