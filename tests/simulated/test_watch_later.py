@@ -172,6 +172,22 @@ def test_entry_that_hides_another_is_noticed(way) -> None:
     require_noticed(lambda x: x * found.scale, changes[way])
 
 
+def test_entry_that_a_module_asks_itself_for_is_noticed() -> None:
+    class Own(Asked):
+        def forward(self, x):
+            return x * self.scale
+
+        def __getattr__(self, name):
+            for entries in (self.__dict__["over"], self.__dict__["own"]):
+                if name in entries:
+                    return entries[name]
+            return super().__getattr__(name)
+
+    model = Own(scale=2.0)
+    model.__dict__["over"] = {}
+    require_noticed(lambda x: model(x), lambda: model.__dict__["over"].update(scale=5.0))
+
+
 @pytest.mark.parametrize("register", ["attribute", "parameter", "buffer"])
 def test_what_is_registered_before_an_answer_is_noticed(register) -> None:
     class Outer(torch.nn.Module):
@@ -185,16 +201,13 @@ def test_what_is_registered_before_an_answer_is_noticed(register) -> None:
             except AttributeError:
                 return getattr(self.__dict__["base"], name)
 
-        def forward(self, x):
-            return x * self.scale
-
     model, other = Outer(), torch.tensor(5.0)
     changes = {
         "attribute": lambda: model.__dict__.update(scale=other),
         "parameter": lambda: model._parameters.update(scale=torch.nn.Parameter(other)),
         "buffer": lambda: model._buffers.update(scale=other),
     }
-    require_noticed(model, changes[register])
+    require_noticed(lambda x: x * model.scale, changes[register])
 
 
 def test_object_that_keeps_its_answers_stays_a_hit() -> None:
@@ -317,7 +330,7 @@ def test_memo_that_the_code_fills_under_a_text_is_a_hit() -> None:
 
 
 def merged(s, x):
-    while len(s.merged) > 3:
+    if x.shape[0] > 100:
         s.merged.pop()
     return x * 2 if bool(s.merged) else x * 3
 
@@ -489,7 +502,8 @@ class Schedule:
     def config(self):
         return self._config
     def step(self, x):
-        self.count += 1
+        if x.shape[0] > 100:
+            self.count += 1
         x = self.scaled(self.inner(x)) + self.table + self.config.shift
         return x + self.names.get("b", 0.0)
     def scaled(self, x):
