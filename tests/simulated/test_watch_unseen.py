@@ -427,6 +427,19 @@ NAMED = {
     simple_queue: ("kept", "its contents cannot be read"),
     (lambda _: lambda x: x * eval("KEPT.scale")): ("eval()", "what it names is in a string"),
     (lambda _: lambda x: x * len(os.getcwd())): ("getcwd()", "it is state of the process"),
+    (lambda _: lambda x: x * torch.get_num_threads()): (
+        "get_num_threads()",
+        "it is state of the process",
+    ),
+    (lambda _: lambda x: x * len(np.geterr())): ("geterr()", "it is state of the process"),
+    (lambda _: lambda x: x * sys.getrecursionlimit()): (
+        "getrecursionlimit()",
+        "it is state of the process",
+    ),
+    (lambda folder: lambda x: x * (1 + len(list(folder.glob("*"))))): (
+        "glob()",
+        "files are not compared",
+    ),
     (lambda _: lambda x: x * (decimal.getcontext().prec > 1)): (
         "getcontext()",
         "it is state of the interpreter",

@@ -47,6 +47,9 @@ class Names(NamedTuple):
     assigned: set[tuple[str, ...]]
     """Attributes that are set: a global or closure variable and the names after it, the last of
     which is set; of what else has it, the last one alone."""
+    tried: set[tuple[str, object]]
+    """A variable or attribute, and what it may lack: an attribute, because the code that reads it
+    catches errors; a number or tuple that may be a key."""
 
 
 class _Value(NamedTuple):
@@ -67,12 +70,14 @@ class _Value(NamedTuple):
 _Values: TypeAlias = tuple[_Value, ...]
 
 _NAMED = ("local", "variable", "attribute")
+_BY_TEXT = frozenset(("__dict__", "attrgetter", "__getattr__", "__getattribute__"))
+"""What reads attributes whose names are texts."""
 _UNKNOWN = (_Value(),)
 _RETURNED = _Value("...(...)")
 _NULL = (_Value(kind="null"),)
 """Beside a function that is no method."""
 _THROUGH = (
-    "len list tuple set frozenset dict sorted reversed sum min max any all iter enumerate zip"
+    "len bool list tuple set frozenset dict sorted reversed sum min max any all iter enumerate zip"
 )
 _GOES_THROUGH = frozenset((*_THROUGH.split(), "map", "filter"))
 """Built-in functions that go through their arguments, or count them."""
@@ -89,7 +94,7 @@ def names_in(code: CodeType) -> Names:
     machine.run()
     found = machine.found
     if {"getattr", "hasattr", "vars", "attrgetter"} & found.globals.keys() or (
-        not {"__dict__", "attrgetter"}.isdisjoint(found.own | found.attributes)
+        not _BY_TEXT.isdisjoint(found.own | found.attributes | found.strings)
     ):
         found.own.update(n for n in found.strings if type(n) is str and n.isidentifier())
         found.attributes.update(found.own)
@@ -109,8 +114,22 @@ class _Machine:
     def __init__(self, code: CodeType) -> None:
         strings: set[str | int] = {item for item in code.co_consts if type(item) in (str, int)}
         self.found = Names(
-            set(), set(), {}, strings, set(), set(), set(), set(), set(), {}, set(), {}, set()
+            set(),
+            set(),
+            {},
+            strings,
+            set(),
+            set(),
+            set(),
+            set(),
+            set(),
+            {},
+            set(),
+            {},
+            set(),
+            set(),
         )
+        self._catches = _catches(code)
         self._code = code
         self._first = code.co_varnames[0] if code.co_argcount else None
         answers = code.co_name in ("__getattr__", "__getattribute__") and code.co_argcount == 2
@@ -285,6 +304,8 @@ class _Machine:
             found.own.add(name)
         if not all(is_first):
             found.attributes.add(name)
+        if self._catches:
+            found.tried.update((of, name) for of in _named(owner))
         value = _Value(name, "attribute", owner, at=step.offset)
         if name in _STORING:
             found.stored.update(_named(owner))
@@ -319,8 +340,11 @@ class _Machine:
         names = {value.name for value in container}
         if any(name.endswith("(...)") for name in names):
             names.add("")
-        strings = [text for text in texts if type(text) is str]
-        self.found.asked.update((name, text) for name in names for text in strings)
+        for text in texts:
+            if type(text) is str:
+                self.found.asked.update((name, text) for name in names)
+            elif type(text) in (int, tuple):
+                self.found.tried.update((name, text) for name in names)
 
     def _call(self, step: dis.Instruction) -> None:
         is_spread = step.opname == "CALL_FUNCTION_EX"
@@ -335,6 +359,8 @@ class _Machine:
             if value.at in self._lookups and value.name != "__dict__":
                 self._settle((value,))
                 self._note_lookup(value, args[0] if args and not is_spread else _UNKNOWN)
+                if args and not is_spread and _is_constant(args[0]):
+                    self._settle(value.of)
             result.append(made)
         self._hand_over(args)
         self._push(*result)
@@ -454,6 +480,12 @@ def _named(values: Iterable[_Value]) -> list[str]:
     return [value.name for value in values if value.kind in _NAMED]
 
 
+def _catches(code: CodeType) -> bool:
+    """True if it goes on after an error: handlers are more than those that each ``with`` has."""
+    handlers, of_with = map(code.co_code[::2].count, _HANDLERS)
+    return handlers > of_with or "suppress" in code.co_names
+
+
 def _is_constant(key: _Values) -> bool:
     return all(value.kind == "constant" for value in key)
 
@@ -538,6 +570,7 @@ for _does, _opnames in (
 ):
     _EFFECTS.update(dict.fromkeys(_opnames.split(), _does))
 
+_HANDLERS = dis.opmap["PUSH_EXC_INFO"], dis.opmap["WITH_EXCEPT_START"]
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ENDS = "JUMP_FORWARD JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT RETURN_VALUE RETURN_CONST"
 _LEAVES = frozenset((*_ENDS.split(), "RAISE_VARARGS", "RERAISE"))

@@ -7,12 +7,13 @@ identity, never an address alone, decides whether something moved.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, compress, cycle
-from operator import contains, is_not, ne
+from operator import attrgetter, contains, is_not, itemgetter, methodcaller, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from graphrt.graphs.places import (
     contents_of,
     entries_of,
     has_plain_dict,
+    is_filled,
     is_hashed_in_c,
     is_host_scalar,
     is_odd,
@@ -46,6 +48,8 @@ from graphrt.graphs.reachable import Reach, reach
 from graphrt.graphs.unwatched import Unwatched
 from graphrt.graphs.values import same_host_value, walk
 
+_FACTS = ("length", "is_filled", "contents", "keys", "entries")
+"""Kinds of places that tell something of their owner, at which nothing stands."""
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Made of no other tensors."""
 
@@ -175,7 +179,8 @@ class Reads:
         self.values = tuple(values)
         """Named host values."""
         self.tensors = tuple(tensors)
-        used = _prefixes([item.name for item in tensors] + [place.path for place in values])
+        code = [place for place in links if issubclass(type(place.value), _CODE)]
+        used = _prefixes([item.name for item in tensors] + [p.path for p in (*values, *code)])
         # An object that has several paths is walked by one of them.
         shared = {id(place.value) for place in links if place.path in used}
         self.links = tuple(
@@ -235,7 +240,7 @@ class Reads:
     @staticmethod
     def _leads_on(place: Place) -> bool:
         """True for a tensor, and an object that has not been followed, in place of a None."""
-        is_value = place.kind in ("length", "contents", "keys") or place.value is MISSING
+        is_value = place.kind in _FACTS or place.value is MISSING
         return not (is_value or is_host_scalar(place.value))
 
     def has_same_links(self) -> bool:
@@ -283,9 +288,13 @@ class Reads:
     def replaced_code(self, now: Reads) -> Iterator[str]:
         """Names of functions and objects whose code is another now."""
         for place in self.links:
-            if place.read() is place.value:
-                continue
             found = [other.value for other in now.places.get(place.path, ())]
+            # It may stay in an object whose place another took. What all objects of a class share
+            # is told by the place of the object.
+            is_shared = place.kind in ("type", "member")
+            standing = [place.read()] if is_shared or not found else found
+            if any(value is place.value for value in standing):
+                continue
             # Nothing below another path of an object has a name that could tell.
             is_walked = place.path in self._used or issubclass(type(place.value), _CODE)
             if not is_walked or not any(_same_code(place.value, value) for value in found):
@@ -364,6 +373,10 @@ _Detail = tuple[Callable[[Any], Any], Any, Any]
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 
 
+_MOST_KEYS = 256
+"""Of a dict with more, a look only counts how many they are."""
+
+
 class Columns:
     """Looks at many places in one go, because a call for each would cost ten times as much."""
 
@@ -435,10 +448,17 @@ def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look],
         return [], [(turn.is_same, owner, True) for turn in turns]
     if kind == "keys":
         return [], [(tuple if type(owner) is dict else keys_of, owner, value)]
+    if kind == "entries":  # Others may come: then it is asked which they are.
+        keys = None if place.has_moved() else keys_of(owner)
+        if keys is not None and (len(keys) > _MOST_KEYS or not {str}.issuperset(map(type, keys))):
+            return [], [(length_of, owner, len(keys))]
+        return [], [(tuple if type(owner) is dict else keys_of, owner, keys)]
     if kind == "length":
         box = entries_of(owner)
         # Mostly it is of a built-in type: ``len`` takes a tenth of the time.
         return [], [(len if type(box) is base_of(box) else length_of, box, value)]
+    if kind == "is_filled":
+        return [], [(is_filled, owner, value)]
     if tensor is not None and tensor.parts:
         return [(_part, tensor, place, tensor.tensor)], []
     if kind == "type":
@@ -646,7 +666,9 @@ def _read(place: Place, _: object) -> Any:
 
 
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)
-_CODE = (CodeType, FunctionType, BuiltinFunctionType, MethodType, type, partial, *_WRAPPERS)
+_GETTERS = (attrgetter, itemgetter, methodcaller)
+_IN_C = (BuiltinFunctionType, getattr(sys.modules.get("numpy"), "ufunc", BuiltinFunctionType))
+_CODE = (CodeType, FunctionType, MethodType, type, partial, *_IN_C, *_GETTERS, *_WRAPPERS)
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
@@ -677,6 +699,8 @@ def _boxes(item: Any) -> Iterator[Any]:
 def _id_of(place: Place) -> tuple[int, Any, str]:
     """The same of two walks. A key may be hashed by code of its own."""
     name = place.name
+    if place.kind == "entries":  # Which keys they may be differs.
+        name = ""
     return id(place.owner), name if type(name) is str else id(name), place.kind
 
 
@@ -709,7 +733,9 @@ def _same_code(before: object, now: object) -> bool:
         return before.__self__ is now.__self__ and _same_code(before.__func__, now.__func__)
     if type(before) is partial and type(now) is partial:
         return _same_code(parts_of_partial(before)[0], parts_of_partial(now)[0])
-    return not issubclass(type(before), (type, CodeType, BuiltinFunctionType, *_WRAPPERS))
+    if issubclass(type(before), _GETTERS):
+        return same_host_value(before.__reduce__(), now.__reduce__())
+    return not issubclass(type(before), (type, CodeType, *_IN_C, *_WRAPPERS))
 
 
 def _owns_nothing(_: torch.Tensor) -> bool:

@@ -38,12 +38,14 @@ PlaceKind = Literal[
     "item",
     "element",
     "length",
+    "is_filled",
     "cell",
     "global",
     "default",
     "context",
     "contents",
     "keys",
+    "entries",
     "type",
     "call",
     "script",
@@ -84,8 +86,9 @@ class Place(NamedTuple):
     dict of globals; for a default, the function."""
     name: Any
     """Attribute, key or index under which ``owner`` has it; of a set, the element; of the length of
-    a container or of a module that is one, nothing. The same of a ``type``, which is the class of
-    an object or the code of a function, of ``contents``, and of the ``keys`` of a dict."""
+    a container or of a module that is one, and of whether it is filled, nothing. The same of a
+    ``type``, which is the class of an object or the code of a function, of ``contents``, and of the
+    ``keys`` of a dict. Of ``entries``, which of some keys a dict has, these keys."""
     kind: PlaceKind
     value: Any
     """What stood there when it was walked: ``MISSING`` for an attribute that code names and that
@@ -456,6 +459,14 @@ def keys_of(owner: Any) -> tuple[Any, ...]:
     return tuple(base_of(owner).__iter__(owner))
 
 
+def entries_among(owner: Any, names: frozenset[str]) -> frozenset[str]:
+    """Which of these keys a dict has. Runs no code of a user's."""
+    base = base_of(owner)
+    if base.__len__(owner) > len(names):
+        return frozenset(name for name in names if base.__contains__(owner, name))
+    return names.intersection(key for key in base.__iter__(owner) if type(key) is str)
+
+
 def base_of(owner: Any) -> Any:
     """The built-in container whose methods read an owner, without those of a subclass."""
     return _base_of(type(owner))  # type: ignore[arg-type]  # types are hashable
@@ -491,6 +502,11 @@ def entries_of(owner: Any) -> Any:
 
 def _read_length(owner: Any, _: object) -> int:
     return length_of(entries_of(owner))
+
+
+def is_filled(owner: Any) -> bool:
+    """True for a container that has anything in it."""
+    return length_of(owner) > 0
 
 
 def read_cell(owner: CellType, _: str) -> Any:
@@ -531,12 +547,14 @@ _READ = {
     "item": _read_item,
     "element": _read_element,
     "length": _read_length,
+    "is_filled": lambda owner, _: is_filled(owner),
     "cell": read_cell,
     "global": read_global,
     "default": _read_default,
     "context": read_context,
     "contents": lambda owner, _: contents_of(owner),
     "keys": lambda owner, _: keys_of(owner),
+    "entries": entries_among,
     "type": lambda owner, _: code_of(owner),
     "call": lambda owner, _: next(owner),
     "script": read_script,

@@ -5,7 +5,8 @@ closure cells, defaults, the globals that code names, dicts, lists, tuples, sets
 attributes of other objects that some reached code names. Code is read, never run: no property, no
 ``__getattr__`` and no ``__eq__`` of the user's is called, because a walk must not change or fail a
 capture. Code and objects of torch, NumPy, the standard library and graphrt are not entered, except
-that the methods of a ``torch.nn`` module name attributes of that module.
+that the methods of a ``torch.nn`` module name attributes of that module. Of other installed
+packages, the methods of their objects name what is followed; nothing else of them is read.
 
 Context variables, ``threading.local`` and weak dictionaries and sets are followed last. Of context
 variables and ``threading.local``, the watch compares the tensors and host values that they hold
@@ -65,6 +66,7 @@ from graphrt.graphs.places import (
     MAX_ITEMS,
     MISSING,
     ODD,
+    REGISTERS,
     SCALARS,
     OfThread,
     Place,
@@ -73,10 +75,12 @@ from graphrt.graphs.places import (
     base_of,
     class_of,
     defaults_of,
+    entries_among,
     filled,
     has_contents,
     has_keys_that_raise,
     is_array,
+    is_filled,
     is_foreign,
     is_host_scalar,
     is_odd,
@@ -198,6 +202,13 @@ def _package_of(value: object) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
+def _packages_of(call: Any) -> tuple[str, str]:
+    """Of a callable and of the object whose method it is."""
+    while isinstance(call, functools.partial):
+        call = parts_of_partial(call)[0]
+    return _package_of(call), _package_of(type(getattr(call, "__self__", call)))
+
+
 # -- the walk
 
 
@@ -216,8 +227,11 @@ class _Class:
         self.members: dict[str, list[Any]] = {}
         """Members of the class and its bases, by name; of a module class, up to ``nn.Module``."""
         self.members_of_slots: dict[str, Any] = {}
+        meta: type = type(kind)
+        of_meta = (b.__dict__ for b in meta.__mro__ if not is_foreign(module_of(b)))
+        answers = [own[name] for own in of_meta for name in _ANSWERING if name in own]
         for base in kind.__mro__:
-            if base is torch.nn.Module or base is object or (is_others and not self.is_module):
+            if base is torch.nn.Module or base is object or issubclass(base, ModuleType):
                 break
             if not self.is_module and is_foreign(module_of(base)):
                 continue
@@ -230,17 +244,16 @@ class _Class:
                     else name not in _OF_EVERY_CLASS and _is_data(value)
                 ):
                     self.members.setdefault(name, []).append(value)
+            answers += [base.__dict__[name] for name in _ANSWERING if name in base.__dict__]
         if "__getattribute__" in self.members:
             self.guessed.add("")
-        meta: type = type(kind)
-        of_meta = (b.__dict__ for b in meta.__mro__ if not is_foreign(module_of(b)))
-        answers = [own[name] for own in of_meta for name in _ANSWERING if name in own]
-        answers += [value for name in _ANSWERING for value in self.members.get(name, ())]
-        self.is_proxy = any(
-            type(value) is FunctionType and "getattr" in names_in(value.__code__).globals
-            for value in answers
-        )
+        asked = [names_in(value.__code__) for value in answers if type(value) is FunctionType]
+        self.is_proxy = any("getattr" in names.globals for names in asked)
         """Whether what is asked of its objects may be asked of others."""
+        self.answers = bool(answers) and not any(
+            "setattr" in names.globals or "__dict__" in names.stored for names in asked
+        )
+        """Whether its objects find what they have not, and do not keep it."""
         self.data = {n: each[0] for n, each in self.members.items() if _is_data(each[0])}
         """Members that instances share as values."""
         self.hideable: dict[str, Any] = {}
@@ -253,9 +266,13 @@ class _Class:
         if name in self.members and name not in self.data:
             self.hideable[name] = self.members[name][0]
 
+    def called(self, names: Set[str]) -> frozenset[str]:
+        """Methods of these names that no attribute of an object is looked for to hide."""
+        return frozenset((names & self.members.keys()) - self.data.keys() - self.hideable.keys())
+
     def add_own(self, name: str) -> None:
         self.own.add(name)
-        if not self.is_foreign:
+        if not (self.is_foreign and self.is_module):
             self._note_method(name)
         if name not in self.members and name not in self.members_of_slots:
             self.unset.add(name)
@@ -269,13 +286,10 @@ class Walk:
     """
 
     def __init__(self, target: object, *, enters_locals: bool = False) -> None:
-        call: Any = target
         self._enters_locals = enters_locals
-        while isinstance(call, functools.partial):
-            call = parts_of_partial(call)[0]
-        owner = type(getattr(call, "__self__", call))
-        self._home = {_package_of(call), _package_of(owner)}
-        """Packages whose code is the callable's own: its own, and those of its modules."""
+        self._home = set(_packages_of(target))
+        """Packages whose code is the callable's own: its own, those of its modules, and of what is
+        called in their place or beside them."""
         self._skipped: set[str] = set()
         """Other installed packages, whose code was not read."""
         self._places: list[Place] = []
@@ -285,7 +299,10 @@ class Walk:
         self._classes: dict[type, _Class] = {}
         self._names: set[str] = set()
         self._strings: set[str | int] = set()
+        self._texts: set[str] = set()
+        """Of these, the texts of code that is not installed, whose registries grow as they like."""
         self._asked: dict[str, list[str]] = {}
+        self._tried: dict[str, list[Any]] = {}
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
         self._stored: set[str] = set()
@@ -618,8 +635,9 @@ class Walk:
         length of a dict that code goes through, or asks for computed keys."""
         yield from self._not_in_classes()
         yield from self._not_in_modules()
+        yield from self._may_come()
         for path, owner in self._objects.items():
-            last = path.rpartition(".")[2].removesuffix("()")
+            last = _last(path)
             is_dict = issubclass(type(owner), dict)
             if issubclass(type(owner), _SEQUENCES):
                 # A dict gets entries of other keys: a memo for each size; and one that makes what
@@ -634,12 +652,19 @@ class Walk:
                     yield Place(f"{path}.keys()", owner, None, "keys", keys_of(owner))
                 elif is_through or is_fixed or (not is_dict and last not in self._stored):
                     yield _length(path, owner, length_of(owner))
+                elif last in self._iterated:  # Its code changes how much is in it.
+                    where = f"{path}.__len__()"
+                    yield Place(where, owner, None, "is_filled", is_filled(owner))
             if last not in self._stored and has_contents(owner):
                 yield Place(f"{path}[:]", owner, None, "contents", MISSING)
-            for name in self._asked.get(last, ()):
+            for name in (*self._asked.get(last, ()), *self._tried.get(last, ())):
                 if is_dict and dict.get(owner, name, MISSING) is MISSING:
                     yield Place(f"{path}[{name!r}]", owner, name, "item", MISSING)
-                elif _may_be_set(owner) and read_attribute(owner, name) is MISSING:
+                elif (
+                    type(name) is str
+                    and _may_be_set(owner)
+                    and read_attribute(owner, name) is MISSING
+                ):
                     where = path.removesuffix("()")
                     yield Place(f"{where}.{name}", owner, name, "attribute", MISSING)
 
@@ -655,14 +680,13 @@ class Walk:
     def _not_in_modules(self) -> Iterator[Place]:
         """Of modules and plain objects, what code asks for by a string of a variable that may hold
         any of them; and all names in registers that code goes through."""
-        paths = {path.rpartition(".")[2].removesuffix("()") for path in self._objects}
+        paths = set(map(_last, self._objects))
         asked = {s for of, s in self._asked_of_locals if of not in paths and s.isidentifier()}
         for path, owner in self._objects.items():
             known = self._classes.get(class_of(owner))
             if path and known is not None and known.is_proxy:
-                last = path.rpartition(".")[2].removesuffix("()")
+                last = _last(path)
                 asked.update(s for s in self._asked.get(last, ()) if s.isidentifier())
-                yield from self._may_hide(path, owner)
         for path, owner in self._objects.items() if asked or self._gone_through else ():
             is_module = issubclass(type(owner), torch.nn.Module)
             if not is_module and is_foreign(module_of(type(owner))):
@@ -677,12 +701,31 @@ class Walk:
                     names = own[register]
                     yield Place(f"{prefix}{register}.keys()", names, None, "keys", keys_of(names))
 
-    def _may_hide(self, path: str, proxy: Any) -> Iterator[Place]:
-        """What code finds behind a proxy, until the proxy itself gets an attribute of the name."""
-        found = {p.name for p in self._places if p.path.startswith(f"{path}.") and p.is_named}
-        for name in found & self._names if _may_be_set(proxy) else ():
-            if read_attribute(proxy, name) is MISSING:
-                yield Place(f"{path}.{name}", proxy, name, "attribute", MISSING)
+    def _may_come(self) -> Iterator[Place]:
+        """Where entries may come that code would find: under a text that it has or reads in dicts,
+        and under any name of an attribute in what is asked for those that an object has not."""
+        texts = frozenset(self._texts.union(p.value for p in self._places if type(p.value) is str))
+        answers = {kind: known.own for kind, known in self._classes.items() if known.answers}
+        names = texts.union(self._names, *answers.values())
+        answering = {p: owner for p, owner in self._objects.items() if class_of(owner) in answers}
+        below = tuple(map(_below, answering))
+        for path, owner in self._objects.items():
+            if issubclass(type(owner), dict) and _last(path) not in self._stored:
+                asked = names if path in answering or path.startswith(below) else texts
+                yield _entries(path, owner, asked)
+        called = {kind: known.called(self._names) for kind, known in self._classes.items()}
+        for path, owner in self._objects.items():
+            hidden, own = called.get(type(owner)), own_dict(owner)
+            if hidden and own is not None and path not in answering:
+                yield _entries(f"{_below(path)}__dict__", own, hidden)
+        for path, owner in answering.items():
+            if (own := own_dict(owner)) is not None:
+                yield _entries(f"{_below(path)}__dict__", own, names)
+                for register in own.keys() & set(REGISTERS.values()):
+                    yield _entries(_below(path) + register, own[register], names)
+        for base in dict.fromkeys(base for kind in answers for base in kind.__mro__):
+            if not is_foreign(module_of(base)):
+                yield _entries(f"{base.__qualname__}.__dict__", vars(base), names)
 
     def _is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
@@ -699,6 +742,9 @@ class Walk:
         self._home.add(_package_of(type(module)))
         self._objects[path] = module
         prefix, places, own = _below(path), self._places, attributes_of(module)
+        called = [own["forward"]] if "forward" in own else []
+        for call in (*called, *(hook for name in _HOOKS for hook in own[name].values())):
+            self._home.update(_packages_of(call))
         if issubclass(type(module), torch.jit.ScriptModule):
             self._enter_script(prefix, module)
             return
@@ -876,8 +922,14 @@ class Walk:
                 self._add(Place(name, function, name, "default", value))
         names = names_in(function.__code__)
         is_others = self._is_foreign(home)
+        texts = [text for text in names.strings if type(text) is str]
         if known is not None:
-            self._name_own(known, names.own)
+            counts = {chain[-1] for chain in names.assigned} if is_others else set()
+            self._name_own(known, names.own - counts)
+            if is_others and not is_foreign(home):
+                # An object of an installed package: what its methods ask of what it holds.
+                self._name(names.attributes - counts)
+                self._texts.update(texts)
         if is_others:
             return
         code = function.__code__
@@ -904,6 +956,8 @@ class Walk:
         self._stored |= names.stored
         self._assigned.update(chain[-1] for chain in names.assigned)
         is_asking = not _ASKING.isdisjoint(names.globals) or "__dict__" in names.attributes
+        for of, name in names.tried:
+            self._tried.setdefault(of, []).append(name)
         for of, string in names.asked:
             self._asked.setdefault(of, []).append(string)
             if is_asking:
@@ -923,6 +977,7 @@ class Walk:
         self._guessed.update(dict.fromkeys(names.guessed - own, code))
         if not is_installed:  # A registry of a package grows as it likes.
             self._computed |= names.computed
+            self._texts.update(text for text in names.strings if type(text) is str)
             of_others = () if known is None or known.is_proxy else first
             if is_asking:
                 self._asked_of_locals.update(x for x in names.asked if x[0] not in of_others)
@@ -1166,6 +1221,10 @@ def _are_host_scalars(values: Iterable[Any]) -> bool:
     return is_plain or all(map(is_host_scalar, values))
 
 
+def _entries(path: str, owner: Mapping[str, Any], names: frozenset[str]) -> Place:
+    return Place(f"{path}.keys()", owner, names, "entries", entries_among(owner, names))
+
+
 def _length(path: str, owner: Any, length: int) -> Place:
     return Place(f"{path}.__len__()", owner, None, "length", length)
 
@@ -1176,6 +1235,11 @@ def _is_weak(value: Any) -> bool:
 
 def _source(code: CodeType, line: int) -> Source:
     return Source(code.co_filename, line, code.co_qualname)
+
+
+def _last(path: str) -> str:
+    """The variable or attribute that a path ends with."""
+    return path.rpartition(".")[2].removesuffix("()")
 
 
 def _below(path: str) -> str:

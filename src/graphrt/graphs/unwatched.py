@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import io
+import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
@@ -42,6 +44,8 @@ HELD_BY: Mapping[str, tuple[str, ...]] = {
     "types": (),
     "argparse": (),
     "collections": ("data", "maps"),
+    "numpy": ("pyfunc", "otypes"),
+    "numpy.ma": ("_mask", "_fill_value"),
     "queue": ("queue",),
     "configparser": ("_sections", "_defaults", "_parser", "_name"),
     "string": ("template",),
@@ -60,7 +64,7 @@ READS_ELSEWHERE = {
     **dict.fromkeys(("open", "read_text", "read_bytes"), _FILES),
     **dict.fromkeys(("fromfile", "loadtxt", "genfromtxt"), _FILES),
     **dict.fromkeys(("exists", "is_file", "is_dir", "iterdir"), _FILES),
-    **dict.fromkeys(("listdir", "scandir", "getsize", "getmtime"), _FILES),
+    **dict.fromkeys(("listdir", "scandir", "getsize", "getmtime", "glob", "rglob"), _FILES),
     "getcwd": "it is state of the process",
     **dict.fromkeys(("eval", "exec"), "what it names is in a string"),
     **dict.fromkeys(("import_module", "__import__"), "what it imports is computed"),
@@ -73,6 +77,9 @@ READS_ELSEWHERE = {
 READS_OF_OTHERS = {
     **READS_ELSEWHERE,
     **dict.fromkeys(("load", "stat"), _FILES),
+    **dict.fromkeys(
+        ("get_num_threads", "geterr", "getrecursionlimit"), "it is state of the process"
+    ),
     "getenv": "it has another name here",
 }
 """Of the standard library, NumPy and torch alone, or under another name."""
@@ -128,7 +135,15 @@ def points_elsewhere(value: Any) -> bool:
 
 def why_unread(value: Any) -> str:
     """Why what a foreign object holds is not compared; empty if it holds nothing to compare."""
+    if value is sys.stdout or value is sys.stderr or _is_written(value):
+        return ""
     return _why_unread(type(value))  # type: ignore[arg-type]  # types are hashable
+
+
+def _is_written(value: Any) -> bool:
+    """True for a file that is open for writing alone."""
+    below = getattr(value, "buffer", None) if type(value) is io.TextIOWrapper else value
+    return type(below) is io.BufferedWriter
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,4 +175,7 @@ def _why_unread(kind: type) -> str:
 def _is_in_c(kind: type) -> bool:
     """True for a class that no statement of Python made: what it keeps is in no ``__dict__``."""
     members = (member for name, member in kind.__dict__.items() if name not in _OF_PYTHON)
-    return any(type(member).__name__ in _OF_C for member in members)
+    return any(
+        type(member).__name__ in _OF_C and getattr(member, "__objclass__", kind) is kind
+        for member in members
+    )
