@@ -28,13 +28,36 @@ def quick_collections():
 
 
 class Parent:
+    factor = 2.0
+
     def scaled(self, x):
         return x * 2
+
+    @property
+    def offset(self):
+        return 1.0
+
+    @classmethod
+    def shifted(cls, x):
+        return x + 1
 
 
 class Child(Parent):
     def scaled(self, x):
         return super().scaled(x) + 1
+
+    factor = 3.0
+
+    def multiplied(self, x):
+        return x * super().factor
+
+    @property
+    def offset(self):
+        return super().offset + 1
+
+    @classmethod
+    def shifted(cls, x):
+        return super().shifted(x) * 2
 
 
 class Other:
@@ -91,6 +114,20 @@ def method_behind_super(monkeypatch):
     child = Child()
     other = staticmethod(lambda x: x * 5).__func__
     return child.scaled, lambda: monkeypatch.setattr(Parent, "scaled", lambda self, x: other(x))
+
+
+def value_behind_super(monkeypatch):
+    return Child().multiplied, lambda: monkeypatch.setattr(Parent, "factor", 5.0)
+
+
+def property_behind_super(monkeypatch):
+    child, other = Child(), property(lambda _: 7.0)
+    return lambda x: x + child.offset, lambda: monkeypatch.setattr(Parent, "offset", other)
+
+
+def class_method_behind_super(monkeypatch):
+    other = classmethod(lambda _, x: x * 7)
+    return Child.shifted, lambda: monkeypatch.setattr(Parent, "shifted", other)
 
 
 def bases_of_a_class(monkeypatch):
@@ -156,6 +193,9 @@ def function_in_a_layer_of_torch(monkeypatch):
 
 CASES = {
     "super": method_behind_super,
+    "value_behind_super": value_behind_super,
+    "property_behind_super": property_behind_super,
+    "class_method_behind_super": class_method_behind_super,
     "bases": bases_of_a_class,
     "init": made_in_the_call,
     "class": class_that_is_called_elsewhere_too,

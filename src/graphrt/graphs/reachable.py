@@ -1154,11 +1154,12 @@ class Walk:
                     continue
                 if name not in known.data:
                     yield Place(f"{kind.__qualname__}.{name}", kind, name, "member", values[0])
-                if len(values) > 1 and type(values[-1]) is FunctionType:
+                if len(values) > 1:
                     hidden.update(((base, name), None) for base in kind.__mro__[1:])
         for base, name in hidden:
             value = base.__dict__.get(name, MISSING)
-            if type(value) is FunctionType and not self._is_foreign(module_of(base)):
+            is_told = type(value) is FunctionType or not (value is MISSING or name.startswith("__"))
+            if is_told and not self._is_foreign(module_of(base)):
                 yield Place(f"{base.__qualname__}.{name}", base, name, "member", value)
 
     def _name_own(self, known: _Class, names: Set[str]) -> None:
