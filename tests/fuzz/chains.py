@@ -147,6 +147,7 @@ ANY: dict[str, Callable[..., Tensor]] = {
     "scaled": lambda model, h, given: h * model.scale,
     "shifted": lambda model, h, given: h + model.settings["shift"],
     "helped": lambda model, h, given: h + model.helper.bias,
+    "made": lambda model, h, given: Made(model, h).rows,
     "gained": lambda model, h, given: h * model.inner.gain,
     "stacked": lambda model, h, given: h + model.stack[0],
 }
@@ -248,6 +249,13 @@ class Helper:
         self.bias = bias
 
 
+class Made:
+    """An object that each run makes: what its constructor alone reads belongs to the run."""
+
+    def __init__(self, model: Chain, h: Tensor) -> None:
+        self.rows = h * model.factor
+
+
 class Inner(nn.Module):
     def __init__(self, gain: Tensor) -> None:
         super().__init__()
@@ -275,7 +283,7 @@ class Chain(nn.Module):
         self.weight = nn.Parameter(random(width, width), requires_grad=False)
         self.table = nn.Parameter(random(NUM_ROWS + 1, width), requires_grad=False)
         self.cache = random(NUM_ROWS + 1, width)
-        self.scale = 2
+        self.scale = self.factor = 2
         self.settings = {"shift": 1}
         self.helper = Helper(random(width))
         self.inner = Inner(random(width))

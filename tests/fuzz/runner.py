@@ -362,6 +362,11 @@ def _scale(model: Chain) -> bool:
     return False
 
 
+def _factor(model: Chain) -> bool:
+    model.factor = 5 - model.factor
+    return False
+
+
 def _settings(model: Chain) -> bool:
     model.settings["shift"] += 3
     return False
@@ -387,6 +392,7 @@ CHANGES: tuple[tuple[str, Callable[[Chain], bool]], ...] = (
     ("table", _register("table")),
     ("table", _data("table")),
     ("scaled", _scale),
+    ("made", _factor),
     ("shifted", _settings),
     ("helped", _helper),
     ("gained", _submodule),

@@ -50,6 +50,8 @@ class Names(NamedTuple):
     tried: set[tuple[str, object]]
     """A variable or attribute, and what it may lack: an attribute, because the code that reads it
     catches errors; a number or tuple that may be a key."""
+    called: set[str]
+    """Variables and attributes that are called: of a class, this makes an object."""
 
 
 class _Value(NamedTuple):
@@ -70,7 +72,7 @@ class _Value(NamedTuple):
 _Values: TypeAlias = tuple[_Value, ...]
 
 _NAMED = ("local", "variable", "attribute")
-_BY_TEXT = frozenset(("__dict__", "attrgetter", "__getattr__", "__getattribute__"))
+_BY_TEXT = frozenset(("__dict__", "attrgetter", "methodcaller", "__getattr__", "__getattribute__"))
 """What reads attributes whose names are texts."""
 _UNKNOWN = (_Value(),)
 _RETURNED = _Value("...(...)")
@@ -82,6 +84,8 @@ _THROUGH = (
 _GOES_THROUGH = frozenset((*_THROUGH.split(), "map", "filter"))
 """Built-in functions that go through their arguments, or count them."""
 _VIEWS = ("items", "values", "keys")
+_GIVES_ALL = ("getmembers", "asdict", "astuple", "dir")
+"""Functions that give all attributes of what they are given."""
 _WRITES_ALL = ("update", "copy", "clear", "pop", "setdefault")
 _GIVEN_BY = {"type": "__class__", "vars": "__dict__", "globals": "__dict__"}
 _STORES = "setdefault update pop popitem clear append appendleft extend add"
@@ -93,10 +97,11 @@ def names_in(code: CodeType) -> Names:
     machine = _Machine(code)
     machine.run()
     found = machine.found
-    if {"getattr", "hasattr", "vars", "attrgetter"} & found.globals.keys() or (
+    if {"getattr", "hasattr", "vars", "attrgetter", "methodcaller"} & found.globals.keys() or (
         not _BY_TEXT.isdisjoint(found.own | found.attributes | found.strings)
     ):
-        found.own.update(n for n in found.strings if type(n) is str and n.isidentifier())
+        chains = (text.split(".") for text in found.strings if type(text) is str)
+        found.own.update(n for chain in chains if all(map(str.isidentifier, chain)) for n in chain)
         found.attributes.update(found.own)
     for inner in code.co_consts:
         if type(inner) is CodeType:
@@ -114,20 +119,9 @@ class _Machine:
     def __init__(self, code: CodeType) -> None:
         strings: set[str | int] = {item for item in code.co_consts if type(item) in (str, int)}
         self.found = Names(
-            set(),
-            set(),
-            {},
-            strings,
-            set(),
-            set(),
-            set(),
-            set(),
-            set(),
-            {},
-            set(),
-            {},
-            set(),
-            set(),
+            *(set(), set(), {}, strings, set(), set(), set(), set(), set(), {}, set(), {}, set()),
+            tried=set(),
+            called=set(),
         )
         self._catches = _catches(code)
         self._code = code
@@ -169,7 +163,7 @@ class _Machine:
         for container, key in list(found.asked_by):
             texts = (value.text for value in aliases.get(key, ()))
             found.asked.update((container, text) for text in texts if type(text) is str)
-        for told in (found.iterated, found.computed):
+        for told in (found.iterated, found.computed, found.called):
             told.update([value.name for name in told for value in aliases.get(name, ())])
         found.stored.update([aliases[name][-1].name for name in found.stored if name in aliases])
         found.guessed.update(
@@ -237,7 +231,8 @@ class _Machine:
             self._note_line(step, name)
         self._note_asked(every, texts)
         found.iterated.update(_named(every))
-        if "__dict__" in names:
+        found.called.update(_named(every))
+        if "__dict__" in names or any(value.name in _GIVES_ALL for value in every):
             found.guessed.update((value.name, "") for value in every)
         self._note_key(every, _UNKNOWN)
         self._hand_over([(value,) for value in every])
@@ -351,11 +346,14 @@ class _Machine:
         size = 1 - _effect(step) if is_spread else _argument(step) + 2 + (step.opname == "CALL_KW")
         first, second, *args = self._pop(size)
         callee = second if first is _NULL else first
+        self.found.called.update(_named(callee))
         result = []
         for value in callee:
             made = _Value(f"{value.name}(...)", at=step.offset)
             if value.kind == "variable":
                 made = self._call_of_function(value, args, made)
+            if value.name in _GIVES_ALL:
+                self.found.guessed.update((of.name, "") for given in args[:1] for of in given)
             if value.at in self._lookups and value.name != "__dict__":
                 self._settle((value,))
                 self._note_lookup(value, args[0] if args and not is_spread else _UNKNOWN)

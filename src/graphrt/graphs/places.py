@@ -588,7 +588,13 @@ def code_of(owner: Any) -> Any:
 def attributes_of(owner: Any) -> Mapping[str, Any]:
     """The ``__dict__`` of an object as it is, without any code of its class; empty if none."""
     kind: Any = type(owner)
-    return {} if is_odd(kind) else _dict_getter(kind)(owner)
+    if is_odd(kind):
+        return {}
+    try:
+        return _dict_getter(kind)(owner)
+    except TypeError:  # Its class got other bases.
+        found: Mapping[str, Any] = _HiddenDict.__get__(owner)
+        return found
 
 
 def own_dict(owner: Any) -> dict[str, Any] | None:

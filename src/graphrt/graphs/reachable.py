@@ -96,6 +96,7 @@ from graphrt.graphs.places import (
     read_attribute,
     read_cell,
     read_context,
+    read_member,
     read_script,
     text_of_key,
     viewed_by,
@@ -163,7 +164,10 @@ _OFF_THE_PATH = (
     "class_getitem getstate setstate reduce reduce_ex getnewargs getnewargs_ex deepcopy replace"
 )
 _NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
-"""Special methods that no forward calls by an operator of the language."""
+"""Special methods that no forward calls by an operator of the language, unless code makes an object
+of the class."""
+_MAKING = ("__new__", "__init__", "__post_init__")
+_FUNCTIONS = (FunctionType, classmethod, staticmethod)
 _SEQUENCES = (dict, list, tuple, set, frozenset, deque)
 _GETTERS_BY_NAME = (operator.attrgetter, operator.methodcaller)
 _OF_EVERY_CLASS = frozenset(vars(type("", (), {"__annotations__": {}})))
@@ -240,7 +244,7 @@ class _Class:
                     self.members_of_slots.setdefault(name, value)
                 elif not name.startswith("__") or (
                     name not in _NOT_CALLED
-                    if type(value) is FunctionType
+                    if type(value) in _FUNCTIONS
                     else name not in _OF_EVERY_CLASS and _is_data(value)
                 ):
                     self.members.setdefault(name, []).append(value)
@@ -306,6 +310,9 @@ class Walk:
         self._iterated: set[str] = set()
         self._computed: set[str] = set()
         self._stored: set[str] = set()
+        self._called: set[str] = set()
+        self._not_called: dict[str, list[tuple[str, type]]] = {}
+        """Classes of which no code has made an object so far."""
         self._guessed: dict[tuple[str, str], CodeType] = {}
         self._assigned: set[str] = set()
         self._asked_of_own: set[str] = set()
@@ -318,6 +325,8 @@ class Walk:
         """Registers of modules that such code goes through."""
         self._scopes: dict[int, Mapping[str, Any]] = {}
         """Variables of modules, by id."""
+        self._of_others: dict[tuple[int, str], Place] = {}
+        """Functions of modules of others, by the id of these."""
         self._unnamed: dict[str, list[Place]] = {}
         """Attributes that no code has named so far."""
         self._members: dict[str, list[tuple[_Class, list[Any]]]] = {}
@@ -462,7 +471,7 @@ class Walk:
     def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
         unnamed = (place for places in self._unnamed.values() for place in places)
         places = [*self._places, *(place for place in unnamed if place.kind != "member")]
-        places += [*self._methods_of_classes(), *self._of_the_process()]
+        places += [*self._methods_of_classes(), *self._of_the_process(), *self._of_others.values()]
         places += self._not_there()
         unwatched = tuple(self._told_unwatched())
         return Reach(
@@ -544,7 +553,9 @@ class Walk:
         if issubclass(kind, Enum):
             self._know(kind)
             value = attributes_of(value).get("_value_")
-        if not (is_host_scalar(value) or (is_tensor(value) and not attributes_of(value))):
+        if is_tensor(value) and not attributes_of(value) and is_foreign(module_of(kind)):
+            return
+        if not is_host_scalar(value):
             self._stack.append((place.path, value))
 
     def _enter_container(self, path: str, value: Any) -> None:
@@ -867,17 +878,34 @@ class Walk:
             self._unnamed.setdefault(name, []).append(place)
 
     def _enter_class(self, path: str, kind: type) -> None:
-        """A class that code names: of its members, those that code names."""
+        """A class that code names: of its members, those that code names, and what runs where code
+        makes an object of it."""
         if not self._is_foreign(kind.__dict__.get("__module__")):
             self._objects.setdefault(path, kind)
             known = self._know(kind)
             prefix = _below(path)
+            last = _last(path)
+            if last in self._called:
+                self._enter_making(path, kind)
+            else:
+                self._not_called.setdefault(last, []).append((path, kind))
             for name, value in known.data.items():
                 self._add_attribute(known, prefix + name, kind, name, "member", value)
             meta = type(kind)
             if meta is not type and not is_foreign(module_of(meta)):
                 for name, value in self._know(meta).data.items():
                     self._add_attribute(known, prefix + name, meta, name, "member", value)
+
+    def _enter_making(self, path: str, kind: type) -> None:
+        """What runs where code makes an object of a class; modules are made before."""
+        known = self._know(kind)
+        is_left_out = known.is_module or _is_installed(_package_of(kind))
+        for name in () if is_left_out else _MAKING:
+            value = read_member(kind, name)
+            if type(value) in _FUNCTIONS:
+                self._places.append(Place(f"{path}.{name}", kind, name, "member", value))
+            made_by = (base.__dict__.get(name) for base in kind.__mro__)
+            self._enter_members(known, [each for each in made_by if type(each) in _FUNCTIONS])
 
     def _enter_method(self, path: str, method: MethodType) -> None:
         owner: Any = method.__self__
@@ -930,6 +958,8 @@ class Walk:
                 # An object of an installed package: what its methods ask of what it holds.
                 self._name(names.attributes - counts)
                 self._texts.update(texts)
+            if known.is_module and is_others:
+                self._add_functions_of_others(names, function.__globals__)
         if is_others:
             return
         code = function.__code__
@@ -954,10 +984,14 @@ class Walk:
         self._strings |= names.strings
         self._iterated |= names.iterated
         self._stored |= names.stored
+        for name in names.called - self._called:
+            self._called.add(name)
+            for path, kind in self._not_called.pop(name, ()):
+                self._enter_making(path, kind)
         self._assigned.update(chain[-1] for chain in names.assigned)
         is_asking = not _ASKING.isdisjoint(names.globals) or "__dict__" in names.attributes
-        for of, name in names.tried:
-            self._tried.setdefault(of, []).append(name)
+        for of, absent in names.tried:
+            self._tried.setdefault(of, []).append(absent)
         for of, string in names.asked:
             self._asked.setdefault(of, []).append(string)
             if is_asking:
@@ -968,6 +1002,10 @@ class Walk:
             if of in ("environ", "getenv"):
                 source = _source(code, names.lines.get(of, 0))
                 self._variables[of, key] = Source() if is_installed else source
+        if "environ" in names.iterated and not is_installed:
+            source = _source(code, names.lines.get("environ", 0))
+            because = "code goes through all of it"
+            self._told["os.environ", code] = Unwatched("os.environ", "variables", because, source)
         # What ``__get__`` asks is asked of the objects that have it.
         num_own = 2 if function.__name__ == "__get__" else 1
         first = code.co_varnames[:num_own]  # None of a static method without arguments.
@@ -987,6 +1025,7 @@ class Walk:
 
     def _add_globals(self, names: Names, scope: dict[str, Any], is_installed: bool) -> None:
         """The variables of its module that code names, and the modules that it imports."""
+        self._add_functions_of_others(names, scope)
         for name in names.globals:
             value = scope.get(name, _UNSEEN)
             if value is not _UNSEEN:
@@ -1011,6 +1050,24 @@ class Walk:
         """A module, if it has been imported."""
         if name in sys.modules:
             self._add(Place(path, sys.modules, name, "item", sys.modules[name]))
+
+    def _add_functions_of_others(self, names: Names, scope: Mapping[str, Any]) -> None:
+        """Functions of torch, NumPy and the standard library that code names by their modules:
+        another attention kernel may be put in the place of one."""
+        modules = [(name, scope.get(name)) for name in names.globals]
+        for path, module in modules:
+            if type(module) is not ModuleType:
+                continue
+            own = attributes_of(module)
+            if not is_foreign(own.get("__name__")):
+                continue
+            for name in names.attributes.intersection(own):
+                value = own[name]
+                if type(value) is ModuleType and (f"{path}.{name}", value) not in modules:
+                    modules.append((f"{path}.{name}", value))
+                elif type(value) in (FunctionType, BuiltinMethodType):
+                    place = Place(f"{path}.{name}", own, name, "global", value)
+                    self._of_others.setdefault((id(own), name), place)
 
     def _add_of_others(self, function: FunctionType, names: Names) -> None:
         """Attributes that code sets on modules and classes of others, or asks them for."""
@@ -1143,13 +1200,22 @@ class Walk:
             self._follow_unnamed(name, is_meant)
 
     def _methods_of_classes(self) -> Iterator[Place]:
-        """The methods that code names, as the classes have them."""
+        """The methods that code names, as the classes have them; and what these hide of their
+        bases, which ``super`` finds."""
+        hidden: dict[tuple[type, str], None] = {}
         for kind, known in self._classes.items():
-            if not known.is_foreign:
-                for name in known.members.keys() - known.data.keys():
-                    if name in self._names or name in known.own or name.startswith("__"):
-                        value = known.members[name][0]
-                        yield Place(f"{kind.__qualname__}.{name}", kind, name, "member", value)
+            for name, values in () if known.is_foreign else known.members.items():
+                if not (name in self._names or name in known.own or name.startswith("__")):
+                    continue
+                if name not in known.data:
+                    yield Place(f"{kind.__qualname__}.{name}", kind, name, "member", values[0])
+                if len(values) > 1:
+                    hidden.update(((base, name), None) for base in kind.__mro__[1:])
+        for base, name in hidden:
+            value = base.__dict__.get(name, MISSING)
+            is_told = type(value) is FunctionType or not (value is MISSING or name.startswith("__"))
+            if is_told and not self._is_foreign(module_of(base)):
+                yield Place(f"{base.__qualname__}.{name}", base, name, "member", value)
 
     def _name_own(self, known: _Class, names: Set[str]) -> None:
         """Follow the attributes and members of one class that its own methods read."""

@@ -69,6 +69,7 @@ READS_ELSEWHERE = {
     **dict.fromkeys(("eval", "exec"), "what it names is in a string"),
     **dict.fromkeys(("import_module", "__import__"), "what it imports is computed"),
     "getcontext": "it is state of the interpreter",
+    "__subclasses__": "which classes there are is state of the interpreter",
     "input": "it is read from the terminal",
     "globals": "which variables are taken from it is computed",
 }
