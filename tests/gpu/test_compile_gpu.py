@@ -80,9 +80,17 @@ config = CompilationConfig(
     inductor_compile_config={"max_autotune": True, "coordinate_descent_tuning": True},
 )
 plan = resolve(RuntimeConfig(compilation=config)).compile
-x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+x = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+
+
+def attend(x):
+    weights = torch.softmax(x * 2.0, -1)
+    # A product of one row is a reduction, of which several configurations are tried first.
+    return weights @ x, weights[:1] @ x
+
+
 for _ in range(2):
-    one = Compiled(lambda x: torch.softmax(x * 2.0, -1) @ x, plan, limits={})
+    one = Compiled(attend, plan, limits={})
     one.trace(lambda: one(x), [])
     one(x)
     print(one.report.num_loaded, len(timed))

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._inductor import codecache
+from torch._inductor.runtime import autotune_cache
 from torch._inductor.standalone_compile import CompiledArtifact
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
@@ -220,23 +221,32 @@ from torch._inductor.runtime.triton_heuristics import check_autotune_cache
 def config(size):
     return SimpleNamespace(kwargs={"XBLOCK": size}, num_warps=4, num_stages=1)
 
-configs, cache, info = check_autotune_cache([config(64), config(128)], __file__, {})
-kernel = SimpleNamespace(configs=configs, cache=cache, autotune_cache_info=info)
+meta = {"coordinate_descent_tuning": DESCENDS}
+configs, cache, info = check_autotune_cache([config(64), config(128)], __file__, meta)
+kernel = SimpleNamespace(configs=configs, cache=cache, autotune_cache_info=info, inductor_meta=meta)
 """
 
 
-def test_kernel_that_was_tuned_in_this_process_is_loaded_tuned(tmp_path, monkeypatch):
-    """Inductor keeps it in memory as it was before."""
+@pytest.mark.parametrize("descends", [False, True])
+def test_kernel_that_was_tuned_in_this_process_is_loaded_tuned(tmp_path, monkeypatch, descends):
+    """Inductor keeps it in memory as it was before, or as it was between two ways of tuning."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    load = partial(codecache._load_triton_kernel_from_source, "kernel", KERNEL)
+    # Without Triton it is a class that takes nothing.
+    monkeypatch.setattr(autotune_cache, "Config", lambda a, **b: SimpleNamespace(kwargs=a, **b))
+    source = KERNEL.replace("DESCENDS", str(descends))
+    load = partial(codecache._load_triton_kernel_from_source, "kernel", source)
     monkeypatch.setattr(CompiledArtifact, "load", lambda **_: load())
     payload = pickle.dumps((None, [], b""))
     untuned = load()
     assert len(untuned.configs) == 2
     assert load() is untuned
     untuned.cache.save(untuned.configs[1], 0)
+    if descends:
+        between = torch_api.from_bytes(payload)
+        assert [config.kwargs for config in between.configs] == [{"XBLOCK": 128}]
+        untuned.cache.save(untuned.configs[0], 0, found_by_coordesc=True)
     tuned = torch_api.from_bytes(payload)
-    assert [config.kwargs for config in tuned.configs] == [{"XBLOCK": 128}]
+    assert [config.kwargs for config in tuned.configs] == [{"XBLOCK": 64 if descends else 128}]
     assert torch_api.from_bytes(payload) is tuned, "one kernel serves all pieces that call it"
 
 

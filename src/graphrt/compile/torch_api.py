@@ -171,11 +171,19 @@ def _forget_untuned() -> None:
     """Let the next load make those kernels anew that this process has as they were untuned.
 
     To tune a kernel that a worker compiled, Inductor makes it once more here and keeps it in
-    memory, where a load would find it with every configuration to try, and tune it again.
+    memory, where a load would find it with every configuration to try, or with the best of those
+    that coordinate descent began at, and tune it again.
     """
     for path, module in [*PyCodeCache.modules_no_attr.items()]:
-        if any(state == "miss" for _, state in _tunable(module)):
+        if not all(_is_tuned(kernel, state) for kernel, state in _tunable(module)):
             PyCodeCache.modules_no_attr.pop(path, None)
+
+
+def _is_tuned(kernel: Any, state: str) -> bool:
+    if state == "miss" or not kernel.inductor_meta.get("coordinate_descent_tuning"):
+        return state != "miss"
+    configs = kernel.configs or [result.config for result in kernel.compile_results]
+    return all(getattr(config, "found_by_coordesc", False) for config in configs)
 
 
 def _tunable(module: ModuleType) -> Iterator[tuple[Any, str]]:
