@@ -33,6 +33,7 @@ from graphrt import (
     OutputSpec,
     Padding,
     Program,
+    Reason,
     RuntimeMode,
     StaleCheck,
     TensorStateGuard,
@@ -561,7 +562,7 @@ class BugClasses:
         with rows_runner(
             model, (2, 4, 8), device=lab.device, on_capture_error="skip", verify_every=2
         ) as runner:
-            modes = set()
+            served = set()
             for number, n in enumerate((8, 8, 3, 6, 9, 8, 2, 6, 8, 9, 4, 6)):
                 if number % 3 == 1:
                     before = dict(model.prev)
@@ -574,9 +575,15 @@ class BugClasses:
                 x = lab.random(n, 4, seed=number)
                 assert torch.equal(runner.run({"x": x}), plain(x))
                 assert runner.last_decision is not None
-                modes.add((n < 5, runner.last_decision.mode))
-            assert modes >= {(True, FULL), (False, NONE)}
+                served.add((n < 5, runner.last_decision.mode, runner.last_decision.reason))
+            modes = {(is_small, mode) for is_small, mode, _ in served}
+            assert (False, NONE) in modes
             assert (False, FULL) not in modes
+            # Where a device does not tell what graphs read, all that the model keeps counts as
+            # read: an eager step that replaces it invalidates the small batches' graphs too.
+            is_seen = lab.device.name == "simulated"
+            is_invalidated = (True, NONE, Reason.INVALIDATED) in served
+            assert (True, FULL) in modes or (is_invalidated and not is_seen), str(runner.report())
 
     def test_6_clones_survive_a_thousand_calls(self, lab: Lab) -> None:
         buffers = lab.buffers(BufferSpec("x", ("tokens",), torch.float32))
