@@ -18,11 +18,12 @@ from graphrt import (
     GraphLibrary,
     OutputSpec,
     SimulatedDevice,
+    Workspace,
     break_at,
     capture_program,
 )
 from graphrt.config import UBatchConfig
-from graphrt.errors import GraphrtError, shown
+from graphrt.errors import ConfigError, GraphrtError, shown
 from graphrt.ubatch import UBatchWrapper
 from lab import FULL, KEY
 
@@ -174,3 +175,17 @@ def is_taken(call: Callable[[Any], Any], value: Any) -> bool:
 def test_argument_of_a_part_of_another_kind_is_refused(part: str) -> None:
     call, right = PARTS[part]
     assert {shown(make()) for make in WRONG if is_taken(call, make())} == set(right)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(None, torch.int8), (3, torch.int8), ("ab", torch.int8), ([2], "int8")]
+)
+def test_workspace_of_no_shape_or_dtype_is_refused(shape: Any, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="scratch"):
+        Workspace("scratch").get(shape, dtype)
+
+
+@pytest.mark.parametrize("pool", [[], {}, numpy.ones(2), "a", 3])
+def test_library_pool_of_another_kind_is_refused(pool: Any) -> None:
+    with pytest.raises(ConfigError, match="pool"):
+        GraphLibrary("simulated", pool=pool)
