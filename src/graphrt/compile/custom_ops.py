@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from graphrt.config import CompilationLevel, CompilePlan
-from graphrt.config.checked import config_error
+from graphrt.config.checked import check_type, config_error
 from graphrt.errors import ConfigError, ConfigProblem, shown
 
 Op = TypeVar("Op", bound="CustomOp")
@@ -57,6 +57,7 @@ class CustomOp(torch.nn.Module):
                 found="one that is not",
                 do="put @CustomOp.register(...) above it",
             )
+        check_type("plan", plan, CompilePlan, "a CompilePlan", "pass resolve(config).plan.compile")
         kind = type(self)
         has_form = bool(kind.operator) or kind.forward_optimized is not CustomOp.forward_optimized
         self.is_enabled = self.enabled(plan)

@@ -240,12 +240,12 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
         raise _wrong(name, " or ".join(map(repr, choices)), shown(value), "choose one of them")
 
 
-def check_variant(value: object) -> None:
-    """Errors: ``ConfigError`` for a variant that cannot be hashed."""
+def check_hashable(name: str, value: object) -> None:
+    """Errors: ``ConfigError`` for what cannot be hashed."""
     try:
         hash(value)
     except Exception:  # noqa: BLE001  A ``__hash__`` may raise anything.
-        raise _wrong("variant", "a value that can be hashed", shown(value)) from None
+        raise _wrong(name, "a value that can be hashed", shown(value)) from None
 
 
 def check_callable(name: str, value: object) -> None:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, Decision, Reason, RuntimeMode
 from graphrt.config.checked import (
     check_count as check_size,
+    check_hashable,
     check_type,
-    check_variant,
     checked_list,
 )
 from graphrt.config.plan import MOST_KEYS
@@ -58,7 +58,7 @@ class BucketDispatcher:
             "axes", axes, Mapping, "a dict by name, such as {'batch': [2, 4]}", "name the axis"
         )
         check_type("mode", mode, CUDAGraphMode, "a CUDAGraphMode")
-        check_variant(variant)
+        check_hashable("variant", variant)
         expected, do = "at least one size, each an integer >= 1", "list the sizes it is padded to"
         self.axes: dict[str, tuple[int, ...]] = {}
         """Axis name -> its sizes, ascending."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.config import Plan
-from graphrt.config.checked import check_type, check_variant
+from graphrt.config.checked import check_hashable, check_type
 from graphrt.errors import BatchError, ConfigError, shown
 
 NOTHING: frozenset[RuntimeMode] = frozenset()
@@ -78,7 +78,7 @@ class CUDAGraphDispatcher:
         self, plan: Plan, unavailable: Unavailable = MappingProxyType({}), variant: object = None
     ) -> None:
         check_type("plan", plan, Plan, "a Plan", "pass resolve(config, facts).plan")
-        check_variant(variant)
+        check_hashable("variant", variant)
         self.keys = plan.capture_order
         """Every key with its mode, in capture order, as decisions carry them."""
         if variant is not None:

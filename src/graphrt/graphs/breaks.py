@@ -147,6 +147,7 @@ def break_at(
 
     Errors: ``ConfigError`` if nothing matches, and for arguments of another kind.
     """
+    check_type("model of break_at", model, torch.nn.Module, "a torch.nn.Module")
     classes = types if isinstance(types, tuple) else (types,)
     classes = checked_list("types of break_at", classes, type | UnionType, "module classes")
     paths = (names,) if isinstance(names, str) else names

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from graphrt.config.checked import check_callable, check_hashable, check_type, checked_list
 from graphrt.device.base import Device
 from graphrt.device.torch_modes import set_grad_enabled
 from graphrt.errors import InputMismatchError, LibraryClosedError, StaticBufferError, shown
@@ -127,6 +128,7 @@ class BoundBuffers:
     def sizes_of(self, values: Mapping[str, torch.Tensor], n: Sizes) -> dict[str, int]:
         """The sizes of ``values``: the real ones ``n``, but the padded one along each axis that
         the caller has padded in all of them."""
+        _require_mapping(values)
         found: dict[str, set[int]] = {}
         for name, value in values.items():
             declared = self.specs[name].shape if name in self.specs else ()
@@ -195,7 +197,8 @@ class BufferSet:
     ``capacity``: axis -> largest padded size. ``axis_sizes(key)``: axis -> padded size of that
     key. ``device``: where the buffers are. One thread at a time uses a set.
 
-    Errors: ``StaticBufferError`` for a duplicate name or an axis without capacity.
+    Errors: ``StaticBufferError`` for a duplicate name or an axis without capacity; ``ConfigError``
+            for arguments of another kind.
     """
 
     def __init__(
@@ -205,7 +208,14 @@ class BufferSet:
         axis_sizes: Callable[[Any], Mapping[str, int]],
         device: Device | torch.device,
     ) -> None:
-        specs = tuple(specs)
+        specs = checked_list("specs", specs, BufferSpec, "a list of BufferSpecs")
+        check_type(
+            "capacity", capacity, Mapping, "the largest sizes by axis, such as {'tokens': 8}"
+        )
+        check_callable("axis_sizes", axis_sizes)
+        torch_device: Any = getattr(device, "torch_device", device)
+        expected, do = "a torch.device, or a device of graphrt", 'pass torch.device("cpu")'
+        check_type("device", torch_device, torch.device, expected, do)
         self.specs: Mapping[str, BufferSpec] = MappingProxyType({s.name: s for s in specs})
         self.axes = tuple(dict.fromkeys(axis for spec in specs for axis in spec.axes))
         self.capacity: Mapping[str, int] = MappingProxyType(dict(capacity))
@@ -217,7 +227,6 @@ class BufferSet:
                 do="rename one of them",
             )
         self._require_axes(self.capacity, "capacity")
-        torch_device = device if isinstance(device, torch.device) else device.torch_device
         # A buffer born in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self._buffers = {spec.name: Buffer(spec, self.capacity, torch_device) for spec in specs}
@@ -257,17 +266,23 @@ class BufferSet:
         Binding announces a run over the padded views, staged or not, so rows that the graph
         writes count as dirty from here on.
         """
-        bound = self._bound.get(key)
+        try:
+            bound = self._bound.get(key)
+        except TypeError:
+            check_hashable("key of static buffers", key)
+            raise
         if bound is None:
             self._require_open()
             sizes = self._axis_sizes(key)
+            check_type(f"axis_sizes({shown(key)})", sizes, Mapping, "a mapping of sizes by axis")
             self._require_axes(sizes, f"axis_sizes({key})")
             for axis in self.axes:
-                if not 0 <= sizes[axis] <= self.capacity[axis]:
+                size = whole_number(f"axis {axis!r} of {key}", sizes[axis])
+                if not 0 <= size <= self.capacity[axis]:
                     raise StaticBufferError(
                         f"axis {axis!r} of {key}",
                         expected=f"a padded size of 0 to {self.capacity[axis]}, the capacity",
-                        found=str(sizes[axis]),
+                        found=shown(size),
                         do="declare the largest size of every axis as its capacity",
                     )
             bound = self._bound[key] = BoundBuffers(self, key, sizes)
@@ -371,22 +386,28 @@ class BufferSet:
         if isinstance(n, int):
             raise _mismatch("real sizes", axes, f"the number {n}", "pass a dict axis -> real size")
         try:
-            return self._pick(n)
+            real = self._pick(n)
+            hash(real)
         except KeyError as missing:
             raise _mismatch("real sizes", axes, f"none for {missing}") from None
         except (TypeError, IndexError):
-            # No mapping: a NumPy integer is as good as an int, anything else is a mistake.
-            return self._real_sizes(_whole_number("real sizes", n))
+            given: Any = n
+            if isinstance(given, Mapping):  # Of a size that cannot be hashed.
+                return tuple(self._checked_sizes(given, self.capacity, "a step").values())
+            # A NumPy integer is as good as an int, anything else is a mistake.
+            return self._real_sizes(whole_number("real sizes", given))
+        return real
 
     def _checked_sizes(self, n: Sizes, limits: Mapping[str, int], of: str) -> dict[str, int]:
         given = n if isinstance(n, Mapping) else dict.fromkeys(self.axes, n)
-        real = {axis: _whole_number(f"axis {axis!r}", given[axis]) for axis in self.axes}
+        self._require_axes(given, f"real sizes of {of}")
+        real = {axis: whole_number(f"axis {axis!r}", given[axis]) for axis in self.axes}
         for axis, size in real.items():
             if not 0 <= size <= limits[axis]:
                 raise InputMismatchError(
                     f"axis {axis!r} of {of}",
                     expected=f"a real size of 0 to {limits[axis]}",
-                    found=str(size),
+                    found=shown(size),
                     do="stage through the key that the dispatcher chose for this size",
                 )
         return real
@@ -540,11 +561,11 @@ def require_tensor(subject: str, value: Any, expected: str) -> None:
         raise _mismatch(subject, expected, found, do if value.is_nested else "")
 
 
-def _whole_number(subject: str, value: Any) -> int:
+def whole_number(subject: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise _mismatch(subject, "a whole number of rows", repr(value)) from None
+        raise _mismatch(subject, "a whole number of rows", shown(value)) from None
 
 
 def _mismatch(subject: str, expected: str, found: str, do: str = "") -> InputMismatchError:

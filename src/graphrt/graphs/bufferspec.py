@@ -119,7 +119,7 @@ class BufferSpec:
         for name, (kind, expected) in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
-                raise self._wrong(expected, repr(value), "correct it", field=f"{name} of ")
+                raise self._wrong(expected, shown(value), "correct it", field=f"{name} of ")
         object.__setattr__(self, "shape", tuple(self.shape))
         check_choice(f"rebase of {self.name!r}", self.rebase, (None, "tokens", "requests"))
         for size in self.shape:
@@ -150,7 +150,7 @@ class BufferSpec:
             raise self._wrong("sizes of 0 or more", f"shape {self.shape}", "correct the shape")
 
     def _wrong(self, expected: str, found: str, do: str, field: str = "") -> StaticBufferError:
-        subject = f"{field}static buffer {self.name!r}"
+        subject = f"{field}static buffer {shown(self.name)}"
         return StaticBufferError(subject, expected=expected, found=found, do=do)
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
+from graphrt.config.checked import check_callable, check_choice, check_type
 from graphrt.context import CaptureContext, current_forward_context
 from graphrt.device.base import Block, Device, MemoryReading, Pool, Stream
 from graphrt.errors import (
@@ -56,10 +57,19 @@ def capture_program(
     It warms nothing up: run ``fn`` first, or use ``capture_all``. Writes to state that nobody
     declared are refused, unless ``options.checks`` is ``"none"``.
 
-    Errors: ``CaptureError`` and its kin, what a failed capture of this key raised before, and
-    whatever ``fn`` raises. An error leaves no program, graph or recording behind, and nothing that
-    the recording assigned: attributes, buffers, entries of containers, variables.
+    Errors: ``ConfigError`` for arguments of another kind; ``CaptureError`` and its kin; what a
+    failed capture of this key raised before, and whatever ``fn`` raises. An error leaves no
+    program, graph or recording behind, and nothing that the recording assigned: attributes,
+    buffers, entries of containers, variables.
     """
+    check_type("library", library, GraphLibrary, "a GraphLibrary")
+    check_type("owner", owner, str, "the name that its programs are found under")
+    check_choice("mode", mode, (RuntimeMode.PIECEWISE, RuntimeMode.FULL))
+    check_type("key", key, BatchDescriptor, "a BatchDescriptor")
+    check_callable("the callable to capture", fn)
+    check_type("args", args, Sequence, "a list or tuple of arguments")
+    check_type("kwargs", kwargs, Mapping | None, "arguments by name")
+    check_type("options", options, CaptureOptions | None, "CaptureOptions")
     scope = library.scope
     if scope is None:
         with library.capture_scope(options):

@@ -20,7 +20,13 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.config.checked import check_callable, check_count, check_type
+from graphrt.config.checked import (
+    check_callable,
+    check_count,
+    check_hashable,
+    check_type,
+    checked_list,
+)
 from graphrt.context import ForwardContext
 from graphrt.device import DeviceName, make_device
 from graphrt.device.base import Device, Pool, Stream
@@ -67,6 +73,11 @@ class GraphBudget:
     max_bytes: int | None = None
     max_graphs: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_graphs"):
+            if getattr(self, name) is not None:
+                check_count(f"{name} of a GraphBudget", getattr(self, name), least=0)
+
 
 @dataclass(slots=True, eq=False)
 class Generation:
@@ -105,7 +116,8 @@ class GraphLibrary:
     ``Captured``, ``CaptureFailed``, ``Verified``, ``Invalidated`` and ``Retired`` events, of a
     ``UBatchWrapper`` also ``RanEager``. ``before_suspend``, ``after_resume``: hooks around a
     suspension.
-    Errors: ``ConfigError`` for a ``generation_size`` below 1, or an unknown device.
+    Errors: ``ConfigError`` for a ``generation_size`` below 1, an unknown device, and arguments of
+            another kind.
     """
 
     def __init__(
@@ -124,8 +136,16 @@ class GraphLibrary:
         check_count("generation_size", generation_size)
         check_type("stale_check", stale_check, StaleCheck, "a StaleCheck")
         check_type("budget", budget, GraphBudget | None, "a GraphBudget")
+        check_hashable("pool", pool)
         if observer is not None:
             check_callable("observer", observer)
+        expected = "a list of torch.Generators"
+        self.generators = checked_list("generators", generators, torch.Generator, expected)
+        expected = "a list of callables"
+        self.before_suspend = list(
+            checked_list("before_suspend", before_suspend, Callable, expected)
+        )
+        self.after_resume = list(checked_list("after_resume", after_resume, Callable, expected))
         self._owns_device = isinstance(device, str)
         self.device = make_device(device) if isinstance(device, str) else device
         check_type(
@@ -137,12 +157,9 @@ class GraphLibrary:
         )
         self.budget = budget or GraphBudget()
         self.stale_check = stale_check
-        self.generators = tuple(generators)
         self.generation_size = generation_size
         self.num_cudagraph_captured = 0
         """Device graphs of successful captures so far; never decremented."""
-        self.before_suspend = list(before_suspend)
-        self.after_resume = list(after_resume)
         self.replaying = ReplayInProgress()
         """Which program is between two of its graphs."""
         self.catalog = Catalog(self._on_failure, self.replaying)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -15,7 +16,7 @@ import torch
 
 from graphrt.config.checked import check_choice, check_count, check_type
 from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError, shown
-from graphrt.graphs.buffers import Sizes
+from graphrt.graphs.buffers import Sizes, whole_number
 from graphrt.graphs.bufferspec import remember
 from graphrt.graphs.program import Program
 from graphrt.graphs.values import (
@@ -110,6 +111,7 @@ class OutputSpec:
         ``padded``: axis -> padded size, which dimensions declared with that axis must have.
         Errors: ``ConfigError`` for a path or dimension that is not there, or of another size.
         """
+        _check_sizes("padded", {} if padded is None else padded)
         program = captured if isinstance(captured, Program) else None
         return BoundOutputs(self, _outputs_of(captured), padded or {}, program)
 
@@ -141,11 +143,11 @@ class BoundOutputs:
 
         Aliasing: by policy, see ``OutputSpec``. Under ``"view"`` one size gives the same tensor
                   objects each time; containers that can be changed are made anew.
-        Errors:   ``InputMismatchError`` for a length beyond the padded one.
+        Errors:   ``InputMismatchError`` for a length beyond the padded one, and what is no size.
         """
         try:
             cut = self._cuts[n if type(n) is int else self._key(n)]
-        except LookupError:
+        except (LookupError, TypeError, AttributeError):  # Of the last two: no sizes.
             cut = self._cut(n)
         spec = self._spec
         if spec.policy == "view":
@@ -156,7 +158,10 @@ class BoundOutputs:
         replay, program = spec.replay_count, self._program
         return map_tensors(cut, lambda tensor: _checked(tensor, spec, replay, program))
 
-    def _cut(self, n: Sizes) -> Any:
+    def _cut(self, given: Any) -> Any:
+        is_sizes = isinstance(given, int | Mapping)
+        n: Sizes = given if is_sizes else whole_number("real sizes", given)
+
         def cut_leaf(path: Path, leaf: Any) -> Any:
             lengths = self._spec.axes.get(dotted(path))
             if lengths is None or not isinstance(leaf, torch.Tensor):
@@ -191,15 +196,15 @@ def _real_length(path: str, padded: int, length: Length, n: Sizes) -> int:
         raise InputMismatchError(
             subject,
             expected=f"a real size of axis {length!r}",
-            found=f"sizes of {', '.join(n)}",
+            found=f"sizes of {', '.join(map(str, n))}",
             do="pass the sizes of every declared axis to unpad()",
         )
-    real = operator.index(real)
+    real = whole_number(subject, real)
     if not 0 <= real <= padded:
         raise InputMismatchError(
             subject,
             expected=f"a length of 0 to {padded}, the padded one",
-            found=str(real),
+            found=shown(real),
             do="correct the declared length, or unpad the program of the step's key",
         )
     return real
@@ -216,6 +221,12 @@ def _container_copier(nodes: list[Node]) -> Callable[[Any], Any] | None:
     if len(changeable) == 1 and type(root) in (dict, list):
         return type(root).copy  # type: ignore[no-any-return]  # dict.copy or list.copy
     return lambda value: map_tensors(value, lambda tensor: tensor)
+
+
+def _check_sizes(name: str, sizes: object) -> None:
+    check_type(name, sizes, Mapping, "padded sizes by axis, such as {'tokens': 8}")
+    for axis, size in sizes.items():  # type: ignore[attr-defined]  # a mapping, as asked above
+        check_type(f"{name}: axis {shown(axis)}", size, Integral, "a whole number")
 
 
 def _outputs_of(captured: Program | Any) -> Any:
@@ -268,7 +279,7 @@ def _check_paths(nodes: Iterable[Node], spec: OutputSpec, padded: Mapping[str, i
             if expected is not None and shape[dim] != expected:
                 raise ConfigError(
                     f"output {path!r}, dimension {dim}",
-                    expected=f"{expected}, the padded size of axis {axis!r}",
+                    expected=f"{shown(expected)}, the padded size of axis {axis!r}",
                     found=f"{shape[dim]}, in shape {shape}",
                     do="correct the axis; declare a length of another kind as a function of the "
                     "sizes",
@@ -291,6 +302,12 @@ def _indexes(choice: torch.Tensor | None, scores: torch.Tensor | None) -> bool:
 def _infer(
     first: tuple[Any, Mapping[str, int]], second: tuple[Any, Mapping[str, int]]
 ) -> dict[str, dict[int, Length]]:
+    keys: tuple[Any, Any] = (first, second)
+    for given in keys:
+        if not isinstance(given, tuple) or len(given) != 2:
+            expected = "(a program or its outputs, padded sizes by axis) of each key"
+            raise _no_inference(expected, shown(given))
+        _check_sizes("padded sizes", given[1])
     (one, sizes), (other, other_sizes) = first, second
     same = [axis for axis, size in sizes.items() if other_sizes.get(axis) in (None, size)]
     if same or sizes.keys() != other_sizes.keys():

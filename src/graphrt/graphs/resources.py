@@ -93,7 +93,7 @@ class Workspace:
         check_type("name of a Workspace", name, str, "a string")
         try:
             _ = device is None or torch.device(device)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"workspace {name!r}: device",
                 expected="a device of torch's, or None",
@@ -126,7 +126,15 @@ class Workspace:
                   growth moves them; earlier results keep the old ones.
         Errors:   ``FrozenBufferError`` for a growth while frozen.
         """
-        needed = math.prod(shape) * dtype.itemsize
+        try:
+            needed = math.prod(shape) * dtype.itemsize
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"workspace {self.name!r}",
+                expected="a shape, and a torch.dtype",
+                found=f"{shown(shape)}, {shown(dtype)}",
+                do="correct them",
+            ) from error
         # Scratch born in inference mode, or viewed as another dtype there, could not be written
         # outside it.
         with torch.inference_mode(False):

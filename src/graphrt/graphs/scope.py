@@ -191,6 +191,7 @@ class CaptureScope:
         """
         # Another value is no wrapper's mode: nothing would be captured, without an error.
         check_choice("mode of a step", mode, tuple(RuntimeMode))
+        check_type("key of a step", key, BatchDescriptor, "a BatchDescriptor")
         self.prepare_for_capture(key)
         environment = CaptureEnvironment.read(self.device)
         if mode is RuntimeMode.NONE:

@@ -13,7 +13,7 @@ from typing import Any
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
 from graphrt.config.checked import check_callable, check_type
 from graphrt.context import ForwardContext, current_forward_context
-from graphrt.errors import BreakError, ConfigError
+from graphrt.errors import BreakError, ConfigError, shown
 from graphrt.graphs.capture import capture_program
 from graphrt.graphs.catalog import Programs
 from graphrt.graphs.library import GraphLibrary
@@ -50,7 +50,8 @@ class CUDAGraphWrapper:
     ``name``: the owner of its programs in ``library``; by default made from the runnable's type.
 
     Unknown attributes are read from the runnable; setting is not forwarded.
-    Errors: ``ConfigError`` for another mode, or a name that another wrapper of this mode has.
+    Errors: ``ConfigError`` for another mode, arguments of another kind, or a name that another
+            wrapper of this mode has.
     """
 
     def __init__(
@@ -64,6 +65,9 @@ class CUDAGraphWrapper:
     ) -> None:
         check_callable("the callable of a wrapper", runnable)
         check_type("library", library, GraphLibrary, "a GraphLibrary")
+        expected = "CUDAGraphOptions"
+        check_type("cudagraph_options", cudagraph_options, CUDAGraphOptions | None, expected)
+        check_type("name", name, str | None, "a text")
         self.runnable = runnable
         self.library = library
         self.runtime_mode = _single_mode(runtime_mode)
@@ -182,6 +186,6 @@ def _single_mode(mode: RuntimeMode | CUDAGraphMode) -> RuntimeMode:
     raise ConfigError(
         "CUDAGraphWrapper",
         expected="runtime mode PIECEWISE or FULL",
-        found=str(mode),
+        found=shown(mode),
         do="wrap twice for a pair of modes: a FULL wrapper over a PIECEWISE one",
     )

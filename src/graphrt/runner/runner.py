@@ -22,9 +22,9 @@ from graphrt.config.checked import (
     check_callable,
     check_choice,
     check_count,
+    check_hashable,
     check_number,
     check_type,
-    check_variant,
     checked_list,
 )
 from graphrt.context import current_forward_context
@@ -303,7 +303,7 @@ class CUDAGraphRunner:
         Errors: ``BatchError`` for a missing or unknown axis, or a size beyond the capacity;
                 ``ConfigError`` for a ``variant`` that cannot be hashed.
         """
-        check_variant(variant)
+        check_hashable("variant", variant)
         return make_key(in_order(self.capacity, sizes, "padded"), variant)
 
     def real_sizes(self, values: Values) -> dict[str, int]:

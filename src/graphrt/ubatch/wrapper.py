@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 from graphrt.config import UBatchConfig
+from graphrt.config.checked import check_callable, check_choice, check_type, checked_list
 from graphrt.context import current_forward_context
-from graphrt.errors import ConfigError, ContextError, MissError
+from graphrt.errors import ConfigError, ContextError, MissError, shown
 from graphrt.events import RanEager
 from graphrt.graphs import CUDAGraphWrapper, GraphLibrary, OutputSpec, Program
 from graphrt.graphs.catalog import Programs
@@ -28,7 +29,7 @@ class UBatchWrapper:
     ``on_miss``: see ``RuntimeConfig``.
 
     Unknown attributes are read from the runnable; setting is not forwarded. Errors: ``ConfigError``
-    for another mode.
+    for another mode, and arguments of another kind.
     """
 
     def __init__(
@@ -45,13 +46,22 @@ class UBatchWrapper:
         on_miss: Literal["eager", "strict"] = "eager",
         name: str | None = None,
     ) -> None:
-        if runtime_mode not in (RuntimeMode.NONE, RuntimeMode.FULL):
+        check_callable("the callable of a wrapper", runnable)
+        check_type("library", library, GraphLibrary, "a GraphLibrary")
+        if type(runtime_mode) is not RuntimeMode or runtime_mode is RuntimeMode.PIECEWISE:
             raise ConfigError(
                 "UBatchWrapper",
                 expected="runtime mode NONE or FULL",
-                found=str(runtime_mode),
+                found=shown(runtime_mode),
                 do="put a FULL one around what is captured in pieces",
             )
+        check_type("config", config, UBatchConfig, "a UBatchConfig")
+        check_type("outputs", outputs, OutputSpec | None, "an OutputSpec")
+        check_type("input_axes", input_axes, Mapping | None, "axes by name of an argument")
+        check_choice("on_miss", on_miss, ("eager", "strict"))
+        check_type("name", name, str | None, "a text")
+        expected = "a list of objects with the methods before and join"
+        capture_hooks = checked_list("capture_hooks", capture_hooks, object, expected)
         self.runnable = runnable
         self.library = library
         self.runtime_mode = runtime_mode
