@@ -314,11 +314,12 @@ class Reads:
         others: dict[int, tuple[TensorRef, torch.UntypedStorage | None]] = {}
         for ref in refs:
             tensor = ref.tensor
-            storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+            storage = _storage_of(tensor)
             key = id(tensor if storage is None else storage)
             if key not in named and key not in others:
-                if storage is not None and owns(tensor):
-                    continue
+                with torch._C.DisableTorchFunctionSubclass():  # Its class may raise.
+                    if storage is not None and owns(tensor):
+                        continue
                 others[key] = ref, storage
             touched.add(key)
             if ref.written:
@@ -335,7 +336,7 @@ class Reads:
         found = list(held)
         for key, (ref, storage) in others.items():
             tensor = ref.tensor
-            told = ref.name or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            told = ref.name or _told(tensor)
             found.append(
                 HeldTensor(told, tensor, storage, written=key in written, is_named=bool(ref.name))
             )
@@ -608,6 +609,11 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     with torch._C.DisableTorchFunctionSubclass():
         is_strided = _LAYOUT(tensor) is torch.strided
         return torch.Tensor.untyped_storage(tensor) if is_strided else None
+
+
+def _told(tensor: torch.Tensor) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -166,6 +166,7 @@ _OFF_THE_PATH = (
 _NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
 """Special methods that no forward calls by an operator of the language, unless code makes an object
 of the class."""
+_STORING = ("__setitem__", "__delitem__")
 _MAKING = ("__new__", "__init__", "__post_init__")
 _FUNCTIONS = (FunctionType, classmethod, staticmethod)
 _SEQUENCES = (dict, list, tuple, set, frozenset, deque)
@@ -264,6 +265,10 @@ class _Class:
         """Methods that are called on its objects, of which an attribute may hide one."""
         self.unset: set[str] = set()
         """Attributes in ``own`` that the class itself does not have."""
+        self.storing = [m for name in _STORING for m in self.members.pop(name, ())]
+        """What runs where code stores entries into an object of the class; emptied when read."""
+        self.methods: set[int] = set()
+        """Ids of functions that were read as its methods."""
         self._note_method("forward")
 
     def _note_method(self, name: str) -> None:
@@ -344,6 +349,8 @@ class Walk:
         """What code calls and cannot be compared, by name and code."""
         self._unread: dict[int, tuple[str, Any, str]] = {}
         """By id, what was met and cannot be compared: its path, it, and why."""
+        self._entered: list[tuple[str, _Class]] = []
+        """Objects whose class has methods that store entries, by path."""
         self._methods: list[tuple[FunctionType, _Class]] = []
         """Named, and not read yet."""
 
@@ -617,6 +624,19 @@ class Walk:
                 if item is not MISSING:
                     self._add(Place(f"{path}[{name!r}]", value, name, "item", item))
         self._large.clear()
+        self._enter_storing()
+
+    def _enter_storing(self) -> None:
+        """The methods that store entries, of classes whose objects get some from code. Else a
+        registry that others fill would pass for a memo."""
+        num_stored = -1
+        while num_stored != len(self._stored):
+            num_stored = len(self._stored)
+            for path, known in self._entered:
+                if known.storing and _last(path) in self._stored:
+                    storing, known.storing = known.storing, []
+                    self._enter_members(known, storing)
+            self._read_methods()
 
     def _of_the_process(self) -> Iterator[Place]:
         """Torch's flags and hooks, and variables of the environment that code names."""
@@ -846,6 +866,8 @@ class Walk:
         prefix = _below(path)
         kind = type(owner)
         known = self._know(kind)
+        if known.storing:
+            self._entered.append((path, known))
         if not issubclass(kind, (ModuleType, FunctionType)):
             self._places.append(Place(f"{prefix}__class__", owner, None, "type", kind))
         if not is_foreign(module_of(type(kind))):  # ``type(self).x`` may be its metaclass's.
@@ -952,9 +974,9 @@ class Walk:
         is_others = self._is_foreign(home)
         texts = [text for text in names.strings if type(text) is str]
         if known is not None:
-            counts = {chain[-1] for chain in names.assigned} if is_others else set()
-            self._name_own(known, names.own - counts)
+            self._name_own_of(function, names, known)
             if is_others and not is_foreign(home):
+                counts = {chain[-1] for chain in names.assigned}
                 # An object of an installed package: what its methods ask of what it holds.
                 self._name(names.attributes - counts)
                 self._texts.update(texts)
@@ -1217,6 +1239,20 @@ class Walk:
             if is_told and not self._is_foreign(module_of(base)):
                 yield Place(f"{base.__qualname__}.{name}", base, name, "member", value)
 
+    def _name_own_of(self, function: FunctionType, names: Names, known: _Class) -> None:
+        """Follow what a method reads of its object, whichever class inherits it."""
+        is_others = self._is_foreign(function.__globals__.get("__name__"))
+        counts = {chain[-1] for chain in names.assigned} if is_others else set()
+        self._name_own(known, names.own - counts)
+        if is_others:
+            return
+        first = function.__code__.co_varnames[:1]
+        known.guessed.update(begin for of, begin in names.guessed if of in first)
+        # ``self[key] = value``, and ``super().__setitem__(key, value)``
+        if not (names.stored.isdisjoint(first) and names.attributes.isdisjoint(_STORING)):
+            storing, known.storing = known.storing, []
+            self._enter_members(known, storing)
+
     def _name_own(self, known: _Class, names: Set[str]) -> None:
         """Follow the attributes and members of one class that its own methods read."""
         if known.is_proxy:
@@ -1240,14 +1276,19 @@ class Walk:
             elif not self._is_foreign(module_of(type(value))) and not _is_data(value):
                 known.guessed |= _guessed_by_descriptor(type(value))
                 self._stack.append((type(value).__name__, value))
-            if type(value) is FunctionType and id(value) not in self._seen:
-                self._seen[id(value)] = value
+            if type(value) is FunctionType and id(value) not in known.methods:
+                known.methods.add(id(value))
                 self._methods.append((value, known))
 
     def _read_methods(self) -> None:
         """Read the code of the methods that were named. A loop, because they name one another."""
         while self._methods:
-            self._enter_function("", *self._methods.pop())
+            function, known = self._methods.pop()
+            if id(function) in self._seen:  # Another class has it too.
+                self._name_own_of(function, names_in(function.__code__), known)
+            else:
+                self._seen[id(function)] = function
+                self._enter_function("", function, known)
 
 
 def _are_links(table: dict[Any, Any]) -> bool:
